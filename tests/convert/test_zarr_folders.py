@@ -268,6 +268,36 @@ def test_what_is_refused_says_why(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3")
+def test_a_chain_that_zarr_python_would_misread_is_exported_decoded(tmp_path: Path) -> None:
+    import numcodecs
+
+    array = zarr.create_array(
+        tmp_path / "a.zarr",
+        shape=(9,),
+        dtype=">i4",
+        chunks=(4,),
+        zarr_format=2,
+        compressors=None,
+        filters=[numcodecs.Delta(dtype=">i4")],
+        fill_value=0,
+    )
+    array[:] = np.arange(9) ** 2
+    assert imported(tmp_path / "a.zarr", tmp_path / "store").array("a").read().tolist() == [
+        n * n for n in range(9)
+    ]
+    back = exported(tmp_path / "store", tmp_path / "b.zarr")
+    assert zarr.open_array(back / "a", mode="r")[:].tolist() == [n * n for n in range(9)]
+
+
+def test_a_chunk_that_is_a_pipe_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+    zarr.open_group(tmp_path / "a.zarr", mode="w").create_array("a", data=np.arange(4), chunks=(2,))
+    (tmp_path / "a.zarr/a/c/1").unlink()
+    os.mkfifo(tmp_path / "a.zarr/a/c/1")
+    with pytest.raises(InvalidArgument, match="c/1 is a pipe"):
+        imported(tmp_path / "a.zarr", tmp_path / "store")
+
+
 def test_quantized_arrays_are_decoded_unless_kept(tmp_path: Path) -> None:
     values = np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30)
     with tstore.open(tmp_path / "store").transaction() as tx:

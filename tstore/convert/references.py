@@ -76,6 +76,11 @@ async def export_references(
     return ExportReport(snapshot.version, len(arrays), total, 1, [])
 
 
+def _never(codecs: object) -> bool:
+    """Return False: references are to the bytes as they are."""
+    return False
+
+
 class _Reference(NamedTuple):
     """Where the bytes of a chunk are: at `offset` of `url`, or in `data`."""
 
@@ -129,7 +134,7 @@ def _reference(row: ChunkRow, base: str) -> _Reference:
 
 
 def _write_json(path: str, snapshot: Snapshot, arrays: list[Node], base: str) -> None:
-    documents = plain_documents(snapshot, keep_exmy=True)
+    documents = plain_documents(snapshot, _never)
     encode = msgspec.json.encode
     with (
         mapped_errors("write", path),
@@ -178,7 +183,7 @@ def _write_parquet(path: str, snapshot: Snapshot, arrays: list[Node], base: str)
 def _v2_metadata(snapshot: Snapshot) -> Mapping[str, Any]:
     """Return the metadata of Zarr v2 by key; raise `UnsupportedFormat` for what that lacks."""
     metadata: dict[str, Any] = {}
-    for path, document in plain_documents(snapshot, keep_exmy=True).items():
+    for path, document in plain_documents(snapshot, _never).items():
         fields, prefix = msgspec.json.decode(document), f"{path}/" if path else ""
         attributes = fields.get("attributes", {})
         if fields["node_type"] == "group":

@@ -2,14 +2,14 @@
 
 The bytes of chunks are copied as they are, after their checksums were verified. Arrays in an eXmY format are
 decoded to their dtype, since other programs do not read eXmY; `keep_exmy` copies their bytes too, for zarr-python
-with the package exmy.
+with the package exmy. Chains that zarr-python would misread are decoded as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -32,6 +32,8 @@ from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_al
 from tstore.store import Store, opened
 
 __all__ = ["chunk_name", "export_zarr", "plain_documents", "uses_exmy"]
+
+Codecs = Sequence[Mapping[str, Any]]
 
 _ROUND_BYTES = 32 << 20  # of decoded chunks in memory, unless one chunk is longer
 _ROUND_CHUNKS = 1 << 14  # of which the references are in memory
@@ -59,7 +61,11 @@ async def export_zarr(
     path = os.fspath(folder)
     async with opened(store, "r") as opened_store:
         snapshot = await snapshot_to_export(opened_store, at, step)
-        documents = plain_documents(snapshot, keep_exmy=keep_exmy)
+
+        def decodes(codecs: Codecs) -> bool:
+            return (uses_exmy(codecs) and not keep_exmy) or _is_misread(codecs)
+
+        documents = plain_documents(snapshot, decodes)
         arrays = {name: await snapshot.array(name) for name in snapshot.paths()}
         total, done, files = sum(array.nbytes for array in arrays.values()), 0, len(documents)
         refuse_existing(path)
@@ -67,7 +73,7 @@ async def export_zarr(
             await run(_write_documents, temporary, documents)
             for name, array in arrays.items():
                 meta = snapshot.tree.nodes[name].meta
-                if uses_exmy(meta.codecs) and not keep_exmy:
+                if decodes(meta.codecs):
                     files += await _decode(array, meta, f"{temporary}/{name}")
                 else:
                     files += await _copy(snapshot, name, meta, f"{temporary}/{name}")
@@ -78,11 +84,10 @@ async def export_zarr(
     return ExportReport(snapshot.version, len(arrays), total, files, [])
 
 
-def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
+def plain_documents(snapshot: Snapshot, decodes: Callable[[Codecs], bool]) -> dict[str, bytes]:
     """Return the `zarr.json` of each group and array by path, "" for the root, without tstore's own entries.
 
-    Groups that exist only as parts of paths are included. Unless `keep_exmy`, arrays in eXmY formats become
-    uncompressed ones.
+    Groups that exist only as parts of paths are included. Arrays whose codecs are decoded become uncompressed.
     """
     nodes = snapshot.tree.nodes
     paths = set(nodes)
@@ -97,7 +102,7 @@ def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
             if node.is_array:
                 fields.pop("tstore", None)
                 fields["chunk_key_encoding"] = {"name": "default", "configuration": {"separator": "/"}}
-                if uses_exmy(fields["codecs"]) and not keep_exmy:
+                if decodes(node.meta.codecs):
                     fields["codecs"] = chain_documents(node.meta.dtype, None)
             elif not path:
                 fields.get("attributes", {}).pop(RESERVED_ATTRIBUTE, None)
@@ -105,7 +110,18 @@ def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
     return documents
 
 
-def uses_exmy(codecs: Sequence[Mapping[str, Any]]) -> bool:
+def _is_misread(codecs: Codecs) -> bool:
+    """Return whether zarr-python misreads a chain: it passes big-endian arrays to numcodecs, which take their bytes.
+
+    Such chains are imported from Zarr v2, where the codecs of numcodecs have a byte order of their own.
+    """
+    names = [codec["name"] for codec in codecs]
+    if "bytes" not in names or not any(name.startswith("numcodecs.") for name in names[: names.index("bytes")]):
+        return False
+    return (codecs[names.index("bytes")].get("configuration") or {}).get("endian") == "big"
+
+
+def uses_exmy(codecs: Codecs) -> bool:
     """Return whether a codec chain, or one inside of its shards, has the codec `exmy`."""
     return any(
         codec["name"] == "exmy" or uses_exmy((codec.get("configuration") or {}).get("codecs") or ())
