@@ -111,7 +111,7 @@ def plain_documents(snapshot: Snapshot, decodes: Callable[[Codecs], bool]) -> di
 
 
 def _is_misread(codecs: Codecs) -> bool:
-    """Return whether zarr-python misreads a chain: it passes big-endian arrays to numcodecs, which take their bytes.
+    """Return whether zarr-python misreads a chain: it passes big-endian arrays to numcodecs, which take bytes.
 
     Such chains are imported from Zarr v2, where the codecs of numcodecs have a byte order of their own.
     """
