@@ -132,6 +132,9 @@ def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection | Poin
     boxable = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
     if not boxable or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
         return (), projections(selection, meta.shape, meta.chunks)
+    touched = math.prod(r[-1] // c - r[0] // c + 1 for r, c in zip(selection.axes, meta.chunks, strict=True))
+    if touched < _MIN_BOX_CHUNKS:  # a single box would be read chunk by chunk
+        return (), projections(selection, meta.shape, meta.chunks)
     per_axis = [
         [_mark_padded(run, c) for run in axis_runs(r, n, c)]
         for r, n, c in zip(selection.axes, meta.shape, meta.chunks, strict=True)

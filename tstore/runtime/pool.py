@@ -274,14 +274,15 @@ class _AwaitedCall(Generic[T]):
         with contextlib.suppress(RuntimeError):  # the loop was closed without waiting
             self._loop.call_soon_threadsafe(self._wake)
 
-    async def result(self) -> T:
-        """Return or raise the outcome of the call; cancellation waits for the call's end."""
+    async def result(self, stop: Callable[[], object] = lambda: None) -> T:
+        """Return or raise the outcome of the call; cancellation calls `stop` and waits for the call's end."""
         cancelled: asyncio.CancelledError | None = None
         while not self._returned and self._raised is None:
             try:
                 await self._woken
             except asyncio.CancelledError as error:
                 cancelled = error
+                stop()
                 self._woken = self._loop.create_future()
         try:
             if cancelled is not None:
@@ -333,7 +334,12 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
 
     data_threads = _threads.background if each_call.paced_workers else _threads.data
     threads = data_threads if workers <= WORKERS else _threads.streams
-    await wait_all([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], stop)
+    if workers <= 1:  # the usual small read or write, which futures would take longer
+        alone = _AwaitedCall(work, ())
+        threads.start(alone)
+        await alone.result(stop)
+        return
+    await wait_all([threads.submit(work) for _ in range(min(workers, STREAMS))], stop)
 
 
 def current_each_call() -> EachCall | None:
