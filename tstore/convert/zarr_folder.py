@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.convert.zarr_v2 import v3_array, v3_attributes
+from tstore.data.planning import ReadPlan
 from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, Unavailable, UnsupportedFormat
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
@@ -149,6 +150,12 @@ class ZarrArray:
                     np.copyto(target, values.reshape(meta.chunks)[projection.inside], casting="unsafe")
 
         await each(read, touched, self._folder.workers)
+
+    async def explain_array(
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
+    ) -> ReadPlan:
+        """Raise `Misuse`: the sizes of the chunks are unknown until they are read."""
+        raise Misuse(f"{self.location} is a plain Zarr array, whose reads can't be planned; read it, or import it")
 
     async def write_array(self, path: str, meta: ArrayMeta, selection: Any, values: npt.NDArray[Any]) -> None:
         """Raise `Misuse`: a plain array is only read."""

@@ -1,0 +1,264 @@
+"""Files of references in kerchunk's format, with which fsspec and zarr-python read a version in place.
+
+The file has the metadata of all arrays, and for each chunk the URL of its pack, its offset and its length. A small
+file is one JSON document; a Parquet folder, of which readers load only what they need, is for many chunks. fsspec
+computes the position of a chunk in such a folder from v2 names of chunks (`a/0.1`), so the arrays there have these.
+Nothing of how the store was opened is written: a reader passes a token itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from tstore.array import Array
+from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
+from tstore.convert.files import StrPath, refuse_existing
+from tstore.convert.zarr_export import chunk_name, plain_documents, unreadable_elsewhere
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.checksums import block_checks
+from tstore.format.chunk_refs import ChunkRow
+from tstore.runtime.pool import run
+from tstore.snapshot import Snapshot
+from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder, write_all
+from tstore.storage.objects import Durability
+from tstore.store import Store, opened
+
+__all__ = ["export_references", "is_parquet"]
+
+_RECORD = 100_000  # chunks in one Parquet file
+_ROUND = 1 << 14  # chunks whose references are in memory, for JSON
+
+
+async def export_references(
+    store: StrPath | Store,
+    file: StrPath,
+    *,
+    at: int | str | None = None,
+    step: int | None = None,
+    keep_exmy: bool = False,
+    progress: ProgressCallback | None = None,
+) -> ExportReport:
+    """Write the references of a version to a new file (`.json`) or folder (`.parq`, `.parquet`); return a summary.
+
+    With it, zarr-python reads the version through the file system `reference://` of fsspec, without tstore, as long
+    as the version exists. The chunks stay in the store; those that are stored in a record are copied into the file.
+    A Parquet folder needs the package fastparquet, here and where it is read.
+
+    Raise `InvalidArgument` for another name, for a store in memory, and for an array that other programs can't read
+    (in an eXmY format, unless `keep_exmy`); `AlreadyExists`, `NotFound` (a chunk of a dense array was never
+    written), `Corrupt`, and the errors of opening a version.
+    """
+    path = os.fspath(file)
+    write = _write_parquet if is_parquet(path) else _write_json
+    refuse_existing(path)
+    async with opened(store, "r") as opened_store:
+        snapshot = await snapshot_to_export(opened_store, at, step)
+        arrays = {name: await snapshot.array(name) for name in snapshot.paths()}
+        source = _Source(snapshot, _url_for_fsspec(opened_store.url), arrays)
+        source.check_readable(keep_exmy)
+        report = _Reporter(arrays, progress)
+        files = await write(path, source, report)
+    return ExportReport(snapshot.version, len(arrays), report.total, files, [])
+
+
+def is_parquet(path: str) -> bool:
+    """Return whether the name of a reference file is that of a Parquet folder; raise `InvalidArgument` for others.
+
+    fsspec takes every path with `.json` in it for JSON.
+    """
+    name = path.rstrip("/")
+    if name.endswith(".json") and name == path:
+        return False
+    if not name.endswith((".parq", ".parquet")) or ".json" in os.path.abspath(name):
+        raise InvalidArgument(
+            f"{path}: expected a name for a reference file that ends in .json, or in .parq or .parquet (a folder, "
+            "for many chunks) without .json in its path"
+        )
+    if importlib.util.find_spec("fastparquet") is None:
+        raise InvalidArgument(
+            f"{path}: references in Parquet need the package fastparquet, which is not installed; run pip install "
+            "fastparquet, or write a .json file"
+        )
+    return True
+
+
+def _url_for_fsspec(url: str) -> str:
+    """Return the URL of a store as fsspec takes it; raise `InvalidArgument` if only this process can read it."""
+    if url.startswith("memory://"):
+        raise InvalidArgument(
+            f"{url} can't have references: other programs can't read a store in memory; copy it to a folder or URL "
+            "first (tstore copy)"
+        )
+    return url.rstrip("/") if "://" in url else f"file://{url}"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The version whose chunks are referred to, and the URL of its store."""
+
+    snapshot: Snapshot
+    url: str
+    arrays: Mapping[str, Array]
+
+    def check_readable(self, keep_exmy: bool) -> None:
+        """Raise `InvalidArgument` if other programs can't read the chunks of an array."""
+        for name in self.arrays:
+            reason = unreadable_elsewhere(self.meta(name).codecs, keep_exmy=keep_exmy)
+            if reason is not None:
+                advice = "" if keep_exmy else "pass --keep-exmy (keep_exmy=True) if your readers have exmy, or "
+                raise InvalidArgument(f"{name} {reason}; {advice}export a Zarr folder, where it is decoded")
+
+    def meta(self, name: str) -> ArrayMeta:
+        """Return the metadata of an array."""
+        return self.snapshot.tree.nodes[name].meta
+
+    def documents(self) -> dict[str, bytes]:
+        """Return the `zarr.json` of each group and array by path."""
+        return plain_documents(self.snapshot, keep_exmy=True)
+
+    def key(self, pack: str) -> str:
+        """Return what follows the URL of the store, and a slash, in the URL of a pack."""
+        if self.url.startswith("file://"):
+            path = self.snapshot.pack_path(pack)
+            return pack if path is None else os.path.relpath(path, self.url.removeprefix("file://"))
+        return quote(pack, safe="/") if self.url.startswith(("http://", "https://")) else pack
+
+    def inline(self, name: str, row: ChunkRow) -> bytes | None:
+        """Return the verified bytes of a chunk that is stored in the metadata, None if it is in a pack."""
+        if isinstance(row.pack, str):
+            return None if row.length else b""
+        data = row.pack[row.offset : row.offset + row.length]
+        checks = block_checks(memoryview(data))
+        if checks != row.checks:
+            raise Corrupt(f"{name}, chunk number {row.number}: {row.mismatch(checks, self.snapshot.location)}")
+        return data
+
+    async def rows(self, name: str, size: int) -> AsyncIterator[tuple[range, list[ChunkRow]]]:
+        """Yield the numbers of each `size` chunks of an array, with the references to those that exist."""
+        count = self.meta(name).chunk_count
+        for start in range(0, count, size):
+            numbers = range(start, min(start + size, count))
+            yield numbers, (await self.snapshot.references(name, numbers)).rows
+
+
+class _Reporter:
+    """Reports the arrays that are done, in bytes of their values."""
+
+    def __init__(self, arrays: Mapping[str, Array], callback: ProgressCallback | None) -> None:
+        self.total = sum(array.nbytes for array in arrays.values())
+        self._done, self._callback = 0, callback
+
+    def add(self, array: Array) -> None:
+        """Count an array as done."""
+        self._done += array.nbytes
+        if self._callback is not None:
+            self._callback(self._done, self.total)
+
+
+async def _write_json(path: str, source: _Source, report: _Reporter) -> int:
+    # a template lets readers replace the URL of a store that has moved; fsspec would evaluate braces in its value
+    templates = {} if "{{" in source.url else {"store": source.url}
+    base = "{{store}}" if templates else source.url
+    keys: dict[str, str] = {}
+
+    def entries(name: str, rows: list[ChunkRow]) -> bytes:
+        found: dict[str, Any] = {}
+        for row in rows:
+            key, data = f"{name}/{chunk_name(row.number, source.meta(name).counts)}", source.inline(name, row)
+            if data is not None:
+                found[key] = f"base64:{base64.b64encode(data).decode()}"
+                continue
+            assert isinstance(row.pack, str)
+            if row.pack not in keys:
+                keys[row.pack] = f"{base}/{source.key(row.pack)}"
+            found[key] = [keys[row.pack], row.offset, row.length]
+        return b",\n" + msgspec.json.encode(found)[1:-1] if found else b""
+
+    def append(data: bytes, offset: int) -> int:
+        with mapped_errors("write", path):
+            return offset + write_all(fd, [memoryview(data)], offset)
+
+    async with in_thread(new_file(path, Durability.FSYNC), path) as fd:
+        head = msgspec.json.encode({"version": 1, "templates": templates, "refs": {}})
+        metadata = {f"{p}/zarr.json".lstrip("/"): document.decode() for p, document in source.documents().items()}
+        end = await run(append, head[:-2] + b"\n" + msgspec.json.encode(metadata)[1:-1], 0)
+        for name, array in source.arrays.items():
+            async for _, rows in source.rows(name, _ROUND):
+                end = await run(append, await run(entries, name, rows), end)
+            report.add(array)
+        await run(append, b"\n}}\n", end)
+    return 1
+
+
+async def _write_parquet(path: str, source: _Source, report: _Reporter) -> int:
+    files = 1
+    async with in_thread(new_folder(path), path) as temporary:
+        await run(_write_metadata, f"{temporary}/.zmetadata", source)
+        for name, array in source.arrays.items():
+            async for numbers, rows in source.rows(name, _RECORD):
+                if rows:
+                    out = f"{temporary}/{name}/refs.{numbers.start // _RECORD}.parq"
+                    await run(_write_record, out, source, name, numbers, rows)
+                    files += 1
+            report.add(array)
+        await run(os.sync)
+    return files
+
+
+def _write_metadata(out: str, source: _Source) -> None:
+    """Write the metadata of all nodes. The root repeats it, since fsspec can't list such a folder of Zarr v3."""
+    nodes: dict[str, Any] = {}
+    stubs: dict[str, Any] = {}
+    for path, document in source.documents().items():
+        fields = nodes[path] = msgspec.json.decode(document)
+        if path in source.arrays:
+            fields["chunk_key_encoding"] = {"name": "v2", "configuration": {"separator": "."}}
+            meta = source.meta(path)
+            stubs[f"{path}/.zarray"] = {"shape": meta.shape, "chunks": meta.chunks}  # fsspec counts chunks with it
+    root = nodes.pop("")
+    root["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": nodes}
+    metadata = {"zarr.json": root, **{f"{path}/zarr.json": fields for path, fields in nodes.items()}, **stubs}
+    with mapped_errors("write", out), open(out, "wb") as file:
+        file.write(msgspec.json.encode({"metadata": metadata, "record_size": _RECORD}))
+
+
+def _write_record(out: str, source: _Source, name: str, numbers: range, rows: list[ChunkRow]) -> None:
+    """Write a Parquet file with a row for each of these chunks, which is null if the chunk does not exist."""
+    import fastparquet
+    import pandas as pd
+
+    size, keys = len(numbers), dict[str, str]()
+    urls: list[str | None] = [None] * size
+    raws: list[bytes | None] = [None] * size
+    offsets, sizes = [0] * size, [0] * size
+    for row in rows:
+        at, data = row.number - numbers.start, source.inline(name, row)
+        if data is not None:
+            raws[at] = data
+            continue
+        assert isinstance(row.pack, str)
+        if row.pack not in keys:
+            keys[row.pack] = f"{source.url}/{source.key(row.pack)}"
+        urls[at], offsets[at], sizes[at] = keys[row.pack], row.offset, row.length
+    columns = {"path": pd.Series(urls, dtype=object), "offset": offsets, "size": sizes}
+    frame = pd.DataFrame({**columns, "raw": pd.Series(raws, dtype=object)})
+    with mapped_errors("write", out):
+        os.makedirs(os.path.dirname(out), exist_ok=True)
+        fastparquet.write(
+            out,
+            frame,
+            compression="ZSTD",
+            write_index=False,
+            stats=False,
+            has_nulls=["path", "raw"],
+            object_encoding={"path": "utf8", "raw": "bytes"},
+        )
