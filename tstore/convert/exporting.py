@@ -50,7 +50,7 @@ MAX_SHARD_SIZE = 5_000_000_000
 
 _SLAB = 32 << 20  # bytes
 
-FileFormat: TypeAlias = Literal["safetensors", "huggingface", "dcp", "zarr"]
+FileFormat: TypeAlias = Literal["safetensors", "huggingface", "dcp", "zarr", "references"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """A function that is called with the number of bytes written so far and in total."""

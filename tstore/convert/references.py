@@ -2,8 +2,8 @@
 
 The file has the metadata of all arrays, and for each chunk the URL of its pack, its offset and its length. A small
 file is one JSON document; a Parquet folder, of which readers load only what they need, is for many chunks. fsspec
-computes the position of a chunk in such a folder from v2 names of chunks (`a/0.1`), so the arrays there have these.
-Nothing of how the store was opened is written: a reader passes a token itself.
+computes the position of a chunk in such a folder from v2 names of chunks (`a/0.1`), so arrays there have these.
+No option or token with which the store was opened is written: readers pass their own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder
 from tstore.storage.objects import Durability
 from tstore.store import Store, opened
 
-__all__ = ["export_references", "is_parquet"]
+__all__ = ["export_references", "is_parquet", "reader_options"]
 
 _RECORD = 100_000  # chunks in one Parquet file
 _ROUND = 1 << 14  # chunks whose references are in memory, for JSON
@@ -49,13 +49,13 @@ async def export_references(
 ) -> ExportReport:
     """Write the references of a version to a new file (`.json`) or folder (`.parq`, `.parquet`); return a summary.
 
-    With it, zarr-python reads the version through the file system `reference://` of fsspec, without tstore, as long
-    as the version exists. The chunks stay in the store; those that are stored in a record are copied into the file.
-    A Parquet folder needs the package fastparquet, here and where it is read.
+    With it, zarr-python reads the version through the file system `reference://` of fsspec, without tstore, until
+    the version is collected. The chunks stay in the store; those that are stored in a record are copied into the
+    file. A Parquet folder needs the package fastparquet, here and where it is read.
 
-    Raise `InvalidArgument` for another name, for a store in memory, and for an array that other programs can't read
-    (in an eXmY format, unless `keep_exmy`); `AlreadyExists`, `NotFound` (a chunk of a dense array was never
-    written), `Corrupt`, and the errors of opening a version.
+    Raise `InvalidArgument` for another name, a store in memory, an array that other programs can't read (in an eXmY
+    format, unless `keep_exmy`) and, in Parquet, an array that lacks chunks; `AlreadyExists`, `NotFound` (a chunk of
+    a dense array was never written), `Corrupt`, and the errors of opening a version.
     """
     path = os.fspath(file)
     write = _write_parquet if is_parquet(path) else _write_json
@@ -91,12 +91,20 @@ def is_parquet(path: str) -> bool:
     return True
 
 
+def reader_options(store: StrPath) -> dict[str, Any]:
+    """Return the options of `reference://` with which zarr-python reads the chunks of a store at this URL."""
+    scheme, separator, _ = os.fspath(store).partition("://")
+    if not separator or scheme == "file":
+        return {"remote_protocol": "file"}
+    return {"remote_protocol": scheme, "remote_options": {"asynchronous": True}}
+
+
 def _url_for_fsspec(url: str) -> str:
     """Return the URL of a store as fsspec takes it; raise `InvalidArgument` if only this process can read it."""
     if url.startswith("memory://"):
         raise InvalidArgument(
-            f"{url} can't have references: other programs can't read a store in memory; copy it to a folder or URL "
-            "first (tstore copy)"
+            f"{url} can't be referred to: other programs can't read a store in memory; save to a folder or to "
+            "another URL"
         )
     return url.rstrip("/") if "://" in url else f"file://{url}"
 
@@ -121,9 +129,16 @@ class _Source:
         """Return the metadata of an array."""
         return self.snapshot.tree.nodes[name].meta
 
-    def documents(self) -> dict[str, bytes]:
-        """Return the `zarr.json` of each group and array by path."""
-        return plain_documents(self.snapshot, keep_exmy=True)
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Return the metadata of each group and array by path.
+
+        The root repeats that of all others, since zarr-python can't list groups through `reference://`.
+        """
+        documents = plain_documents(self.snapshot, keep_exmy=True)
+        nodes = {path: msgspec.json.decode(document) for path, document in documents.items()}
+        below = {path: fields for path, fields in nodes.items() if path}
+        nodes[""]["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": below}
+        return nodes
 
     def key(self, pack: str) -> str:
         """Return what follows the URL of the store, and a slash, in the URL of a pack."""
@@ -189,7 +204,7 @@ async def _write_json(path: str, source: _Source, report: _Reporter) -> int:
 
     async with in_thread(new_file(path, Durability.FSYNC), path) as fd:
         head = msgspec.json.encode({"version": 1, "templates": templates, "refs": {}})
-        metadata = {f"{p}/zarr.json".lstrip("/"): document.decode() for p, document in source.documents().items()}
+        metadata = {_document_name(p): msgspec.json.encode(n).decode() for p, n in source.nodes().items()}
         end = await run(append, head[:-2] + b"\n" + msgspec.json.encode(metadata)[1:-1], 0)
         for name, array in source.arrays.items():
             async for _, rows in source.rows(name, _ROUND):
@@ -205,43 +220,45 @@ async def _write_parquet(path: str, source: _Source, report: _Reporter) -> int:
         await run(_write_metadata, f"{temporary}/.zmetadata", source)
         for name, array in source.arrays.items():
             async for numbers, rows in source.rows(name, _RECORD):
-                if rows:
-                    out = f"{temporary}/{name}/refs.{numbers.start // _RECORD}.parq"
-                    await run(_write_record, out, source, name, numbers, rows)
-                    files += 1
+                if len(rows) < len(numbers):  # fsspec would take the null that pandas 3 reads for a URL
+                    raise InvalidArgument(
+                        f"{name} has chunks that were never written, which fsspec can't read from Parquet; write a "
+                        ".json file"
+                    )
+                out = f"{temporary}/{name}/refs.{numbers.start // _RECORD}.parq"
+                await run(_write_record, out, source, name, rows)
+                files += 1
             report.add(array)
         await run(os.sync)
     return files
 
 
 def _write_metadata(out: str, source: _Source) -> None:
-    """Write the metadata of all nodes. The root repeats it, since fsspec can't list such a folder of Zarr v3."""
-    nodes: dict[str, Any] = {}
-    stubs: dict[str, Any] = {}
-    for path, document in source.documents().items():
-        fields = nodes[path] = msgspec.json.decode(document)
-        if path in source.arrays:
-            fields["chunk_key_encoding"] = {"name": "v2", "configuration": {"separator": "."}}
-            meta = source.meta(path)
-            stubs[f"{path}/.zarray"] = {"shape": meta.shape, "chunks": meta.chunks}  # fsspec counts chunks with it
-    root = nodes.pop("")
-    root["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": nodes}
-    metadata = {"zarr.json": root, **{f"{path}/zarr.json": fields for path, fields in nodes.items()}, **stubs}
+    nodes, stubs = source.nodes(), {}
+    for path in source.arrays:
+        nodes[path]["chunk_key_encoding"] = {"name": "v2", "configuration": {"separator": "."}}
+        meta = source.meta(path)
+        stubs[f"{path}/.zarray"] = {"shape": meta.shape, "chunks": meta.chunks}  # fsspec counts chunks with it
+    metadata = {**{_document_name(path): fields for path, fields in nodes.items()}, **stubs}
     with mapped_errors("write", out), open(out, "wb") as file:
         file.write(msgspec.json.encode({"metadata": metadata, "record_size": _RECORD}))
 
 
-def _write_record(out: str, source: _Source, name: str, numbers: range, rows: list[ChunkRow]) -> None:
-    """Write a Parquet file with a row for each of these chunks, which is null if the chunk does not exist."""
+def _document_name(path: str) -> str:
+    return f"{path}/zarr.json" if path else "zarr.json"
+
+
+def _write_record(out: str, source: _Source, name: str, rows: list[ChunkRow]) -> None:
+    """Write a Parquet file with a row for each of these chunks, of which none is missing."""
     import fastparquet
     import pandas as pd
 
-    size, keys = len(numbers), dict[str, str]()
+    size, keys = len(rows), dict[str, str]()
     urls: list[str | None] = [None] * size
     raws: list[bytes | None] = [None] * size
     offsets, sizes = [0] * size, [0] * size
-    for row in rows:
-        at, data = row.number - numbers.start, source.inline(name, row)
+    for at, row in enumerate(rows):
+        data = source.inline(name, row)
         if data is not None:
             raws[at] = data
             continue
