@@ -53,9 +53,9 @@ async def export_references(
     the version is collected. The chunks stay in the store; those that are stored in a record are copied into the
     file. A Parquet folder needs the package fastparquet, here and where it is read.
 
-    Raise `InvalidArgument` for another name, a store in memory, an array that other programs can't read (in an eXmY
-    format, unless `keep_exmy`) and, in Parquet, an array that lacks chunks; `AlreadyExists`, `NotFound` (a chunk of
-    a dense array was never written), `Corrupt`, and the errors of opening a version.
+    Raise `InvalidArgument` for another name, a store in memory, an array that other programs can't read (in an
+    eXmY format, unless `keep_exmy`) and, in Parquet, an array that lacks chunks; `AlreadyExists`, `NotFound` (a
+    chunk of a dense array was never written), `Corrupt`, and the errors of opening a version.
     """
     path = os.fspath(file)
     write = _write_parquet if is_parquet(path) else _write_json
@@ -222,8 +222,8 @@ async def _write_parquet(path: str, source: _Source, report: _Reporter) -> int:
             async for numbers, rows in source.rows(name, _RECORD):
                 if len(rows) < len(numbers):  # fsspec would take the null that pandas 3 reads for a URL
                     raise InvalidArgument(
-                        f"{name} has chunks that were never written, which fsspec can't read from Parquet; write a "
-                        ".json file"
+                        f"{name} has chunks that were never written, which fsspec can't read from Parquet; write "
+                        "a .json file"
                     )
                 out = f"{temporary}/{name}/refs.{numbers.start // _RECORD}.parq"
                 await run(_write_record, out, source, name, rows)
