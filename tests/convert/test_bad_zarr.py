@@ -76,6 +76,7 @@ def refuse(
         (V3 | {"chunk_grid": {"name": "rectilinear"}}, UnsupportedFormat, "chunk grid 'rectilinear'"),
         (V3 | {"data_type": "float24"}, UnsupportedFormat, "data type 'float24'"),
         (V3 | {"data_type": {"name": "a.b", "configuration": {"c": 1}}}, UnsupportedFormat, "data type 'a.b'"),
+        (V3 | {"data_type": "int4"}, UnsupportedFormat, "fewer than 8 bits are not supported; convert the array"),
         (V3 | {"data_type": "string"}, UnsupportedFormat, "variable length"),
         (V2 | {"dtype": "|O", "filters": [{"id": "pickle"}]}, UnsupportedFormat, "variable length"),
         (V2 | {"dtype": "<i9"}, UnsupportedFormat, "'<i9' is unknown"),

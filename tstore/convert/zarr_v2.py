@@ -20,6 +20,7 @@ __all__ = ["v3_array", "v3_attributes"]
 
 _DIMENSIONS = "_ARRAY_DIMENSIONS"  # the attribute in which xarray stores dimension names
 _ARRAY_FILTERS = frozenset(("delta", "fixedscaleoffset", "quantize", "bitround", "astype", "packbits"))
+_ARRAY_COMPRESSORS = frozenset(("pcodec", "zfpy"))  # from numbers to bytes; in v3 they take the place of `bytes`
 _SHUFFLES = {0: "noshuffle", 1: "shuffle", 2: "bitshuffle"}
 
 
@@ -113,10 +114,11 @@ def _codecs(fields: Mapping[str, Any], dtype: np.dtype[Any], ndim: int, transpos
         codecs.append({"name": f"numcodecs.{original['id']}", "configuration": settings})
         stage = _encoded_dtype(original, stage)
     endian = "big" if stage.byteorder == ">" else "little"
-    codecs.append({"name": "bytes", **({"configuration": {"endian": endian}} if stage.itemsize > 1 else {})})
     compressor = fields.get("compressor")
-    for settings in [*filters, *([] if compressor is None else [compressor])]:
-        codecs.append(_bytes_codec(settings, dtype.itemsize))
+    rest = [*filters, *([] if compressor is None else [compressor])]
+    if not (rest and rest[0]["id"] in _ARRAY_COMPRESSORS):
+        codecs.append({"name": "bytes", **({"configuration": {"endian": endian}} if stage.itemsize > 1 else {})})
+    codecs += [_bytes_codec(settings, dtype.itemsize) for settings in rest]
     return codecs
 
 

@@ -185,10 +185,7 @@ class Staging:
             staged.keep_array(path, meta, tables)
 
     async def write_encoded(self, chunks: Sequence[bytes]) -> tuple[str, int]:
-        """Write encoded chunks, one after the other; return their pack, and the offset of the first.
-
-        The caller has verified the bytes, and stages the references with `adopt_array`.
-        """
+        """Write chunks, which the caller has verified, for `adopt_array`; return their pack and the first's offset."""
         async with self.operation(), self.heartbeat():
             return await self._packs.write_bytes(chunks)
 
