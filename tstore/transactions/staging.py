@@ -185,7 +185,7 @@ class Staging:
             staged.keep_array(path, meta, tables)
 
     async def write_encoded(self, chunks: Sequence[bytes]) -> tuple[str, int]:
-        """Write chunks, which the caller has verified, for `adopt_array`; return their pack and the first's offset."""
+        """Write verified chunks, for `adopt_array`; return their pack, and the offset of the first."""
         async with self.operation(), self.heartbeat():
             return await self._packs.write_bytes(chunks)
 
