@@ -231,9 +231,7 @@ def test_a_filter_before_big_endian_bytes_is_decoded_on_export(tmp_path: Path) -
     assert np.array_equal(imported(tmp_path / "a.zarr", tmp_path / "store").array("a").read(), values)
     back = exported(tmp_path / "store", tmp_path / "b.zarr")
     assert np.array_equal(zarr.open_array(back / "a", mode="r")[...], values)  # which would misread the filter
-    with pytest.raises(
-        InvalidArgument, match="big-endian bytes, which zarr-python misreads; export a Zarr"
-    ):
+    with pytest.raises(InvalidArgument, match="big-endian bytes, which zarr-python misreads; export a Zarr"):
         asyncio.run(export_references(tmp_path / "store", tmp_path / "refs.json", keep_exmy=True))
 
 
