@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import tstore.sync as tstore
 from tests.support.lazy import lazy
+from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
@@ -194,6 +195,44 @@ def test_v2_arrays_of_zarr_python(
     assert equal(np.asarray(array[...]).astype(kind.newbyteorder("=")), snapshot.array("a").read())
     back = exported(folder / "store", folder / "b.zarr")
     assert np.array_equal(zarr.open_array(back / "a", mode="r")[...], array[...])
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3")
+def test_a_v2_compressor_of_numbers(tmp_path: Path, order: Any, delta: bool) -> None:
+    import numcodecs
+
+    values = np.arange(40, dtype="<i4").reshape(8, 5)
+    array = zarr.create_array(
+        tmp_path / "a.zarr",
+        shape=(8, 5),
+        chunks=(4, 3),
+        dtype="<i4",
+        zarr_format=2,
+        order=order,
+        compressors=numcodecs.get_codec({"id": "pcodec"}),
+        filters=[numcodecs.get_codec({"id": "delta", "dtype": "<i4"})] if delta else None,
+    )
+    array[...] = values
+    assert equal(values, imported(tmp_path / "a.zarr", tmp_path / "store").array("a").read())
+    back = exported(tmp_path / "store", tmp_path / "b.zarr")
+    assert np.array_equal(zarr.open_array(back / "a", mode="r")[...], values)
+
+
+def test_a_filter_before_big_endian_bytes_is_decoded_on_export(tmp_path: Path) -> None:
+    import numcodecs
+
+    values = np.arange(40, dtype=">i4").reshape(8, 5)
+    delta = numcodecs.get_codec({"id": "delta", "dtype": ">i4"})
+    zarr.create_array(
+        tmp_path / "a.zarr", data=values, chunks=(4, 3), zarr_format=2, compressors=None, filters=[delta]
+    )
+    assert np.array_equal(imported(tmp_path / "a.zarr", tmp_path / "store").array("a").read(), values)
+    back = exported(tmp_path / "store", tmp_path / "b.zarr")
+    assert np.array_equal(zarr.open_array(back / "a", mode="r")[...], values)  # which would misread the filter
+    with pytest.raises(InvalidArgument, match="big-endian bytes, which zarr-python misreads; export a Zarr"):
+        asyncio.run(export_references(tmp_path / "store", tmp_path / "refs.json", keep_exmy=True))
 
 
 @pytest.mark.parametrize("format_", [2, 3])

@@ -121,23 +121,22 @@ def import_checkpoint(
     "--to",
     type=click.Choice(list(_EXPORTS)),
     help="The format: one safetensors file, a folder as Hugging Face libraries read it, a folder for "
-    "torch.distributed.checkpoint (needs PyTorch), or a folder of Zarr v3.  [default: safetensors if OUT ends in "
-    ".safetensors, zarr if it ends in .zarr, else huggingface]",
+    "torch.distributed.checkpoint (needs PyTorch), a folder of Zarr v3, or a file of references to the chunks.  "
+    "[default: safetensors if OUT ends in .safetensors, zarr if it ends in .zarr, else huggingface]",
 )
 @click.option("--zarr", "to", flag_value="zarr", help="Write a folder of Zarr v3, like --to zarr.")
 @click.option(
     "--references",
     "to",
     flag_value="references",
-    help="Write a reference file of kerchunk (.json, or .parquet for many chunks), which says where the chunks "
-    "are in the store. fsspec and zarr open it without tstore.",
+    help="Write a reference file as kerchunk does, like --to references. OUT ends in .json, or in .parq: a folder "
+    "for many chunks, which needs fastparquet.",
 )
-@click.option("--base-url", metavar="URL", help="Where readers of the references find the store.")
 @click.option(
     "--keep-exmy",
     is_flag=True,
-    help="Copy quantized arrays to a Zarr folder, or refer to them, as they are. Only programs with the package "
-    "exmy read them; by default they are decoded.",
+    help="Leave quantized arrays as they are in a Zarr folder or a reference file. Only programs with the package "
+    "exmy read them. By default a Zarr folder has them decoded, and a reference file is refused.",
 )
 @click.option(
     "--max-shard-size",
@@ -151,7 +150,6 @@ def export(
     out: str,
     at: int | str | None,
     to: FileFormat | None,
-    base_url: str | None,
     keep_exmy: bool,
     max_shard_size: int | None,
     as_json: bool,
@@ -161,24 +159,22 @@ def export(
     OUT is a file that ends in .safetensors, or a folder. Quantized arrays are decoded to their original dtype. OUT
     must not exist yet. In a Zarr folder, other chunks have the bytes that are stored; on one file system, a chunk
     that is a whole file of the store is a hard link to it.
+
+    A reference file copies nothing: with it, zarr-python and fsspec read the version in the store, also over HTTP,
+    without tstore. It is valid until the version is collected, so keep the version by a tag.
     """
     if out == "-":
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
-    by_name: FileFormat = "references" if to == "references" else format_of(out)
-    file_format: FileFormat = to or by_name
-    if (file_format == "safetensors") != (by_name == "safetensors"):
+    file_format: FileFormat = to or format_of(out)
+    if file_format != "references" and (file_format == "safetensors") != (format_of(out) == "safetensors"):
         raise click.UsageError(f"{out}: only --to safetensors writes a file, whose name must end in .safetensors")
     if max_shard_size is not None and file_format != "huggingface":
         raise click.UsageError("--max-shard-size is for a Hugging Face folder; pass a folder as OUT, without --to")
     if keep_exmy and file_format not in ("zarr", "references"):
-        raise click.UsageError("--keep-exmy is for a Zarr folder or references; pass --zarr or --references")
-    if base_url is not None and file_format != "references":
-        raise click.UsageError("--base-url is for references; pass --references")
+        raise click.UsageError("--keep-exmy is for a Zarr folder or a reference file; pass --zarr or --references")
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if keep_exmy:
         options["keep_exmy"] = True
-    if base_url is not None:
-        options["base_url"] = base_url
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"exporting to {out}")

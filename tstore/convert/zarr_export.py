@@ -2,14 +2,14 @@
 
 The bytes of chunks are copied as they are, after their checksums were verified. Arrays in an eXmY format are
 decoded to their dtype, since other programs do not read eXmY; `keep_exmy` copies their bytes too, for zarr-python
-with the package exmy. Chains that zarr-python would misread are decoded as well.
+with the package exmy. Decoded are also the few codec chains that zarr-python misreads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,9 +31,7 @@ from tstore.snapshot import Snapshot
 from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all
 from tstore.store import Store, opened
 
-__all__ = ["chunk_name", "export_zarr", "plain_documents", "uses_exmy"]
-
-Codecs = Sequence[Mapping[str, Any]]
+__all__ = ["chunk_name", "export_zarr", "plain_documents", "unreadable_elsewhere"]
 
 _ROUND_BYTES = 32 << 20  # of decoded chunks in memory, unless one chunk is longer
 _ROUND_CHUNKS = 1 << 14  # of which the references are in memory
@@ -61,11 +59,7 @@ async def export_zarr(
     path = os.fspath(folder)
     async with opened(store, "r") as opened_store:
         snapshot = await snapshot_to_export(opened_store, at, step)
-
-        def decodes(codecs: Codecs) -> bool:
-            return (uses_exmy(codecs) and not keep_exmy) or _is_misread(codecs)
-
-        documents = plain_documents(snapshot, decodes)
+        documents = plain_documents(snapshot, keep_exmy=keep_exmy)
         arrays = {name: await snapshot.array(name) for name in snapshot.paths()}
         total, done, files = sum(array.nbytes for array in arrays.values()), 0, len(documents)
         refuse_existing(path)
@@ -73,7 +67,7 @@ async def export_zarr(
             await run(_write_documents, temporary, documents)
             for name, array in arrays.items():
                 meta = snapshot.tree.nodes[name].meta
-                if decodes(meta.codecs):
+                if unreadable_elsewhere(meta.codecs, keep_exmy=keep_exmy) is not None:
                     files += await _decode(array, meta, f"{temporary}/{name}")
                 else:
                     files += await _copy(snapshot, name, meta, f"{temporary}/{name}")
@@ -84,10 +78,11 @@ async def export_zarr(
     return ExportReport(snapshot.version, len(arrays), total, files, [])
 
 
-def plain_documents(snapshot: Snapshot, decodes: Callable[[Codecs], bool]) -> dict[str, bytes]:
+def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
     """Return the `zarr.json` of each group and array by path, "" for the root, without tstore's own entries.
 
-    Groups that exist only as parts of paths are included. Arrays whose codecs are decoded become uncompressed.
+    Groups that exist only as parts of paths are included. Arrays that other programs could not read, those in eXmY
+    formats unless `keep_exmy`, become uncompressed ones.
     """
     nodes = snapshot.tree.nodes
     paths = set(nodes)
@@ -102,7 +97,7 @@ def plain_documents(snapshot: Snapshot, decodes: Callable[[Codecs], bool]) -> di
             if node.is_array:
                 fields.pop("tstore", None)
                 fields["chunk_key_encoding"] = {"name": "default", "configuration": {"separator": "/"}}
-                if decodes(node.meta.codecs):
+                if unreadable_elsewhere(fields["codecs"], keep_exmy=keep_exmy) is not None:
                     fields["codecs"] = chain_documents(node.meta.dtype, None)
             elif not path:
                 fields.get("attributes", {}).pop(RESERVED_ATTRIBUTE, None)
@@ -110,23 +105,20 @@ def plain_documents(snapshot: Snapshot, decodes: Callable[[Codecs], bool]) -> di
     return documents
 
 
-def _is_misread(codecs: Codecs) -> bool:
-    """Return whether zarr-python misreads a chain: it passes big-endian arrays to numcodecs, which take bytes.
-
-    Such chains are imported from Zarr v2, where the codecs of numcodecs have a byte order of their own.
-    """
-    names = [codec["name"] for codec in codecs]
-    if "bytes" not in names or not any(name.startswith("numcodecs.") for name in names[: names.index("bytes")]):
-        return False
-    return (codecs[names.index("bytes")].get("configuration") or {}).get("endian") == "big"
-
-
-def uses_exmy(codecs: Codecs) -> bool:
-    """Return whether a codec chain, or one inside of its shards, has the codec `exmy`."""
-    return any(
-        codec["name"] == "exmy" or uses_exmy((codec.get("configuration") or {}).get("codecs") or ())
-        for codec in codecs
-    )
+def unreadable_elsewhere(codecs: Sequence[Mapping[str, Any]], *, keep_exmy: bool) -> str | None:
+    """Return why other programs can't read chunks of this codec chain, None if they can."""
+    filtered = False
+    for codec in codecs:
+        settings = codec.get("configuration") or {}
+        if codec["name"] == "exmy" and not keep_exmy:
+            return "is in an eXmY format, which only programs with the package exmy read"
+        if codec["name"] == "bytes" and filtered and settings.get("endian") == "big":
+            return "has a filter of numcodecs before big-endian bytes, which zarr-python misreads"
+        filtered |= codec["name"].startswith("numcodecs.")
+        inner = unreadable_elsewhere(settings.get("codecs") or (), keep_exmy=keep_exmy)
+        if inner is not None:
+            return inner
+    return None
 
 
 def chunk_name(number: int, counts: Sequence[int]) -> str:
