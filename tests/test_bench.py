@@ -59,6 +59,36 @@ def test_scale_measures_what_its_bars_need(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [figures]
 
 
+def test_arrays_measures_what_its_bars_need(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    options = [
+        "--rounds",
+        "1",
+        "--peers",
+        "zarr",
+        "--side",
+        "32",
+        "--chunks",
+        "8,16",
+        "--boxes",
+        "3",
+        "--arrays",
+        "20",
+    ]
+    command = [sys.executable, "-m", "bench.arrays", *options, "--singles", "5", "--elements", "5"]
+    command += ["--dir", str(tmp_path), "--json", str(figures)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(figures.read_text())
+    assert len(data["works"]) == 2 * 2 * 7 + 2
+    for work, measured in data["works"].items():
+        assert not any(figures["error"] for figures in measured.values()), work
+        assert measured["tstore"]["median"]["cpu"] > 0
+        assert ("zarr" in measured) == (not work.endswith("durable")), work
+    assert {bar["what"] for bar in data["bars"] if bar["met"] is None} >= {"16³ raw: read: tensorstore ÷ tstore"}
+    assert list(tmp_path.iterdir()) == [figures]
+
+
 def test_a_tenth_of_a_state_is_its_first_group() -> None:
     for workload in (large(2**31), leaves(10_000)):
         tree = grouped(workload, ((name, None) for name in workload.names))

@@ -17,15 +17,26 @@ from tests.support.documents import ROOT
 
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
 JOBS = ("pytorch_fsdp", "jax_resume")
-"""The examples with an argument."""
+"""The examples that are killed and run again."""
+
+SIDE = "144"
+"""The argument that makes the example of a volume short."""
 
 OPTIONS = ("--save-every", "5", "--steps", "14")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - set(JOBS)))
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {*JOBS, "volume"}))
 def test_examples(name: str, tmp_path: Path) -> None:
     assert run([sys.executable, "-W", "error", str(EXAMPLES[name])], tmp_path)
+
+
+def test_a_volume_is_sliced_over_http_for_a_part_of_its_bytes(tmp_path: Path) -> None:
+    printed = run([sys.executable, "-W", "error", str(EXAMPLES["volume"]), SIDE], tmp_path)
+    everything, *parts = (float(size) for size in re.findall(r": ([\d.]+) MB", printed))
+    assert len(parts) == 3
+    assert all(0 < part < everything for part in parts)
+    assert (tmp_path / "slice.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_fsdp_job_that_is_killed_resumes_in_other_processes(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ class Array:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """Raise `Misuse`: NumPy cannot await, and without this method would make an array of one object."""
-        raise Misuse(f"{self.path}: NumPy can't convert a tstore.Array; pass it the values, `await array.read()`")
+        raise Misuse(f"{self.path}: NumPy can't convert a tstore.Array; pass the values that array.read() returns")
 
     def __repr__(self) -> str:
         return f"<tstore.Array {self.path!r} {self.dtype} {self.shape} chunks={self.chunks}>"

@@ -20,6 +20,7 @@ from tstore.data.shared_reads import SharedReads
 from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import ChunkTable
 from tstore.format.grid import Selection, chunk_coordinates
 from tstore.format.node import Node
 from tstore.format.paths import checked_path
@@ -160,10 +161,10 @@ class Snapshot:
         node = array_node(self._tree, path, self.location)
         return await guard_expiry(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))
 
-    async def read_encoded(self, path: str, numbers: range, deliver: Deliver) -> int:
-        """Call `deliver` with the verified bytes of the chunks with these numbers; return how many exist.
+    async def references(self, path: str, numbers: range) -> ChunkTable:
+        """Return the references to the chunks of an array with these numbers, as far as they exist.
 
-        Raise `NotFound` if one was never written and the array is not sparse, or `Corrupt`.
+        Raise `NotFound` if one was never written and the array is not sparse.
         """
         await self.read_nodes([path])
         node = array_node(self._tree, path, self.location)
@@ -172,6 +173,14 @@ class Snapshot:
             absent = min(set(numbers).difference(references.number.tolist()))
             at = chunk_coordinates(absent, node.meta.counts)
             raise NotFound(f"{self.location}: chunk {at} of {path} was never written; write it first")
+        return references
+
+    async def read_encoded(self, path: str, numbers: range, deliver: Deliver) -> int:
+        """Call `deliver` with the verified bytes of the chunks with these numbers; return how many exist.
+
+        Raise what `references` raises, or `Corrupt`.
+        """
+        references = await self.references(path, numbers)
         work = read_encoded(self._log.storage, path, references.rows, deliver)
         await guard_expiry(self._log, self.version, work)
         return len(references)

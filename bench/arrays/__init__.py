@@ -1,1 +1,1 @@
-"""A volume in chunks, written and read beside tensorstore, zarr-python and icechunk: `python -m bench.arrays`."""
+"""Benchmarks of reading and writing parts of arrays, beside peers: `python -m bench.arrays`."""

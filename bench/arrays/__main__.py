@@ -1,16 +1,17 @@
-"""A volume in chunks, written and read as a whole and in parts, beside tensorstore, zarr-python and icechunk.
+"""Reads and writes of parts of a volume: all of it, boxes, chunks, elements and strides, beside peers.
 
     pip install -e '.[bench]' && python -m bench.arrays --json figures.json
 
-Measured are time, CPU time and peak memory, each contender in a new process. Figures are medians of interleaved
-rounds, ratios are medians of the paired ratios of the rounds: quote ratios. What is read is in the page cache.
-zarr-python and icechunk never call fsync, so they have no row that is durable. Checks what is read, and asserts no
-figure. Linux only; needs 6 times the volume's bytes of free memory and disk.
+A volume of uint16 values is written and read in chunks of each size, raw and compressed, by tstore, tensorstore,
+zarr-python, icechunk and, as the raw limit, plain files of the same bytes. Measured are time, CPU time, peak
+memory (results included) and the bytes that system calls moved, each in a new process, from the page cache.
+Figures are medians of interleaved rounds, ratios are medians of the paired ratios of the rounds: quote ratios.
+Checks what is read, and asserts no figure. Linux only; needs free memory of three times the volume and free disk
+of as much. One element of a compressed chunk takes all of it, so that of long chunks few should be read.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import tempfile
@@ -21,63 +22,80 @@ from rich.console import Console
 
 from bench import machine
 from bench.arrays import report
-from bench.arrays.peers import CONTENDERS
-from bench.arrays.rounds import READS, WRITES, Bench
-from bench.arrays.volume import Layout
+from bench.arrays.peers import PEERS
+from bench.arrays.rounds import ROWS, Bench, Sizes
+from bench.arrays.volume import Volume
 from bench.bars import bar_table
 from bench.command import among
+from bench.cost_table import cost_table
 
-ROWS = [*WRITES, *READS, "open"]
-_Folder = click.Path(exists=True, file_okay=False, path_type=Path)
+_CODECS = ["raw", "zstd"]
+_Count = click.IntRange(1)
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 110, "show_default": True})
-@click.option("--rounds", default=3, type=click.IntRange(1))
-@click.option("--only", default="", help=f"Comma-separated rows: {'; '.join(ROWS)}.".replace(", ", " "))
-@click.option("--contenders", default="", help=f"Comma-separated: {', '.join(CONTENDERS)}.")
-@click.option("--side", default=1024, type=click.IntRange(8), help="Values of uint16 along each axis.")
-@click.option("--chunks", default="64,256", help="Lengths of chunks along each axis, comma-separated.")
-@click.option("--codecs", default="raw,zstd", help="Comma-separated: raw, zstd.")
-@click.option("--share", default=1.0, help="The share of all small reads that is made.")
-@click.option("--arrays", default=10_000, type=click.IntRange(10), help="Arrays of the row open.")
+@click.option("--rounds", default=3, type=_Count)
+@click.option("--only", default="", help=f"Comma-separated: {', '.join(ROWS)}.")
+@click.option("--peers", default="", help=f"Comma-separated: {', '.join(PEERS)}; raw and tstore always run.")
+@click.option("--side", default=1024, type=click.IntRange(8), help="Side of the volume, in values.")
+@click.option("--chunks", default="64,256", help="Sides of chunks, comma-separated: divisors of the volume's.")
+@click.option("--codecs", default="", help=f"Comma-separated: {', '.join(_CODECS)}.")
+@click.option("--boxes", default=100, type=_Count, help="Misaligned boxes of 100 × 100 × 64 values.")
+@click.option("--singles", default=1000, type=_Count, help="Reads of one chunk, each at most once.")
+@click.option("--elements", default=1000, type=_Count, help="Tasks that read one element each.")
+@click.option("--arrays", default=10_000, type=click.IntRange(10), help="Arrays of the store that is opened.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-@click.option("--dir", "parent", default=".", help="Folder on the disk to measure.", type=_Folder)
+@click.option(
+    "--dir",
+    "parent",
+    default=".",
+    help="Folder on the disk to measure.",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+)
 def main(
     rounds: int,
     only: str,
-    contenders: str,
+    peers: str,
     side: int,
     chunks: str,
     codecs: str,
-    share: float,
+    boxes: int,
+    singles: int,
+    elements: int,
     arrays: int,
     json_file: Path | None,
     parent: Path,
 ) -> None:
+    rows = among(only, list(ROWS), "--only")
+    sizes = Sizes(boxes, singles, elements, arrays)
+    volumes = [
+        Volume(side, int(chunk), codec)
+        for chunk in chunks.split(",")
+        for codec in among(codecs, _CODECS, "--codecs")
+    ]
+    if any(side % volume.chunk for volume in volumes):
+        raise click.BadParameter(f"expected divisors of {side}, not {chunks}", param_hint="--chunks")
     console, log = Console(), Console(stderr=True)
     if not console.is_terminal:
-        console.width = 150
-    rows = among(only, ROWS, "--only")
-    lengths = [min(int(length), side) for length in chunks.split(",")]
-    kinds = among(codecs, ["raw", "zstd"], "--codecs")
-    layouts = [Layout(side, n, kind == "zstd") for n, kind in itertools.product(dict.fromkeys(lengths), kinds)]
+        console.width = 120
     folder = Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
-    bench = Bench(folder, among(contenders, list(CONTENDERS), "--contenders"), rows, share, log.print)
+    bench = Bench(folder, sizes, rows, among(peers, list(PEERS), "--peers"), log.print)
     try:
         about = machine.describe(folder)
         console.print_json(json.dumps(about))
         for turn in range(rounds):
             log.print(f"round {turn + 1} of {rounds}")
-            for layout in layouts if set(rows) - {"open"} else []:
-                bench.volume(layout, turn)
-            if "open" in rows:
-                bench.many_arrays(arrays, turn)
+            for volume in volumes:
+                if set(rows) - {"arrays"}:
+                    bench.volume(volume, turn)
+            if "arrays" in rows:
+                bench.many_arrays(turn)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    console.print(report.table(bench.results))
-    console.print(bar_table(report.bars(bench.results)))
+    console.print(cost_table(bench.results))
+    console.print(bar_table(report.bars(bench.results, volumes)))
     if json_file:
-        json_file.write_text(json.dumps(report.as_data(about, bench.results), indent=1) + "\n")
+        json_file.write_text(json.dumps(report.as_data(about, bench.results, sizes, volumes), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,107 +1,93 @@
-"""The interface of all contenders, the limit of the disk, and tstore."""
+"""The interface of all contenders, tstore and the raw limit.
+
+A contender reads what its `write` has left in the folder, checks it against the volume's definition, and returns
+the cost. Arrays are opened before a read is measured.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from bench.arrays.volume import Index, Layout, Values
-from bench.save.peers import Raw
+from bench.arrays.volume import Index, Values, Volume
+from bench.cost import Cost, measured
+from bench.save.peers import Raw, RawTwoFiles
 from bench.save.workloads import Workload
-from bench.scale.cost import Cost, measured
 
-BOXES, SINGLES, TASKS = 100, 1000, 1000
+Point = tuple[int, int, int]
 
 
 class Contender:
-    """One process with the volume in memory; its methods that return a `Cost` check what they read."""
+    """One process that writes or reads the volume in a folder."""
 
     title: ClassVar[str]
     durable: ClassVar[bool] = True
-    """Whether it can make what it writes durable."""
+    """Whether it can call fsync."""
 
-    def __init__(self, number: int, count: int, folder: Path, layout: Layout, share: float) -> None:
-        self.folder, self.layout = folder, layout
-        self.values = layout.values()
-        self.boxes = list(layout.boxes(max(1, int(BOXES * share))))
-        self.singles = list(layout.single_chunks(max(1, int(SINGLES * share))))
-        self.elements = list(layout.elements(max(1, int(TASKS * share))))
+    def __init__(self, number: int, count: int, folder: Path, volume: Volume) -> None:
+        self.folder, self.volume = folder, volume
         self.prepare()
 
     def prepare(self) -> None:
         """Set up the library."""
 
-    def write_all(self, durable: bool) -> Cost:
-        """Create the store with the volume."""
-        return measured(lambda: self.create(self.values, durable))
+    def write(self, durable: bool) -> Cost:
+        """Write all values into an empty folder."""
+        values = self.volume.make()
+        return measured(lambda: self.create(values, durable))
 
     def read_all(self) -> Cost:
-        """Read the volume into a new array."""
-        return self._checked([()], lambda: [self.read(())])
+        """Read all values into a new array."""
+        self.open()
+        results: list[Values] = []
+        cost = measured(lambda: results.append(self.read_whole()))
+        for z in range(0, self.volume.side, 37):
+            _check(self.volume, (slice(z, z + 1), slice(None), slice(None)), results[0][z : z + 1])
+        return cost
 
-    def read_boxes(self) -> Cost:
-        """Read boxes that begin anywhere, one after the other."""
-        return self._checked(self.boxes, lambda: self.read_each(self.boxes))
+    def read_boxes(self, indices: Sequence[Index]) -> Cost:
+        """Read regions one after the other."""
+        self.open()
+        results: list[Values] = []
+        cost = measured(lambda: results.extend(self.read(index) for index in indices))
+        for index, values in zip(indices, results, strict=True):
+            _check(self.volume, index, values)
+        return cost
 
-    def read_singles(self) -> Cost:
-        """Read single chunks, one after the other."""
-        return self._checked(self.singles, lambda: self.read_each(self.singles))
-
-    def read_elements(self) -> Cost:
-        """Read single elements, all at once."""
-        return self._checked(self.elements, lambda: self.read_at_once(self.elements))
-
-    def read_strided(self) -> Cost:
-        """Read every fourth element along each axis."""
-        return self._checked([self.layout.strided], lambda: [self.read(self.layout.strided)])
-
-    def _checked(self, indices: Sequence[Any], work: Any) -> Cost:
-        read: list[Any] = []
-        cost = measured(lambda: read.extend(work()))
-        for index, values in zip(indices, read, strict=True):
-            if not np.array_equal(self.values[index], values):
-                raise ValueError(f"{index} has other values than were written")
+    def read_elements(self, points: Sequence[Point]) -> Cost:
+        """Read elements by as many tasks at once."""
+        self.open()
+        results: list[Any] = []
+        cost = measured(lambda: results.extend(self.read_points(points)))
+        expected = [int(self.volume.part(point)) for point in points]
+        if list(map(int, results)) != expected:
+            raise ValueError("the elements read differ from those written")
         return cost
 
     def create(self, values: Values, durable: bool) -> None:
-        """Create the store with the volume."""
+        """Write all values into an empty folder."""
         raise NotImplementedError
 
-    def read(self, index: Index | tuple[()]) -> Any:
-        """Return a part of the volume; the first call opens the store."""
+    def open(self) -> None:
+        """Open the array."""
         raise NotImplementedError
 
-    def read_each(self, indices: Sequence[Index]) -> Sequence[Any]:
-        """Return parts of the volume, read one after the other."""
-        return [self.read(index) for index in indices]
+    def read_whole(self) -> Values:
+        """Return all values."""
+        return self.read((slice(None),) * 3)
 
-    def read_at_once(self, indices: Sequence[tuple[int, ...]]) -> Sequence[Any]:
-        """Return elements, each read by a call of its own, all at the same time."""
+    def read(self, index: Index) -> Values:
+        """Return the values of a region."""
         raise NotImplementedError
 
-
-class RawFile(Contender):
-    """The bytes of the volume in one file, which is written and read by two threads."""
-
-    title = "raw"
-
-    def prepare(self) -> None:
-        shape = self.layout.shape
-        self.raw = Raw(Workload("volume", "volume", 1, (shape[0], shape[1] * shape[2] // 2), shape))
-
-    def create(self, values: Values, durable: bool) -> None:
-        self.raw.save(
-            {self.raw.workload.names[0]: values.reshape(self.layout.side, -1).view("f4")}, self.folder, durable
-        )
-
-    def read(self, index: Index | tuple[()]) -> Any:
-        [values] = self.raw.restore(self.folder).values()
-        return values.view(np.uint16).reshape(self.layout.shape)[index]
+    def read_points(self, points: Sequence[Point]) -> Sequence[Any]:
+        """Return elements that are read at once."""
+        raise NotImplementedError
 
 
 class TStore(Contender):
@@ -109,45 +95,81 @@ class TStore(Contender):
 
     def prepare(self) -> None:
         import tstore
+        import tstore.sync
 
-        self.tstore = tstore
-        self.runner = asyncio.Runner()
+        self.tstore, self.sync = tstore, tstore.sync
 
     def create(self, values: Values, durable: bool) -> None:
-        async def work() -> None:
-            store = await self.tstore.open(self.folder)
-            async with store.transaction(durability="fsync" if durable else "none") as transaction:
-                layout = self.layout
-                array = await transaction.create_array("volume", layout.shape, "u2", layout.chunks, layout.codecs)
-                await array.write(values)
+        store = self.sync.open(self.folder)
+        with store.transaction(durability="fsync" if durable else "none") as tx:
+            array = tx.create_array(
+                "volume", values.shape, values.dtype, self.volume.chunks, codecs=self.volume.codecs
+            )
+            array.write(values)
 
-        self.runner.run(work())
+    def open(self) -> None:
+        self.array: Any = self.sync.open(self.folder, "r").snapshot().array("volume")
 
-    @cached_property
-    def array(self) -> Any:
-        async def work() -> Any:
-            store = await self.tstore.open(self.folder, "r")
-            return await (await store.snapshot()).array("volume")
-
-        return self.runner.run(work())
-
-    def read(self, index: Index | tuple[()]) -> Any:
-        return self.runner.run(self.array[index].read())
-
-    def read_each(self, indices: Sequence[Index]) -> Sequence[Any]:
-        array, values = self.array, []
-
-        async def work() -> None:  # which returns None, since asyncio.Runner would format the values as text
-            for index in indices:
-                values.append(await array[index].read())
-
-        self.runner.run(work())
+    def read(self, index: Index) -> Values:
+        values: Values = self.array[index].read()
         return values
 
-    def read_at_once(self, indices: Sequence[tuple[int, ...]]) -> Sequence[Any]:
-        array = self.array
-
-        async def work() -> list[Any]:
-            return list(await asyncio.gather(*(array[index].read() for index in indices)))
+    def read_points(self, points: Sequence[Point]) -> Sequence[Any]:
+        async def work() -> Sequence[Any]:
+            array = await (await self.asynchronous.snapshot()).array("volume")
+            return await gathered(lambda point: array[point].read(), points)
 
         return self.runner.run(work())
+
+    def read_elements(self, points: Sequence[Point]) -> Cost:
+        self.runner.run(self._open())
+        return super().read_elements(points)
+
+    @cached_property
+    def runner(self) -> asyncio.Runner:
+        return asyncio.Runner()
+
+    async def _open(self) -> None:
+        self.asynchronous: Any = await self.tstore.open(self.folder, "r")
+        await (await self.asynchronous.snapshot()).array("volume")
+
+
+class RawFile(Contender):
+    """The limit of the machine: the same bytes in a plain file, without chunks; see `bench.save.peers.Raw`."""
+
+    title = "raw, 1 file"
+    files: ClassVar[type[Raw]] = Raw
+
+    def prepare(self) -> None:
+        side = self.volume.side
+        workload = Workload("volume", "volume", 1, (side, side, side // 2), (side, side, side // 2))
+        self.raw = self.files(workload)
+
+    def create(self, values: Values, durable: bool) -> None:
+        self.raw.save({"w00000": values.view(np.float32)}, self.folder, durable)
+
+    def open(self) -> None:
+        """Do nothing."""
+
+    def read_whole(self) -> Values:
+        [values] = self.raw.restore(self.folder).values()
+        return values.view(np.uint16)
+
+
+class RawTwo(RawFile):
+    title = "raw, 2 files"
+    files = RawTwoFiles
+
+
+async def gathered(read: Callable[[Point], Awaitable[Any]], points: Sequence[Point]) -> list[Any]:
+    """Return the results of reads by one task for each point."""
+
+    async def task(point: Point) -> Any:
+        return await read(point)
+
+    return await asyncio.gather(*(asyncio.ensure_future(task(point)) for point in points))
+
+
+def _check(volume: Volume, index: Index, values: Values) -> None:
+    if not np.array_equal(volume.part(index), values):
+        raise ValueError(f"the values read at {index} differ from those written")

@@ -1,4 +1,4 @@
-"""The peers: tensorstore (zarr3 on files, and on ocdbt), zarr-python and icechunk."""
+"""The peers: tensorstore's zarr3 on files and on ocdbt, zarr-python with each of its pipelines, and icechunk."""
 
 from __future__ import annotations
 
@@ -6,111 +6,137 @@ import asyncio
 import importlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
-from bench.arrays.contenders import Contender, RawFile, TStore
+import numpy as np
+
+from bench.arrays.contenders import Contender, Point, RawFile, RawTwo, TStore, gathered
 from bench.arrays.volume import Index, Values
+from bench.scale import contenders as scale
+from bench.scale import peers as scale_peers
 
 
 class TensorStore(Contender):
-    title = "tensorstore zarr3"
+    """zarr3 on the `file` driver; writes by reference, without a copy of the caller's array."""
+
+    title = "tensorstore file"
 
     def prepare(self) -> None:
-        import tensorstore
-
-        self.ts: Any = tensorstore
-
-    def kvstore(self) -> Any:
-        return {"driver": "file", "path": f"{self.folder}/"}
-
-    def _open(self, durable: bool, **options: Any) -> Any:
-        spec = {"driver": "zarr3", "kvstore": self.kvstore(), "recheck_cached_data": False, **options}
-        context = self.ts.Context({"file_io_sync": durable, "cache_pool": {"total_bytes_limit": 0}})
-        return self.ts.open(spec, context=context).result()
+        self.ts: Any = importlib.import_module("tensorstore")
 
     def create(self, values: Values, durable: bool) -> None:
-        layout = self.layout
         metadata = {
-            "shape": layout.shape,
+            "shape": list(self.volume.shape),
             "data_type": "uint16",
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": layout.chunks}},
-            "codecs": _zstd_of_tensorstore(layout.codecs),
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.volume.chunks)}},
+            "codecs": self.volume.codecs,
         }
-        self._open(durable, metadata=metadata, create=True, delete_existing=True).write(values).result()
+        spec = {"driver": "zarr3", "kvstore": self._kvstore(), "metadata": metadata}
+        array = self.ts.open(spec, context=self._context(durable), create=True).result()
+        self.store(array, values)
 
-    @cached_property
-    def array(self) -> Any:
-        return self._open(False)
+    def store(self, array: Any, values: Values) -> None:
+        """Write all values of a new array."""
+        array.write(values, can_reference_source_data_indefinitely=True).result()
 
-    def read(self, index: Index | tuple[()]) -> Any:
-        return self.array[index].read().result()
+    def open(self) -> None:
+        spec = {"driver": "zarr3", "kvstore": self._kvstore(), "recheck_cached_metadata": "open"}
+        self.array: Any = self.ts.open(spec, context=self._context(True), open=True).result()
 
-    def read_at_once(self, indices: Sequence[tuple[int, ...]]) -> Sequence[Any]:
-        reads = [self.array[index].read() for index in indices]
-        return [read.result() for read in reads]
+    def read_whole(self) -> Values:
+        values = np.empty(self.volume.shape, np.uint16)  # in huge pages, unlike an array that `read` allocates
+        self.ts.array(values).write(self.array).result()
+        return values
+
+    def read(self, index: Index) -> Values:
+        values: Values = self.array[index].read().result()
+        return values
+
+    def read_points(self, points: Sequence[Point]) -> Sequence[Any]:
+        async def work() -> Sequence[Any]:
+            return await gathered(lambda point: self.array[point].read(), points)
+
+        return asyncio.run(work())
+
+    def _context(self, durable: bool) -> Any:
+        pool = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}}
+        return self.ts.Context(pool | {"file_io_sync": durable})
+
+    def _kvstore(self) -> dict[str, Any]:
+        return {"driver": "file", "path": f"{self.folder}/"}
 
 
-class Ocdbt(TensorStore):
+class TensorStoreOcdbt(TensorStore):
+    """zarr3 on `ocdbt` over files, in one atomic transaction."""
+
     title = "tensorstore ocdbt"
 
-    def kvstore(self) -> Any:
-        return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self.folder}/"}}
+    def store(self, array: Any, values: Values) -> None:
+        with self.ts.Transaction(atomic=True) as transaction:
+            super().store(array.with_transaction(transaction), values)
+
+    def _kvstore(self) -> dict[str, Any]:
+        return {"driver": "ocdbt", "base": super()._kvstore()}
 
 
-class ZarrPython(Contender):
-    """zarr-python with its default pipeline of codecs, on a `LocalStore`, which never calls fsync."""
+class Zarr(Contender):
+    """zarr-python on its `LocalStore`, with its default pipeline of batches; never calls fsync."""
 
     title = "zarr-python"
     durable = False
-    pipeline = "zarr.core.codec_pipeline.BatchedCodecPipeline"
+    pipeline: ClassVar[str] = "zarr.core.codec_pipeline.BatchedCodecPipeline"
 
     def prepare(self) -> None:
         self.zarr: Any = importlib.import_module("zarr")
         module, _, name = self.pipeline.rpartition(".")
         if not hasattr(importlib.import_module(module), name):
-            raise ModuleNotFoundError(f"this version of zarr-python has no {name}")
+            raise ImportError(f"zarr-python {self.zarr.__version__} has no {name}")
         self.zarr.config.set({"codec_pipeline.path": self.pipeline})
 
-    def writable(self) -> Any:
-        return self.zarr.storage.LocalStore(self.folder)
+    def create(self, values: Values, durable: bool) -> None:
+        self._write(self.zarr.storage.LocalStore(self.folder), values)
 
-    def readable(self) -> Any:
+    def _write(self, store: Any, values: Values) -> None:
+        serializer, *compressors = self.volume.codecs
+        array = self.zarr.create_array(
+            store,
+            name="volume",
+            shape=values.shape,
+            dtype="uint16",
+            chunks=self.volume.chunks,
+            serializer=serializer,
+            compressors=compressors or None,
+        )
+        array[...] = values
+
+    def open(self) -> None:
+        self.array: Any = self.zarr.open_array(self._store(), path="volume", mode="r")
+
+    def _store(self) -> Any:
         return self.zarr.storage.LocalStore(self.folder, read_only=True)
 
-    def create(self, values: Values, durable: bool) -> None:
-        self._create(self.writable(), values)
+    def read(self, index: Index) -> Values:
+        values: Values = self.array[index]
+        return values
 
-    def _create(self, store: Any, values: Values) -> None:
-        layout = self.layout
-        compressors = [codec for codec in layout.codecs if codec["name"] == "zstd"] or None
-        array = self.zarr.create_array(
-            store, name="volume", shape=layout.shape, dtype="uint16", chunks=layout.chunks, compressors=compressors
-        )
-        array[:] = values
-
-    @cached_property
-    def array(self) -> Any:
-        return self.zarr.open_array(self.readable(), path="volume", mode="r")
-
-    def read(self, index: Index | tuple[()]) -> Any:
-        return self.array[index]
-
-    def read_at_once(self, indices: Sequence[tuple[int, ...]]) -> Sequence[Any]:
+    def read_points(self, points: Sequence[Point]) -> Sequence[Any]:
         array = self.array.async_array
 
-        async def work() -> list[Any]:
-            return list(await asyncio.gather(*(array.getitem(index) for index in indices)))
+        async def work() -> Sequence[Any]:
+            return await gathered(array.getitem, points)
 
         return asyncio.run(work())
 
 
-class FusedZarr(ZarrPython):
+class ZarrFused(Zarr):
+    """zarr-python with its fused pipeline, which versions from 3.3 on have."""
+
     title = "zarr-python, fused"
     pipeline = "zarr.core.codec_pipeline.FusedCodecPipeline"
 
 
-class Icechunk(ZarrPython):
-    """zarr-python on icechunk, which never calls fsync."""
+class Icechunk(Zarr):
+    """icechunk in zarr-python's default pipeline; never calls fsync."""
 
     title = "icechunk"
 
@@ -120,53 +146,52 @@ class Icechunk(ZarrPython):
         self.icechunk.set_logs_filter("error")  # icechunk warns at each use that this storage is not safe
 
     def create(self, values: Values, durable: bool) -> None:
-        repository = self.icechunk.Repository.create(self._storage())
-        session = repository.writable_session("main")
-        self._create(session.store, values)
+        session = self.icechunk.Repository.create(self._storage()).writable_session("main")
+        self._write(session.store, values)
         session.commit("create")
 
-    def readable(self) -> Any:
+    def _store(self) -> Any:
         return self.icechunk.Repository.open(self._storage()).readonly_session("main").store
 
     def _storage(self) -> Any:
         return self.icechunk.local_filesystem_storage(str(self.folder))
 
 
-class ZarrOnTStore(ZarrPython):
-    """zarr-python on tstore's `ZarrStore`."""
+class ZarrArrays(scale_peers.Icechunk):
+    """Many small arrays in groups of a `LocalStore`."""
 
-    title = "zarr-python on tstore"
-    durable = True
+    title = Zarr.title
 
     def prepare(self) -> None:
-        super().prepare()
-        self.tstore: Any = importlib.import_module("tstore.sync")
-        self.adapter: Any = importlib.import_module("tstore.zarr").ZarrStore
+        self.zarr: Any = importlib.import_module("zarr")
 
-    def create(self, values: Values, durable: bool) -> None:
-        store = self.tstore.open(self.folder)
-        with store.transaction(durability="fsync" if durable else "none") as transaction:
-            self._create(self.adapter(transaction), values)
+    def create_arrays(self, arrays: dict[str, scale.Values]) -> None:
+        root = self.zarr.create_group(self.zarr.storage.LocalStore(self.folder))
+        for name, values in arrays.items():
+            root.create_array(name, shape=values.shape, dtype="int64", chunks=(4,), compressors=None)[:] = values
 
-    def readable(self) -> Any:
-        return self.adapter(self.tstore.open(self.folder, "r").snapshot())
+    @cached_property
+    def root(self) -> Any:
+        return self.zarr.open_group(self.zarr.storage.LocalStore(self.folder, read_only=True), mode="r")
+
+    def read(self, name: str, index: int) -> Any:
+        return self.root[name][index]
 
 
 CONTENDERS: dict[str, type[Contender]] = {
-    "raw": RawFile,
-    "tstore": TStore,
+    "raw1": RawFile,
+    "raw2": RawTwo,
     "ts-file": TensorStore,
-    "ts-ocdbt": Ocdbt,
-    "zarr": ZarrPython,
-    "zarr-fused": FusedZarr,
-    "zarr-tstore": ZarrOnTStore,
+    "ts-ocdbt": TensorStoreOcdbt,
+    "zarr": Zarr,
+    "zarr-fused": ZarrFused,
     "icechunk": Icechunk,
+    "tstore": TStore,
 }
+RAW = ("raw1", "raw2")
+TENSORSTORE = ("ts-file", "ts-ocdbt")
+PEERS = ("ts-file", "ts-ocdbt", "zarr", "zarr-fused", "icechunk")
+"""The contenders that a run can leave out."""
 
-
-def _zstd_of_tensorstore(codecs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the codecs as tensorstore takes them: it knows no `checksum` of zstd."""
-    return [
-        {"name": c["name"], "configuration": {k: v for k, v in c["configuration"].items() if k != "checksum"}}
-        for c in codecs
-    ]
+MANY_ARRAYS: dict[str, type[scale.Contender]] = {**scale_peers.CONTENDERS, "zarr": ZarrArrays}
+"""The contenders with many arrays."""

@@ -1,76 +1,58 @@
-"""The table and the bars of `bench.arrays`, and its figures as JSON."""
+"""The bars of `bench.arrays`, and its figures as JSON."""
 
 from __future__ import annotations
 
-from math import isnan
+from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
-from bench.arrays.rounds import READS, WRITES, Results
-from bench.bars import Bar, bars_as_data, number
+from bench.arrays.peers import PEERS, RAW, TENSORSTORE
+from bench.arrays.rounds import READ_ALL, WRITE, WRITE_DURABLE, Sizes
+from bench.arrays.volume import Volume
+from bench.bars import Bar, bars_as_data
 from bench.figures import Figures
+from bench.rounds import Results
 
-_MIB = 2**20
 _NONE = Figures("")
-_TENSORSTORE = ("ts-file", "ts-ocdbt")
+_SMALL = 64
+"""The side of chunks that zarr-python's pipeline of batches is slow with."""
 
 
-def table(results: Results) -> Table:
-    """Return the figures of each row, and how many times as long each contender takes as tstore."""
-    out = Table(title="medians of the rounds", title_justify="left")
-    for head in ("", "seconds", "CPU", "peak MiB", "÷ tstore", "CPU ÷ tstore", "rounds"):
-        out.add_column(head, justify="right" if head else "left", no_wrap=True)
-    for row, figures in results.items():
-        out.add_section()
-        out.add_row(f"[bold]{row}")
-        mine = figures.get("tstore", _NONE)
-        for f in figures.values():
-            if f.values:
-                times = [f"{f.median(measure):.3g}" for measure in ("seconds", "cpu")]
-                ratios = [number(f.ratio(measure, mine), "×") for measure in ("seconds", "cpu")]
-                out.add_row(
-                    f"  {f.title}", *times, f"{f.median('memory') / _MIB:.0f}", *ratios, str(len(f.of("seconds")))
-                )
-    notes = [
-        f"{row}: {f.title}: {f.error}" for row, figures in results.items() for f in figures.values() if f.error
-    ]
-    out.caption, out.caption_justify = "\n".join(notes), "left"
+def bars(results: Results, volumes: Sequence[Volume]) -> list[Bar]:
+    """Return the bars of the rows that ran: the time of the best of some peers ÷ that of tstore."""
+    out: list[Bar] = []
+    for volume in volumes:
+        for row in (WRITE_DURABLE, WRITE, READ_ALL):
+            work = f"{volume.title}: {row}"
+            if work in results and volume.codec == "raw":
+                by_raw = _speed(results[work], RAW)
+                by_tensorstore = _speed(results[work], TENSORSTORE)
+                if row == READ_ALL:
+                    out.append(Bar(f"{work}: tensorstore ÷ tstore", 1.2, by_tensorstore))
+                elif by_raw >= 0.9:
+                    out.append(Bar(f"{work}: raw ÷ tstore", 0.9, by_raw))
+                else:
+                    out.append(Bar(f"{work}: tensorstore ÷ tstore", 1.5, by_tensorstore))
+    for work, figures in results.items():
+        out.append(Bar(f"{work}: best peer ÷ tstore", 0.8, _speed(figures, PEERS)))
+        if work.startswith(f"{_SMALL}³") and not work.endswith(WRITE_DURABLE):  # zarr-python never calls fsync
+            out.append(Bar(f"{work}: zarr-python ÷ tstore", 5, _speed(figures, ("zarr",))))
     return out
 
 
-def bars(results: Results) -> list[Bar]:
-    """Return the bars of the rows that ran."""
-    out = []
-    for row, figures in results.items():
-        layout, _, what = row.partition(": ")
-        mine, peer = figures.get("tstore", _NONE), _fastest(figures, _TENSORSTORE)
-        against = peer.ratio("seconds", mine)
-        if what == "write all":
-            raw = figures.get("raw", _NONE).ratio("seconds", mine)
-            met_by_raw = not isnan(raw) and raw >= 0.9
-            need, value, beside = (0.9, raw, "raw") if met_by_raw else (1.5, against, "tensorstore")
-            out.append(Bar(f"{row}: {beside} ÷ tstore", need, value))
-        elif what == "read all" and layout.endswith("raw"):
-            out.append(Bar(f"{row}: tensorstore ÷ tstore", 1.2, against))
-        elif what != next(iter(list(WRITES)[1:])):
-            out.append(Bar(f"{row}: tensorstore ÷ tstore", 0.8, against))
-        if layout.startswith("64³") and what in READS:
-            zarr = figures.get("zarr", _NONE).ratio("seconds", mine)
-            out.append(Bar(f"{row}: zarr-python ÷ tstore", 5, zarr))
-    return out
-
-
-def _fastest(figures: dict[str, Figures], names: tuple[str, ...]) -> Figures:
+def _speed(figures: dict[str, Figures], names: Sequence[str]) -> float:
+    """Return how many times as fast as the fastest of these contenders tstore is; NaN if one is absent."""
     have = [figures[name] for name in names if name in figures and figures[name].of("seconds")]
-    return min(have, key=lambda f: f.median("seconds"), default=_NONE)
+    peer = min(have, key=lambda f: f.median("seconds"), default=_NONE)
+    return peer.ratio("seconds", figures.get("tstore", _NONE))
 
 
-def as_data(about: dict[str, Any], results: Results) -> dict[str, Any]:
+def as_data(about: dict[str, Any], results: Results, sizes: Sizes, volumes: Sequence[Volume]) -> dict[str, Any]:
     """Return the data that `--json` writes, without NaN."""
     return {
         "machine": about,
-        "unit": "seconds and bytes of all of a row",
-        "rows": {row: {name: f.as_data() for name, f in figures.items()} for row, figures in results.items()},
-        "bars": bars_as_data(bars(results)),
+        "unit": "seconds and bytes of all reads of a row",
+        "sizes": sizes._asdict(),
+        "volumes": [volume._asdict() for volume in volumes],
+        "works": {work: {name: f.as_data() for name, f in figures.items()} for work, figures in results.items()},
+        "bars": bars_as_data(bars(results, volumes)),
     }

@@ -1,83 +1,96 @@
-"""The volume that all contenders write, and the parts of it that they read."""
+"""The volume that contenders write, and the parts of it that they read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[np.uint16]
-Index = tuple[slice, ...]
+Index = tuple[Any, ...]
 
-_BOX = (100, 100, 64)
 _STRIDE = 4
-_NOISE = 1 << 20  # values of noise, which repeat with a period that is no power of two
 
 
-class Layout(NamedTuple):
-    """A volume of `side`³ values of uint16 in chunks of `chunk`³, raw or compressed by zstd at level 1."""
+class Volume(NamedTuple):
+    """A cube of uint16 values with 10 smooth bits and 6 of noise, in cubic chunks, raw or compressed by zstd."""
 
     side: int
     chunk: int
-    zstd: bool
+    codec: str
 
     @property
     def title(self) -> str:
-        return f"{self.chunk}³ {'zstd' if self.zstd else 'raw'}"
+        return f"{self.chunk}³ {self.codec}"
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self.side, self.side, self.side
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the values."""
-        return 2 * self.side**3
+        return (self.side, self.side, self.side)
 
     @property
     def chunks(self) -> tuple[int, int, int]:
-        return self.chunk, self.chunk, self.chunk
+        return (self.chunk, self.chunk, self.chunk)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.side**3
 
     @property
     def codecs(self) -> list[dict[str, Any]]:
-        """The codecs as a `zarr.json` has them."""
-        compressor = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
-        return [{"name": "bytes", "configuration": {"endian": "little"}}, *([compressor] if self.zstd else [])]
+        """The codecs in Zarr's metadata, which are the same for all contenders."""
+        codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        if self.codec == "zstd":
+            codecs.append({"name": "zstd", "configuration": {"level": 1, "checksum": False}})
+        return codecs
 
-    def values(self) -> Values:
-        """Return the volume: smooth in each direction, with four bits of noise."""
-        n = np.arange(self.side, dtype=np.uint16)
+    def make(self) -> Values:
+        """Return all values in a new array."""
         values = np.empty(self.shape, np.uint16)
-        noise = np.random.default_rng(7).integers(0, 16, _NOISE + 4093, np.uint16)
-        plane = (n[:, None] * 3 + n[None, :] * 5) << 4
         for z in range(self.side):
-            start = z * 7919 % _NOISE
-            np.add(plane, z << 5, out=values[z], casting="unsafe")
-            values[z] ^= np.resize(noise[start:], plane.shape)
+            values[z] = self.part((slice(z, z + 1), slice(None), slice(None)))[0]
         return values
 
-    def boxes(self, count: int) -> Iterator[Index]:
-        """Yield boxes that begin anywhere."""
-        rng = np.random.default_rng(1)
-        sizes = [min(size, self.side) for size in _BOX]
-        for _ in range(count):
-            starts = [int(rng.integers(0, self.side - size + 1)) for size in sizes]
-            yield tuple(slice(a, a + size) for a, size in zip(starts, sizes, strict=True))
+    def part(self, index: Index) -> Values:
+        """Return the values at slices or numbers on each axis."""
+        line = np.arange(self.side, dtype=np.uint32)
+        z, y, x = (np.atleast_1d(line[i]) for i in index)
+        rows = (z * np.uint32(2654435761))[:, None] ^ (y * np.uint32(2246822519))[None, :] | np.uint32(1)
+        noise = (rows[:, :, None] * (x * np.uint32(3266489917) + np.uint32(12345))) >> np.uint32(26)
+        smooth = (z[:, None, None] + y[:, None] + x) // 4 % 1024 * 64
+        values = (smooth + noise).astype(np.uint16)
+        return values.reshape([len(a) for a, i in zip((z, y, x), index, strict=True) if not isinstance(i, int)])
 
-    def single_chunks(self, count: int) -> Iterator[Index]:
-        """Yield the regions of chunks in random order."""
-        rng, along = np.random.default_rng(2), self.side // self.chunk
-        for _ in range(count):
-            yield tuple(slice(int(i) * self.chunk, (int(i) + 1) * self.chunk) for i in rng.integers(0, along, 3))
+    def boxes(self, count: int) -> list[Index]:
+        """Return misaligned boxes of 100 × 100 × 64 values, or half of the side if that is shorter."""
+        lengths = [min(length, self.side // 2) for length in (100, 100, 64)]
+        rng = random.Random(1)
+        starts = [[rng.randrange((self.side - length) // 2) * 2 + 1 for length in lengths] for _ in range(count)]
+        return [_box(start, lengths) for start in starts]
 
-    def elements(self, count: int) -> Iterator[tuple[int, ...]]:
-        """Yield the positions of elements."""
-        for at in np.random.default_rng(3).integers(0, self.side, (count, 3)):
-            yield tuple(int(i) for i in at)
+    def single_chunks(self, count: int) -> list[Index]:
+        """Return the regions of chunks in random order, each at most once."""
+        numbers = random.Random(2).sample(range((self.side // self.chunk) ** 3), self.singles(count))
+        n = self.side // self.chunk
+        starts = [(k // n**2 * self.chunk, k // n % n * self.chunk, k % n * self.chunk) for k in numbers]
+        return [_box(start, self.chunks) for start in starts]
 
-    @property
+    def singles(self, count: int) -> int:
+        return min(count, (self.side // self.chunk) ** 3)
+
+    def elements(self, count: int) -> list[tuple[int, int, int]]:
+        """Return the coordinates of random elements."""
+        rng = random.Random(3)
+        return [
+            (rng.randrange(self.side), rng.randrange(self.side), rng.randrange(self.side)) for _ in range(count)
+        ]
+
     def strided(self) -> Index:
-        """Every fourth element along each axis."""
-        return (slice(None, None, _STRIDE),) * 3
+        """Return the index of every fourth value on each axis."""
+        return (slice(1, None, _STRIDE),) * 3
+
+
+def _box(start: Sequence[int], lengths: Sequence[int]) -> Index:
+    return tuple(slice(first, first + length) for first, length in zip(start, lengths, strict=True))

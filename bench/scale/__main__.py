@@ -22,6 +22,7 @@ from rich.console import Console
 from bench import machine
 from bench.bars import bar_table
 from bench.command import among
+from bench.cost_table import cost_table
 from bench.scale import report
 from bench.scale.rounds import CHANGES, FEW_HOSTS, PEERS, Bench, Sizes
 
@@ -85,7 +86,7 @@ def main(
                     getattr(bench, row)(turn)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    console.print(report.table(bench.results))
+    console.print(cost_table(bench.results, report.remarks(bench.results)))
     console.print(bar_table(report.bars(bench.results, sizes)))
     if json_file:
         json_file.write_text(json.dumps(report.as_data(about, bench.results, sizes), indent=1) + "\n")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from bench.scale.cost import Cost, measured
+from bench.cost import Cost, measured
 
 WIDTH = 8
 """The int64 values of a chunk, 64 bytes."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.cost import Cost, Meter
 from bench.processes import until
 from bench.scale.contenders import WIDTH
-from bench.scale.cost import Cost, Meter
 from bench.writers.model import Bucket, GcsStorage, ModelHost
 from tstore.runtime.pool import without_threads
 from tstore.runtime.world import use_world

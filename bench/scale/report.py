@@ -1,16 +1,13 @@
-"""The table and the bars of `bench.scale`, and its figures as JSON."""
+"""The bars of `bench.scale`, and its figures as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import isnan
 from typing import Any
-
-from rich.table import Table
 
 from bench.bars import Bar, bars_as_data
 from bench.figures import Figures
-from bench.scale.rounds import FEW_HOSTS, PLACES, Results, Sizes
+from bench.rounds import Results
+from bench.scale.rounds import FEW_HOSTS, PLACES, Sizes
 
 _MIB = 2**20
 _RAW = ("raw1", "raw2")
@@ -18,38 +15,13 @@ _TENSORSTORE = ("ts-file", "ts-ocdbt")
 _NONE = Figures("")
 
 
-def table(results: Results) -> Table:
-    """Return the figures of each piece of work: those of one commit for small commits, else those of all of it."""
-    out = Table(title="medians of the rounds", title_justify="left")
-    for head in ("", "seconds", "CPU", "peak MiB", "read", "written", "rounds"):
-        out.add_column(head, justify="right" if head else "left", no_wrap=True)
-    columns: list[tuple[str, Callable[[float], str]]] = [
-        ("seconds", _seconds),
-        ("cpu", _seconds),
-        ("memory", lambda value: f"{value / _MIB:.1f}"),
-        ("read", _size),
-        ("written", _size),
+def remarks(results: Results) -> list[str]:
+    """Return what the table does not say."""
+    if not any(work.startswith("group") for work in results):
+        return []
+    return [
+        "group: seconds from the last byte to the commit, virtual for virtual hosts; the costs of the finisher"
     ]
-    for work, figures in results.items():
-        if not any(f.values for f in figures.values()):
-            continue
-        out.add_section()
-        out.add_row(f"[bold]{work}")
-        for f in figures.values():
-            if f.values:
-                values = [(f.median(measure), form) for measure, form in columns]
-                cells = ("–" if isnan(value) else form(value) for value, form in values)
-                out.add_row(f"  {f.title}", *cells, str(len(f.of("seconds"))))
-    notes = [
-        f"{work}: {f.title}: {f.error}" for work, figures in results.items() for f in figures.values() if f.error
-    ]
-    if any(work.startswith("group") for work in results):
-        notes.append(
-            "group: seconds from the last byte to the commit, virtual for virtual hosts; the costs of the finisher"
-        )
-    out.caption = "\n".join(notes)
-    out.caption_justify = "left"
-    return out
 
 
 def bars(results: Results, sizes: Sizes) -> list[Bar]:
@@ -116,14 +88,3 @@ def as_data(about: dict[str, Any], results: Results, sizes: Sizes) -> dict[str, 
         "works": {work: {name: f.as_data() for name, f in figures.items()} for work, figures in results.items()},
         "bars": bars_as_data(bars(results, sizes)),
     }
-
-
-def _seconds(value: float) -> str:
-    for factor, unit in ((1, "s"), (1e3, "ms")):
-        if value * factor >= 1:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value * 1e6:.3g} µs"
-
-
-def _size(value: float) -> str:
-    return f"{value / _MIB:,.1f} MiB" if value >= _MIB else f"{value / 1024:.1f} KiB"

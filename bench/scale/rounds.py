@@ -8,29 +8,26 @@ seconds, and gets no more rounds of a work that has taken so long.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import machine
-from bench.figures import Figures
-from bench.processes import HostError, Hosts
+from bench.cost import Cost, mean
+from bench.processes import Hosts
+from bench.rounds import LIMIT, Rounds, Skipped
 from bench.save.peers import CONTENDERS as SAVERS
 from bench.save.workloads import WORKLOADS, Workload
 from bench.scale.contenders import GROUP, WIDTH, array_name, value_at
-from bench.scale.cost import Cost, mean
 from bench.scale.group import RealHost, VirtualHosts
 from bench.scale.peers import CONTENDERS
 from bench.scale.saves import SaveProcess, speeds_of
 from bench.writers.rounds import Bench as Writers
 
-LIMIT = 240.0
 CHANGES = 200
 """The commits of the row `change`: more than three roots are written meanwhile."""
 PEERS = ("ts-ocdbt", "ts-file", "icechunk", "safetensors")
@@ -64,48 +61,39 @@ class Sizes(NamedTuple):
     seconds: float
 
 
-Results = dict[str, dict[str, Figures]]
-"""The figures by piece of work and contender; the measures are the fields of `Cost`."""
-
-
-class Skipped(Exception):
-    """A contender cannot do the work, or not within the limits."""
-
-
-class Bench:
+class Bench(Rounds):
     """Runs rows in a folder; `results` has the figures by piece of work and contender, by the fields of `Cost`."""
 
     def __init__(
         self, folder: Path, sizes: Sizes, peers: Sequence[str], before: Path | None, log: Callable[[str], None]
     ) -> None:
-        self.folder, self.sizes, self.peers, self.before, self.log = folder, sizes, peers, before, log
-        self.results: Results = {}
-        self._spent: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds by work and contender
+        super().__init__(TITLES, PEERS, peers, log)
+        self.folder, self.sizes, self.before = folder, sizes, before
         self._reserve = machine.Reserve()
 
     def chunks(self, turn: int, rows: Sequence[str]) -> None:
         """Write many chunks; open the store and read one; change one, again and again."""
         chunks = self.sizes.chunks
-        for name in self._names(CONTENDERS, turn, "write"):
-            with self._attempt("write", name):
+        for name in self.names(CONTENDERS, turn, "write"):
+            with self.attempt("write", name):
                 self._rehearse(name, turn, "write", chunks)
                 self._measure("write", name, turn, "write", chunks)
-            if self._figures("write", name).error:
+            if self.figures("write", name).error:
                 continue
             for row, array, index in (("open", "big", chunks // 2 * WIDTH), ("beside", "small", 1)):
                 if "open" in rows:
-                    with self._attempt(row, name):
+                    with self.attempt(row, name):
                         self._measure(row, name, turn, "read_one", array, index, value_at(index))
             if "change" in rows:
-                with self._attempt("change", name):
+                with self.attempt("change", name):
                     changed = [n * 7919 % chunks for n in range(min(CHANGES, self.sizes.commits))]
                     self._measure("change", name, turn, "change", changed, turn)
 
     def arrays(self, turn: int) -> None:
         """Write many arrays in groups; open the store and read one; list a group."""
         count = self.sizes.arrays
-        for name in self._names(CONTENDERS, turn, "arrays: write"):
-            with self._attempt("arrays: write", name):
+        for name in self.names(CONTENDERS, turn, "arrays: write"):
+            with self.attempt("arrays: write", name):
                 self._rehearse(name, turn, "write_arrays", count)
                 self._measure("arrays: write", name, turn, "write_arrays", count)
                 middle = count // 2
@@ -115,8 +103,8 @@ class Bench:
     def poll(self, turn: int) -> None:
         """Read what another process has committed, again and again; figures are of the first and last tenth."""
         commits = self.sizes.commits
-        for name in self._names(CONTENDERS, turn, "poll: first tenth"):
-            with self._attempt("poll: first tenth", name):
+        for name in self.names(CONTENDERS, turn, "poll: first tenth"):
+            with self.attempt("poll: first tenth", name):
                 machine.clear(self.folder)
                 self._alone(name, "write", commits)
                 one = partial(Hosts, 1, CONTENDERS[name], self.folder)
@@ -130,8 +118,8 @@ class Bench:
                         if time.monotonic() - began > LIMIT:
                             raise Skipped(f"{commits:,} commits take more than {LIMIT:.0f} s")
                 tenth = max(1, len(costs) // 10)
-                self._add("poll: first tenth", name, turn, mean(costs[:tenth])._asdict())
-                self._add("poll: last tenth", name, turn, mean(costs[-tenth:])._asdict())
+                self.add("poll: first tenth", name, turn, mean(costs[:tenth])._asdict())
+                self.add("poll: last tenth", name, turn, mean(costs[-tenth:])._asdict())
 
     def leaves(self, turn: int) -> None:
         """Save and restore many small arrays."""
@@ -150,8 +138,8 @@ class Bench:
             ("restore warm", "restore", machine.warm, once),
             ("restore cold", "restore", machine.evict, 2 * once),
         )
-        for name in self._names(_SAVERS[workload.name], turn, f"{title}: save"):
-            with self._attempt(f"{title}: save", name), Hosts(1, SaveProcess, name, workload) as process:
+        for name in self.names(_SAVERS[workload.name], turn, f"{title}: save"):
+            with self.attempt(f"{title}: save", name), Hosts(1, SaveProcess, name, workload) as process:
                 process.call("rehearse", self.folder)
                 for what, do, prepare, spare in steps:
                     prepare(self.folder)
@@ -159,7 +147,7 @@ class Bench:
                         self._reserve.acquire(spare)
                     self._reserve.release()
                     [cost] = process.call(do, self.folder)
-                    self._add(f"{title}: {what}", name, turn, cost._asdict())
+                    self.add(f"{title}: {what}", name, turn, cost._asdict())
 
     def group(self, turn: int) -> None:
         """Commit many chunks from virtual hosts: all of them, and `FEW_HOSTS` with as many chunks each.
@@ -168,17 +156,17 @@ class Bench:
         """
         chunks = self.sizes.chunks // self.sizes.hosts
         for hosts in (FEW_HOSTS, self.sizes.hosts):
-            with self._attempt(f"group: {hosts} hosts", "tstore"), Hosts(1, VirtualHosts) as process:
+            with self.attempt(f"group: {hosts} hosts", "tstore"), Hosts(1, VirtualHosts) as process:
                 [cost] = process.call("commit", hosts, chunks, turn)
-                self._add(f"group: {hosts} hosts", "tstore", turn, cost._asdict())
+                self.add(f"group: {hosts} hosts", "tstore", turn, cost._asdict())
         machine.clear(self.folder)
         work = f"group: {FEW_HOSTS} processes"
-        with self._attempt(work, "tstore"), Hosts(FEW_HOSTS, RealHost, self.folder) as processes:
+        with self.attempt(work, "tstore"), Hosts(FEW_HOSTS, RealHost, self.folder) as processes:
             processes.call("write", self.sizes.chunks // FEW_HOSTS)
             _, numbers = processes.call_at_once("commit")
             costs = [Cost(*cost) for cost in processes.results(numbers)]
             busiest = max(costs, key=lambda cost: cost.cpu)
-            self._add(work, "tstore", turn, busiest._replace(seconds=max(c.seconds for c in costs))._asdict())
+            self.add(work, "tstore", turn, busiest._replace(seconds=max(c.seconds for c in costs))._asdict())
 
     def commits(self, turn: int) -> None:
         """Make small commits with fsync from one process, from eight, and from eight tasks of one."""
@@ -187,7 +175,7 @@ class Bench:
                 work = f"commits, {place}: {what}"
                 parent = folder or self.folder
                 if not os.access(parent, os.W_OK):
-                    self._figures(work, "tstore").error = f"skipped: {parent} can't be written"
+                    self.figures(work, "tstore").error = f"skipped: {parent} can't be written"
                     continue
                 writers = Writers(parent / f"{self.folder.name}-commits", self.log)
                 try:
@@ -197,25 +185,18 @@ class Bench:
                 for row in writers.rows:
                     name = "ts-ocdbt" if row["contender"] == "ts-shared" else f"{row['contender']}"
                     if "error" in row:
-                        self._figures(work, name).error = f"failed: {row['error']}"
+                        self.figures(work, name).error = f"failed: {row['error']}"
                     else:
-                        self._add(work, name, turn, {"seconds": 1 / row["rate"], "cpu": row["cpu_ms"] / 1e3})
+                        self.add(work, name, turn, {"seconds": 1 / row["rate"], "cpu": row["cpu_ms"] / 1e3})
 
     def large(self, turn: int) -> None:
         """Run `bench.save` on its large state, in this checkout and in the one of `before`."""
         checkouts = {"tstore": _ROOT} | ({} if self.before is None else {"before": self.before})
-        for name in self._names(checkouts, turn, "large"):
-            with self._attempt("large", name):
+        for name in self.names(checkouts, turn, "large"):
+            with self.attempt("large", name):
                 for measure, speed in speeds_of(checkouts[name], self.folder).items():
                     seconds = WORKLOADS["large"].nbytes / 1e9 / speed
-                    self._add(f"large: {measure}", name, turn, {"seconds": seconds})
-
-    def _names(self, contenders: Iterable[str], turn: int, work: str) -> list[str]:
-        """Return the names in the order of a round, without those that failed at this work or are too slow."""
-        names = [name for name in contenders if name not in PEERS or name in self.peers]
-        names = names[turn % len(names) :] + names[: turn % len(names)]
-        slow = {name for name in PEERS if self._spent[work, name] > LIMIT}
-        return [name for name in names if name not in slow and not self._figures(work, name).error]
+                    self.add(f"large: {measure}", name, turn, {"seconds": seconds})
 
     def _alone(self, name: str, do: str, *arguments: Any) -> Cost:
         """Return the cost of a call in a new process."""
@@ -225,7 +206,7 @@ class Bench:
 
     def _measure(self, work: str, name: str, turn: int, do: str, *arguments: Any) -> None:
         """Add the cost of a call in a new process."""
-        self._add(work, name, turn, self._alone(name, do, *arguments)._asdict())
+        self.add(work, name, turn, self._alone(name, do, *arguments)._asdict())
 
     def _rehearse(self, name: str, turn: int, do: str, count: int) -> None:
         """Empty the folder. Raise `Skipped` if a peer would take too long."""
@@ -237,24 +218,3 @@ class Bench:
         if seconds > LIMIT:
             raise Skipped(f"it would take about {seconds:,.0f} s")
         machine.clear(self.folder)
-
-    @contextlib.contextmanager
-    def _attempt(self, work: str, name: str) -> Iterator[None]:
-        """Note why a contender cannot do a piece of work; the others go on."""
-        self.log(f"{work}: {name}")
-        start = time.monotonic()
-        try:
-            yield
-        except (HostError, Skipped, RuntimeError) as error:
-            absent = "ModuleNotFoundError" in str(error)
-            kind = "absent" if absent else "skipped" if isinstance(error, Skipped) else "failed"
-            self._figures(work, name).error = f"{kind}: {error}"
-            self.log(f"{work}: {name} {kind}: {error}")
-        self._spent[work, name] += time.monotonic() - start
-
-    def _figures(self, work: str, name: str) -> Figures:
-        return self.results.setdefault(work, {}).setdefault(name, Figures(TITLES.get(name, name)))
-
-    def _add(self, work: str, name: str, turn: int, cost: Mapping[str, float]) -> None:
-        for measure, value in cost.items():
-            self._figures(work, name).add(measure, turn, value)

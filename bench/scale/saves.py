@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from bench import machine
+from bench.cost import Cost, measured
 from bench.save.peers import CONTENDERS
 from bench.save.workloads import Arrays, Workload
-from bench.scale.cost import Cost, measured
 
 
 class SaveProcess:

@@ -14,7 +14,10 @@ import pytest
 import safetensors.numpy
 
 import tstore.sync as tstore
+from tests.support.lazy import lazy
 from tstore.cli import main
+
+zarr = lazy("zarr")
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -66,7 +69,12 @@ def test_a_folder_by_size_and_back(store: Path, tmp_path: Path, call: Call) -> N
         (["out.pt"], "does not write .pt, the suffix of torch.save"),
         (["out.npz"], "does not write .npz, the suffix of NumPy"),
         (["out.zip"], "does not write .zip, the suffix of zip archives"),
-        (["out", "--keep-exmy"], "--keep-exmy is for a Zarr folder"),
+        (["out", "--keep-exmy"], "--keep-exmy is for a Zarr folder or a reference file"),
+        (["out.json"], ".json is the suffix of a reference file; pass --references"),
+        (["out.parq", "--zarr"], ".parq is the suffix of a reference file"),
+        (["out.zarr", "--references"], "ends in .json, or in .parq"),
+        (["out.safetensors", "--references"], "ends in .json, or in .parq"),
+        (["out.json", "--references", "--max-shard-size", "5GB"], "--max-shard-size is for a Hugging Face folder"),
         (["out.safetensors", "--zarr"], "only --to safetensors writes a file"),
         (["out.safetensors", "--to", "huggingface"], "only --to safetensors writes a file"),
         (["out.safetensors", "--to", "dcp"], "only --to safetensors writes a file"),
@@ -99,6 +107,20 @@ def test_a_zarr_folder_and_back(store: Path, tmp_path: Path, call: Call) -> None
         code, text, err = call("import", out, tmp_path / "b", *more)
         assert (code, text) == (2 if more else 1, "")
         assert ("leave out --step and --codec" if more else "'a/w' exists") in err
+
+
+def test_a_reference_file(store: Path, tmp_path: Path, call: Call) -> None:
+    out = tmp_path / "refs.json"
+    code, text, err = call("export", store, "--references", out)
+    assert (code, err) == (0, "")
+    [exported, hint] = text.splitlines()
+    assert exported == f"{out}: exported 2 tensors, 12.0 kB, of version 1"
+    assert hint.startswith("to read it: zarr.open_group(")
+    root = eval(hint.removeprefix("to read it: "), {"zarr": zarr})
+    assert np.array_equal(root["a/w"][:], np.ones((10, 100)))
+    code, text, err = call("export", store, "--references", out)
+    assert (code, text) == (1, "")
+    assert "exists already" in err
 
 
 def test_sizes(store: Path, tmp_path: Path, call: Call) -> None:

@@ -118,9 +118,11 @@ async def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_no_name_of_another_format_becomes_safetensors() -> None:
     assert format_of("out.safetensors") == format_of("OUT.SafeTensors") == "safetensors"
     assert format_of("out") == format_of("llama-3.1") == format_of("dir/") == "huggingface"
-    for name in ("a.pt", "a.pth", "a.bin", "a.npz", "a.zip", "a.zip/", "a.ckpt", "a.h5", "A.PT", "a.index.json"):
+    for name in ("a.pt", "a.pth", "a.bin", "a.npz", "a.zip", "a.zip/", "a.ckpt", "a.h5", "A.PT", "a.onnx"):
         with pytest.raises(InvalidArgument, match=r"does not write .*; export to a name that ends"):
             format_of(name)
+    with pytest.raises(InvalidArgument, match="json is the suffix of a reference file; pass --references"):
+        format_of("a.index.json")
 
 
 def test_files_that_are_no_checkpoints_are_named_for_what_they_are(tmp_path: Path) -> None:

@@ -1,123 +1,240 @@
-"""Reference files: fsspec and zarr open a version in place, in processes that have no tstore."""
+"""References in kerchunk's format: fsspec and zarr-python read a version in place, in a process without tstore."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import tstore as async_tstore
 import tstore.sync as tstore
 from tests.support.fileservers import aiohttp_files
-from tests.support.http_server import WRITE, serving
-from tstore import open
-from tstore.convert.references import export_references
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound, UnsupportedFormat
+from tests.support.http_server import READ, everybody
+from tstore.convert.references import export_references, reader_options
+from tstore.errors import AlreadyExists, InvalidArgument, NotFound
+from tstore.server import Server
 
-VALUES = np.arange(60 * 70, dtype="f4").reshape(60, 70)
-READ = """
-import sys
-sys.modules["tstore"] = None  # an import fails
-import json, fsspec, numpy as np, zarr
-from zarr.storage import FsspecStore
-out, protocol, options = sys.argv[1:4]
-remote = {"asynchronous": True, **json.loads(options)} if protocol == "http" else {}
-reference = {"fo": out, "remote_protocol": protocol, "remote_options": remote, "asynchronous": True}
-store = FsspecStore.from_url("reference://", storage_options=reference, read_only=True)
-root = zarr.open_group(store, mode="r", use_consolidated=False)
-sums = {}
-for path in sys.argv[4:]:
-    array = root[path]
-    values = array[:]
-    sums[path] = [float(values.astype("f8").sum()), float(values.reshape(-1)[-1]), dict(array.attrs)]
-print(json.dumps(sums))
+SHARDED = [
+    {
+        "name": "sharding_indexed",
+        "configuration": {
+            "chunk_shape": [2, 5],
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "zstd", "configuration": {"level": 1, "checksum": False}},
+            ],
+            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        },
+    }
+]
+READER = """
+import hashlib, json, sys, warnings
+sys.modules["tstore"] = None  # an import of it fails
+import zarr
+warnings.filterwarnings("ignore", "The .fastparquet. engine")
+warnings.filterwarnings("ignore", "Both zarr.json")
+options = json.loads(sys.argv[1])
+root = zarr.open_group("reference://", mode="r", storage_options=options)
+read = {}
+for path, node in root.members(max_depth=None):
+    if isinstance(node, zarr.Array):
+        values = node[...]
+        array = [str(values.dtype), list(values.shape), hashlib.sha256(values.tobytes()).hexdigest()]
+        part = node[-3:, 1:7] if node.ndim == 2 else node[...]
+        read[path] = [*array, hashlib.sha256(part.tobytes()).hexdigest(), dict(node.attrs)]
+    else:
+        read[path] = dict(node.attrs)
+print(json.dumps(read))
 """
 
 
-def read_elsewhere(out: Path, protocol: str, *paths: str, **options: Any) -> dict[str, Any]:
-    command = [sys.executable, "-c", READ, str(out), protocol, json.dumps(options), *paths]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    read: dict[str, Any] = json.loads(run.stdout)
+def read_by_zarr(options: dict[str, Any]) -> Any:
+    """Return what the reader finds, in a process of its own, which can't import tstore."""
+    command = [sys.executable, "-I", "-c", READER, json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert not done.returncode, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def expected(store: Any) -> Any:
+    snapshot, read = tstore.open(store, "r").snapshot(), dict[str, Any]()
+    for path in snapshot.paths():
+        array = snapshot.array(path)
+        values = array.read()
+        part = values[-3:, 1:7] if values.ndim == 2 else values
+        digests = [sha256(np.ascontiguousarray(v).tobytes()).hexdigest() for v in (values, part)]
+        read[path] = [str(values.dtype), list(values.shape), *digests, array.attributes]
+        for above in range(1, len(path.split("/"))):
+            group = "/".join(path.split("/")[:above])
+            read[group] = snapshot.attributes(group)
     return read
 
 
-def expected(values: np.ndarray[Any, Any], **attributes: Any) -> list[Any]:
-    return [float(values.astype("f8").sum()), float(values.reshape(-1)[-1]), attributes]
-
-
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    with tstore.open(tmp_path / "s") as store:
-        with store.transaction() as transaction:
-            transaction.create_array("g/raw", VALUES.shape, "f4", (16, 30), attributes={"unit": "m"}).write(VALUES)
-            transaction.create_array("g/packed", VALUES.shape, "f4", (16, 70), "lossless").write(VALUES)
-        with store.transaction() as transaction:  # small: its chunks are in the record
-            transaction.create_array("few", (3,), "i4").write(np.array([1, 2, 7]))
-            transaction.create_array("gaps", (40,), "i2", (10,), fill_value=5, sparse=True)[10:20].write(
-                np.ones(10, "i2")
-            )
-    return str(tmp_path / "s")
+def store(tmp_path: Path) -> Path:
+    """Return a store with arrays in packs and in records, in two versions."""
+    rng = np.random.default_rng(0)
+    url = tmp_path / "with space" / "store"
+    values = rng.normal(size=(50, 40)).astype(np.float32)
+    with tstore.open(url).transaction() as tx:
+        tx.create_group("layers/0", {"kind": "mlp"})
+        tx.create_array("layers/0/raw", (50, 40), "float32", (7, 40), attributes={"unit": "m"}).write(values)
+        tx.create_array("layers/0/blosc", (50, 40), "float32", (20, 9), codecs="lossless").write(values)
+        tx.create_array("sharded", (50, 40), "int16", (10, 20), codecs=SHARDED).write((values * 9).astype("i2"))
+        tx.create_array("complex", (900,), "complex128", (100,)).write(rng.normal(size=900) * 1j)
+        tx.create_array("empty", (0, 3), "float64")
+    with tstore.open(url).transaction() as tx:  # small enough to be in its record
+        tx.create_array("scalar", (), "float64").write(2.5)
+        tx.create_array("tiny", (4, 7), "uint8", (2, 7)).write(9)
+        tx.array("layers/0/raw")[:7].write(1.0)
+    return url
 
 
-GAPS = np.where(np.arange(40) // 10 == 1, 1, 5)
-ALL = {
-    "g/raw": expected(VALUES, unit="m"),
-    "g/packed": expected(VALUES),
-    "few": expected(np.array([1, 2, 7])),
-    "gaps": expected(GAPS),
-}
+def add_sparse(store: Path) -> None:
+    with tstore.open(store).transaction() as tx:
+        sparse = tx.create_array("sparse", (60, 60), "int64", (10, 20), sparse=True, fill_value=5)
+        sparse[10:30].write(3)
+        sparse[55:, 50:].write(2)
+        tx.create_array("unwritten", (8, 8), "int8", (4, 4), sparse=True, fill_value=-1)
 
 
-@pytest.mark.parametrize("suffix", [".json", ".parquet"])
-async def test_a_version_is_read_in_place_without_tstore(url: str, tmp_path: Path, suffix: str) -> None:
-    report = await export_references(url, tmp_path / f"refs{suffix}")
-    assert (report.version, report.tensors) == (2, 4)
-    assert read_elsewhere(tmp_path / f"refs{suffix}", "file", *ALL) == ALL
+def write(store: Any, file: Path, **options: Any) -> Any:
+    return asyncio.run(export_references(store, file, **options))
 
 
-async def test_a_version_is_read_from_a_file_server(url: str, tmp_path: Path) -> None:
-    async with aiohttp_files(Path(url)) as served:
-        await export_references(url, tmp_path / "refs.json", base_url=served)
-        read = await asyncio.to_thread(read_elsewhere, tmp_path / "refs.json", "http", *ALL)
-        assert read == ALL
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq", "refs.parquet"])
+def test_a_local_store(store: Path, tmp_path: Path, name: str) -> None:
+    if not name.endswith(".json"):
+        pytest.importorskip("fastparquet")
+    wanted = expected(store)
+    report = write(store, tmp_path / name)
+    assert (report.version, report.tensors) == (2, len(tstore.open(store, "r").snapshot().paths()))
+    with tstore.open(store).transaction() as tx:
+        tx.array("layers/0/raw").write(0.0)  # the file stays with its version
+    assert read_by_zarr({"fo": str(tmp_path / name), **reader_options(str(store))}) == wanted
 
 
-async def test_a_version_is_read_from_a_server_of_tstore(url: str, tmp_path: Path) -> None:
-    with serving(url) as server:
-        store = await open(server.url, "r", storage_options={"token": WRITE})
-        await export_references(store, tmp_path / "refs.json")
-        assert WRITE not in (tmp_path / "refs.json").read_text()
-        own = {"headers": {"Authorization": f"Bearer {WRITE}"}}
-        assert read_elsewhere(tmp_path / "refs.json", "http", *ALL, client_kwargs=own) == ALL
+def test_json_has_small_chunks_and_names_each_other_by_a_range(store: Path, tmp_path: Path) -> None:
+    write(store, tmp_path / "refs.json")
+    document = json.loads((tmp_path / "refs.json").read_text())
+    assert (document["version"], document["templates"]) == (1, {"store": f"file://{store}"})
+    refs = document["refs"]
+    assert refs["scalar/c"].startswith("base64:")
+    assert refs["tiny/c/0/0"].startswith("base64:")
+    url, offset, length = refs["complex/c/3"]
+    pack = (store / url.removeprefix("{{store}}/")).read_bytes()
+    assert (
+        pack[offset : offset + length] == tstore.open(store).snapshot().array("complex")[300:400].read().tobytes()
+    )
+    assert read_by_zarr({"fo": str(tmp_path / "refs.json")}) == expected(store)  # the protocol is in the file too
 
 
-async def test_what_can_not_be_referred_to_is_refused(tmp_path: Path) -> None:
-    out = tmp_path / "refs.json"
-    store = tstore.open(tmp_path / "s")
-    with store.transaction(tag="dense") as transaction:
-        transaction.create_array("a", (40,), "i2", (10,))[:10].write(np.ones(10, "i2"))
-    with pytest.raises(NotFound, match=r"chunk \(1,\) of a was never written"):
-        await export_references(store.url, out)
-    assert not out.exists()
-    tstore.save(store, {"w": VALUES, "half": VALUES.astype("bfloat16")}, step=1)
-    with pytest.raises(UnsupportedFormat, match=r"half: Zarr v2 has no dtype bfloat16; write references as .json"):
-        await export_references(store.url, tmp_path / "refs.parquet")
-    assert not (tmp_path / "refs.parquet").exists()
-    tstore.quantize(store, {"w": "e4m3"}, tag="small")
-    with pytest.raises(InvalidArgument, match=r"1 of its arrays are in eXmY formats, such as 'w'.*--keep-exmy"):
-        await export_references(store.url, out, at="small")
-    with pytest.raises(InvalidArgument, match=r"ends in \.json or \.parquet"):
-        await export_references(store.url, tmp_path / "refs.txt")
-    await export_references(store.url, out, at="small", keep_exmy=True)
+def test_missing_chunks_have_the_fill_value(store: Path, tmp_path: Path) -> None:
+    add_sparse(store)
+    write(store, tmp_path / "refs.json")
+    assert read_by_zarr({"fo": str(tmp_path / "refs.json")}) == expected(store)
+    pytest.importorskip("fastparquet")
+    with pytest.raises(InvalidArgument, match="sparse has chunks that were never written"):
+        write(store, tmp_path / "refs.parq")
+    assert not (tmp_path / "refs.parq").exists()
+
+
+def test_a_moved_store_by_another_template(store: Path, tmp_path: Path) -> None:
+    wanted = expected(store)
+    write(store, tmp_path / "refs.json")
+    store.rename(tmp_path / "moved")
+    options = {"fo": str(tmp_path / "refs.json"), "template_overrides": {"store": f"file://{tmp_path}/moved"}}
+    assert read_by_zarr(options) == wanted
+
+
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
+async def test_over_http(store: Path, tmp_path: Path, name: str) -> None:
+    if not name.endswith(".json"):
+        pytest.importorskip("fastparquet")
+    wanted = await asyncio.to_thread(expected, store)
+    async with aiohttp_files(tmp_path) as url:
+        served = f"{url}/with space/store"
+        await export_references(served, tmp_path / name)
+        options = {"fo": str(tmp_path / name), **reader_options(served)}
+        assert await asyncio.to_thread(read_by_zarr, options) == wanted
+    async with Server(store, access=None) as server:
+        await export_references(server.url, tmp_path / f"served-{name}")
+        options = {"fo": str(tmp_path / f"served-{name}"), **reader_options(server.url)}
+        assert await asyncio.to_thread(read_by_zarr, options) == wanted
+
+
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
+async def test_a_token_is_passed_by_readers_and_is_not_in_the_file(store: Path, tmp_path: Path, name: str) -> None:
+    if not name.endswith(".json"):
+        pytest.importorskip("fastparquet")
+    wanted = await asyncio.to_thread(expected, store)
+    async with Server(store, access=everybody()) as server:
+        opened = await async_tstore.open(server.url, "r", storage_options={"token": READ})
+        out = tmp_path / name
+        await export_references(opened, out)
+        files = [out] if out.is_file() else [p for p in out.rglob("*") if p.is_file()]
+        assert files
+        assert not any(READ.encode() in file.read_bytes() for file in files)
+        options = {"fo": str(out), **reader_options(server.url)}
+        with pytest.raises(AssertionError, match="failed to fetch target"):
+            await asyncio.to_thread(read_by_zarr, options)
+        options["remote_options"]["client_kwargs"] = {"headers": {"Authorization": f"Bearer {READ}"}}
+        assert await asyncio.to_thread(read_by_zarr, options) == wanted
+        await opened.close()
+
+
+def test_exmy_arrays_are_refused_unless_kept(tmp_path: Path) -> None:
+    values = np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30)
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        tx.create_array("a/q", values.shape, "float32", (8, 30), codecs="e4m3").write(values)
+    with pytest.raises(InvalidArgument, match=r"a/q is in an eXmY format.*--keep-exmy.*Zarr folder"):
+        write(tmp_path / "store", tmp_path / "refs.json")
+    assert not (tmp_path / "refs.json").exists()
+    write(tmp_path / "store", tmp_path / "refs.json", keep_exmy=True)
+    assert read_by_zarr({"fo": str(tmp_path / "refs.json")}) == expected(tmp_path / "store")  # with exmy's codec
+
+
+def test_what_is_refused_leaves_nothing(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("refs", "refs.zarr", "refs.json/", "a.json.parq", "refs.kerchunk"):
+        with pytest.raises(InvalidArgument, match=r"ends in \.json, or in \.parq"):
+            write(store, f"{tmp_path}/{name}")  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "fastparquet", None)
+    with pytest.raises(InvalidArgument, match="need the package fastparquet, which is not installed"):
+        write(store, tmp_path / "refs.parq")
+    with tstore.open("memory://references").transaction() as tx:
+        tx.create_array("a", (2,), "int8").write(1)
+    with pytest.raises(InvalidArgument, match="memory://references"):
+        write("memory://references", tmp_path / "refs.json")
+    with tstore.open(tmp_path / "dense").transaction() as tx:
+        tx.create_array("a", (4000,), "int64", (1000,))[:2000].write(1)
+    with pytest.raises(NotFound, match=r"chunk \(2,\) of a was never written"):
+        write(tmp_path / "dense", tmp_path / "refs.json")
+    (tmp_path / "refs.json").write_text("mine")
     with pytest.raises(AlreadyExists, match="exists already"):
-        await export_references(store.url, out, step=1)
-    memory = tstore.open("memory://")
-    tstore.save(memory, {"w": VALUES}, step=1)
-    with pytest.raises(InvalidArgument, match="only in this process"):
-        await export_references(memory._wrapped, tmp_path / "other.json")
+        write(store, tmp_path / "refs.json")
+    assert (tmp_path / "refs.json").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["dense", "refs.json", "with space"]
+
+
+def test_many_chunks_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastparquet")
+    from tstore.convert import references
+
+    monkeypatch.setattr(references, "_RECORD", 7)
+    monkeypatch.setattr(references, "_ROUND", 5)
+    values = np.arange(3600, dtype=np.int32).reshape(60, 60)
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        tx.create_array("a", (60, 60), "int32", (9, 13)).write(values)
+    for name in ("refs.parq", "refs.json"):
+        write(tmp_path / "store", tmp_path / name)
+        options = {"fo": str(tmp_path / name), "remote_protocol": "file"}
+        assert read_by_zarr(options) == expected(tmp_path / "store")
+    assert len(list((tmp_path / "refs.parq/a").iterdir())) == 5

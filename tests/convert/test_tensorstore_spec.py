@@ -73,6 +73,7 @@ def test_every_kind_of_location(spec: dict[str, Any], tmp_path: Path) -> None:
         ({"kvstore": None}, "kvstore=None"),
         ({"kvstore": {"driver": "memory"}}, "'memory'"),
         ({"kvstore": "memory://x"}, "'memory://x'"),
+        ({"kvstore": "file://a.zarr"}, "'file://a.zarr': a file URL has an absolute path"),
         ({"kvstore": {"driver": "ocdbt", "base": "file:///x"}}, "'ocdbt'"),
         ({"kvstore": {"driver": "file", "path": "/x", "extra": 1}}, "extra"),
         ({"kvstore": {"driver": "gcs", "path": "x"}}, "'bucket'"),

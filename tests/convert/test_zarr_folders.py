@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import tstore.sync as tstore
 from tests.support.lazy import lazy
+from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
@@ -196,6 +197,44 @@ def test_v2_arrays_of_zarr_python(
     assert np.array_equal(zarr.open_array(back / "a", mode="r")[...], array[...])
 
 
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3")
+def test_a_v2_compressor_of_numbers(tmp_path: Path, order: Any, delta: bool) -> None:
+    import numcodecs
+
+    values = np.arange(40, dtype="<i4").reshape(8, 5)
+    array = zarr.create_array(
+        tmp_path / "a.zarr",
+        shape=(8, 5),
+        chunks=(4, 3),
+        dtype="<i4",
+        zarr_format=2,
+        order=order,
+        compressors=numcodecs.get_codec({"id": "pcodec"}),
+        filters=[numcodecs.get_codec({"id": "delta", "dtype": "<i4"})] if delta else None,
+    )
+    array[...] = values
+    assert equal(values, imported(tmp_path / "a.zarr", tmp_path / "store").array("a").read())
+    back = exported(tmp_path / "store", tmp_path / "b.zarr")
+    assert np.array_equal(zarr.open_array(back / "a", mode="r")[...], values)
+
+
+def test_a_filter_before_big_endian_bytes_is_decoded_on_export(tmp_path: Path) -> None:
+    import numcodecs
+
+    values = np.arange(40, dtype=">i4").reshape(8, 5)
+    delta = numcodecs.get_codec({"id": "delta", "dtype": ">i4"})
+    zarr.create_array(
+        tmp_path / "a.zarr", data=values, chunks=(4, 3), zarr_format=2, compressors=None, filters=[delta]
+    )
+    assert np.array_equal(imported(tmp_path / "a.zarr", tmp_path / "store").array("a").read(), values)
+    back = exported(tmp_path / "store", tmp_path / "b.zarr")
+    assert np.array_equal(zarr.open_array(back / "a", mode="r")[...], values)  # which would misread the filter
+    with pytest.raises(InvalidArgument, match="big-endian bytes, which zarr-python misreads; export a Zarr"):
+        asyncio.run(export_references(tmp_path / "store", tmp_path / "refs.json", keep_exmy=True))
+
+
 @pytest.mark.parametrize("format_", [2, 3])
 def test_groups_attributes_names_and_missing_chunks(tmp_path: Path, format_: Any) -> None:
     root = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=format_)
@@ -266,6 +305,36 @@ def test_what_is_refused_says_why(tmp_path: Path) -> None:
     refused(
         UnsupportedFormat, "numcodecs.msgpack2", _zarray=v2 | {"dtype": "<i4", "compressor": {"id": "msgpack2"}}
     )
+
+
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3")
+def test_a_chain_that_zarr_python_would_misread_is_exported_decoded(tmp_path: Path) -> None:
+    import numcodecs
+
+    array = zarr.create_array(
+        tmp_path / "a.zarr",
+        shape=(9,),
+        dtype=">i4",
+        chunks=(4,),
+        zarr_format=2,
+        compressors=None,
+        filters=[numcodecs.Delta(dtype=">i4")],
+        fill_value=0,
+    )
+    array[:] = np.arange(9) ** 2
+    assert imported(tmp_path / "a.zarr", tmp_path / "store").array("a").read().tolist() == [
+        n * n for n in range(9)
+    ]
+    back = exported(tmp_path / "store", tmp_path / "b.zarr")
+    assert zarr.open_array(back / "a", mode="r")[:].tolist() == [n * n for n in range(9)]
+
+
+def test_a_chunk_that_is_a_pipe_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+    zarr.open_group(tmp_path / "a.zarr", mode="w").create_array("a", data=np.arange(4), chunks=(2,))
+    (tmp_path / "a.zarr/a/c/1").unlink()
+    os.mkfifo(tmp_path / "a.zarr/a/c/1")
+    with pytest.raises(InvalidArgument, match="c/1 is a pipe"):
+        imported(tmp_path / "a.zarr", tmp_path / "store")
 
 
 def test_quantized_arrays_are_decoded_unless_kept(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tstore.format.grid import (
     boxes,
     chunk_counts,
     default_chunks,
+    only_projection,
     part_of,
     projections,
 )
@@ -96,3 +97,23 @@ def test_default_chunks_never_cross_a_shard(parts: list[tuple[int, int]], target
     chunks = default_chunks(shape, 4, shard, target)
     for c, s, n in zip(chunks, shard, shape, strict=True):
         assert s % c == 0 or s == n
+
+
+@given(grids(), st.data())
+def test_the_only_chunk_of_a_selection_is_found_at_once(
+    grid: tuple[tuple[int, ...], tuple[int, ...]], data: st.DataObject
+) -> None:
+    shape, chunks = grid
+    selection = Selection(tuple(range(n)[data.draw(st.slices(n))] for n in shape))
+    general, only = list(projections(selection, shape, chunks)), only_projection(selection, shape, chunks)
+    if len(general) != 1 or any(r.step < 1 for r in selection.axes):
+        assert only is None
+        return
+    assert only is not None
+    assert (only.chunk, only.full) == (general[0].chunk, general[0].full)
+    for mine, theirs, length in zip(only.inside, general[0].inside, chunks, strict=True):
+        assert list(range(length)[mine]) == list(range(length)[theirs])
+        assert mine.stop == range(length)[mine][-1] + 1  # which readers rely on
+    assert [range(n)[s] for s, n in zip(only.result, selection.shape, strict=True)] == [
+        *map(range, selection.shape)
+    ]

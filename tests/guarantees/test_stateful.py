@@ -58,6 +58,7 @@ CUT = st.tuples(st.integers(0, 6), st.integers(0, 6), st.sampled_from([1, 1, 1, 
 WIDE, NARROW = 300, 1
 MOST = 5
 NEVER = "a part was never written"
+LONGEST = 12  # the length up to which values are appended
 
 
 def region_of(shape: tuple[int, ...], cuts: list[tuple[int, int, int]]) -> Region:
@@ -81,7 +82,7 @@ class Step(NamedTuple):
     flags: tuple[bool, bool, bool]
 
 
-KINDS = ["write"] * 4 + ["read"] * 2 + ["create"] * 2 + ["delete", "resize", "group", "list"]
+KINDS = ["write"] * 4 + ["read"] * 2 + ["create"] * 2 + ["delete", "resize", "append", "append", "group", "list"]
 STEP = st.builds(
     Step,
     st.sampled_from(KINDS),
@@ -156,17 +157,18 @@ class Open:
         self.view = state.copy()
         self.serializable = serializable
         self.message = ""
-        self.ops: list[Callable[[State], object]] = []
+        self.ops: list[Callable[[State], Any]] = []
         self.paths: list[str] = []
         self.touch = Touch()
         self.seen: list[Seen] = []
+        self.appended: list[tuple[str, Any, tstore.Appended]] = []
         self.mentioned: set[str] = set()
         self.tags: set[str] = set()
         self.target: int | None = None
         self.listed = False
         self.condemned = False
 
-    def do(self, path: str, op: Callable[[State], object]) -> None:
+    def do(self, path: str, op: Callable[[State], Any]) -> None:
         """Record an operation, and apply it in the model."""
         self.mentioned.add(path)
         self.paths.append(path)
@@ -183,8 +185,12 @@ class Open:
             else:
                 state.groups[path] = self.view.groups[path]
         for path, op in zip(self.paths, self.ops, strict=True):
-            if path in self.touch.touched and path not in self.touch.fresh:
-                op(state)
+            if path in self.touch.fresh or path not in self.touch.nodes:
+                continue
+            region = op(state)
+            if path in self.touch.appended and region is not None:
+                # newer transactions meet the chunks where the commit has put them
+                self.touch.touched.setdefault(path, set()).update(state.arrays[path].touched(region)[0])
 
     def saw(self, look: Callable[[State], Any], path: str | None) -> None:
         """Record a read of one path, or of all paths if None."""
@@ -393,6 +399,8 @@ class StoreMachine(RuleBasedStateMachine):
                     self.write_region(tx, path, step.cuts, step.flags[0])
                 case "resize":
                     self.resize(tx, path, step.shape)
+                case "append":
+                    self.append(tx, path, step.shape[0], step.flags[0])
                 case "read":
                     self.read_region(tx, path, step.cuts)
                 case "list":
@@ -454,6 +462,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def write(self, tx: Open, array: tstore.Array, path: str, region: Region) -> None:
         grid = tx.view.arrays[path]
+        # others may append to the array before the commit
+        region = tuple(slice(*s.indices(n)) for s, n in zip(region, grid.shape, strict=True))
         size = np.zeros(grid.shape, bool)[region].shape
         values = next(self.values) * 1000 + np.arange(np.prod(size), dtype=np.int64).reshape(size)
         self.run(array[region].write(values))
@@ -471,6 +481,19 @@ class StoreMachine(RuleBasedStateMachine):
         tx.do(path, lambda s: s.arrays[path].resize(full))
         tx.touch.fresh.add(path)
         tx.touch.write(path, set(), set())
+
+    def append(self, tx: Open, path: str, length: int, other_axis: bool) -> None:
+        if path not in tx.view.arrays or max(tx.view.arrays[path].shape[:2]) > LONGEST:
+            return
+        array = self.run(tx.tx.array(path))
+        size, axis = list(array.shape), int(other_axis)
+        size[axis] = length
+        values = next(self.values) * 1000 + np.arange(np.prod(size), dtype=np.int64).reshape(size)
+        handle = self.run(array.append(values, axis))
+        tx.do(path, lambda s: s.arrays[path].append(axis, values))
+        assert array.shape == tx.view.arrays[path].shape
+        tx.touch.append(path, axis)
+        tx.appended.append((path, values, handle))
 
     def read_region(self, tx: Open, path: str, cuts: list[tuple[int, int, int]]) -> None:
         if path not in tx.view.arrays:
@@ -549,6 +572,9 @@ class StoreMachine(RuleBasedStateMachine):
                 assert seen.holds(state, tx.ops), "something that it had read has changed"
             assert tx.found_tags_as_in(state), "a tag that it had looked for has come or gone"
         tx.apply(state)
+        for path, values, handle in tx.appended:
+            if path in tx.touch.appended:
+                assert same(state.arrays[path].read(handle.region), values)
         for tag in tx.touch.dropped:
             state.tags.pop(tag, None)
         state.tags.update(dict.fromkeys(tx.touch.tags, tx.target or version))

@@ -209,7 +209,8 @@ class Reads:
                 self.bytes[job.path] = self.bytes.get(job.path, 0) + job.out.nbytes
             await read_chunks(storage, jobs)
 
-        monkeypatch.setattr("tstore.snapshot.read_chunks", counting)
+        for module in ("tstore.snapshot", "tstore.data.shared_reads"):
+            monkeypatch.setattr(f"{module}.read_chunks", counting)
 
 
 TARGETS = [{"bits": 5.0}, {"bits": 5.0, "block": None}, {"min_sqnr": 25.0, "block": None}, {"formats": "e3m2"}]

@@ -98,6 +98,14 @@ class Grid:
             for axis, s in enumerate(self._box(at)):
                 block[(slice(None),) * axis + (slice(s.stop - s.start, None),)] = 0
 
+    def append(self, axis: int, values: Values) -> Region:
+        """Add values behind the end of an axis, and return their region."""
+        region = [slice(None)] * len(self.shape)
+        region[axis] = slice(self.shape[axis], self.shape[axis] + values.shape[axis])
+        self.resize(tuple(n + values.shape[axis] * (i == axis) for i, n in enumerate(self.shape)))
+        self.write(tuple(region), values)
+        return tuple(region)
+
     def differing(self, other: Grid) -> int:
         """Return the number of chunks that differ, including those that only one array has."""
         both = self.blocks.keys() & other.blocks.keys()
@@ -147,10 +155,14 @@ class State:
 
 @dataclass
 class Touch:
-    """The write set of a transaction: what other transactions can conflict with."""
+    """The write set of a transaction: what other transactions can conflict with.
+
+    `appended` has the axis of each array that the transaction only appended to.
+    """
 
     whole: dict[str, set[Box]] = field(default_factory=dict)
     touched: dict[str, set[Box]] = field(default_factory=dict)
+    appended: dict[str, int] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
     deleted: set[str] = field(default_factory=set)
     tags: set[str] = field(default_factory=set)
@@ -159,12 +171,23 @@ class Touch:
 
     def write(self, path: str, some: set[Box], whole: set[Box]) -> None:
         """Record written chunks: `some` of them touched, `whole` of them covered entirely."""
+        if self.appended.pop(path, None) is not None:
+            self.fresh.add(path)
         self.whole.setdefault(path, set()).update(whole)
         self.touched.setdefault(path, set()).update(some)
 
+    def append(self, path: str, axis: int) -> None:
+        """Record an append, which counts as a resize if the array has other changes."""
+        is_changed = path in self.fresh or self.touched.get(path) or self.appended.get(path, axis) != axis
+        if is_changed:
+            self.write(path, set(), set())
+            self.fresh.add(path)
+        else:
+            self.appended[path] = axis
+
     def forget(self, path: str) -> None:
         """Remove the path and everything below it from the write set."""
-        for known in (self.whole, self.touched):
+        for known in (self.whole, self.touched, self.appended):
             for p in [p for p in known if is_at_or_below(p, path)]:
                 del known[p]
         self.fresh = {p for p in self.fresh if not is_at_or_below(p, path)}
@@ -172,12 +195,14 @@ class Touch:
     @property
     def nodes(self) -> set[str]:
         """The paths of all changed nodes."""
-        return self.fresh | self.touched.keys()
+        return self.fresh | self.touched.keys() | self.appended.keys()
 
     @property
     def patches(self) -> bool:
         """Whether chunks were written in part or resized, which reads their previous values."""
-        return bool(self.fresh) or any(self.touched[p] - self.whole.get(p, set()) for p in self.touched)
+        return bool(self.fresh or self.appended) or any(
+            self.touched[p] - self.whole.get(p, set()) for p in self.touched
+        )
 
     def conflicts(self, newer: Touch) -> bool:
         """Return whether this write set conflicts with that of a commit above its base."""
@@ -195,6 +220,12 @@ class Touch:
             return True
         for path in self.nodes & newer.nodes:
             if path in self.fresh or path in newer.fresh:
+                return True
+            if path in self.appended:
+                if newer.appended.get(path, self.appended[path]) != self.appended[path]:
+                    return True
+                continue
+            if newer.appended.get(path, 0) != 0:
                 return True
             if self.whole.get(path, set()) & newer.touched.get(path, set()):
                 return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -16,7 +18,7 @@ SETTINGS = settings(
 
 
 def new_store() -> ZarrStore:
-    return ZarrStore(tstore.sync.open("memory://").transaction())
+    return ZarrStore(tstore.sync.open(f"memory://{uuid.uuid4()}").transaction())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -22,6 +22,7 @@ from tstore.cli.text import (
     print_rows,
     print_table,
 )
+from tstore.convert.references import reader_options
 
 __all__ = [
     "show_benched",
@@ -163,6 +164,9 @@ def show_exported(report: Document) -> None:
     """Print what was exported, and the leaves that the file format can't represent."""
     summary = _tensor_summary(report) + (f" in {report['files']} files" if report["files"] > 1 else "")
     print(escape(f"{report['file']}: exported {summary}, of version {report['version']}"))
+    if report["format"] == "references":
+        options = {"fo": report["file"], **reader_options(report["store"])}
+        print(escape(f'to read it: zarr.open_group("reference://", mode="r", storage_options={options})'))
     if report["left_out"]:
         print(escape(f"not exported, because they are not arrays: {abbreviate(report['left_out'], 20)}"))
 

@@ -120,27 +120,22 @@ def import_checkpoint(
     "--to",
     type=click.Choice(list(_EXPORTS)),
     help="The format: one safetensors file, a folder as Hugging Face libraries read it, a folder for "
-    "torch.distributed.checkpoint (needs PyTorch), a folder of Zarr v3, or a reference file.  [default: "
-    "safetensors if OUT ends in .safetensors, zarr if it ends in .zarr, else huggingface]",
+    "torch.distributed.checkpoint (needs PyTorch), a folder of Zarr v3, or a file of references to the chunks.  "
+    "[default: safetensors if OUT ends in .safetensors, zarr if it ends in .zarr, else huggingface]",
 )
 @click.option("--zarr", "to", flag_value="zarr", help="Write a folder of Zarr v3, like --to zarr.")
 @click.option(
     "--references",
     "to",
     flag_value="references",
-    help="Write a kerchunk reference file (.json, or .parquet for many chunks), which gives the location of each "
-    "chunk in the store. fsspec and zarr read through it without tstore.",
-)
-@click.option(
-    "--base-url",
-    metavar="URL",
-    help="The URL of the store for readers of the references; by default STORE.",
+    help="Write a reference file in the format of kerchunk, like --to references. OUT ends in .json, or in .parq "
+    "for a folder that suits many chunks and needs fastparquet.",
 )
 @click.option(
     "--keep-exmy",
     is_flag=True,
-    help="Copy quantized arrays to a Zarr folder, or refer to them, as they are. Only programs with the package "
-    "exmy read them; by default they are decoded.",
+    help="Keep quantized arrays encoded in a Zarr folder or a reference file; only programs with the package exmy "
+    "read them. By default a Zarr folder has them decoded, and a reference file is refused.",
 )
 @click.option(
     "--max-shard-size",
@@ -154,35 +149,31 @@ def export(
     out: str,
     at: int | str | None,
     to: FileFormat | None,
-    base_url: str | None,
     keep_exmy: bool,
     max_shard_size: int | None,
     as_json: bool,
 ) -> int:
     """Write a version in another format.
 
-    OUT must not exist yet. It is a file that ends in .safetensors, a folder, or a reference file that ends in
-    .json or .parquet. Quantized arrays are decoded to their original dtype. All other chunks of a Zarr folder keep
-    their stored bytes. If OUT is on the same file system as the store, a chunk that is a whole file there becomes
-    a hard link to it.
+    OUT must not exist yet. Quantized arrays are decoded to their original dtype. All other chunks of a Zarr folder
+    keep their stored bytes. If OUT is on the same file system as the store, a chunk that is a whole file there
+    becomes a hard link to it.
+
+    A reference file lists where the chunks are in the store. Through it, zarr-python and fsspec read the version in
+    place, also over HTTP, without tstore. It is valid until the version is collected, so keep the version by a tag.
     """
     if out == "-":
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
-    by_name: FileFormat = "references" if to == "references" else format_of(out)
-    file_format: FileFormat = to or by_name
-    if (file_format == "safetensors") != (by_name == "safetensors"):
+    file_format: FileFormat = to or format_of(out)
+    if file_format != "references" and (file_format == "safetensors") != (format_of(out) == "safetensors"):
         raise click.UsageError(f"{out}: only --to safetensors writes a file, whose name must end in .safetensors")
     if max_shard_size is not None and file_format != "huggingface":
         raise click.UsageError("--max-shard-size is for a Hugging Face folder; pass a folder as OUT, without --to")
     if keep_exmy and file_format not in ("zarr", "references"):
-        raise click.UsageError("--keep-exmy is for a Zarr folder or references; pass --zarr or --references")
-    if base_url is not None and file_format != "references":
-        raise click.UsageError("--base-url is for references; pass --references")
+        raise click.UsageError("--keep-exmy is for a Zarr folder or a reference file; pass --zarr or --references")
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if keep_exmy:
         options["keep_exmy"] = True
-    if base_url is not None:
-        options["base_url"] = base_url
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"exporting to {out}")

@@ -60,7 +60,7 @@ _OTHER_SUFFIXES = {
     **dict.fromkeys((".npz", ".npy"), "NumPy, which has no bfloat16"),
     ".zip": "zip archives",
     **dict.fromkeys((".h5", ".hdf5", ".keras"), "HDF5"),
-    **dict.fromkeys((".pkl", ".pickle", ".msgpack", ".json", ".gguf", ".onnx", ".distcp"), "another format"),
+    **dict.fromkeys((".pkl", ".pickle", ".msgpack", ".gguf", ".onnx", ".distcp"), "another format"),
 }
 
 
@@ -105,6 +105,11 @@ def format_of(out: StrPath) -> FileFormat:
     if name.endswith(".zarr"):
         return "zarr"
     suffix = os.path.splitext(name)[1]
+    if suffix in (".json", ".parq", ".parquet"):
+        raise InvalidArgument(
+            f"{os.fspath(out)}: {suffix} is the suffix of a reference file; pass --references to write one, or a "
+            "name that ends in .safetensors, or a folder"
+        )
     if suffix in _OTHER_SUFFIXES:
         raise InvalidArgument(
             f"{os.fspath(out)}: tstore does not write {suffix}, the suffix of {_OTHER_SUFFIXES[suffix]}; export "

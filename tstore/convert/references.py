@@ -1,217 +1,281 @@
-"""Reference files of kerchunk, which say where in the packs of a store the chunks of a version are.
+"""Files of references in kerchunk's format, with which fsspec and zarr-python read a version in place.
 
-fsspec's reference file system, and zarr through it, read the version in place, with no tstore installed. No value
-is read or copied. The references do not keep the version: once a garbage collection has removed it, reading fails.
-
-1. JSON, version 1 (https://fsspec.github.io/kerchunk/spec.html): Zarr v3 metadata, and for each chunk its URL,
-   offset and length. Chunks that are stored in the metadata of a commit are inline, in base64.
-2. Parquet, for many chunks: a folder with files of 100,000 references, which are read when they are needed. Its
-   metadata is that of Zarr v2, which fsspec requires.
+The file has the metadata of all arrays, and for each chunk the URL of its pack, its offset and its length. A small
+file is one JSON document; a Parquet folder, of which readers load only what they need, is for many chunks. fsspec
+computes the position of a chunk in such a folder from v2 names of chunks (`a/0.1`), so arrays there have these.
+No option or token with which the store was opened is written: readers pass their own.
 """
 
 from __future__ import annotations
 
 import base64
+import importlib.util
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
 
 import msgspec
-import numpy as np
 
-from tstore.convert.exporting import ExportReport, ProgressCallback, snapshot_to_export
+from tstore.array import Array
+from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
-from tstore.convert.zarr_export import chunk_name, plain_documents, uses_exmy
-from tstore.convert.zarr_v2 import v2_array
-from tstore.errors import InvalidArgument, NotFound, UnsupportedFormat
+from tstore.convert.zarr_export import chunk_name, plain_documents, unreadable_elsewhere
+from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
+from tstore.format.checksums import block_checks
 from tstore.format.chunk_refs import ChunkRow
-from tstore.format.grid import chunk_coordinates
-from tstore.format.node import Node
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
-from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder
+from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder, write_all
 from tstore.storage.objects import Durability
 from tstore.store import Store, opened
 
-__all__ = ["export_references"]
+__all__ = ["export_references", "is_parquet", "reader_options"]
 
-_ROUND_CHUNKS = 1 << 14  # of which the references are in memory
-_RECORD_SIZE = 100_000  # references in a Parquet file
+_RECORD = 100_000  # chunks in one Parquet file
+_ROUND = 1 << 14  # chunks whose references are in memory, for JSON
 
 
 async def export_references(
     store: StrPath | Store,
-    out: StrPath,
+    file: StrPath,
     *,
     at: int | str | None = None,
     step: int | None = None,
-    base_url: str | None = None,
     keep_exmy: bool = False,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
-    """Write a reference file to the chunks of a version; return a summary.
+    """Write the references of a version to a new file (`.json`) or folder (`.parq`, `.parquet`); return a summary.
 
-    `out` ends in .json, or in .parquet for a folder of Parquet files (needs pyarrow; dtypes and codecs of Zarr v2
-    only). The references begin with `base_url`, by default the URL of the store. They have no token: readers pass
-    their own, as `remote_options`. Arrays in eXmY formats are refused unless `keep_exmy`: zarr-python reads them
-    with the package exmy.
+    With it, zarr-python reads the version through the file system `reference://` of fsspec, without tstore, until
+    the version is collected. The chunks stay in the store; those that are stored in a record are copied into the
+    file. A Parquet folder needs the package fastparquet, here and where it is read.
 
-    Raise `AlreadyExists` (there is something at `out`), `InvalidArgument`, `UnsupportedFormat`, `NotFound` (a
-    chunk of a dense array was never written), and the errors of opening a version.
+    Raise `InvalidArgument` for another name, a store in memory, an array that other programs can't read (in an
+    eXmY format, unless `keep_exmy`) and, in Parquet, an array that lacks chunks; `AlreadyExists`, `NotFound` (a
+    chunk of a dense array was never written), `Corrupt`, and the errors of opening a version.
     """
-    path = os.fspath(out)
-    kind = os.path.splitext(path)[1]
-    if kind not in (".json", ".parquet"):
-        raise InvalidArgument(f"{path}: the name of a reference file must end in .json or .parquet")
+    path = os.fspath(file)
+    write = _write_parquet if is_parquet(path) else _write_json
+    refuse_existing(path)
     async with opened(store, "r") as opened_store:
         snapshot = await snapshot_to_export(opened_store, at, step)
-        arrays = _arrays(snapshot, keep_exmy)
-        base = _base_url(opened_store.url, base_url)
-        refuse_existing(path)
-        await run(_write_json if kind == ".json" else _write_parquet, path, snapshot, arrays, base)
-        total = sum(array.meta.nbytes for array in arrays)
-        if progress is not None:
-            progress(total, total)
-    return ExportReport(snapshot.version, len(arrays), total, 1, [])
+        arrays = {name: await snapshot.array(name) for name in snapshot.paths()}
+        source = _Source(snapshot, _url_for_fsspec(opened_store.url), arrays)
+        source.check_readable(keep_exmy)
+        report = _Reporter(arrays, progress)
+        files = await write(path, source, report)
+    return ExportReport(snapshot.version, len(arrays), report.total, files, [])
 
 
-class _Reference(NamedTuple):
-    """Where the bytes of a chunk are: at `offset` of `url`, or in `data`."""
+def is_parquet(path: str) -> bool:
+    """Return whether the name of a reference file is that of a Parquet folder; raise `InvalidArgument` for others.
 
-    number: int
-    url: str
-    offset: int
-    length: int
-    data: bytes | None
-
-
-def _arrays(snapshot: Snapshot, keep_exmy: bool) -> list[Node]:
-    nodes = [snapshot.tree.nodes[path] for path in snapshot.paths()]
-    exmy = [node.path for node in nodes if uses_exmy(node.meta.codecs)]
-    if exmy and not keep_exmy:
+    fsspec takes every path with `.json` in it for JSON.
+    """
+    name = path.rstrip("/")
+    if name.endswith(".json") and name == path:
+        return False
+    if not name.endswith((".parq", ".parquet")) or ".json" in os.path.abspath(name):
         raise InvalidArgument(
-            f"{snapshot.location}: {len(exmy)} of its arrays are in eXmY formats, such as {exmy[0]!r}, which only "
-            "programs with the package exmy read; pass keep_exmy=True (--keep-exmy) if yours has it, or export a "
-            "Zarr folder, in which they are decoded"
+            f"{path}: expected a name for a reference file that ends in .json, or in .parq or .parquet (a folder, "
+            "for many chunks) without .json in its path"
         )
-    return nodes
+    if importlib.util.find_spec("fastparquet") is None:
+        raise InvalidArgument(
+            f"{path}: references in Parquet need the package fastparquet, which is not installed; run pip install "
+            "fastparquet, or write a .json file"
+        )
+    return True
 
 
-def _base_url(url: str, base_url: str | None) -> str:
-    """Return the URL of the packs' folders; raise `InvalidArgument` for a store that no other process can read."""
-    if base_url is not None:
-        return base_url.rstrip("/")
+def reader_options(store: StrPath) -> dict[str, Any]:
+    """Return the options of `reference://` with which zarr-python reads the chunks of a store at this URL."""
+    scheme, separator, _ = os.fspath(store).partition("://")
+    if not separator or scheme == "file":
+        return {"remote_protocol": "file"}
+    return {"remote_protocol": scheme, "remote_options": {"asynchronous": True}}
+
+
+def _url_for_fsspec(url: str) -> str:
+    """Return the URL of a store as fsspec takes it; raise `InvalidArgument` if only this process can read it."""
     if url.startswith("memory://"):
         raise InvalidArgument(
-            f"{url} exists only in this process, so references to it are of no use; copy it first"
+            f"{url} can't be referred to: other programs can't read a store in memory; save to a folder or to "
+            "another URL"
         )
-    return url if "://" in url else f"file://{os.path.abspath(url)}"
+    return url.rstrip("/") if "://" in url else f"file://{url}"
 
 
-def _references(snapshot: Snapshot, node: Node, base: str) -> Iterator[_Reference]:
-    """Yield the references to the chunks of an array, in the order of their numbers; reads segments."""
-    count = node.meta.chunk_count
-    for start in range(0, count, _ROUND_CHUNKS):
-        numbers = range(start, min(start + _ROUND_CHUNKS, count))
-        rows = node.select(numbers).rows
-        if len(rows) < len(numbers) and not node.meta.sparse:
-            absent = chunk_coordinates(min(set(numbers).difference(row.number for row in rows)), node.meta.counts)
-            raise NotFound(f"{snapshot.location}: chunk {absent} of {node.path} was never written; write it first")
+@dataclass(frozen=True)
+class _Source:
+    """The version whose chunks are referred to, and the URL of its store."""
+
+    snapshot: Snapshot
+    url: str
+    arrays: Mapping[str, Array]
+
+    def check_readable(self, keep_exmy: bool) -> None:
+        """Raise `InvalidArgument` if other programs can't read the chunks of an array."""
+        for name in self.arrays:
+            reason = unreadable_elsewhere(self.meta(name).codecs, keep_exmy=keep_exmy)
+            if reason is not None:
+                advice = "" if keep_exmy else "pass --keep-exmy (keep_exmy=True) if your readers have exmy, or "
+                raise InvalidArgument(f"{name} {reason}; {advice}export a Zarr folder, where it is decoded")
+
+    def meta(self, name: str) -> ArrayMeta:
+        """Return the metadata of an array."""
+        return self.snapshot.tree.nodes[name].meta
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Return the metadata of each group and array by path.
+
+        The root repeats that of all others, since zarr-python can't list groups through `reference://`.
+        """
+        documents = plain_documents(self.snapshot, keep_exmy=True)
+        nodes = {path: msgspec.json.decode(document) for path, document in documents.items()}
+        below = {path: fields for path, fields in nodes.items() if path}
+        nodes[""]["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": below}
+        return nodes
+
+    def key(self, pack: str) -> str:
+        """Return what follows the URL of the store, and a slash, in the URL of a pack."""
+        if self.url.startswith("file://"):
+            path = self.snapshot.pack_path(pack)
+            return pack if path is None else os.path.relpath(path, self.url.removeprefix("file://"))
+        return quote(pack, safe="/") if self.url.startswith(("http://", "https://")) else pack
+
+    def inline(self, name: str, row: ChunkRow) -> bytes | None:
+        """Return the verified bytes of a chunk that is stored in the metadata, None if it is in a pack."""
+        if isinstance(row.pack, str):
+            return None if row.length else b""
+        data = row.pack[row.offset : row.offset + row.length]
+        checks = block_checks(memoryview(data))
+        if checks != row.checks:
+            raise Corrupt(f"{name}, chunk number {row.number}: {row.mismatch(checks, self.snapshot.location)}")
+        return data
+
+    async def rows(self, name: str, size: int) -> AsyncIterator[tuple[range, list[ChunkRow]]]:
+        """Yield the numbers of each `size` chunks of an array, with the references to those that exist."""
+        count = self.meta(name).chunk_count
+        for start in range(0, count, size):
+            numbers = range(start, min(start + size, count))
+            yield numbers, (await self.snapshot.references(name, numbers)).rows
+
+
+class _Reporter:
+    """Reports the arrays that are done, in bytes of their values."""
+
+    def __init__(self, arrays: Mapping[str, Array], callback: ProgressCallback | None) -> None:
+        self.total = sum(array.nbytes for array in arrays.values())
+        self._done, self._callback = 0, callback
+
+    def add(self, array: Array) -> None:
+        """Count an array as done."""
+        self._done += array.nbytes
+        if self._callback is not None:
+            self._callback(self._done, self.total)
+
+
+async def _write_json(path: str, source: _Source, report: _Reporter) -> int:
+    # a template lets readers replace the URL of a store that has moved; fsspec would evaluate braces in its value
+    templates = {} if "{{" in source.url else {"store": source.url}
+    base = "{{store}}" if templates else source.url
+    keys: dict[str, str] = {}
+
+    def entries(name: str, rows: list[ChunkRow]) -> bytes:
+        found: dict[str, Any] = {}
         for row in rows:
-            yield _reference(row, base)
+            key, data = f"{name}/{chunk_name(row.number, source.meta(name).counts)}", source.inline(name, row)
+            if data is not None:
+                found[key] = f"base64:{base64.b64encode(data).decode()}"
+                continue
+            assert isinstance(row.pack, str)
+            if row.pack not in keys:
+                keys[row.pack] = f"{base}/{source.key(row.pack)}"
+            found[key] = [keys[row.pack], row.offset, row.length]
+        return b",\n" + msgspec.json.encode(found)[1:-1] if found else b""
+
+    def append(data: bytes, offset: int) -> int:
+        with mapped_errors("write", path):
+            return offset + write_all(fd, [memoryview(data)], offset)
+
+    async with in_thread(new_file(path, Durability.FSYNC), path) as fd:
+        head = msgspec.json.encode({"version": 1, "templates": templates, "refs": {}})
+        metadata = {_document_name(p): msgspec.json.encode(n).decode() for p, n in source.nodes().items()}
+        end = await run(append, head[:-2] + b"\n" + msgspec.json.encode(metadata)[1:-1], 0)
+        for name, array in source.arrays.items():
+            async for _, rows in source.rows(name, _ROUND):
+                end = await run(append, await run(entries, name, rows), end)
+            report.add(array)
+        await run(append, b"\n}}\n", end)
+    return 1
 
 
-def _reference(row: ChunkRow, base: str) -> _Reference:
-    if isinstance(row.pack, bytes):
-        return _Reference(row.number, "", 0, 0, row.pack[row.offset : row.offset + row.length])
-    return _Reference(row.number, f"{base}/{row.pack}", row.offset, row.length, None)
+async def _write_parquet(path: str, source: _Source, report: _Reporter) -> int:
+    files = 1
+    async with in_thread(new_folder(path), path) as temporary:
+        await run(_write_metadata, f"{temporary}/.zmetadata", source)
+        for name, array in source.arrays.items():
+            async for numbers, rows in source.rows(name, _RECORD):
+                if len(rows) < len(numbers):  # fsspec would take the null that pandas 3 reads for a URL
+                    raise InvalidArgument(
+                        f"{name} has chunks that were never written, which fsspec can't read from Parquet; write "
+                        "a .json file"
+                    )
+                out = f"{temporary}/{name}/refs.{numbers.start // _RECORD}.parq"
+                await run(_write_record, out, source, name, rows)
+                files += 1
+            report.add(array)
+        await run(os.sync)
+    return files
 
 
-def _write_json(path: str, snapshot: Snapshot, arrays: list[Node], base: str) -> None:
-    documents = plain_documents(snapshot, keep_exmy=True)
-    encode = msgspec.json.encode
-    with (
-        mapped_errors("write", path),
-        new_file(path, Durability.FSYNC) as fd,
-        open(fd, "wb", closefd=False) as file,
-    ):
-        file.write(b'{"version": 1, "refs": {')
-        for number, (name, document) in enumerate(documents.items()):
-            key = f"{name}/zarr.json" if name else "zarr.json"
-            file.write(b",\n" if number else b"\n")
-            file.write(encode(key) + b": " + encode(msgspec.json.format(document, indent=-1).decode()))
-        for node in arrays:
-            for found in _references(snapshot, node, base):
-                value: Any = [found.url, found.offset, found.length]
-                if found.data is not None:
-                    value = f"base64:{base64.standard_b64encode(found.data).decode()}"
-                key = f"{node.path}/{chunk_name(found.number, node.meta.counts)}"
-                file.write(b",\n" + encode(key) + b": " + encode(value))
-        file.write(b"\n}}\n")
+def _write_metadata(out: str, source: _Source) -> None:
+    nodes, stubs = source.nodes(), {}
+    for path in source.arrays:
+        nodes[path]["chunk_key_encoding"] = {"name": "v2", "configuration": {"separator": "."}}
+        meta = source.meta(path)
+        stubs[f"{path}/.zarray"] = {"shape": meta.shape, "chunks": meta.chunks}  # fsspec counts chunks with it
+    metadata = {**{_document_name(path): fields for path, fields in nodes.items()}, **stubs}
+    with mapped_errors("write", out), open(out, "wb") as file:
+        file.write(msgspec.json.encode({"metadata": metadata, "record_size": _RECORD}))
 
 
-def _write_parquet(path: str, snapshot: Snapshot, arrays: list[Node], base: str) -> None:
-    try:
-        import pyarrow  # noqa: F401 - asks whether it is there
-    except ImportError as error:
-        raise InvalidArgument(
-            f"{path}: Parquet is written by pyarrow; pip install pyarrow, or write .json"
-        ) from error
-    with mapped_errors("write", path), new_folder(path) as folder:
-        metadata = _v2_metadata(snapshot)
-        for node in arrays:
-            os.makedirs(f"{folder}/{node.path}")
-            records: dict[int, list[_Reference]] = {}
-            for found in _references(snapshot, node, base):
-                record = found.number // _RECORD_SIZE
-                for complete in [number for number in records if number < record]:
-                    _write_record(f"{folder}/{node.path}", complete, records.pop(complete), node.meta)
-                records.setdefault(record, []).append(found)
-            for record, references in records.items():
-                _write_record(f"{folder}/{node.path}", record, references, node.meta)
-        with open(f"{folder}/.zmetadata", "wb") as file:
-            file.write(msgspec.json.encode({"metadata": metadata, "record_size": _RECORD_SIZE}))
-        os.sync()
+def _document_name(path: str) -> str:
+    return f"{path}/zarr.json" if path else "zarr.json"
 
 
-def _v2_metadata(snapshot: Snapshot) -> Mapping[str, Any]:
-    """Return the metadata of Zarr v2 by key; raise `UnsupportedFormat` for what that lacks."""
-    metadata: dict[str, Any] = {}
-    for path, document in plain_documents(snapshot, keep_exmy=True).items():
-        fields, prefix = msgspec.json.decode(document), f"{path}/" if path else ""
-        attributes = fields.get("attributes", {})
-        if fields["node_type"] == "group":
-            metadata[f"{prefix}.zgroup"] = {"zarr_format": 2}
-        else:
-            try:
-                metadata[f"{prefix}.zarray"], attributes = v2_array(ArrayMeta.parse(document))
-            except UnsupportedFormat as error:
-                raise UnsupportedFormat(f"{path}: {error}; write references as .json") from error
-        metadata[f"{prefix}.zattrs"] = attributes
-    return metadata
+def _write_record(out: str, source: _Source, name: str, rows: list[ChunkRow]) -> None:
+    """Write a Parquet file with a row for each of these chunks, of which none is missing."""
+    import fastparquet
+    import pandas as pd
 
-
-def _write_record(folder: str, record: int, references: list[_Reference], meta: ArrayMeta) -> None:
-    """Write the references to chunks of one range of numbers, with empty rows for those that do not exist."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    size = min(_RECORD_SIZE, meta.chunk_count - record * _RECORD_SIZE)
-    urls, data = [None] * size, [None] * size
-    places = np.zeros((2, size), np.int64)
-    columns: tuple[list[Any], list[Any]] = urls, data
-    for found in references:
-        at = found.number - record * _RECORD_SIZE
-        columns[0][at] = found.url or None
-        columns[1][at] = found.data
-        places[:, at] = found.offset, found.length
-    table = pa.table(
-        {
-            "path": pa.array(urls, pa.string()),
-            "offset": pa.array(places[0]),
-            "size": pa.array(places[1]),
-            "raw": pa.array(data, pa.binary()),
-        }
-    )
-    pq.write_table(table, f"{folder}/refs.{record}.parq", compression="zstd")
+    size, keys = len(rows), dict[str, str]()
+    urls: list[str | None] = [None] * size
+    raws: list[bytes | None] = [None] * size
+    offsets, sizes = [0] * size, [0] * size
+    for at, row in enumerate(rows):
+        data = source.inline(name, row)
+        if data is not None:
+            raws[at] = data
+            continue
+        assert isinstance(row.pack, str)
+        if row.pack not in keys:
+            keys[row.pack] = f"{source.url}/{source.key(row.pack)}"
+        urls[at], offsets[at], sizes[at] = keys[row.pack], row.offset, row.length
+    columns = {"path": pd.Series(urls, dtype=object), "offset": offsets, "size": sizes}
+    frame = pd.DataFrame({**columns, "raw": pd.Series(raws, dtype=object)})
+    with mapped_errors("write", out):
+        os.makedirs(os.path.dirname(out), exist_ok=True)
+        fastparquet.write(
+            out,
+            frame,
+            compression="ZSTD",
+            write_index=False,
+            stats=False,
+            has_nulls=["path", "raw"],
+            object_encoding={"path": "utf8", "raw": "bytes"},
+        )

@@ -112,6 +112,11 @@ def _location(kvstore: Any) -> str:
         parts = urlsplit(kvstore)
         if parts.scheme not in _SCHEMES or "|" in kvstore:
             raise InvalidArgument(_unsupported(f"kvstore {quote(kvstore)}"))
+        if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
+            raise InvalidArgument(
+                f"kvstore {quote(kvstore)}: a file URL has an absolute path, such as file:///path; for a relative "
+                "one pass {'driver': 'file', 'path': …}"
+            )
         return unquote(parts.path) if parts.scheme == "file" else kvstore
     if not isinstance(kvstore, Mapping):
         raise InvalidArgument(f"kvstore={quote(kvstore)} in a spec: expected a URL or a mapping with a 'driver'")

@@ -2,7 +2,7 @@
 
 The bytes of chunks are copied as they are, after their checksums were verified. Arrays in an eXmY format are
 decoded to their dtype, since other programs do not read eXmY; `keep_exmy` copies their bytes too, for zarr-python
-with the package exmy.
+with the package exmy. Decoded are also the few codec chains that zarr-python misreads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tstore.snapshot import Snapshot
 from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all
 from tstore.store import Store, opened
 
-__all__ = ["chunk_name", "export_zarr", "plain_documents", "uses_exmy"]
+__all__ = ["chunk_name", "export_zarr", "plain_documents", "unreadable_elsewhere"]
 
 _ROUND_BYTES = 32 << 20  # of decoded chunks in memory, unless one chunk is longer
 _ROUND_CHUNKS = 1 << 14  # of which the references are in memory
@@ -67,7 +67,7 @@ async def export_zarr(
             await run(_write_documents, temporary, documents)
             for name, array in arrays.items():
                 meta = snapshot.tree.nodes[name].meta
-                if uses_exmy(meta.codecs) and not keep_exmy:
+                if unreadable_elsewhere(meta.codecs, keep_exmy=keep_exmy) is not None:
                     files += await _decode(array, meta, f"{temporary}/{name}")
                 else:
                     files += await _copy(snapshot, name, meta, f"{temporary}/{name}")
@@ -81,8 +81,8 @@ async def export_zarr(
 def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
     """Return the `zarr.json` of each group and array by path, "" for the root, without tstore's own entries.
 
-    Groups that exist only as parts of paths are included. Unless `keep_exmy`, arrays in eXmY formats become
-    uncompressed ones.
+    Groups that exist only as parts of paths are included. Arrays that other programs could not read, those in eXmY
+    formats unless `keep_exmy`, become uncompressed ones.
     """
     nodes = snapshot.tree.nodes
     paths = set(nodes)
@@ -97,7 +97,7 @@ def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
             if node.is_array:
                 fields.pop("tstore", None)
                 fields["chunk_key_encoding"] = {"name": "default", "configuration": {"separator": "/"}}
-                if uses_exmy(fields["codecs"]) and not keep_exmy:
+                if unreadable_elsewhere(fields["codecs"], keep_exmy=keep_exmy) is not None:
                     fields["codecs"] = chain_documents(node.meta.dtype, None)
             elif not path:
                 fields.get("attributes", {}).pop(RESERVED_ATTRIBUTE, None)
@@ -105,12 +105,20 @@ def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
     return documents
 
 
-def uses_exmy(codecs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a codec chain, or one inside of its shards, has the codec `exmy`."""
-    return any(
-        codec["name"] == "exmy" or uses_exmy((codec.get("configuration") or {}).get("codecs") or ())
-        for codec in codecs
-    )
+def unreadable_elsewhere(codecs: Sequence[Mapping[str, Any]], *, keep_exmy: bool) -> str | None:
+    """Return why other programs can't read chunks of this codec chain, None if they can."""
+    filtered = False
+    for codec in codecs:
+        settings = codec.get("configuration") or {}
+        if codec["name"] == "exmy" and not keep_exmy:
+            return "is in an eXmY format, which only programs with the package exmy read"
+        if codec["name"] == "bytes" and filtered and settings.get("endian") == "big":
+            return "has a filter of numcodecs before big-endian bytes, which zarr-python misreads"
+        filtered |= codec["name"].startswith("numcodecs.")
+        inner = unreadable_elsewhere(settings.get("codecs") or (), keep_exmy=keep_exmy)
+        if inner is not None:
+            return inner
+    return None
 
 
 def chunk_name(number: int, counts: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.array import Appended
+from tstore.convert.files import open_file
 from tstore.convert.zarr_v2 import v3_array, v3_attributes
 from tstore.data.planning import ByteRange, ReadPlan
 from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, Unavailable, UnsupportedFormat
@@ -49,7 +50,8 @@ class Folder:
         protocol = self._fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self.is_http = bool(protocols & {"http", "https"})
-        self.workers = WORKERS if "file" in protocols else _REQUESTS
+        self._is_local = "file" in protocols
+        self.workers = WORKERS if self._is_local else _REQUESTS
 
     def get(self, key: str, max_size: int) -> bytes | None:
         """Return the bytes of a file, None if there is none; raise `Corrupt` if there are more than `max_size`."""
@@ -59,7 +61,11 @@ class Folder:
         try:
             with mapped_errors("read", f"{self.url}/{key}"):
                 try:
-                    data: bytes = self._fs.cat_file(path, 0, max_size + 1)
+                    if self._is_local:
+                        with open_file(path) as file:  # which does not wait for a pipe
+                            data = file.read(max_size + 1)
+                    else:
+                        data = self._fs.cat_file(path, 0, max_size + 1)
                 except ClientError as error:
                     failure = f"can't read {self.url}/{key}: {error}"
                     raise Unavailable(f"{failure}; check the URL and the server, or try again") from error

@@ -1,4 +1,4 @@
-"""The metadata of Zarr v2 arrays as that of v3, and the reverse: the same chunks, byte for byte; pure, no I/O.
+"""The metadata of Zarr v2 arrays as that of Zarr v3: the same chunks, byte for byte; pure, no I/O.
 
 Both formats encode a chunk with a chain of codecs, which only their metadata names differently. So each v2 array
 whose dtype v3 has is also a v3 array with other names: order F is the codec `transpose`, the byte order of the
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from tstore.errors import UnsupportedFormat
-from tstore.format.array_metadata import ArrayMeta
 from tstore.format.dtypes import dtype_named, dtype_to_json, fill_to_json
 
-__all__ = ["v2_array", "v3_array", "v3_attributes"]
+__all__ = ["v3_array", "v3_attributes"]
 
 _DIMENSIONS = "_ARRAY_DIMENSIONS"  # the attribute in which xarray stores dimension names
 _ARRAY_FILTERS = frozenset(("delta", "fixedscaleoffset", "quantize", "bitround", "astype", "packbits"))
+_ARRAY_COMPRESSORS = frozenset(("pcodec", "zfpy"))  # from numbers to bytes; in v3 they take the place of `bytes`
 _SHUFFLES = {0: "noshuffle", 1: "shuffle", 2: "bitshuffle"}
 
 
@@ -58,50 +58,6 @@ def v3_array(fields: Mapping[str, Any], attributes: Mapping[str, Any]) -> dict[s
         "attributes": kept,
         **({"dimension_names": names} if named else {}),
     }
-
-
-def v2_array(meta: ArrayMeta) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the `.zarray` and the `.zattrs` of an array, the inverse of `v3_array`.
-
-    Raise `UnsupportedFormat` for a dtype or codec that v2 lacks.
-    """
-    dtype, codecs, order = meta.dtype, list(meta.codecs), "C"
-    if dtype.kind == "V":
-        raise UnsupportedFormat(f"Zarr v2 has no dtype {dtype}")
-    reverse = list(range(len(meta.shape)))[::-1]
-    if codecs[0]["name"] == "transpose" and codecs[0]["configuration"]["order"] == reverse:
-        codecs, order = codecs[1:], "F"
-    if codecs[0]["name"] != "bytes":
-        raise UnsupportedFormat(f"Zarr v2 has no codec {codecs[0]['name']!r}")
-    is_big = (codecs[0].get("configuration") or {}).get("endian") == "big"
-    encoded = [_v2_codec(codec) for codec in codecs[1:]]
-    names = (
-        [] if meta.dimension_names is None else [name or f"dim_{i}" for i, name in enumerate(meta.dimension_names)]
-    )
-    return {
-        "zarr_format": 2,
-        "shape": list(meta.shape),
-        "chunks": list(meta.chunks),
-        "dtype": dtype.newbyteorder(">" if is_big else "<").str,
-        "fill_value": fill_to_json(meta.fill_value, dtype),
-        "order": order,
-        "filters": encoded[:-1] or None,
-        "compressor": encoded[-1] if encoded else None,
-    }, {**meta.attributes, **({_DIMENSIONS: names} if names else {})}
-
-
-def _v2_codec(codec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of numcodecs for a codec of bytes."""
-    name, settings = codec["name"], dict(codec.get("configuration") or {})
-    if name == "blosc":
-        del settings["typesize"]
-        shuffle = next(number for number, text in _SHUFFLES.items() if text == settings["shuffle"])
-        return {"id": "blosc", **settings, "shuffle": shuffle}
-    if name in ("zstd", "gzip", "crc32c"):
-        return {"id": name, **settings}
-    if name.startswith("numcodecs."):
-        return {"id": name.removeprefix("numcodecs."), **settings}
-    raise UnsupportedFormat(f"Zarr v2 has no codec {name!r}")
 
 
 def v3_attributes(value: Any) -> Any:
@@ -158,10 +114,11 @@ def _codecs(fields: Mapping[str, Any], dtype: np.dtype[Any], ndim: int, transpos
         codecs.append({"name": f"numcodecs.{original['id']}", "configuration": settings})
         stage = _encoded_dtype(original, stage)
     endian = "big" if stage.byteorder == ">" else "little"
-    codecs.append({"name": "bytes", **({"configuration": {"endian": endian}} if stage.itemsize > 1 else {})})
     compressor = fields.get("compressor")
-    for settings in [*filters, *([] if compressor is None else [compressor])]:
-        codecs.append(_bytes_codec(settings, dtype.itemsize))
+    rest = [*filters, *([] if compressor is None else [compressor])]
+    if not (rest and rest[0]["id"] in _ARRAY_COMPRESSORS):
+        codecs.append({"name": "bytes", **({"configuration": {"endian": endian}} if stage.itemsize > 1 else {})})
+    codecs += [_bytes_codec(settings, dtype.itemsize) for settings in rest]
     return codecs
 
 

@@ -24,6 +24,7 @@ from tstore.format.grid import (
     chunk_coordinates,
     chunk_numbers,
     full_boxes,
+    only_projection,
     part_of,
     partial_projections,
     projections,
@@ -126,8 +127,13 @@ def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection | Poin
     meta, selection = job.meta, job.selection
     if isinstance(selection, PointSelection):
         return (), point_projections(selection, meta.shape, meta.chunks)
+    if (only := only_projection(selection, meta.shape, meta.chunks)) is not None:
+        return (), (only,)
     boxable = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
     if not boxable or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
+        return (), projections(selection, meta.shape, meta.chunks)
+    touched = math.prod(r[-1] // c - r[0] // c + 1 for r, c in zip(selection.axes, meta.chunks, strict=True))
+    if touched < _MIN_BOX_CHUNKS:  # a single box would be read chunk by chunk
         return (), projections(selection, meta.shape, meta.chunks)
     per_axis = [
         [_mark_padded(run, c) for run in axis_runs(r, n, c)]

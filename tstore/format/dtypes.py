@@ -42,6 +42,8 @@ _UNITS = frozenset(("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "
 _LENGTHS = {"fixed_length_utf32": "U", "null_terminated_bytes": "S", "raw_bytes": "V"}
 _TIMES = {"numpy.datetime64": "M", "numpy.timedelta64": "m"}
 _VARIABLE = frozenset(("string", "bytes", "variable_length_bytes", "variable_length_utf8"))
+_NARROW = frozenset(("int2", "int4", "uint2", "uint4", "float4_e2m1fn"))
+_NARROW_ADVICE = "numbers of fewer than 8 bits are not supported; convert the array, for example to int8"
 _ADVICE = "values of variable length are not supported; use a fixed length, such as 'U20' or 'S20'"
 
 
@@ -158,7 +160,7 @@ def _stored(data_type: Any, max_nested: int) -> np.dtype[Any]:
     else:
         raise TypeError(f"{data_type!r:.100} is not a data type with a name")
     if dtype is None:
-        reason = f": {_ADVICE}" if name in _VARIABLE else ""
+        reason = f": {_ADVICE}" if name in _VARIABLE else f": {_NARROW_ADVICE}" if name in _NARROW else ""
         with_configuration = f" with configuration {configuration!r:.100}" if configuration else ""
         raise UnsupportedFormat(f"data type {name!r:.100}{with_configuration} is not supported{reason}")
     return dtype

@@ -27,6 +27,7 @@ __all__ = [
     "default_chunks",
     "full_boxes",
     "may_overlap",
+    "only_projection",
     "part_of",
     "partial_projections",
     "projections",
@@ -113,6 +114,27 @@ class Projection(NamedTuple):
             tuple(p.result for p in parts),
             all(p.full for p in parts),
         )
+
+
+def only_projection(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) -> Projection | None:
+    """Return the intersection with the only chunk that the selection touches, None if it touches others, or none.
+
+    This takes a fraction of the time of `projections`. A selection with a negative step has None too.
+    """
+    at, inside, result, full = [], [], [], True
+    for selected, length, chunk in zip(selection.axes, shape, chunks, strict=True):
+        count, start, step = len(selected), selected.start, selected.step
+        if not count or step < 1:
+            return None
+        number = start // chunk
+        first, last = start - number * chunk, start + (count - 1) * step - number * chunk
+        if last >= chunk:
+            return None
+        at.append(number)
+        inside.append(slice(first, last + 1, step))
+        result.append(slice(0, count))
+        full = full and count == min(chunk, length - number * chunk)
+    return Projection(tuple(at), tuple(inside), tuple(result), full)
 
 
 def projections(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) -> Iterator[Projection]:

@@ -169,7 +169,7 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
     if each_call is None:
         return call.future.result()
     each_call.requests.add(call)
-    if each_call.stopped.is_set():
+    if each_call.stopped:
         call.cancel()
     try:
         return call.future.result()

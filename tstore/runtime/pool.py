@@ -23,8 +23,9 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tstore.runtime.pacing import Pace
 
@@ -147,15 +148,16 @@ class Cancellable(Protocol):
         """Request cancellation."""
 
 
-class EachCall(NamedTuple):
+@dataclass(slots=True)
+class EachCall:
     """The state of one call of `each`: the requests for which its workers wait, and whether it has stopped.
 
     `paced_workers` is the number of workers if they give way to the main thread, otherwise 0.
     """
 
-    requests: set[Cancellable]
-    stopped: threading.Event
     paced_workers: int
+    requests: set[Cancellable] = field(default_factory=set)
+    stopped: bool = False
 
 
 class _Threads:
@@ -212,7 +214,7 @@ def give_way_in_worker(work: float) -> None:
     if pace is None:
         pace = _threads.local.pace = Pace()
     pace.add(work * each_call.paced_workers)  # for the work of all workers, which do equal shares
-    while not each_call.stopped.is_set() and (seconds := pace.next_sleep()):
+    while not each_call.stopped and (seconds := pace.next_sleep()):
         time.sleep(seconds)
 
 
@@ -274,14 +276,15 @@ class _AwaitedCall(Generic[T]):
         with contextlib.suppress(RuntimeError):  # the loop was closed without waiting
             self._loop.call_soon_threadsafe(self._wake)
 
-    async def result(self) -> T:
-        """Return or raise the outcome of the call; cancellation waits for the call's end."""
+    async def result(self, stop: Callable[[], object] = lambda: None) -> T:
+        """Return or raise the outcome of the call; cancellation calls `stop` and waits for the call's end."""
         cancelled: asyncio.CancelledError | None = None
         while not self._returned and self._raised is None:
             try:
                 await self._woken
             except asyncio.CancelledError as error:
                 cancelled = error
+                stop()
                 self._woken = self._loop.create_future()
         try:
             if cancelled is not None:
@@ -310,13 +313,13 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
     source = iter(items)
     lock = threading.Lock()
     paced_workers = 0 if _low_priority_pace.get() is None else min(workers, _BACKGROUND_WORKERS)
-    each_call = EachCall(set(), threading.Event(), paced_workers)
+    each_call = EachCall(paced_workers)
     no_item = object()
 
     def work() -> None:
         _threads.local.each_call = each_call
         try:
-            while not each_call.stopped.is_set():
+            while not each_call.stopped:
                 with lock:
                     item = next(source, no_item)
                 if item is no_item:
@@ -327,13 +330,18 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
             raise
 
     def stop() -> None:
-        each_call.stopped.set()
+        each_call.stopped = True
         for request in list(each_call.requests):
             request.cancel()
 
     data_threads = _threads.background if each_call.paced_workers else _threads.data
     threads = data_threads if workers <= WORKERS else _threads.streams
-    await wait_all([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], stop)
+    if workers <= 1:  # the usual small read or write, which futures would take longer
+        alone = _AwaitedCall(work, ())
+        threads.start(alone)
+        await alone.result(stop)
+        return
+    await wait_all([threads.submit(work) for _ in range(min(workers, STREAMS))], stop)
 
 
 def current_each_call() -> EachCall | None:

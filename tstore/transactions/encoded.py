@@ -116,7 +116,8 @@ class EncodedStaging:
             array = staged.array_to_change(path, current)
             if array.extension is not None:
                 await array.resize(current.shape, staged.base_chunks(path))  # an ordinary change from now on
-            array.add_rows([ChunkRow(number, pack, offset, len(data), checks)])
+            row = ChunkRow(number, pack, offset, len(data), checks)
+            staged.array_to_change(path, staged.meta(path)).add_rows([row])
 
     async def set_array(self, path: str, fields: Mapping[str, Any]) -> None:
         """Stage an array with this metadata, or other metadata of an array.
@@ -131,7 +132,7 @@ class EncodedStaging:
             meta = ArrayMeta.parse(_document(fields, sparse=not was_dense))
             if node is not None and node.is_array and _same_chunks(node.meta, meta):
                 if node.document != meta.document:
-                    await self._restate(staged, path, meta)
+                    await self._restate(staged, path, lambda node: (meta, _in_grid(node, meta)))
                 return
             if node is not None and len(staged.nodes_below(path)) == 1:
                 staged.remove(path)
@@ -155,28 +156,46 @@ class EncodedStaging:
 
     async def remove_chunks(self, path: str, numbers: Collection[int]) -> None:
         """Stage the removal of chunks, of which some may not exist; the array becomes sparse."""
+        removed = np.fromiter(numbers, np.uint64, len(numbers))
+
+        def kept(node: Node) -> _Restated:
+            if not len(node.select(removed)):
+                return None
+            chunks, fields = node.chunks, msgspec.json.decode(node.document)
+            tables = (chunks.take(np.flatnonzero(~np.isin(chunks.number, removed))),)
+            return ArrayMeta.parse(_document(fields, sparse=True)), tables
+
         async with self.staging.operation() as staged:
+            await self._restate(staged, path, kept)
+
+    async def _restate(self, staged: StagedTree, path: str, change: Callable[[Node], _Restated]) -> None:
+        """Stage the metadata and the chunks that `change` returns for those of an array, unless it returns None.
+
+        It runs in a thread if it reads segments, and again if another operation changes the array meanwhile.
+        """
+        while True:
             node = await self._chunks(staged, path)
-            removed = np.fromiter(numbers, np.uint64, len(numbers))
-            if not len(await run(node.select, removed)):
+            array = staged.array_to_change(path, staged.meta(path))
+            tables = array.whole_chunks.tables
+            restated = await run(change, node) if node.reads_segments else change(node)
+            is_current = staged.arrays.get(path) is array and array.whole_chunks.tables is tables
+            if is_current and not array.has_unapplied:
+                if restated is not None:
+                    staged.keep_array(path, *restated)
                 return
-            chunks = await run(lambda: node.chunks)
-            kept = chunks.take(np.flatnonzero(~np.isin(chunks.number, removed)))
-            fields = msgspec.json.decode(node.document)
-            staged.keep_array(path, ArrayMeta.parse(_document(fields, sparse=True)), (kept,))
-
-    async def _restate(self, staged: StagedTree, path: str, meta: ArrayMeta) -> None:
-        """Stage other metadata of the same chunks; those outside of the new grid are dropped."""
-        node = await self._chunks(staged, path)
-        tables: tuple[Table, ...] = node.tables
-        if node.meta.counts != meta.counts:
-            chunks = await run(lambda: node.chunks)
-            positions, numbers = renumbered(chunks.number, node.meta.counts, meta.counts)
-            tables = (chunks.take(positions).with_numbers(numbers),)
-        staged.keep_array(path, meta, tables)
 
 
+_Restated = tuple[ArrayMeta, tuple[Table, ...]] | None
 _SHORT = 64 << 10  # bytes that are hashed in less time than the hop to a thread takes
+
+
+def _in_grid(node: Node, meta: ArrayMeta) -> tuple[Table, ...]:
+    """Return the chunks of an array as those of other metadata; those outside of its grid are dropped."""
+    if node.meta.counts == meta.counts:
+        return node.tables
+    chunks = node.chunks
+    positions, numbers = renumbered(chunks.number, node.meta.counts, meta.counts)
+    return (chunks.take(positions).with_numbers(numbers),)
 
 
 def _same_chunks(mine: ArrayMeta, other: ArrayMeta) -> bool:

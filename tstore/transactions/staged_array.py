@@ -77,6 +77,11 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         return self.replaces_node | (0 if self.extension is None else EXTENDS)
 
     @property
+    def has_unapplied(self) -> bool:
+        """Whether some patches are in no rewritten chunk yet."""
+        return bool(self._unapplied)
+
+    @property
     def is_unchanged(self) -> bool:
         """Whether there are no changes yet."""
         return not (self.replaces_node or self._rows or self.tables or self.patches)

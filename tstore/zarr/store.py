@@ -70,9 +70,7 @@ class ZarrStore(Store):
 
     @property
     def _staging(self) -> EncodedStaging:
-        if self._staged is None:
-            self._check_writable()
-            raise AssertionError("the store of a snapshot is read-only")
+        assert self._staged is not None  # a snapshot's store is read-only, which writes check first
         return self._staged
 
     def with_read_only(self, read_only: bool = False) -> ZarrStore:

@@ -1,0 +1,62 @@
+"""Interleaved rounds: the order of contenders, their figures by piece of work, and why one has none."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from bench.figures import Figures
+from bench.processes import HostError
+
+LIMIT = 240.0
+"""Seconds of a piece of work after which a peer gets no more rounds of it."""
+
+Results = dict[str, dict[str, Figures]]
+"""The figures by piece of work and contender; the measures are the fields of `Cost`."""
+
+
+class Skipped(Exception):
+    """A contender cannot do the work, or not within the limits."""
+
+
+class Rounds:
+    """The figures of contenders with these titles; `optional` ones run only if they are among the `peers`."""
+
+    def __init__(
+        self, titles: Mapping[str, str], optional: Sequence[str], peers: Sequence[str], log: Callable[[str], None]
+    ) -> None:
+        self.titles, self.optional, self.peers, self.log = titles, optional, peers, log
+        self.results: Results = {}
+        self._spent: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds by work and contender
+
+    def names(self, contenders: Iterable[str], turn: int, work: str) -> list[str]:
+        """Return the names in the order of a round, without those that failed at this work or are too slow."""
+        names = [name for name in contenders if name not in self.optional or name in self.peers]
+        names = names[turn % len(names) :] + names[: turn % len(names)]
+        slow = {name for name in self.optional if self._spent[work, name] > LIMIT}
+        return [name for name in names if name not in slow and not self.figures(work, name).error]
+
+    @contextlib.contextmanager
+    def attempt(self, work: str, name: str) -> Iterator[None]:
+        """Note why a contender cannot do a piece of work; the others go on."""
+        self.log(f"{work}: {name}")
+        start = time.monotonic()
+        try:
+            yield
+        except (HostError, Skipped, RuntimeError) as error:
+            absent = any(kind in str(error) for kind in ("ModuleNotFoundError", "ImportError"))
+            kind = "absent" if absent else "skipped" if isinstance(error, Skipped) else "failed"
+            self.figures(work, name).error = f"{kind}: {error}"
+            self.log(f"{work}: {name} {kind}: {error}")
+        self._spent[work, name] += time.monotonic() - start
+
+    def figures(self, work: str, name: str) -> Figures:
+        """Return the figures of a contender, which are empty at first."""
+        return self.results.setdefault(work, {}).setdefault(name, Figures(self.titles.get(name, name)))
+
+    def add(self, work: str, name: str, turn: int, cost: Mapping[str, float]) -> None:
+        """Add the measures of a cost."""
+        for measure, value in cost.items():
+            self.figures(work, name).add(measure, turn, value)

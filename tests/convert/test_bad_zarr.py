@@ -1,0 +1,120 @@
+"""Plain Zarr arrays that lie or have what tstore does not support: refused alike when imported and in place."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tstore.sync as tstore
+from tstore.convert.zarr_import import import_zarr
+from tstore.errors import Corrupt, UnsupportedFormat
+
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+GZIP = {"name": "gzip", "configuration": {"level": 1}}
+V3: dict[str, Any] = {
+    "zarr_format": 3,
+    "node_type": "array",
+    "shape": [4],
+    "data_type": "int32",
+    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4]}},
+    "chunk_key_encoding": {"name": "default"},
+    "fill_value": 0,
+    "codecs": [LITTLE],
+}
+V2: dict[str, Any] = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<i4", "order": "C", "fill_value": 0}
+
+
+def sharded() -> dict[str, Any]:
+    inner = {"chunk_shape": [2], "codecs": [LITTLE, GZIP], "index_codecs": [LITTLE], "index_location": "start"}
+    return V3 | {"codecs": [{"name": "sharding_indexed", "configuration": inner}]}
+
+
+def inner_bomb() -> bytes:
+    """Return a shard of which one inner chunk of 8 bytes decodes to a MiB."""
+    bomb = gzip.compress(bytes(1 << 20))
+    index = [32, len(bomb), 32, len(bomb)]
+    return b"".join(n.to_bytes(8, "little") for n in index) + bomb
+
+
+def refuse(
+    folder: Path, metadata: dict[str, Any], chunk: bytes | None, error: type[Exception], match: str
+) -> None:
+    v3 = metadata["zarr_format"] > 2
+    (folder / "x.zarr/c").mkdir(parents=True)
+    (folder / "x.zarr" / ("zarr.json" if v3 else ".zarray")).write_text(json.dumps(metadata))
+    if chunk is not None:
+        (folder / "x.zarr" / ("c/0" if v3 else "0")).write_bytes(chunk)
+    with pytest.raises(error, match=match) as imported:
+        asyncio.run(import_zarr(folder / "x.zarr", folder / "store"))
+    driver = "zarr3" if v3 else "zarr"
+    with pytest.raises(error, match=match) as opened:
+        tstore.open({"driver": driver, "kvstore": f"file://{folder}/x.zarr/"})[1:].read()
+    assert str(opened.value) == str(imported.value)
+    assert str(folder / "x.zarr") in str(opened.value)
+    if (folder / "store").exists():
+        assert tstore.open(folder / "store", "r").snapshot().version == 0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error", "match"),
+    [
+        (V3 | {"zarr_format": 4}, UnsupportedFormat, "Zarr format 4; expected 2 or 3"),
+        (V2 | {"zarr_format": 1}, UnsupportedFormat, "not of Zarr 1"),
+        (V3 | {"codecs": [LITTLE, {"name": "fancy"}]}, UnsupportedFormat, "codec 'fancy' is not supported"),
+        (V3 | {"codecs": [LITTLE, {"name": "imagecodecs_jpeg"}]}, UnsupportedFormat, "the package imagecodecs"),
+        (V3 | {"codecs": [{"name": "omfiles.pfor"}]}, UnsupportedFormat, "the package omfiles"),
+        (V3 | {"codecs": [LITTLE, {"name": "numcodecs.pickle"}]}, UnsupportedFormat, "numcodecs.pickle"),
+        (V2 | {"compressor": {"id": "imagecodecs_jpeg2k"}}, UnsupportedFormat, "the package imagecodecs"),
+        (V2 | {"compressor": {"id": "jpegxl"}}, UnsupportedFormat, "'numcodecs.jpegxl'"),
+        (V2 | {"order": "K"}, UnsupportedFormat, "order 'K'"),
+        (V3 | {"chunk_grid": {"name": "rectilinear"}}, UnsupportedFormat, "chunk grid 'rectilinear'"),
+        (V3 | {"data_type": "float24"}, UnsupportedFormat, "data type 'float24'"),
+        (V3 | {"data_type": {"name": "a.b", "configuration": {"c": 1}}}, UnsupportedFormat, "data type 'a.b'"),
+        (V3 | {"data_type": "int4"}, UnsupportedFormat, "fewer than 8 bits are not supported; convert the array"),
+        (V3 | {"data_type": "string"}, UnsupportedFormat, "variable length"),
+        (V2 | {"dtype": "|O", "filters": [{"id": "pickle"}]}, UnsupportedFormat, "variable length"),
+        (V2 | {"dtype": "<i9"}, UnsupportedFormat, "'<i9' is unknown"),
+        (V3 | {"new": {"name": "a.b"}}, UnsupportedFormat, "unsupported key 'new'"),
+        (V3 | {"new": {"name": "a.b", "must_understand": True}}, UnsupportedFormat, "unsupported key 'new'"),
+        (V3 | {"storage_transformers": [{"name": "t"}]}, UnsupportedFormat, "storage transformers"),
+        (V3 | {"shape": [-1]}, Corrupt, "length below 0"),
+        (V3 | {"fill_value": "x"}, Corrupt, "'x' is not a value of int32"),
+        (V3 | {"attributes": [1]}, Corrupt, "attributes are not a JSON object"),
+    ],
+)
+def test_metadata(tmp_path: Path, metadata: dict[str, Any], error: type[Exception], match: str) -> None:
+    refuse(tmp_path, metadata, None, error, match)
+
+
+def test_an_extension_that_need_not_be_understood(tmp_path: Path) -> None:
+    (tmp_path / "zarr.json").write_text(json.dumps(V3 | {"new": {"name": "a.b", "must_understand": False}}))
+    assert tstore.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/"}).read().tolist() == [0] * 4
+
+
+COMPRESSED = V3 | {"codecs": [LITTLE, GZIP]}
+ZLIB = V2 | {"compressor": {"id": "zlib", "level": 9}}
+CHUNKS = {
+    "short": (V3, bytes(15), "expected 16 encoded bytes, got 15"),
+    "empty": (V3, b"", "expected 16 encoded bytes, got 0"),
+    "long": (V3, bytes(17), "more than 16 bytes"),
+    "decodes to less": (COMPRESSED, gzip.compress(bytes(15)), "expected 16 decoded bytes, got 15"),
+    "decodes to more": (COMPRESSED, gzip.compress(bytes(17)), "expected at most 16 decoded bytes"),
+    "bomb": (COMPRESSED, gzip.compress(bytes(2 << 20)), "expected at most 16 decoded bytes"),
+    "long bomb": (COMPRESSED, gzip.compress(bytes(64 << 20)), "more than 4114 bytes"),
+    "not compressed": (COMPRESSED, b"no gzip", "gzip bytes do not decode"),
+    "bomb in a shard": (sharded(), inner_bomb(), "expected at most 8 decoded bytes"),
+    "v2, decodes to less": (ZLIB, zlib.compress(bytes(15)), "expected 16 decoded bytes"),
+    "v2, bomb": (ZLIB, zlib.compress(bytes(2 << 20)), "16 decoded bytes"),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks(tmp_path: Path, name: str) -> None:
+    metadata, chunk, match = CHUNKS[name]
+    refuse(tmp_path, metadata, chunk, Corrupt, match)
