@@ -159,8 +159,8 @@ def export(
     keep their stored bytes. If OUT is on the same file system as the store, a chunk that is a whole file there
     becomes a hard link to it.
 
-    A reference file lists where the chunks are in the store. Through it, zarr-python and fsspec read the version in
-    place, also over HTTP, without tstore. It is valid until the version is collected, so keep the version by a tag.
+    A reference file lists where the chunks are in the store. Through it, zarr-python and fsspec read the version
+    in place, also over HTTP, without tstore. It is valid until the version is collected, so tag the version.
     """
     if out == "-":
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
