@@ -92,8 +92,8 @@ async def read(what: str, view: tstore.Array) -> Values:
     """Read a view after printing what its read transfers."""
     plan = await view.explain()  # asks only for metadata
     print(
-        f"{what} of {' × '.join(map(str, view.shape))}: {plan.bytes_read / 1e6:.2f} MB in {len(plan.requests)} "
-        f"requests, of {len(plan.chunks)} chunks"
+        f"{what} of {' × '.join(map(str, view.shape))}: {plan.bytes_read / 1e6:.2f} MB "
+        f"(chunks: {len(plan.chunks)}, requests: {len(plan.requests)})"
     )
     return await view.read()
 

@@ -382,6 +382,11 @@ def _membership(
     if name is None:
         if hosts != 1:
             raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
+        if host:
+            raise InvalidArgument(
+                f"host={quote(host)} in a transaction of one process; to commit with other hosts, pass name and "
+                "hosts too"
+            )
         return None
     if isolation == "serializable":
         raise InvalidArgument(
