@@ -383,10 +383,7 @@ def _membership(
         if hosts != 1:
             raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
         if host:
-            raise InvalidArgument(
-                f"host={quote(host)} in a transaction of one process; to commit with other hosts, pass name and "
-                "hosts too"
-            )
+            raise InvalidArgument(f"host={quote(host)} without a name; pass name and hosts to commit with others")
         return None
     if isolation == "serializable":
         raise InvalidArgument(
