@@ -76,6 +76,16 @@ class Contender:
             raise ValueError(f"group {number} has the arrays {names}, not {expected}")
         return cost
 
+    def restore_group(self, number: int) -> Cost:
+        """Open the store and read the first element of each array of the group of that number."""
+        first = number * GROUP
+        paths = [array_name(n) for n in range(first, first + GROUP)]
+        values: list[int] = []
+        cost = measured(lambda: values.extend(map(int, self.read_group(paths))))
+        if values != list(range(first, first + GROUP)):
+            raise ValueError(f"group {number} has the values {values}")
+        return cost
+
     def change(self, chunks: Sequence[int], value: int) -> Cost:
         """Set the elements of these chunks of `big` to the value, in a commit for each; return the cost of one."""
         values = np.full(WIDTH, value)
@@ -97,6 +107,10 @@ class Contender:
     def read(self, name: str, index: int) -> Any:
         """Return an element of the newest version of an array."""
         raise NotImplementedError
+
+    def read_group(self, paths: Sequence[str]) -> list[Any]:
+        """Return the first element of each array of one group."""
+        return [self.read(path, 0) for path in paths]
 
     def names(self, group: str) -> list[str]:
         """Return the names of the arrays of a group."""
@@ -152,6 +166,11 @@ class TStore(Contender):
             return await (await snapshot.array(name))[index].read()
 
         return self.runner.run(work(self.store))
+
+    def read_group(self, paths: Sequence[str]) -> list[Any]:
+        group = paths[0].rpartition("/")[0]
+        tree = self.runner.run(self.tstore.restore(self.folder, only=f"{group}/**"))
+        return [tree[group][path.rpartition("/")[2]][0] for path in paths]
 
     def names(self, group: str) -> list[str]:
         with contextlib.redirect_stdout(io.StringIO()) as output:

@@ -53,6 +53,8 @@ def bars(results: Results, sizes: Sizes) -> list[Bar]:
     most("change", "cpu", 10, " ms", 1e3, "CPU a commit")
     most("change", "written", 64, " KiB", 1 / 1024, "bytes written a commit")
     most("arrays: read one", "cpu", 60, " ms", 1e3, "CPU")
+    most("arrays: restore a group", "cpu", 60, " ms", 1e3, "CPU")
+    most("arrays: restore a group", "read", 4, " MiB", 1 / _MIB, "bytes read")
     most("arrays: list a group", "cpu", 20, " ms", 1e3, "CPU")
     for count in sizes.leaves:
         for what in ("save", "restore warm"):

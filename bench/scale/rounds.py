@@ -90,7 +90,7 @@ class Bench(Rounds):
                     self._measure("change", name, turn, "change", changed, turn)
 
     def arrays(self, turn: int) -> None:
-        """Write many arrays in groups; open the store and read one; list a group."""
+        """Write many arrays in groups; open the store and read one, or a group; list a group."""
         count = self.sizes.arrays
         for name in self.names(CONTENDERS, turn, "arrays: write"):
             with self.attempt("arrays: write", name):
@@ -98,6 +98,7 @@ class Bench(Rounds):
                 self._measure("arrays: write", name, turn, "write_arrays", count)
                 middle = count // 2
                 self._measure("arrays: read one", name, turn, "read_one", array_name(middle), 0, middle)
+                self._measure("arrays: restore a group", name, turn, "restore_group", middle // GROUP)
                 self._measure("arrays: list a group", name, turn, "list_one", middle // GROUP)
 
     def poll(self, turn: int) -> None:

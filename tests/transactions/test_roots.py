@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.counted_reads import count_reads
 from tests.support.http_server import ADMIN, everybody
 from tests.transactions.test_merges import make_small
 from tstore.format import nodes, pages
@@ -25,7 +26,6 @@ from tstore.log import objects
 from tstore.log.pages import PageReader
 from tstore.server import Server
 from tstore.simulation.scenario import override_constants
-from tstore.storage.base import PackReader
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.remote import as_remote
 
@@ -97,26 +97,7 @@ async def test_roots_cost_what_commits_change(tmp_path: Path, monkeypatch: pytes
     roots = {int(file.name): file.stat().st_size for file in (url / "roots").iterdir()}
     assert sum(size for version, size in roots.items() if version > 256) < whole / 2
 
-    read: list[int] = []
-    reader = LocalStorage.reader
-
-    class Counted:
-        def __init__(self, inner: PackReader) -> None:
-            self._inner = inner
-
-        def read_into(self, offset: int, buffers: object, size: int) -> None:
-            read.append(size)
-            self._inner.read_into(offset, buffers, size)  # type: ignore[arg-type]
-
-    get = LocalStorage.get
-
-    async def counted(self: LocalStorage, key: str, max_size: int | None = None) -> bytes:
-        data = await get(self, key, max_size)
-        read.append(len(data))
-        return data
-
-    monkeypatch.setattr(LocalStorage, "get", counted)
-    monkeypatch.setattr(LocalStorage, "reader", lambda self, key: Counted(reader(self, key)))
+    read = count_reads(monkeypatch)
     opened = await tstore.open(str(url))
     array = await (await opened.snapshot()).array("g099/a99")
     assert (await array.read()).tolist() == [0, 0]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import dtype_named
-from tstore.format.patterns import compile_patterns, compile_renames
+from tstore.format.patterns import Extent, compile_patterns, compile_renames, extent_of
 
 __all__ = ["Cast", "Missing", "Request"]
 
@@ -39,6 +39,10 @@ class Request:
         self.keeps_missing = missing == "keep"
         self.matches: Callable[[str], bool] = (lambda path: True) if only is None else compile_patterns(only)
         self.renames = bool(rename)
+        self.extent: Extent | None = None
+        """Where in the order of stored paths those selected are, None if they may be anywhere."""
+        if only is not None and not rename and "" not in (extent := extent_of(only)).starts:
+            self.extent = extent
         self._renamed = _renames(rename)
         self._casts = _casts(dtype)
 

@@ -10,7 +10,7 @@ from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.reading import Reading, RestorePlan, unallocated
 from tstore.checkpoint.request import Cast, Missing, Request
 from tstore.checkpoint.source import Source
-from tstore.checkpoint.structure import unflatten, unflatten_like
+from tstore.checkpoint.structure import unflatten_like
 from tstore.data.exmy_chunks import is_packed
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, SnapshotExpired, parsing
@@ -100,8 +100,7 @@ async def explain(
     request = Request(only, rename, dtype, missing)
     async with opened(store, "r") as opened_store:
         snapshot = await chosen_snapshot(opened_store, step, at)
-        await snapshot.read_nodes()
-        source = Source(snapshot, request)
+        source = await Source.read(snapshot, request)
         reading = Reading(source, request, unallocated)
         for path, leaf in source.leaves(target, request).items():
             reading.add(path, leaf)
@@ -109,8 +108,7 @@ async def explain(
 
 
 async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, packed: bool) -> Any:
-    await snapshot.read_nodes()
-    source = Source(snapshot, request)
+    source = await Source.read(snapshot, request)
     reading = Reading(source, request, new_values)
     arrays: dict[str, Any] = {}
     for path, leaf in source.leaves(target, request).items():
@@ -123,7 +121,7 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
         else:
             reading.add(path, leaf)
     arrays |= await reading.read()
+    if target is None:
+        return source.unflatten(arrays)
     with parsing(f"{snapshot.location}: its structure"):
-        if target is None:
-            return unflatten(source.document, arrays)
         return unflatten_like(target, arrays, source.scalars)

@@ -1,13 +1,16 @@
-"""The checkpoint that a restore reads: its structure under the restored paths, and whether a target fits it."""
+"""The checkpoint that a restore reads: its structure under the restored paths, and whether a target fits it.
+
+A restore of few groups of a large store reads only their part of the structure, and the metadata of their arrays.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tstore.checkpoint.leaves import dtype_of
 from tstore.checkpoint.request import Request
-from tstore.checkpoint.structure import flatten, scalars_in
+from tstore.checkpoint.structure import flatten, scalars_in, unflatten
 from tstore.errors import NotFound, StructureMismatch, parsing
 from tstore.format.node import Node
 from tstore.format.paths import parents
@@ -19,34 +22,62 @@ from tstore.format.tree_document import (
     scalar_node,
     stored_document,
 )
+from tstore.format.tree_parts import part_of
 from tstore.snapshot import Snapshot
 
 __all__ = ["Source"]
 
 
+class _Structure(NamedTuple):
+    """The saved structure of a checkpoint, or the part of it that a request needs, and the scalars in it."""
+
+    document: TreeDocument
+    scalars: dict[str, Any]
+    is_part: bool = False
+
+
 class Source:
     """A checkpoint under its restored paths.
 
-    `document` is its structure, and `stored` has the stored path of each array. `scalars` are the Python scalars
-    that the request selects.
+    `document` is its structure, or if `is_part` the part of it that the request needs, and `stored` has the stored
+    path of each array in it. `scalars` are the Python scalars that the request selects.
     """
 
-    def __init__(self, snapshot: Snapshot, request: Request) -> None:
+    def __init__(self, snapshot: Snapshot, request: Request, structure: _Structure) -> None:
         self.snapshot = snapshot
+        self.document, self._scalars, self.is_part = structure
         self._nodes: Mapping[str, Node] = snapshot.tree.nodes
+        self._matches = request.matches
         with parsing(f"{snapshot.location}: its structure"):
-            self.document = _saved_structure(snapshot)
-            self.scalars = scalars_in(self.document)
             self.stored = request.renamed(paths_in(self.document))
             if request.renames:
-                scalars = self.scalars
-                renamed = request.renamed([*self.stored.values(), *scalars])  # together: none may replace another
-                self.scalars = {new: scalars[old] for new, old in renamed.items() if old in scalars}
-                self.document = _nested(self.stored, self.scalars)
-            self.scalars = {path: value for path, value in self.scalars.items() if request.matches(path)}
+                renamed = request.renamed([*self.stored.values(), *self._scalars])  # none may replace another
+                self._scalars = {new: self._scalars[old] for new, old in renamed.items() if old in self._scalars}
+                self.document = _nested(self.stored, self._scalars)
+        self.scalars = {path: value for path, value in self._scalars.items() if request.matches(path)}
+
+    @staticmethod
+    async def read(snapshot: Snapshot, request: Request) -> Source:
+        """Read the structure of a checkpoint, and the metadata of the arrays that a request selects."""
+        structure = await _part_of_structure(snapshot, request)
+        if structure is None:
+            await snapshot.read_nodes()
+            with parsing(f"{snapshot.location}: its structure"):
+                document = _saved_structure(snapshot)
+                structure = _Structure(document, scalars_in(document))
+        return Source(snapshot, request, structure)
+
+    def unflatten(self, arrays: Mapping[str, Any]) -> Any:
+        """Return the restored tree with these arrays by path, without a target."""
+        with parsing(f"{self.snapshot.location}: its structure"):
+            return unflatten(self.document, arrays, self.is_part)
+
+    def selects(self, path: str) -> bool:
+        """Return whether the request selects a path at which there is an array."""
+        return path in self.stored and self._matches(path)
 
     def node(self, path: str) -> Node:
-        """Return the node of an array."""
+        """Return the node of an array that the request selects; that of another may have to be read first."""
         return self._nodes[self.stored[path]]
 
     def leaves(self, target: Any, request: Request, elsewhere: Container[str] = ()) -> dict[str, Any]:
@@ -58,7 +89,7 @@ class Source:
         """
         chosen = [path for path in self.stored if request.matches(path)]
         if not chosen and request.only is not None and (target is None or not self.scalars):
-            paths = [*self.stored, *scalars_in(self.document)]
+            paths = [*self.stored, *self._scalars]
             raise NotFound(f"{self.snapshot.location}: {request.advice(paths)}")
         self._nodes = self.snapshot.tree.nodes.many(list(map(self.stored.__getitem__, chosen)))
         if target is None:
@@ -104,6 +135,49 @@ def _top_patterns(wanted: Iterable[str], unexpected: Iterable[str]) -> str:
     if not 0 < len(patterns) <= 3 or not groups.isdisjoint(path.partition("/")[0] for path in unexpected):
         return "…"
     return repr(patterns[0]) if len(patterns) == 1 else repr(patterns)
+
+
+async def _part_of_structure(snapshot: Snapshot, request: Request) -> _Structure | None:
+    """Return the part of the saved structure that a request needs, and read the metadata of its arrays.
+
+    Return None if all of it is needed: for most arrays, for an error that names others, or because the arrays in
+    the extent of the request, and beside the scalars in it, are not those of the structure.
+    """
+    if request.extent is None:
+        return None
+    await snapshot.read_nodes([""])
+    stored, extent = snapshot.reserved_attribute("structure"), request.extent
+    document = part_of(stored, extent)
+    if document is None:
+        return None
+    with parsing(f"{snapshot.location}: its structure"):
+        scalars = scalars_in(document)
+    selected = list(filter(request.matches, scalars))
+    if selected:
+        tops = extent.with_groups({path.partition("/")[0] for path in selected})
+        if (document := part_of(stored, tops)) is None:
+            return None
+        extent = extent.with_groups(_groups_of(selected, paths_in(document)))
+    paths = sorted(path for path in paths_in(document) if path in extent)
+    if not selected and not any(map(request.matches, paths)):
+        return None
+    nodes = snapshot.tree.nodes
+    await snapshot.read_nodes([*extent.paths, *(p for start in extent.starts for p in nodes.around_start(start))])
+    found = {path for start in extent.starts for path in nodes.starting_with(start)}
+    found.update(path for path in extent.paths if path in nodes)
+    is_saved = paths == sorted(path for path in found if nodes[path].is_array)
+    return _Structure(document, scalars, is_part=True) if is_saved else None
+
+
+def _groups_of(scalars: Iterable[str], paths: Iterable[str]) -> set[str]:
+    """Return the groups whose arrays tell whether scalars were deleted, or replaced by arrays.
+
+    For each scalar it is the innermost group around it that has arrays, else the scalar or group at the top.
+    """
+    groups = {above for path in paths for above in parents(path)}
+    return {
+        next((above for above in parents(path) if above in groups), path.partition("/")[0]) for path in scalars
+    }
 
 
 def _saved_structure(snapshot: Snapshot) -> TreeDocument:

@@ -235,13 +235,13 @@ _LEFT_OUT = object()
 """What `_built` returns for a part of the tree that is left out."""
 
 
-def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
-    """Return the tree of a document with these leaves.
+def unflatten(document: TreeDocument, leaves: Mapping[str, Any], is_part: bool = False) -> Any:
+    """Return the tree of a document, or of a part of one, with these leaves.
 
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
     If leaves are left out, so are Python scalars, None and empty containers; in lists, None stands in for each.
     """
-    partial = not leaves.keys() >= set(paths_in(document))
+    partial = is_part or not leaves.keys() >= set(paths_in(document))
     tree = _built(document, leaves, partial)
     return {} if tree is _LEFT_OUT else tree
 

@@ -79,7 +79,7 @@ def show(store: str, path: str, at: int | str | None, depth: int | None, as_json
         progress.doing(f"reading {store}")
         async with await tstore.open(store, "r") as opened:
             snapshot = await opened.snapshot(at)
-            scalars = _scalars(snapshot)
+            scalars = await _scalars(snapshot)
             tree = await detailed_listing(opened.log.reader, snapshot, path, [s["path"] for s in scalars])
             selects = selected_by(snapshot, path)
             selected = [scalar for scalar in scalars if selects(scalar["path"])]
@@ -88,9 +88,9 @@ def show(store: str, path: str, at: int | str | None, depth: int | None, as_json
     return run(work, show_tree, as_json)
 
 
-def _scalars(snapshot: Snapshot) -> list[Document]:
+async def _scalars(snapshot: Snapshot) -> list[Document]:
     """Return the Python scalars of a saved tree with their values as text."""
-    scalars = Source(snapshot, Request(None, None, None, "error")).scalars
+    scalars = (await Source.read(snapshot, Request(None, None, None, "error"))).scalars
     return [{"path": path, "dtype": type(value).__name__, "value": repr(value)} for path, value in scalars.items()]
 
 

@@ -6,7 +6,7 @@
    fragments. `references`: manifests; `short_manifests`: those of few chunks. `object_ref`: references to
    manifests that are objects; `pages`: those of long ones, which are cut by path. `encoding`: all as bytes;
    `roots`: roots, long ones with pages. `wellformed`: checks of decoded values. `tree_document`: the structure of
-   a saved tree.
+   a saved tree; `tree_parts`: parts of it.
 3. `grid`: chunk grids and ranges of them. `indices`: the items of an index; `views`: chains of indices;
    `points`: what index arrays select, by chunk. `dtypes`: data types and fill values. `codecs`: the codec chain
    of a chunk, of `filters`, one of the `array_codecs` or `sharded` chunks, and `compressors` or other

@@ -65,6 +65,16 @@ class Document:
                 raise TypeError("attributes are not a JSON object")
             return attributes
 
+    def attribute(self, *names: str) -> bytes | None:
+        """Return the JSON of an attribute, or of a value in it, without decoding it; None if there is none."""
+        data: bytes | msgspec.Raw = self._bounded_data()
+        for name in ("attributes", *names):
+            try:
+                data = _FIELDS.decode(data).get(name, _NULL)
+            except (RecursionError, msgspec.DecodeError):  # it is no object
+                return None
+        return None if bytes(data) == _NULL else bytes(data)
+
     def check_group(self) -> None:
         """Raise `Corrupt` unless this is the metadata of a group with valid attributes."""
         if self._group_fault is None:
@@ -104,3 +114,5 @@ class _Kind(msgspec.Struct):
 
 
 _KIND = msgspec.json.Decoder(_Kind)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NULL = b"null"

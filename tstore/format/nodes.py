@@ -154,12 +154,16 @@ class Nodes(Mapping[str, Node]):
 
     def around(self, path: str) -> list[str]:
         """Return paths whose pages have all nodes at, above and below a path."""
-        first, stop = _below(path)
+        return [*parents(path), path, *self.around_start(f"{path}/")]
+
+    def around_start(self, start: str) -> list[str]:
+        """Return paths whose pages have all nodes whose paths begin with `start`."""
+        stop = _after(start)
         within: list[str] = []
         for stored in self._paged():
             firsts = stored.firsts
-            within += firsts[bisect.bisect_right(firsts, first) : bisect.bisect_left(firsts, stop)]
-        return [*parents(path), path, first, *within]
+            within += firsts[bisect.bisect_right(firsts, start) : bisect.bisect_left(firsts, stop)]
+        return [start, *within]
 
     # ---- changes
 
@@ -300,10 +304,13 @@ class Nodes(Mapping[str, Node]):
         """Return the paths at and below a path, in any order; reads only the pages that may have one."""
         if not top:
             return list(self)
-        first, stop = _below(top)
-        exist = {top: top in self}
+        return [*([top] if top in self else ()), *self.starting_with(f"{top}/")]
+
+    def starting_with(self, start: str) -> list[str]:
+        """Return the paths that begin with `start`, in any order; reads only the pages that may have one."""
+        exist: dict[str, bool] = {}
         for level in self._levels:
-            exist.update(level.between(first, stop))
+            exist.update(level.between(start, _after(start)))
         return [path for path, exists in exist.items() if exists]
 
     def __iter__(self) -> Iterator[str]:
@@ -332,9 +339,9 @@ class Nodes(Mapping[str, Node]):
         return count + sum(exists - lowest.has_stored(path) for path, exists in changed.items())
 
 
-def _below(path: str) -> tuple[str, str]:
-    """Return the range of all paths below a path: the lowest that can be one, and the lowest above them."""
-    return f"{path}/", f"{path}0"  # "0" follows "/"
+def _after(start: str) -> str:
+    """Return the lowest text above all that begin with `start`, which is not empty."""
+    return start[:-1] + chr(ord(start[-1]) + 1)
 
 
 def _is_long(change: Change) -> bool:

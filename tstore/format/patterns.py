@@ -6,10 +6,12 @@ more than a few wildcards is matched by an automaton, in time linear in the leng
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
-__all__ = ["compile_patterns", "compile_renames"]
+__all__ = ["Extent", "compile_patterns", "compile_renames", "extent_of"]
 
 _MAX_REGEX_WILDCARDS = 2  # with up to this many, a regular expression takes at most quadratic time
 _TOKENS = re.compile(r"\*\*/|/\*\*(?=\Z)|\*\*|\*|\?|[^*?/]+|/")
@@ -33,6 +35,37 @@ def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[s
             automata.append(_Automaton(tokens))
     joined = re.compile("|".join(f"(?:{regex})" for regex in regexes) or r"(?!)", re.DOTALL)
     return lambda path: joined.fullmatch(path) is not None or any(glob.matches(path) for glob in automata)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where globs can match: at one of `paths`, or at paths that begin with one of `starts`."""
+
+    paths: frozenset[str]
+    starts: tuple[str, ...]
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str) and (path in self.paths or path.startswith(self.starts))
+
+    def with_groups(self, groups: Iterable[str]) -> Extent:
+        """Return the extent with these groups, and all paths below them, added."""
+        groups = frozenset(groups)
+        return Extent(self.paths | groups, (*self.starts, *(f"{group}/" for group in groups)))
+
+
+def extent_of(patterns: str | list[str] | tuple[str, ...]) -> Extent:
+    """Return where the globs can match, from the text before the first wildcard of each."""
+    paths: set[str] = set()
+    starts: set[str] = set()
+    for glob in [patterns] if isinstance(patterns, str) else patterns:
+        tokens = _TOKENS.findall(glob)
+        literal = list(itertools.takewhile(lambda token: token not in _REGEX, tokens))
+        start, wildcard = "".join(literal), next(iter(tokens[len(literal) :]), "")
+        if wildcard in ("", "/**"):
+            paths.add(start)
+        if wildcard:  # no text is above those that begin with the last character of Unicode
+            starts.add(f"{start}/" if wildcard == "/**" else start.rstrip("\U0010ffff"))
+    return Extent(frozenset(paths), tuple(sorted(starts)))
 
 
 def compile_renames(rules: Mapping[str, str]) -> Callable[[str], str]:

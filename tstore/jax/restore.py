@@ -22,7 +22,6 @@ from tstore.jax.processes import agreed_snapshot
 from tstore.jax.pytree import Pytree
 from tstore.jax.targets import target_leaf
 from tstore.runtime import pool
-from tstore.snapshot import Snapshot
 from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 
@@ -78,7 +77,7 @@ def restore(
                     opened_store, at=snapshot.version, only=only, rename=rename, dtype=dtype, missing=missing
                 )
                 return decoded(arrays)
-            tree = _TargetTree(snapshot, target, request)
+            tree = _TargetTree(await Source.read(snapshot, request), target, request)
             arrays = await tree.reading(_aligned_values).read()
             return await pool.run(tree.finish, arrays, device)
 
@@ -107,15 +106,15 @@ async def explain(
     request = Request(only, rename, dtype, missing)
     async with opened(store, "r") as opened_store:
         snapshot = await chosen_snapshot(opened_store, step, at)
-        await snapshot.read_nodes()
-        return await pool.run(_TargetTree(snapshot, target, request).reading(unallocated).plan)
+        tree = _TargetTree(await Source.read(snapshot, request), target, request)
+        return await pool.run(tree.reading(unallocated).plan)
 
 
 class _TargetTree:
     """The target of a restore: its leaves, and what a snapshot has for each."""
 
-    def __init__(self, snapshot: Snapshot, target: Any, request: Request) -> None:
-        self._source = Source(snapshot, request)
+    def __init__(self, source: Source, target: Any, request: Request) -> None:
+        self._source = source
         self._request = request
         self._pytree = Pytree(target)
         self._leaves = {path: target_leaf(path, leaf, self._source) for path, leaf in self._pytree.leaves.items()}

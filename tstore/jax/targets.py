@@ -44,7 +44,7 @@ def target_leaf(path: str, leaf: Any, source: Source) -> TargetLeaf:
     place of numbers.
     """
     checked_leaf(path, leaf)
-    if type(leaf) in _NUMBER_KINDS and path in source.stored:
+    if type(leaf) in _NUMBER_KINDS and source.selects(path):
         meta = source.node(path).meta
         if meta.shape == () and meta.dtype.kind in _NUMBER_KINDS[type(leaf)]:
             return TargetLeaf(path, _shape_struct((), meta.dtype), lambda values: type(leaf)(values[()]))

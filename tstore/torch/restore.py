@@ -108,12 +108,10 @@ async def restore_among(
 
 
 async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, processes: Processes) -> Any:
-    await snapshot.read_nodes()
-    source = Source(snapshot, request)
+    source = await Source.read(snapshot, request)
     if target is None:
         arrays = await _read(source, request, source.leaves(None, request))
-        with parsing(f"{snapshot.location}: its structure"):
-            return from_values(unflatten(source.document, arrays))
+        return from_values(source.unflatten(arrays))
     destination, failure, stored = None, None, None
     try:
         stateful = holds_stateful(target)
@@ -175,13 +173,13 @@ def _stored_tree(source: Source, request: Request) -> Any:
     """Return the tree of what is restored, with `Stored` for each array, in the dtype in which it is restored."""
     arrays = {}
     for path in source.stored:
-        meta = source.node(path).meta
-        dtype = torch.uint8  # for an array that is left out below, whose own dtype torch may lack
         if request.matches(path):
-            dtype = torch_dtype(path, request.dtype(path, meta.dtype, None))
-        arrays[path] = Stored(meta.shape, dtype)
+            meta = source.node(path).meta
+            arrays[path] = Stored(meta.shape, torch_dtype(path, request.dtype(path, meta.dtype, None)))
+        else:
+            arrays[path] = Stored((), torch.uint8)  # it is left out below; its metadata may not have been read
     with parsing(f"{source.snapshot.location}: its structure"):
-        tree = unflatten(source.document, arrays)
+        tree = unflatten(source.document, arrays)  # with scalars
     return tree if request.only is None else _matching(tree, [], request.matches)
 
 

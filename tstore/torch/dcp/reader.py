@@ -24,7 +24,6 @@ from torch.futures import Future
 
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
-from tstore.checkpoint.structure import unflatten
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, Unavailable, bullet_list, parsing
@@ -38,6 +37,8 @@ from tstore.torch.dcp.identifiers import is_step, step_from
 from tstore.torch.tensors import numpy_dtype, overlapping, shares_elements, torch_dtype, values_of
 
 __all__ = ["Reader"]
+
+_EVERYTHING = Request(None, None, None, "error")
 
 
 class Reader(StorageReader):
@@ -102,12 +103,10 @@ class Reader(StorageReader):
     async def _read_metadata(self) -> Metadata:
         async with await open(self._url, "r") as store:
             snapshot = await chosen_snapshot(store, self._step, self._at)
-            await snapshot.read_nodes()
-            return self._load_metadata(snapshot)
+            return self._load_metadata(await Source.read(snapshot, _EVERYTHING))
 
-    def _load_metadata(self, snapshot: Snapshot) -> Metadata:
+    def _load_metadata(self, source: Source) -> Metadata:
         """Return DCP's metadata of a version, and prepare to read this version."""
-        source = Source(snapshot, Request(None, None, None, "error"))
         with parsing(f"{source.snapshot.location}: the attributes of DCP"):
             pickled = set(source.snapshot.reserved_attributes().get("dcp", {}).get("bytes", []))
         placeholders: dict[str, _Placeholder] = {}
@@ -115,8 +114,7 @@ class Reader(StorageReader):
             meta = source.node(path).meta
             tensor = torch.empty(meta.shape, dtype=torch_dtype(path, meta.dtype), device="meta")
             placeholders[path] = _Placeholder(tensor)
-        with parsing(f"{source.snapshot.location}: its structure"):
-            tree = _with_tensors(unflatten(source.document, placeholders))
+        tree = _with_tensors(source.unflatten(placeholders))
         values, keys = _flat(source.snapshot.location, tree)
         path_of = {id(placeholder.tensor): path for path, placeholder in placeholders.items()}
         self._version = source.snapshot.version
@@ -137,7 +135,7 @@ class Reader(StorageReader):
         async with await open(self._url, "r") as store:
             snapshot = await store.snapshot(self._version if plan.storage_data is None else plan.storage_data)
             if snapshot.version != self._version:
-                self._change_version(snapshot, {item.storage_index.fqn for item in plan.items})
+                await self._change_version(snapshot, {item.storage_index.fqn for item in plan.items})
             nodes = snapshot.tree.nodes
             paths = [self._paths[item.storage_index.fqn] for item in pickles if self._is_array(item)]
             stored = {path: new_values(path, nodes[path].meta.shape, nodes[path].meta.dtype) for path in paths}
@@ -166,13 +164,13 @@ class Reader(StorageReader):
                 tensor.detach().copy_(local)
             planner.commit_tensor(item, tensor)
 
-    def _change_version(self, snapshot: Snapshot, names: set[str]) -> None:
+    async def _change_version(self, snapshot: Snapshot, names: set[str]) -> None:
         """Prepare to read the coordinator's version with a plan for the version that this process saw.
 
         Raise `Unavailable` if they differ in the shape, dtype or type of any of these values.
         """
         seen, version = self._metadata.state_dict_metadata, self._version
-        chosen = self._load_metadata(snapshot).state_dict_metadata
+        chosen = self._load_metadata(await Source.read(snapshot, _EVERYTHING)).state_dict_metadata
         if differing := sorted(name for name in names if chosen.get(name) != seen[name]):
             raise Unavailable(
                 f"{self._url}: version {version} was committed while the processes began to load version "
