@@ -13,8 +13,8 @@ lists all formats. Import the integrations explicitly: `jax`, `torch`, `zarr` an
 2. `codes`, `packing`: encode, decode, round, pack, unpack. `elements`: the float types of their input and output.
    `rounding`: the rounding modes, to nearest and stochastic.
 3. `fit`, `tensor_fit`: choose the shared exponent of a tensor, in memory or slab by slab.
-4. `quantizer`: quantize arrays. `quantized`: the result. `groups`: the elements that share an offset. `offsets`:
-   choose the offsets. `chunk`: the bytes of Zarr chunks.
+4. `quantizer`: quantize arrays. `quantized`: the result. `groups`: the elements that share an offset or scale.
+   `offsets`: choose the offsets. `scales`: choose and store float scales. `chunk`: the bytes of Zarr chunks.
 5. `exponents`: the histogram of exponents. `noise`: the error of an approximation. `sample`, `survey`, `choice`:
    choose a format for an array.
 6. `kernels`: dispatch to the C kernels in `_kernels.c` (`_lanes.h` explains their loops) or to `blockwise`, which
@@ -44,6 +44,7 @@ from exmy.noise import Difference, compare, sqnr
 from exmy.packing import TILE, pack, packed_size, slice_bytes, unpack
 from exmy.quantized import Quantized
 from exmy.quantizer import quantize
+from exmy.scales import GroupScales
 from exmy.survey import Candidate, survey
 from exmy.tensor_fit import TensorFit
 
@@ -61,6 +62,7 @@ __all__ = [
     "Exponents",
     "Format",
     "FormatError",
+    "GroupScales",
     "Groups",
     "KernelError",
     "NonFiniteError",

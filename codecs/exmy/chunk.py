@@ -22,14 +22,14 @@ from exmy.fit import BIAS_LIMIT
 from exmy.format import Format, as_format
 from exmy.groups import Groups
 from exmy.packing import packed_size
-from exmy.quantized import Quantized, are_valid_scales, needs_clamping
-from exmy.quantizer import Scale, quantize
+from exmy.quantized import Quantized, needs_clamping
+from exmy.quantizer import Scale, check_scale, quantize
 from exmy.reference import TILE
+from exmy.scales import fixed_scale, is_float_scale, parse_scales, scales_size
 
 __all__ = ["ChunkCodec", "ChunkSlice"]
 
 _HEADER = struct.Struct("<h6x")  # the bias, plus the least offset of the groups; 6 reserved bytes
-_SCALES = ("search", "max", "none", "float")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,10 @@ class ChunkCodec:
     """The keys that a JSON configuration may have."""
 
     def __post_init__(self) -> None:
-        if self.scale not in _SCALES:
-            raise FormatError(f"scale is {self.scale!r}; expected one of {', '.join(map(repr, _SCALES))}")
         for name, value in (("axis", self.axis), ("block", self.block)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise DtypeError(f"{name} is {value!r}; expected an integer or None")
-        if self.scale == "none" and (self.axis, self.block) != (None, None):
-            raise FormatError(
-                "scale='none' has no offsets to share; leave out axis and block, or choose another scale"
-            )
+        object.__setattr__(self, "scale", check_scale(self.scale, self.axis, self.block))
         if self.block is not None:
             Groups.from_shape((self.block,), None, self.block)  # raises FormatError for an invalid block length
 
@@ -123,17 +118,18 @@ class ChunkCodec:
         f = self.format if self.scale == "none" else self.format.standard
         if groups.axis is None and self.scale in {"search", "max"}:
             f = f.fit(x, "max" if self.scale == "max" else "search")
-        if groups.axis is None and self.scale != "float":
+        if groups.axis is None and self.scale in {"search", "max", "none"}:
             _HEADER.pack_into(data.data, 0, f.bias)
             encode_packed(x, f, out=data[header_size:])
             return data
         q = quantize(x, f, self.axis, self.block, self.scale)
         base = int(q.offsets.min()) if q.offsets.size else 0
         _HEADER.pack_into(data.data, 0, q.format.bias + base)
-        if q.scales is None:
+        parameters = np.empty(0, np.uint8)  # a fixed scale is in the configuration
+        if q.group_scales is None:
             parameters = (q.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8)
-        else:
-            parameters = q.scales.reshape(-1).astype("<f4").view(np.uint8)
+        elif is_float_scale(self.scale):
+            parameters = q.group_scales.stored
         data[_HEADER.size : _HEADER.size + parameters.size] = parameters
         data[_HEADER.size + parameters.size : header_size] = 0
         data[header_size:] = q.packed
@@ -185,8 +181,10 @@ class ChunkCodec:
 
     def _header_size(self, groups: Groups) -> int:
         """Return the number of bytes before the packed codes."""
-        group_bytes = 4 if self.scale == "float" else 0 if groups.axis is None else 1
-        return -(-(_HEADER.size + group_bytes * math.prod(groups.counts)) // 8) * 8
+        parameters = 0 if groups.axis is None else math.prod(groups.counts)
+        if is_float_scale(self.scale):
+            parameters = scales_size(self.scale, groups)
+        return -(-(_HEADER.size + parameters) // 8) * 8
 
     def _parse(self, header: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
         """Return the codes of a chunk or slice with the parsed header; raise `FormatError` if it is invalid."""
@@ -194,10 +192,13 @@ class ChunkCodec:
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else self.format.standard
         deltas, scales, end = np.zeros(groups.counts, np.int32), None, _HEADER.size
-        if self.scale == "float":
-            end += 4 * count
-            scales = header[_HEADER.size : end].view("<f4").astype(np.float32).reshape(groups.counts)
-            valid = bias == f.bias and are_valid_scales(scales)
+        if isinstance(self.scale, float):
+            scales = fixed_scale(self.scale, groups)
+            valid = bias == f.bias
+        elif is_float_scale(self.scale):
+            end += scales_size(self.scale, groups)
+            scales = parse_scales(self.scale, header[_HEADER.size : end], groups)
+            valid = bias == f.bias
         elif groups.axis is None:
             valid = abs(bias) <= BIAS_LIMIT and (self.scale != "none" or bias == f.bias)
         else:

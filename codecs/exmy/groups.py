@@ -17,7 +17,7 @@ __all__ = ["BLOCKS", "Granularity", "Groups"]
 
 Granularity: TypeAlias = Literal["tensor", "row", "block"]
 
-BLOCKS = (16, 32, 64, 128)
+BLOCKS = (16, 32, 64, 128, 256)
 """The supported block lengths."""
 
 _STRIP_SIZE = 1 << 18  # elements per strip

@@ -18,7 +18,13 @@ from exmy.fit import BIAS_LIMIT, OFFSETS_TRIED, encoding_scales
 from exmy.groups import Groups
 from exmy.threads import run_parts
 
-__all__ = ["MAX_FLOAT_OFFSET", "group_peaks", "largest_unclipped_offsets", "search_offsets"]
+__all__ = [
+    "MAX_FLOAT_OFFSET",
+    "group_peaks",
+    "largest_unclipped_offsets",
+    "search_offsets",
+    "search_scales",
+]
 
 MAX_FLOAT_OFFSET = 125
 """Float32 scales replace offsets of at most this absolute value, so that their reciprocals stay normal."""
@@ -79,27 +85,41 @@ def largest_unclipped_offsets(peaks: NDArray[np.float64], layout: Layout) -> NDA
 
 
 def search_offsets(
+    elements: Array, kind: Kind, layout: Layout, groups: Groups, lowest: NDArray[np.int64], threads: int
+) -> NDArray[np.int64]:
+    """Return for each group the offset with the least squared error.
+
+    Try up to 32 offsets for each group, upwards from its largest unclipped one, `lowest`.
+    """
+    return _search(elements, kind, layout, groups, lowest, threads, None)
+
+
+def search_scales(
+    elements: Array, kind: Kind, layout: Layout, groups: Groups, lowest: NDArray[np.int64], threads: int
+) -> NDArray[np.float32]:
+    """Return for each group the float32 scale of decoded values with the least squared error.
+
+    It is the best within one octave of the group's best offset, in steps of an eighth of an octave. `lowest`: the
+    largest unclipped offsets. Raise `FormatError` if a peak needs a scale beyond float32.
+    """
+    if int(lowest.min()) < -MAX_FLOAT_OFFSET:
+        raise FormatError("the largest magnitude needs a scale beyond float32; use scale='search'")
+    scales = np.ones(lowest.size, np.float32)
+    _search(elements, kind, layout, groups, np.minimum(lowest, MAX_FLOAT_OFFSET - OFFSETS_TRIED), threads, scales)
+    return scales
+
+
+def _search(
     elements: Array,
     kind: Kind,
     layout: Layout,
     groups: Groups,
     lowest: NDArray[np.int64],
     threads: int,
-    *,
-    float_scales: bool,
-) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
-    """Return for each group the offset with the least squared error, and with `float_scales` a float32 scale.
-
-    Try up to 32 offsets for each group, upwards from its largest unclipped one, `lowest`. Decoded values are
-    multiplied by the scale: the best within one octave of the group's offset, in steps of an eighth of an octave.
-    Raise `FormatError` if a peak needs a scale beyond float32.
-    """
-    if float_scales:
-        if int(lowest.min()) < -MAX_FLOAT_OFFSET:
-            raise FormatError("the largest magnitude needs a scale beyond float32; use scale='search'")
-        lowest = np.minimum(lowest, MAX_FLOAT_OFFSET - OFFSETS_TRIED)
+    scales: NDArray[np.float32] | None,
+) -> NDArray[np.int64]:
+    """Return the best offset of each group, and write the best scale near it to `scales`, if given."""
     offsets = lowest.copy()
-    scales = np.ones(lowest.size, np.float32) if float_scales else None
     base = encoding_scales(lowest, kind, layout)
     tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - lowest + 1)
 
@@ -117,4 +137,4 @@ def search_offsets(
             scales[low:high] = (1 / (centers * _SCALE_FACTORS[best])).astype(np.float32)
 
     run_parts(search_part, groups.strips(), threads)
-    return offsets, scales
+    return offsets

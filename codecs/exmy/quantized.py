@@ -28,9 +28,10 @@ from exmy.format import Format
 from exmy.groups import Granularity, Groups
 from exmy.packing import as_bytes, packed_size, unpack
 from exmy.reference import clipping_limit, widen
+from exmy.scales import FLOAT_SCALES, GroupScales, parse_scales, scales_size
 from exmy.threads import check_threads, run_parts, split_at_tiles
 
-__all__ = ["Quantized", "are_valid_scales", "needs_clamping"]
+__all__ = ["Quantized", "needs_clamping"]
 
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")  # FORMAT.md, section 8
 _MAGIC = b"eXmY"
@@ -55,8 +56,8 @@ class Quantized:
     """The groups of elements that share an offset or scale."""
     offsets: NDArray[np.int16]
     """The exponent offset of each group, of shape `groups.counts`; all 0 if there are scales."""
-    scales: NDArray[np.float32] | None
-    """The float scale of each group, of the same shape, or None."""
+    group_scales: GroupScales | None
+    """The float scale of each group and its encoding, or None."""
     packed: NDArray[np.uint8]
     """The packed codes of the elements in C order."""
     dtype: str
@@ -66,6 +67,11 @@ class Quantized:
         for array in (self.offsets, self.scales, self.packed):
             if array is not None:
                 array.flags.writeable = False
+
+    @property
+    def scales(self) -> NDArray[np.float32] | None:
+        """The float scale of each group, of the shape of `offsets`, or None."""
+        return None if self.group_scales is None else self.group_scales.values
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -190,21 +196,20 @@ class Quantized:
 
     def _header_size(self) -> int:
         """Return the number of bytes before the packed codes in `to_bytes`."""
-        group_bytes = 1 if self.scales is None else 4
-        return -(-(_HEADER.size + 8 * len(self.shape) + group_bytes * self.offsets.size) // 8) * 8
+        parameters = self.offsets.size if self.group_scales is None else self.group_scales.stored.size
+        return -(-(_HEADER.size + 8 * len(self.shape) + parameters) // 8) * 8
 
     def to_bytes(self) -> bytes:
         """Return the array as self-describing bytes: see FORMAT.md, section 8."""
         x, y, bias = self.format.layout
         base = int(self.offsets.min()) if self.offsets.size else 0
         axis, block, ndim = -1 if self.axis is None else self.axis, self.block or 0, len(self.shape)
-        header = _HEADER.pack(
-            _MAGIC, _VERSION, _KINDS[self.dtype], x, y, bias, ndim, self.scales is not None, axis, block, base
-        )
-        if self.scales is None:
+        scaled = 0 if self.group_scales is None else 1 + FLOAT_SCALES.index(self.group_scales.encoding)
+        header = _HEADER.pack(_MAGIC, _VERSION, _KINDS[self.dtype], x, y, bias, ndim, scaled, axis, block, base)
+        if self.group_scales is None:
             parameters = (self.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8).tobytes()
         else:
-            parameters = self.scales.astype("<f4").tobytes()
+            parameters = self.group_scales.stored.tobytes()
         head = header + struct.pack(f"<{ndim}Q", *self.shape) + parameters
         return b"".join([head, bytes(self._header_size() - len(head)), self.packed.data])
 
@@ -232,7 +237,7 @@ class Quantized:
                 f"this quantized array has version {version}, and this exmy reads version {_VERSION}; install "
                 "a newer exmy"
             )
-        if kind > Kind.FLOAT64 or scaled > 1 or any(view[18:24]):
+        if kind > Kind.FLOAT64 or scaled > len(FLOAT_SCALES) or any(view[18:24]):
             raise FormatError("the header of this quantized array has a value that version 1 does not define")
         if ndim > _MAX_DIMENSIONS:
             raise FormatError(f"this quantized array has {ndim} dimensions; expected at most {_MAX_DIMENSIONS}")
@@ -247,7 +252,8 @@ class Quantized:
             raise FormatError("the header of this quantized array has a block without an axis")
         f = Format(f"e{x}m{y}b{bias}")
         count = math.prod(groups.counts)
-        end = shape_end + count * (4 if scaled else 1)
+        encoding = FLOAT_SCALES[scaled - 1] if scaled else None
+        end = shape_end + (count if encoding is None else scales_size(encoding, groups))
         start, size = -(-end // 8) * 8, packed_size(math.prod(shape), f.bits)
         if len(view) != start + size:
             fault = "truncated" if len(view) < start + size else "too long"
@@ -255,10 +261,11 @@ class Quantized:
         if any(view[end:start]):
             raise FormatError("the padding after the offsets or scales of this quantized array is not zero")
         offsets, scales = np.zeros(groups.counts, np.int16), None
-        if scaled:
-            scales = np.frombuffer(view, "<f4", count, shape_end).astype(np.float32).reshape(groups.counts)
-            if base or not are_valid_scales(scales):
-                raise FormatError("the scales of this quantized array are invalid, or its base is not 0")
+        if encoding is not None:
+            if base:
+                raise FormatError(f"the base of this quantized array is {base}; expected 0 beside scales")
+            stored = np.frombuffer(view, np.uint8, end - shape_end, shape_end)
+            scales = parse_scales(encoding, stored, groups)
         else:
             deltas = np.frombuffer(view, np.uint8, count, shape_end).astype(np.int32)
             offsets[...] = _offsets(deltas, base, bias).reshape(groups.counts)
@@ -282,11 +289,6 @@ def _offsets(deltas: NDArray[np.int32], base: int, bias: int) -> NDArray[np.int3
             f"-{BIAS_LIMIT} or more than {BIAS_LIMIT}"
         )
     return deltas + base
-
-
-def are_valid_scales(scales: NDArray[np.float32]) -> bool:
-    """Return whether all scales are valid: finite and positive."""
-    return bool(np.all((scales > 0) & np.isfinite(scales)))
 
 
 def needs_clamping(q: Quantized, kind: Kind) -> bool:

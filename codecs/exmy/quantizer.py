@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exmy import kernels
 from exmy.elements import Array, Kind, NonFinite, as_flat, saturates
@@ -12,16 +14,19 @@ from exmy.errors import FormatError, NonFiniteError
 from exmy.fit import BIAS_LIMIT, encoding_scales, fit_bias, zero_nonfinite
 from exmy.format import Format, as_format
 from exmy.groups import Groups
-from exmy.offsets import group_peaks, largest_unclipped_offsets, search_offsets
-from exmy.packing import packed_size
+from exmy.offsets import group_peaks, largest_unclipped_offsets, search_offsets, search_scales
+from exmy.packing import pack, packed_size, unpack
 from exmy.quantized import Quantized
 from exmy.rounding import Dither, Rounding, make_dither
+from exmy.scales import FLOAT_SCALES, FloatScale, GroupScales, fit_scales, fixed_scale, is_float_scale
 from exmy.threads import check_threads, run_parts, split_at_tiles
 
-__all__ = ["Scale", "quantize"]
+__all__ = ["Scale", "check_scale", "quantize"]
 
-Scale: TypeAlias = Literal["search", "max", "none", "float"]
+Scale: TypeAlias = Literal["search", "max", "none", "float", "e4m3", "6bit"] | float
+"""How offsets or scales are chosen: see `quantize`."""
 
+_SCALE_LIMIT = 2.0**125  # fixed scales and their reciprocals are normal float32 numbers
 _MAX_SPREAD = 255  # the largest difference between offsets of one array: they are stored as bytes
 
 
@@ -43,13 +48,15 @@ def quantize(
     with scale "none".
 
     With neither `axis` nor `block`, the tensor has one offset. With an `axis`, all elements along it share an
-    offset: one per row. With a `block` of 16, 32, 64 or 128, each run of that many elements along the axis (the
+    offset: one per row. With a `block` of 16, 32, 64, 128 or 256, each run of that many elements along the axis (the
     last axis if None) has one; the block must divide the length of the axis.
 
     `scale`: "max" is the largest offset with which no value clips; "search" is the offset with the least squared
-    error, which may clip a few large values to give the others finer steps; "none" is offset 0; "float" uses
-    float32 scales instead of offsets, those with the least squared error. Offsets of one array differ by at most
-    255; groups whose magnitudes are below 2^-255 times those of the largest group get coarser steps.
+    error, which may clip a few large values to give the others finer steps; "none" is offset 0. Offsets of one
+    array differ by at most 255; groups whose magnitudes are below 2^-255 times those of the largest group get
+    coarser steps. "float" uses float32 scales instead of offsets, those with the least squared error. "e4m3" and
+    "6bit" are like "float", but store the scales in 8 and about 6 bits each (see `exmy.scales`). A number is the
+    scale of the whole tensor, for entropy coding: it is rounded to float32, and -0 is encoded as +0.
 
     `nonfinite`, `rounding` and `seed` are as for `encode`; offsets are fitted to the finite values, for rounding
     to nearest. `threads`: the maximum number of threads for a large array; the result does not depend on it.
@@ -59,50 +66,107 @@ def quantize(
     """
     f = as_format(f)
     dither = make_dither(rounding, seed)
-    if scale not in {"search", "max", "none", "float"}:
-        raise FormatError(f"scale is {scale!r}; expected 'search', 'max', 'none' or 'float'")
+    scale = check_scale(scale, axis, block)
     saturate, threads = saturates(nonfinite), check_threads(threads)
     elements, kind, shape = as_flat(x)
     groups = Groups.from_shape(shape, axis, block)
-    if scale == "none":
-        if groups.axis is not None:
-            raise FormatError(
-                "scale='none' has no offsets to share; leave out axis and block, or choose another scale"
-            )
-    else:
+    if scale != "none":
         f = f.standard
-    offsets = np.zeros(groups.counts, np.int16)
-    decoding_scales = np.ones(groups.counts, np.float32) if scale == "float" else None
-    if groups.axis is None and scale in {"max", "search"}:
-        fit = fit_bias(elements, kind, f.layout, scale, threads, saturate=saturate)
+    offsets, scales = np.zeros(groups.counts, np.int16), None
+    if isinstance(scale, float):
+        scales = fixed_scale(scale, groups)
+    elif groups.axis is None and scale in {"max", "search"}:
+        fit = fit_bias(elements, kind, f.layout, "max" if scale == "max" else "search", threads, saturate=saturate)
         if fit.nonfinite_count and not saturate:
             raise _nonfinite_error(elements, kind, shape)
         offsets[...] = fit.bias - f.bias
+    elif is_float_scale(scale):
+        scales = _fit_scales(elements, kind, f, groups, scale, threads, saturate=saturate)
     elif elements.size and scale != "none":
-        best, scales = _fit_groups(elements, kind, f, groups, scale, threads, saturate=saturate)
-        if scales is None or decoding_scales is None:
-            offsets[...] = np.minimum(best, best.min() + _MAX_SPREAD).reshape(groups.counts)
-        else:
-            decoding_scales[...] = scales.reshape(groups.counts)
+        best = _fit_offsets(elements, kind, f, groups, scale, threads, saturate=saturate)
+        offsets[...] = np.minimum(best, best.min() + _MAX_SPREAD).reshape(groups.counts)
     packed = np.empty(packed_size(elements.size, f.bits), np.uint8)
-    _encode(elements, kind, f, groups, offsets, decoding_scales, packed, saturate, threads, dither)
-    return Quantized(f, groups, offsets, decoding_scales, packed, kind.name.lower())
+    values = None if scales is None else scales.values
+    _encode(elements, kind, f, groups, offsets, values, packed, saturate, threads, dither)
+    if isinstance(scale, float):
+        _merge_zeros(packed, f.bits, elements.size)
+    return Quantized(f, groups, offsets, scales, packed, kind.name.lower())
 
 
-def _fit_groups(
-    elements: Array, kind: Kind, f: Format, groups: Groups, scale: Scale, threads: int, *, saturate: bool
-) -> tuple[Array, Array | None]:
-    """Return the best offset of each group, and its float scale if scale is "float"."""
+def check_scale(scale: Any, axis: int | None, block: int | None) -> Scale:
+    """Return a valid `scale` argument of `quantize`, a number as the float that float32 represents.
+
+    Raise `FormatError` if it is invalid, or has no offsets or scales for an axis or block.
+    """
+    is_number = isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool)
+    if is_number:
+        if not 1 / _SCALE_LIMIT <= scale <= _SCALE_LIMIT:
+            raise FormatError(f"scale is {scale!r}; expected a positive number from 2^-125 to 2^125")
+        scale = float(np.float32(scale))
+    elif not isinstance(scale, str) or scale not in {"search", "max", "none", *FLOAT_SCALES}:
+        raise FormatError(
+            f"scale is {scale!r}; expected 'search', 'max', 'none', 'float', 'e4m3', '6bit' or a positive number"
+        )
+    if (is_number or scale == "none") and (axis, block) != (None, None):
+        raise FormatError(
+            f"scale={scale!r} has no offsets to share; leave out axis and block, or choose another scale"
+        )
+    checked: Scale = scale
+    return checked
+
+
+def _merge_zeros(packed: NDArray[np.uint8], bits: int, count: int) -> None:
+    """Replace the codes of -0 by those of +0."""
+    negative = 1 << (bits - 1)
+    if bits == 8:
+        packed[packed == negative] = 0
+    elif bits == 4:
+        packed[...] = _WITHOUT_NEGATIVE_ZEROS[packed]
+    else:
+        codes = unpack(packed, bits, count)
+        codes[codes == negative] = 0
+        packed[...] = pack(codes, bits)
+
+
+_NIBBLES = np.where(np.arange(16) == 8, 0, np.arange(16))
+_WITHOUT_NEGATIVE_ZEROS = (_NIBBLES[:, None] << 4 | _NIBBLES).astype(np.uint8).reshape(-1)
+"""For each byte with two codes of 4 bits, the byte with +0 in place of -0."""
+
+
+def _finite_peaks(
+    elements: Array, kind: Kind, groups: Groups, threads: int, *, saturate: bool
+) -> tuple[Array, NDArray[np.float64]]:
+    """Return the elements, with zeros for NaN and infinity if `saturate`, and the peak of each group."""
     peaks = group_peaks(elements, kind, groups, threads)
     if not np.isfinite(peaks).all():
         if not saturate:
             raise _nonfinite_error(elements, kind, groups.shape)
         elements = zero_nonfinite(elements, kind)
         peaks = group_peaks(elements, kind, groups, threads)
+    return elements, peaks
+
+
+def _fit_offsets(
+    elements: Array, kind: Kind, f: Format, groups: Groups, scale: Scale, threads: int, *, saturate: bool
+) -> Array:
+    """Return the best offset of each group."""
+    elements, peaks = _finite_peaks(elements, kind, groups, threads, saturate=saturate)
     unclipped = largest_unclipped_offsets(peaks, f.layout)
     if scale == "max":
-        return unclipped, None
-    return search_offsets(elements, kind, f.layout, groups, unclipped, threads, float_scales=scale == "float")
+        return unclipped
+    return search_offsets(elements, kind, f.layout, groups, unclipped, threads)
+
+
+def _fit_scales(
+    elements: Array, kind: Kind, f: Format, groups: Groups, scale: FloatScale, threads: int, *, saturate: bool
+) -> GroupScales:
+    """Return the best float scale of each group that a header can store."""
+    ideal = np.ones(math.prod(groups.counts), np.float32)
+    if elements.size:
+        elements, peaks = _finite_peaks(elements, kind, groups, threads, saturate=saturate)
+        unclipped = largest_unclipped_offsets(peaks, f.layout)
+        ideal = search_scales(elements, kind, f.layout, groups, unclipped, threads)
+    return fit_scales(elements, kind, f.layout, groups, ideal, scale, threads)
 
 
 def _encode(

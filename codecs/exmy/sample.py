@@ -17,8 +17,9 @@ from exmy.fit import BIAS_LIMIT, OFFSETS_TRIED, STOP_RATIO, encoding_scales, zer
 from exmy.format import Format
 from exmy.groups import Groups
 from exmy.offsets import MAX_FLOAT_OFFSET, largest_unclipped_offsets
-from exmy.quantizer import Scale
+from exmy.quantizer import Scale, check_scale
 from exmy.reference import clipping_limit, widen
+from exmy.scales import is_float_scale, scales_size
 from exmy.threads import PART_LENGTH
 
 __all__ = ["MAX_OUTLIERS", "SAMPLE_SIZE", "Estimate", "Sample"]
@@ -90,16 +91,17 @@ class Sample:
 
     def metadata_bits(self, scale: Scale) -> float:
         """Return the bits per element that the offsets or scales of rows and blocks take."""
-        if self.groups.axis is None or not self.groups.length:
+        count, size = math.prod(self.groups.counts), math.prod(self.groups.shape)
+        if self.groups.axis is None or not size:
             return 0.0
-        return (32 if scale == "float" else 8) / self.groups.length
+        return 8 * (scales_size(scale, self.groups) if is_float_scale(scale) else count) / size
 
     def is_within_range(self, f: Format, scale: Scale) -> bool:
         """Return whether some allowed bias or float scale avoids clipping; true for "none", which may clip."""
         if scale == "none":
             return True
         limit = clipping_limit(
-            f.layout._replace(bias=f.bias - MAX_FLOAT_OFFSET if scale == "float" else -BIAS_LIMIT)
+            f.layout._replace(bias=f.bias - MAX_FLOAT_OFFSET if is_float_scale(scale) else -BIAS_LIMIT)
         )
         return bool(self.peaks.max(initial=0.0) < limit)
 
@@ -108,14 +110,11 @@ class Sample:
 
         Raise `FormatError` for an unsuitable `scale`, and if no bias of f can represent the largest values.
         """
-        if scale not in {"search", "max", "none", "float"}:
-            raise FormatError(f"scale is {scale!r}; expected 'search', 'max', 'none' or 'float'")
+        scale = check_scale(scale, self.groups.axis, self.groups.block)
+        if isinstance(scale, float):
+            raise FormatError(f"scale is {scale!r}; expected a scale that is fitted to the values")
         if scale != "none":
             f = f.standard
-        elif self.groups.axis is not None:
-            raise FormatError(
-                "scale='none' has no offsets to share; leave out axis and block, or choose another scale"
-            )
         if not self.peaks.any():
             return Estimate(f, 0.0, 0.0)
         layout = f.layout
@@ -124,7 +123,7 @@ class Sample:
             if scale == "none"
             else largest_unclipped_offsets(self.peaks, layout)
         )
-        if scale == "float":
+        if is_float_scale(scale):
             offsets = np.minimum(offsets, MAX_FLOAT_OFFSET - OFFSETS_TRIED)
         scales = encoding_scales(offsets, self.kind, layout)
         factors = np.ones(len(self.runs))
@@ -135,7 +134,7 @@ class Sample:
             best, noise = self._best_factors(layout, scales, _OFFSET_FACTORS, tries, rising=True)
             scales, offsets = np.ldexp(scales, best.astype(np.int32)), offsets + best
             noise = np.ldexp(noise, 2 * best)
-        if scale == "float":
+        if is_float_scale(scale):
             all_tries = np.full(len(self.runs), _SCALE_FACTORS.size)
             best, noise = self._best_factors(layout, scales, _SCALE_FACTORS, all_tries, rising=False)
             factors = _SCALE_FACTORS[best]

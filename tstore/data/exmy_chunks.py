@@ -112,7 +112,8 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
         _fill(offsets, region, part.offsets)
         if scales is not None and part.scales is not None:
             _fill(scales, region, part.scales)
-    return exmy.Quantized(f, groups, offsets, scales, packed, meta.dtype.name)
+    group_scales = None if scales is None else exmy.GroupScales.from_values(scales)
+    return exmy.Quantized(f, groups, offsets, group_scales, packed, meta.dtype.name)
 
 
 def _standard(q: exmy.Quantized) -> exmy.Quantized:
@@ -121,7 +122,7 @@ def _standard(q: exmy.Quantized) -> exmy.Quantized:
     if q.format == f:
         return q
     offsets = np.asarray(q.offsets + (q.format.bias - f.bias), np.int16)
-    return exmy.Quantized(f, q.groups, offsets, q.scales, q.packed, q.dtype)
+    return exmy.Quantized(f, q.groups, offsets, q.group_scales, q.packed, q.dtype)
 
 
 def _joined_codes(bits: int, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> npt.NDArray[np.uint8]:
