@@ -272,11 +272,21 @@ async def defaults(folder: str) -> list[list[Quality]]:
             budgets.append(
                 [await comparison.quantized(_named(bits, options), bits=bits, **options) for options in choices]
             )
+        scales: list[dict[str, Any]] = [{"block": 32, "scale": "6bit"}, {"block": 16, "scale": "6bit"}]
+        plain = [await comparison.quantized(_name("e2m1", options), "e2m1", **options) for options in scales]
+        budgets.append(plain)
+        budgets.append(
+            [await comparison.quantized(_named(b, scales[0]), bits=b, **scales[0]) for b in (4.25, 4.5)]
+        )
     return [eight, *budgets]
 
 
 def _named(bits: float, options: Mapping[str, Any]) -> str:
-    return ", ".join([f"bits {bits:g}", *(f"{name} {str(value).lower()}" for name, value in options.items())])
+    return _name(f"bits {bits:g}", options)
+
+
+def _name(what: str, options: Mapping[str, Any]) -> str:
+    return ", ".join([what, *(f"{name} {str(value).lower()}" for name, value in options.items())])
 
 
 def table(groups: Sequence[Sequence[Quality]]) -> Table:

@@ -48,8 +48,8 @@ def quantize(
     with scale "none".
 
     With neither `axis` nor `block`, the tensor has one offset. With an `axis`, all elements along it share an
-    offset: one per row. With a `block` of 16, 32, 64, 128 or 256, each run of that many elements along the axis (the
-    last axis if None) has one; the block must divide the length of the axis.
+    offset: one per row. With a `block` of 16, 32, 64, 128 or 256, each run of that many elements along the axis
+    (the last axis if None) has one; the block must divide the length of the axis.
 
     `scale`: "max" is the largest offset with which no value clips; "search" is the offset with the least squared
     error, which may clip a few large values to give the others finer steps; "none" is offset 0. Offsets of one

@@ -1,13 +1,11 @@
 """Float scales of groups: how headers store them, and how they are chosen for an array.
 
-| scale | what a header stores |
-|---|---|
-| float | for each group, its scale as float32 |
-| e4m3 | one float32, the unit; for each group a positive code of e4m3, whose value times the unit is its scale |
-| 6bit | for each run of groups of 256 elements, a unit as bfloat16; for each group an integer of 6 bits, at least 1, \
-which times the unit of its run is its scale |
+- "float": the scale of each group, as float32.
+- "e4m3": one float32, the unit; for each group a positive code of e4m3, whose value times the unit is its scale.
+- "6bit": for each run of groups of 256 elements a unit, as bfloat16; for each group an integer of 1 to 63, which
+  times the unit of its run is its scale.
 
-Groups are in C order, and so are the groups of a run. Each product is rounded to float32. FORMAT.md has the bytes.
+FORMAT.md, section 8, has the bytes. NVFP4 stores scales like "e4m3", and the K-quants of llama.cpp like "6bit".
 """
 
 from __future__ import annotations
@@ -147,7 +145,9 @@ def _noise(
     elements: Array, kind: Kind, layout: Layout, groups: Groups, scales: NDArray[np.float32], threads: int
 ) -> NDArray[np.float64]:
     """Return the sum of squared errors of each group with its scale."""
-    noise = np.empty((scales.size, 1))
+    noise = np.zeros((scales.size, 1))
+    if not elements.size:
+        return noise[:, 0]
     factors = 1 / scales.astype(np.float64)
 
     def measure(low: int, high: int) -> None:
@@ -175,7 +175,8 @@ def _units(ideal: NDArray[np.float32], groups: Groups) -> NDArray[np.float32]:
     padded[: ideal.size] = ideal
     exact = padded.reshape(-1, _groups_per_run(groups)).max(axis=1) / np.float32(63)
     rounded = (exact.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
-    return np.maximum(rounded.view(np.float32), np.finfo(np.float32).tiny)
+    units: NDArray[np.float32] = np.maximum(rounded.view(np.float32), np.finfo(np.float32).tiny)
+    return units
 
 
 def _groups_per_run(groups: Groups) -> int:

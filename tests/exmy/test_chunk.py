@@ -17,6 +17,8 @@ GOLDEN = [
     ([1, -2, 0.5], {"scale": "none"}, "0100 000000000000 020c0100"),
     ([[1, -2], [24, 0]], {"scale": "max", "axis": 1}, "ffff 000000000000 0300000000000000 040e0700"),
     ([[1, -2], [24, 0]], {"scale": "float", "axis": 1}, "0100 000000000000 0000803f00000041 020c0500"),
+    ([1, -2, 0.25], {"scale": 0.5}, "0100 000000000000 040e0100"),
+    ([[1, -2], [24, 0]], {"scale": "e4m3", "axis": 1}, "0100 000000000000 8988883c677f0000 020c0500"),
     ([[0] * 16, [0] * 15 + [-6]], {"block": 16}, "0100 000000000000 0000000000000000 " + "00" * 12 + "000000f0"),
 ]
 
@@ -28,7 +30,7 @@ def values(dtype, shape=SHAPE, seed=0):
 
 
 def scales_of(sharing):
-    return ["search", "max", "float", *([] if sharing else ["none"])]
+    return ["search", "max", "float", "e4m3", "6bit", *([] if sharing else ["none", 0.01])]
 
 
 CASES = [{**s, "scale": scale} for s in SHARINGS for scale in scales_of(s)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 SHARINGS = [{}, {"axis": -1}, {"axis": 0}, {"axis": 1}, {"block": 16}, {"axis": 0, "block": 16}]
-SCALES = ["max", "search", "float"]
+SCALES = ["max", "search", "float", "e4m3", "6bit"]
 GOLDEN_ROWS = "65586d590102030203000200010000000300000000000000" + (
     "020000000000000003000000000000000003000000000000088c040c0517"
 )
@@ -169,7 +169,7 @@ def test_extremes(level):
         tiny, huge = info.smallest_subnormal, info.max if dtype != "float64" else 1e150
         x = np.array([[tiny, -tiny], [huge, -1], [0, 0], [1, tiny]]).astype(info.dtype)
         for scale in SCALES:
-            if (dtype, scale) == ("float64", "float"):
+            if dtype == "float64" and scale in ("float", "e4m3", "6bit"):
                 with pytest.raises(exmy.FormatError, match="beyond float32"):
                     exmy.quantize(x, "e4m3", axis=1, scale=scale)
                 continue
@@ -194,7 +194,7 @@ def test_nonfinite(level):
         y = q.dequantize()
         assert y[1, 3] == 0
         assert y[2, 5] <= -1
-        assert y[0, 0] == pytest.approx(1, rel=1e-6)
+        assert y[0, 0] == pytest.approx(1, rel=0.01 if scale == "6bit" else 1e-6)
     with pytest.raises(exmy.NonFiniteError, match=r"2 of 128 .* \[1, 3\]"):
         exmy.quantize(x, "e3m2", scale="none")
 

@@ -68,8 +68,8 @@ Rules for some arrays and a target for all others:
     "--block",
     type=click.Choice([*map(str, exmy.BLOCKS), "none"]),
     metavar="N",
-    help="Use one exponent offset for every 16, 32, 64 or 128 values along the last axis (or --axis), or for each "
-    "array (none).",
+    help="Use one exponent offset for every 16, 32, 64, 128 or 256 values along the last axis (or --axis), or for "
+    "each array (none).",
 )
 @at_options("A version number or a tag; the newest step by default.")
 @number_option(

@@ -52,7 +52,7 @@ async def quantize(
     message: str = "",
     axis: int | None = None,
     block: int | Literal["auto"] | None = "auto",
-    scale: Literal["search", "max", "none", "float"] = "search",
+    scale: Literal["search", "max", "none", "float", "e4m3", "6bit"] = "search",
     executor: Executor | None = None,
     memory: int = MEMORY,
     progress: ProgressCallback | None = None,

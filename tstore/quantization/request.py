@@ -82,7 +82,7 @@ def checked_request(
     if formats is None and target is None:
         target = DEFAULT
     if not isinstance(scale, str):
-        raise InvalidArgument(f"scale={scale!r:.100}: expected 'search', 'max', 'none' or 'float'")
+        raise InvalidArgument(f"scale={scale!r:.100}: expected 'search', 'max', 'none', 'float', 'e4m3' or '6bit'")
     auto_block = isinstance(block, str) and block == "auto"
     settings: dict[str, Any] = {
         "axis": axis,

@@ -195,6 +195,6 @@ def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
     if scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
         return True
     f = exmy.Format(str(configuration["format"])).standard
-    # The least bias is -512, and 125 less than the standard bias with scale "float". The bias here is one greater,
+    # The least bias is -512, and 125 less than the standard bias with float scales. The bias here is one greater,
     # because a value with the exponent of the format's largest value may still exceed that value.
-    return exponents.above(f.with_bias(f.bias - 124 if scale == "float" else -511)) == 0
+    return exponents.above(f.with_bias(f.bias - 124 if scale in ("float", "e4m3", "6bit") else -511)) == 0

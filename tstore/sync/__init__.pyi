@@ -698,7 +698,7 @@ def quantize(
     message: str = "",
     axis: int | None = None,
     block: int | Literal["auto"] | None = "auto",
-    scale: Literal["search", "max", "none", "float"] = "search",
+    scale: Literal["search", "max", "none", "float", "e4m3", "6bit"] = "search",
     executor: Executor | None = None,
     memory: int = ...,
     progress: ProgressCallback | None = None,
