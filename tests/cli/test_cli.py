@@ -636,7 +636,7 @@ def test_errors_as_json(tmp_path: Path, call: Call) -> None:
         (["import", "a", "b", "--step", "one"], ["--step"]),
         (["import", "a", "b", "--step", "1", "--codec", "e9m9"], ["--codec", "e9m9"]),
         (["quantize", "a", "--bits", "5", "--min-sqnr", "30"], ["--format", "--min-sqnr", "mutually exclusive"]),
-        (["quantize", "a", "--block", "33"], ["--block", "'16', '32', '64', '128', 'none'"]),
+        (["quantize", "a", "--block", "33"], ["--block", "'16', '32', '64', '128', '256', 'none'"]),
         (["quantize", "a", "--bits", "few"], ["--bits", "few"]),
         (["quantize", "a", "--policy", "nowhere.json"], ["--policy", "nowhere.json"]),
         (["quantize", "a", "--format", "int8"], ["--format", "int8"]),
