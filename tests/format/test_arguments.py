@@ -115,7 +115,7 @@ REFUSED: list[tuple[Call, str]] = [
     (transaction(metadata={"a": "x" * (2 << 20)}), "too many for the record"),
     (transaction(metadata={"metrics": 5}), r"metadata\['metrics'\]=5: expected a mapping"),
     (transaction(metadata={"metrics": {"loss": "low"}}), r"metadata\['metrics'\]\['loss'\]: expected a number"),
-    (transaction(host=1), "host=1 in a transaction of one process"),
+    (transaction(host=1), "host=1 without a name; pass name and hosts"),
     (transaction(name=3, host=0, hosts=1, attempt="a"), "name=3"),
     (transaction(name=LONE, host=0, hosts=1, attempt="a"), "name: "),
     (transaction(name="n", host=0, hosts=1, attempt=3), "attempt=3"),
