@@ -134,10 +134,18 @@ async def test_a_pending_write_that_fails_fails_the_commit(url: str, operation: 
     store, faults = await open_faulty(url)
     tx = store.transaction()
     a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
-    faults.fail(operation, "*/pack-*", error=StorageFull)
+    committing = threading.Event()
+
+    def full(message: str) -> StorageFull:
+        assert committing.wait(20)  # a write that fails before the commit is not under way any more
+        return StorageFull(message)
+
+    faults.fail(operation, "*/pack-*", error=full)
     write = await begun(a.write(np.ones(BIG)))
+    commit = await begun(tx.commit())
+    committing.set()
     with pytest.raises(Misuse if operation == "append" else StorageFull, match="injected fault"):
-        await tx.commit()
+        await commit
     assert isinstance((await asyncio.gather(write, return_exceptions=True))[0], StorageFull | None)
     assert (await store.snapshot()).version == 0
     assert await store.log.storage.list("txn/") == []
