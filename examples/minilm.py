@@ -255,34 +255,33 @@ async def compare(folder: str, formats: Mapping[int, Sequence[str]]) -> list[lis
 async def defaults(folder: str) -> list[list[Quality]]:
     """Measure the defaults of `tstore.quantize` against other choices, at 8 bits and within budgets."""
     everything = {"*bias": "e4m3", "*weight": "e4m3", "**": None}  # rules that name one-dimensional tensors
+    six_bits: dict[str, Any] = {"block": 32, "scale": "6bit"}
     async with await tstore.open(folder) as store:
         comparison = await Comparison.start(store)
         eight = [
             await comparison.quantized("no arguments"),
-            *[await comparison.quantized(f"{f}, block 128", f, block=128) for f in ("e2m5", "e3m4", "e4m3")],
+            await comparison.quantized("no arguments, packed", coding="packed"),
+            *[await comparison.quantized(f"{f}, block 128", f, block=128) for f in ("e2m5", "e3m4")],
             await comparison.quantized("e4m3", "e4m3"),
             await comparison.quantized("e4m3, vectors too", everything),
-            await comparison.quantized("min_sqnr 40", min_sqnr=40),
-            await comparison.quantized("min_sqnr 40, block none", min_sqnr=40, block=None),
         ]
-        budgets = []
-        for bits in (4.1, 5.1):
-            choices: list[dict[str, Any]] = [{}, {"block": 32}, {"block": None}, {"error": "absolute"}]
-            choices.append({"error": "absolute", "block": None})
-            budgets.append(
-                [await comparison.quantized(_named(bits, options), bits=bits, **options) for options in choices]
-            )
-        scales: list[dict[str, Any]] = [{"block": 32, "scale": "6bit"}, {"block": 16, "scale": "6bit"}]
-        plain = [await comparison.quantized(_name("e2m1", options), "e2m1", **options) for options in scales]
-        budgets.append(plain)
-        budgets.append(
-            [await comparison.quantized(_named(b, scales[0]), bits=b, **scales[0]) for b in (4.25, 4.5)]
-        )
-    return [eight, *budgets]
-
-
-def _named(bits: float, options: Mapping[str, Any]) -> str:
-    return _name(f"bits {bits:g}", options)
+        entropy = [await comparison.quantized(f"bits {b}", bits=b) for b in (3, 4, 5, 6, 8)]
+        entropy.append(await comparison.quantized("bits 4, error absolute", bits=4, error="absolute"))
+        entropy.append(await comparison.quantized("min_sqnr 30", min_sqnr=30))
+        choices: list[dict[str, Any]] = [
+            {"coding": "packed"},
+            {"block": None},
+            {"error": "absolute", "block": None},
+        ]
+        packed = [await comparison.quantized(_name("bits 4.1", c), bits=4.1, **c) for c in choices]
+        packed += [
+            await comparison.quantized(_name("e2m1", c), "e2m1", **c)
+            for c in (six_bits, {**six_bits, "block": 16})
+        ]
+        packed += [
+            await comparison.quantized(_name(f"bits {b:g}", six_bits), bits=b, **six_bits) for b in (4.25, 4.5)
+        ]
+    return [eight, entropy, packed]
 
 
 def _name(what: str, options: Mapping[str, Any]) -> str:

@@ -284,17 +284,17 @@ def test_quantize_without_options(tmp_path: Path, call: Call) -> None:
     code, out, err = call("quantize", tmp_path / "s")
     assert (code, err) == (0, "")
     assert "one-dimensional; to encode it, add a rule with its name" in out
-    assert "block of 128" in out
+    assert "entropy" in out
     code, out, err = call("quantize", tmp_path / "s", "--block", "none", "--tag", "one", "--json")
     report = json.loads(out)
     assert {a["path"]: (a["format"], a["granularity"]) for a in report["arrays"]} == {
-        "w": ("e3m4", "tensor"),
+        "w": ("e2m5", "tensor"),
         "b": (None, ""),
     }
-    assert (report["request"], report["plot"]) == ("8 bits per value", None)
+    assert (report["request"], report["plot"]) == ("bits=8.1, error=relative, coding=packed", None)
     [newest, before, _] = json.loads(call("log", tmp_path / "s", "--json")[1])["commits"]
-    assert newest["message"] == "quantized from version 1: 8 bits per value"
-    assert before["message"] == "quantized from version 1: 8 bits per value; block=auto"
+    assert newest["message"] == "quantized from version 1: bits=8.1, error=relative, coding=packed"
+    assert before["message"] == "quantized from version 1: bits=8, error=relative, coding=entropy"
 
 
 def test_the_help_of_quantize_shows_a_policy_that_works(tmp_path: Path, call: Call) -> None:
@@ -746,7 +746,7 @@ def long_paths(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("width", [60, 200])
 @pytest.mark.parametrize(
     ("command", "first_to_go"),
-    [("ls", ["chunks", "dtype"]), ("report", ["offset per", "before"]), ("log", ["added"])],
+    [("ls", ["chunks", "dtype"]), ("report", ["coding", "before"]), ("log", ["added"])],
 )
 def test_a_table_fits_the_terminal(
     long_paths: Path, call: Call, width: int, command: str, first_to_go: list[str]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tstore.quantization.plan import Point, allocate, lower_hull
+from tstore.quantization.allocation import Point, allocate, lower_hull
 
 POINTS = st.tuples(st.integers(1, 30), st.integers(0, 1000)).map(lambda p: Point(p[0], float(p[1]), p))
 CURVES = st.lists(st.lists(POINTS, min_size=1, max_size=5), min_size=1, max_size=4)
@@ -55,10 +55,12 @@ def test_bytes_go_where_they_take_most_error_away() -> None:
     assert [p.option for p in allocate([steep, flat], 5)] == ["a", "a"]
 
 
-def test_a_point_above_the_hull_is_never_taken() -> None:
+def test_a_point_above_the_hull_is_taken_only_for_bytes_that_are_left() -> None:
     curve = [Point(10, 100.0, "small"), Point(20, 99.0, "bad"), Point(30, 0.0, "large")]
-    assert [p.option for p in allocate([curve], 29)] == ["small"]
+    assert [p.option for p in allocate([curve], 19)] == ["small"]
+    assert [p.option for p in allocate([curve], 29)] == ["bad"]
     assert [p.option for p in allocate([curve], 30)] == ["large"]
+    assert [p.option for p in allocate([curve, curve], 49)] == ["large", "small"]
 
 
 def test_equal_sizes_have_the_lesser_error() -> None:

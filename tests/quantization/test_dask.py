@@ -33,7 +33,7 @@ async def test_a_dask_cluster_quantizes_a_checkpoint(
     tree = {f"w{i}": rng.normal(size=(100, 90 + i)).astype("f4") for i in range(8)}
     await tstore.save(tmp_path, tree, 0)
     executor = client.get_executor()
-    report = await tstore.quantize(tmp_path, bits=5.0, executor=executor, tag="q")
+    report = await tstore.quantize(tmp_path, bits=5.0, coding="packed", executor=executor, tag="q")
     assert 4.5 < report.bits_per_value <= 5
     packed = await tstore.restore(tmp_path, at="q", packed=True)
     for row in report.arrays:

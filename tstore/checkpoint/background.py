@@ -21,7 +21,7 @@ from tstore.checkpoint.save import Checkpoint, checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import DeadlineExceeded, Denied, InvalidArgument, Misuse, TStoreError
 from tstore.format.arguments import quote
-from tstore.quantization.policy import CodecRules, Target
+from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.event_loops import BACKGROUND, LoopCall, PerLoop
 from tstore.runtime.pool import low_priority, wait_all
 from tstore.storage.connect import storage_at
@@ -59,7 +59,7 @@ async def save_async(
     host: int = 0,
     hosts: int = 1,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",

@@ -31,7 +31,7 @@ from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
 from tstore.format.arguments import checked_index, checked_step, quote
 from tstore.format.retention import Keep, checked_keep
-from tstore.quantization.policy import CodecRules, Target
+from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.steps import Step, saved_steps, steps
 from tstore.store import Store, opened
@@ -86,7 +86,7 @@ class Checkpointer:
         host: int = 0,
         hosts: int = 1,
         attempt: str | None = None,
-        codecs: CodecRules | Target = None,
+        codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         staging: StagingChoice = "memory",
         in_flight: InFlight = "queue",

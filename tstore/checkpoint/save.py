@@ -36,7 +36,7 @@ from tstore.format.arguments import (
 )
 from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.plan import rules_for
-from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
+from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
 from tstore.runtime.pool import give_way, run_to_end
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.steps import step_tag, steps_of
@@ -63,7 +63,7 @@ async def save(
     host: int = 0,
     hosts: int = 1,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",
@@ -130,7 +130,7 @@ async def checkpoint_from_arguments(
     host: int,
     hosts: int,
     attempt: str | None,
-    codecs: CodecRules | Target,
+    codecs: QuantizeRules | Target,
     metrics: Mapping[str, float] | None,
     attributes: Mapping[str, Any] | None,
     message: str,
@@ -371,7 +371,7 @@ async def _no_prior(store: Store, tags: Mapping[str, int], newest: int) -> None:
     """Return None, so that every chunk is written."""
 
 
-async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: int) -> Rules:
+async def _rules(codecs: QuantizeRules | Target, leaves: Mapping[str, Any], hosts: int) -> Rules:
     """Return the rules for the codecs of the leaves.
 
     Raise `InvalidArgument` for a pattern that matches no leaf, and for a target if a host has only a part of an
@@ -380,7 +380,8 @@ async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: 
     if not isinstance(codecs, MinSqnr | Bits):
         rules = Rules(codecs)
         rules.check(leaves)
-        return rules
+        if not rules.targets:
+            return rules
     if hosts > 1 or any(isinstance(leaf, Shards) for leaf in leaves.values()):
         raise InvalidArgument(
             f"codecs={codecs}: the choice depends on all values of an array, but one of several hosts has "

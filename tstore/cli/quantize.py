@@ -31,7 +31,7 @@ An example of a --policy file. The first pattern that
 matches a path applies; null leaves an array unchanged:
   {"**/embed*": "e4m3", "head": null, "**": "e3m4"}
 Rules for some arrays and a target for all others:
-  {"formats": {"head": null}, "bits": 5.5, "block": 64}
+  {"formats": {"head": {"bits": 8}}, "bits": 3.5}
 """
 
 
@@ -53,6 +53,12 @@ Rules for some arrays and a target for all others:
     help="The error that --bits minimizes: relative to the size of an array's values (the default), or absolute.",
 )
 @click.option(
+    "--coding",
+    type=click.Choice(["entropy", "packed"]),
+    help="How codes are stored if --bits, --min-sqnr or the default chooses the formats: compressed to about "
+    "their entropy (the least error), or packed in whole bits, with an exponent offset per block.",
+)
+@click.option(
     "--policy",
     type=click.File("rb"),
     metavar="FILE",
@@ -62,14 +68,15 @@ Rules for some arrays and a target for all others:
     "--axis",
     type=int,
     metavar="A",
-    help="Use one exponent offset for all values along this axis, or with --block for every N of them.",
+    help="Packed codes with one exponent offset for all values along this axis, or with --block for every N of "
+    "them.",
 )
 @click.option(
     "--block",
     type=click.Choice([*map(str, exmy.BLOCKS), "none"]),
     metavar="N",
-    help="Use one exponent offset for every 16, 32, 64, 128 or 256 values along the last axis (or --axis), or for "
-    "each array (none).",
+    help="Packed codes with one exponent offset for every 16, 32, 64, 128 or 256 values along the last axis (or "
+    "--axis), or for each array (none).",
 )
 @at_options("A version number or a tag; the newest step by default.")
 @number_option(
@@ -88,6 +95,7 @@ def quantize(
     min_sqnr: float | None,
     bits: float | None,
     error: str | None,
+    coding: str | None,
     policy: IO[bytes] | None,
     axis: int | None,
     block: str | None,
@@ -102,9 +110,9 @@ def quantize(
     A new commit stores the float arrays of a version in low-bit formats; the source version remains. An
     eXmY format has a sign bit, X exponent bits and Y mantissa bits.
 
-    Without --format, --min-sqnr, --bits and --policy each array is stored in 8 bits per value: e2m5, in blocks of
-    up to 128 values that share an exponent offset. Integers, arrays of fewer than 64 values, arrays with NaN or
-    infinity, and one-dimensional arrays that no pattern names are unchanged.
+    Without --format, --min-sqnr, --bits and --policy the arrays are stored in 8 bits per value on average, as
+    codes of one step per array, compressed to about their entropy. Integers, arrays of fewer than 64
+    values, arrays with NaN or infinity, and one-dimensional arrays that no pattern names are unchanged.
 
     SQNR is the signal-to-quantization-noise ratio: the sum of the squared values over that of the squared errors,
     in decibels. 20 dB is an error of 10%, 40 dB one of 1%; each additional bit gains about 6 dB.
@@ -117,7 +125,9 @@ def quantize(
         )
     if error is not None and bits is None:
         raise click.UsageError("--error selects the error that --bits minimizes; pass --bits too")
-    options: dict[str, Any] = {k: v for k, v in (("error", error), ("axis", axis)) if v is not None}
+    options: dict[str, Any] = {
+        k: v for k, v in (("error", error), ("coding", coding), ("axis", axis)) if v is not None
+    }
     if block is not None:
         options["block"] = None if block == "none" else int(block)
 

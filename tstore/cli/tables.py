@@ -175,7 +175,7 @@ def show_quantized(report: Document) -> None:
     """Print a row for each array, the reasons why some were not quantized, and the totals."""
     rows = []
     for a in report["arrays"]:
-        row = [a["path"], a["format"] or "unchanged", a["granularity"]]
+        row = [a["path"], a["format"] or "unchanged", _coding(a)]
         row += [format_size(a["bytes_before"]), format_size(a["bytes_after"]), f"{a['bits_per_value']:.2f}"]
         if a["format"]:
             row += [_quantized_sqnr(a), _number(a["largest_error"]), _percent(a["clipped"])]
@@ -183,7 +183,7 @@ def show_quantized(report: Document) -> None:
     columns = [
         PATH_COLUMN,
         Column("format"),
-        Column("offset per", rank=1),
+        Column("coding", rank=1),
         Column("before", align_right=True, rank=2),
         Column("after", align_right=True),
         Column("bits/value", align_right=True, rank=5),
@@ -209,6 +209,11 @@ def show_quantized(report: Document) -> None:
     )
     if report["plot"]:
         print(escape(f"wrote {report['plot']}"))
+
+
+def _coding(array: Document) -> str:
+    """Return how the codes of an array are stored, and for packed ones which values share an offset."""
+    return "entropy" if array["coding"] == "entropy" else f"packed, {array['granularity']}" * bool(array["coding"])
 
 
 def show_demo(report: Document) -> None:

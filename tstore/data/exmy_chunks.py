@@ -90,7 +90,8 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
         offsets = np.array([int(q.offsets) for q in parts], np.int16)
         if parts and np.all(offsets == offsets[0]):
             groups = exmy.Groups.from_shape(shape, None, None)
-            return exmy.Quantized(f, groups, offsets[:1].reshape(()), None, packed, meta.dtype.name)
+            scales_of_all = parts[0].group_scales  # the fixed scale of entropy-coded chunks, or None
+            return exmy.Quantized(f, groups, offsets[:1].reshape(()), scales_of_all, packed, meta.dtype.name)
         axis, block = len(shape) - 1, None
     axis = len(shape) - 1 if axis is None else axis % len(shape)
     blocks = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]

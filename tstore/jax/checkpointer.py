@@ -17,7 +17,7 @@ from tstore.format.retention import Keep
 from tstore.jax.processes import Processes, any_process, broadcast_number
 from tstore.jax.restore import restore
 from tstore.jax.save import unchanging_values
-from tstore.quantization.policy import CodecRules, Target
+from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime import pool
 from tstore.store import Store
 
@@ -44,7 +44,7 @@ class Checkpointer(checkpointer.Checkpointer):
         *,
         every: int | Policy | None = None,
         keep: int | Keep | None = None,
-        codecs: CodecRules | Target = None,
+        codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         in_flight: InFlight = "queue",
     ) -> None:

@@ -16,7 +16,7 @@ from tstore.checkpoint.leaves import Shards, as_values
 from tstore.jax.arrays import begin_copy, checked_leaf
 from tstore.jax.processes import Processes
 from tstore.jax.pytree import Pytree
-from tstore.quantization.policy import CodecRules, Target
+from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime import pool
 from tstore.store import Store
 
@@ -31,7 +31,7 @@ def save(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",
@@ -92,7 +92,7 @@ def save_async(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",

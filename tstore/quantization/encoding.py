@@ -42,10 +42,14 @@ MIN_VALUES = 64
 
 
 class CodecChoice(NamedTuple):
-    """The codecs to try for an array, in order, until one keeps the array's SQNR at `min_sqnr` dB or above."""
+    """The codecs to try for an array, in order, until one keeps the array's SQNR at `min_sqnr` dB or above.
+
+    `size` is the expected size in bytes; 0 if it is not estimated.
+    """
 
     codecs: tuple[Codecs, ...]
     min_sqnr: float = -math.inf
+    size: int = 0
 
 
 class EncodedArray(NamedTuple):

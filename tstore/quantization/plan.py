@@ -1,11 +1,10 @@
-"""Plans: the codecs that each array of a version gets, from a rule or, without a rule, from the array's values."""
+"""Plans: the codecs that each array of a version gets, from a rule or, for a target, from the array's values."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -13,33 +12,22 @@ from tstore.errors import InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
 from tstore.format.grid import default_chunks
+from tstore.quantization.allocation import Point, allocate
 from tstore.quantization.encoding import MIN_VALUES, CodecChoice
-from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Default, Match, MinSqnr, Rules, Target
+from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Match, MinSqnr, QuantizeRules, Rules, Target
 from tstore.quantization.request import Request
-from tstore.quantization.study import Configuration, Estimate, Study, encoded_meta, stored_bytes, study
+from tstore.quantization.study import Estimate, Study, Undecided, encoded_meta, stored_bytes, study
 from tstore.quantization.values import Values, in_threads
 
-__all__ = [
-    "WIDTHS",
-    "Plan",
-    "Point",
-    "SourceArray",
-    "allocate",
-    "lower_hull",
-    "plan_by_rules",
-    "plan_for",
-    "rules_for",
-]
-
-WIDTHS = range(2, 17)
-"""The widths, in bits, of the formats that arrays without a rule may get."""
+__all__ = ["Group", "Plan", "SourceArray", "corrected", "decide", "plan_by_rules", "rules_for", "within_budgets"]
 
 _MARGIN = 0.05
-"""dB by which an estimate must exceed the required SQNR before its format is tried."""
+"""dB by which an estimate must exceed the required SQNR before its codecs are tried."""
 
-_TRIES = 3  # formats to try for each array, smallest first
+_TRIES = (0.0, 0.2, 1.0)  # dB by which the estimates of the codecs to try for an array exceed that
 
-C = TypeVar("C")
+
+_SAMPLED = 0.99  # the part of a budget for sizes estimated from samples, if no stored sizes can correct them
 
 
 class SourceArray(NamedTuple):
@@ -49,30 +37,40 @@ class SourceArray(NamedTuple):
     encoded_bytes: int
 
 
+class Group(NamedTuple):
+    """Arrays with a common target: those of one rule, or those without a rule.
+
+    `undecided` are the arrays whose codecs depend on their values. A budget counts the values and the bytes of all
+    `paths`: of the undecided arrays, of those that stay unchanged and, without a rule, of those with other rules.
+    If `paths` is None, it counts only the arrays that are encoded.
+    """
+
+    target: Target
+    paths: list[str] | None
+    undecided: dict[str, Undecided]
+
+
 class Plan(NamedTuple):
     """The codecs of each array of a version, or the reason why the array stays unchanged.
 
-    `choices` has the codecs of the arrays to encode, `unchanged` the reasons of the unchanged arrays. `undecided`
-    has the granularity and scale of each array whose format depends on its values and is not chosen yet.
+    `choices` has the codecs of the arrays to encode, `unchanged` the reasons of the unchanged arrays, and `groups`
+    the arrays whose codecs are not chosen yet.
     """
 
     choices: dict[str, CodecChoice]
     unchanged: dict[str, str]
-    undecided: dict[str, Configuration]
+    groups: list[Group]
 
-
-class Point(NamedTuple, Generic[C]):
-    """One way to store an array: the option chosen, and the size in bytes and the error that result."""
-
-    size: int
-    error: float
-    option: C
+    @property
+    def undecided(self) -> dict[str, Undecided]:
+        """The undecided arrays of all groups."""
+        return {path: undecided for group in self.groups for path, undecided in group.undecided.items()}
 
 
 class _Defaults:
     """The default granularity and scale of eXmY codecs, and whether these settings fit any array."""
 
-    def __init__(self, settings: Configuration) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
         self._fits_any = False
         self._first_error: InvalidArgument | None = None
@@ -104,43 +102,57 @@ class _Defaults:
             raise self._first_error
 
 
-def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, request: Request) -> Plan:
-    """Return the plan by the rules; if the request has a target, float arrays without a rule are undecided.
+def plan_by_rules(arrays: Mapping[str, SourceArray], request: Request) -> Plan:
+    """Return the plan by the rules; float arrays with a target are undecided.
 
     An array that the request's defaults do not fit (a vector has no second axis) gets one offset for all values.
     Raise `InvalidArgument` if the defaults fit no array at all, or a rule is invalid.
     """
-    plan, defaults = Plan({}, {}, {}), _Defaults(request.defaults)
+    plan, defaults, rules = Plan({}, {}, []), _Defaults(request.defaults), request.rules
+    targets = {} if rules is None else rules.targets
+    members: dict[str, list[str]] = {pattern: [] for pattern in targets}
+    groups = {pattern: Group(target, members[pattern], {}) for pattern, target in targets.items()}
+    others = None
+    if request.target is not None:
+        others = Group(request.target, None if request.is_default else list(arrays), {})
     for path, (meta, _) in arrays.items():
         matched = None if rules is None else rules.match(path, meta.dtype, len(meta.shape))
-        from_values = matched is None and request.target is not None
-        codecs, reason = matched or (_default_match(meta) if from_values else Match(None, _unsupported(meta)))
-        if meta.size < MIN_VALUES and (is_exmy(codecs) or reason == ONE_DIMENSIONAL):
+        match = matched or _default_match(meta, request.target)
+        codecs, reason = match.codecs, match.reason
+        group = others if matched is None else groups.get(match.pattern)
+        if match.pattern in members:
+            members[match.pattern].append(path)
+        is_target = isinstance(codecs, MinSqnr | Bits)
+        if meta.size < MIN_VALUES and (is_target or _is_exmy(codecs) or reason == ONE_DIMENSIONAL):
             plan.unchanged[path] = f"fewer than {MIN_VALUES} values"
         elif codecs is None:
             plan.unchanged[path] = reason
-        elif not is_exmy(codecs):
-            plan.choices[path] = CodecChoice((codecs,))
-        elif not from_values:
+        elif isinstance(codecs, MinSqnr | Bits):
+            assert group is not None
+            settings: dict[str, Any] = {}
+            if codecs.coding == "packed":
+                block = _automatic_block(meta) if request.auto_block else None
+                stand_in = {"format": "e4m3"} if block is None else {"format": "e4m3", "block": block}
+                settings = {**as_configuration(defaults.complete(path, meta, stand_in))}
+                del settings["format"]
+            group.undecided[path] = Undecided(codecs.coding, settings)
+        elif _is_exmy(codecs):
             plan.choices[path] = CodecChoice((defaults.complete(path, meta, codecs),))
         else:
-            block = _automatic_block(meta) if request.auto_block else None
-            settings = as_configuration(codecs) if block is None else {**as_configuration(codecs), "block": block}
-            plan.undecided[path] = as_configuration(defaults.complete(path, meta, settings))
+            plan.choices[path] = CodecChoice((codecs,))
     defaults.check()
-    return plan
+    return plan._replace(groups=[*groups.values(), *([] if others is None else [others])])
 
 
-def _default_match(meta: ArrayMeta) -> Match:
-    """Return the match of an array without a rule; e4m3 stands in until the format is chosen."""
-    if reason := _unsupported(meta):
-        return Match(None, reason)
-    return Match(None, ONE_DIMENSIONAL) if len(meta.shape) == 1 else Match("e4m3")
+def _is_exmy(codecs: Any) -> bool:
+    return not isinstance(codecs, MinSqnr | Bits) and is_exmy(codecs)
 
 
-def _unsupported(meta: ArrayMeta) -> str:
-    """Return why arrays of this dtype can't be in eXmY formats; empty if they can."""
-    return "" if meta.dtype.name in FLOATS else f"{meta.dtype} is not encoded"
+def _default_match(meta: ArrayMeta, target: Target | None) -> Match:
+    """Return the match of an array without a rule."""
+    if meta.dtype.name not in FLOATS:
+        return Match(None, f"{meta.dtype} is not encoded")
+    return Match(None, ONE_DIMENSIONAL) if target is not None and len(meta.shape) == 1 else Match(target)
 
 
 def _automatic_block(meta: ArrayMeta) -> int | None:
@@ -155,67 +167,56 @@ def _automatic_block(meta: ArrayMeta) -> int | None:
     return next((block for block in (128, 64, 32) if length % block == 0), None)
 
 
-def plan_for(
-    target: Target | Default, plan: Plan, studies: Sequence[Study], arrays: Mapping[str, SourceArray]
-) -> Plan:
-    """Return the plan with a decision for each undecided array, by its study and the target."""
-    match target:
-        case MinSqnr(decibel):
-            return _plan_min_sqnr(plan, studies, decibel, arrays)
-        case Bits():
-            return _plan_bits(plan, studies, target, arrays)
-        case Default():
-            return _plan_eight_bits(plan, arrays)
+def decide(plan: Plan, studies: Mapping[str, Study], arrays: Mapping[str, SourceArray], share: float) -> Plan:
+    """Return the plan with codecs for each undecided array, or the reason why it stays unchanged.
 
-
-def _plan_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
-    """Return the plan with 8 bits per value for each undecided array that takes more than that."""
-    choices, unchanged = dict(plan.choices), dict(plan.unchanged)
-    for path, configuration in plan.undecided.items():
-        grouped = configuration.get("axis") is not None or configuration.get("block") is not None
-        codecs = {**configuration, "format": "e2m5" if grouped else "e3m4"}
-        if stored_bytes(encoded_meta(arrays[path].meta, codecs)) < arrays[path].encoded_bytes:
-            choices[path] = CodecChoice((codecs,))
-        else:
-            unchanged[path] = "it already takes 8 bits per value or less"
-    return Plan(choices, unchanged, {})
-
-
-def _plan_min_sqnr(
-    plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping[str, SourceArray]
-) -> Plan:
-    """Return the plan with the `_TRIES` smallest formats expected to keep an SQNR, for each studied array."""
-    choices, unchanged = dict(plan.choices), dict(plan.unchanged)
-    for studied in studies:
-        if studied.obstacle:
-            unchanged[studied.path] = studied.obstacle
-            continue
-        max_error = studied.signal * 10 ** (-(decibel + _MARGIN) / 10)
-        size = arrays[studied.path].encoded_bytes
-        suitable = (e for e in studied.estimates if e.size < size and e.error <= max_error)
-        best_by_size: dict[int, Estimate] = {}  # the estimate of the least error for each size, smallest first
-        for estimate in sorted(suitable, key=lambda e: (e.size, e.error)):
-            best_by_size.setdefault(estimate.size, estimate)
-        if best_by_size:
-            codecs = tuple(estimate.codecs for estimate in best_by_size.values())
-            choices[studied.path] = CodecChoice(codecs[:_TRIES], decibel)
-        else:
-            unchanged[studied.path] = f"no smaller format is expected to keep {decibel:g} dB"
-    return Plan(choices, unchanged, {})
-
-
-def _plan_bits(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[str, SourceArray]) -> Plan:
-    """Return the plan with the formats that minimize the total error of the studied arrays within the budget.
-
-    Raise `InvalidArgument`, naming the fewest possible bits, if even the smallest formats exceed the budget.
+    The estimated sizes of entropy-coded arrays are `share` of those that they may get. Raise `InvalidArgument`,
+    naming the fewest possible
+    bits, if even the smallest codecs exceed a budget.
     """
-    choices, unchanged = dict(plan.choices), dict(plan.unchanged)
-    unchanged |= {s.path: s.obstacle for s in studies if s.obstacle}
-    fixed_bytes = sum(arrays[path].encoded_bytes for path in unchanged)
-    fixed_bytes += sum(stored_bytes(encoded_meta(arrays[p].meta, c.codecs[0])) for p, c in choices.items())
-    encodable = [s for s in studies if not s.obstacle]
-    curves = [_curve(studied, target, arrays[studied.path]) for studied in encodable]
-    values = sum(array.meta.size for array in arrays.values())
+    decided = Plan(dict(plan.choices), dict(plan.unchanged), [])
+    for group in plan.groups:
+        studied = [studies[path] for path in group.undecided]
+        decided.unchanged.update({s.path: s.obstacle for s in studied if s.obstacle})
+        suitable = [s for s in studied if not s.obstacle]
+        match group.target:
+            case MinSqnr(decibel):
+                _keep_sqnr(decided, suitable, decibel, arrays)
+            case Bits():
+                _share_budget(decided, group, suitable, arrays, share)
+    return decided
+
+
+def _keep_sqnr(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping[str, SourceArray]) -> None:
+    """Choose the smallest codecs that are expected to keep an SQNR; others are tried if they do not."""
+    for studied in studies:
+        smaller = sorted(
+            (e for e in studied.estimates if e.size < arrays[studied.path].encoded_bytes),
+            key=lambda e: (e.size, e.error),
+        )
+        tries: list[Estimate] = []
+        for excess in _TRIES:
+            most = studied.signal * 10 ** (-(decibel + _MARGIN + excess) / 10)
+            least_size = tries[-1].size + 1 if tries else 0
+            tries += [e for e in smaller if e.size >= least_size and e.error <= most][:1]
+        if tries:
+            plan.choices[studied.path] = CodecChoice(tuple(e.codecs for e in tries), decibel)
+        else:
+            plan.unchanged[studied.path] = f"no smaller format is expected to keep {decibel:g} dB"
+
+
+def _share_budget(
+    plan: Plan, group: Group, studies: Sequence[Study], arrays: Mapping[str, SourceArray], share: float
+) -> None:
+    """Choose the codecs that minimize the total error of the studied arrays within the budget of their group."""
+    target = group.target
+    assert isinstance(target, Bits)
+    paths = [s.path for s in studies] if group.paths is None else group.paths
+    values = sum(arrays[path].meta.size for path in paths)
+    decided = [path for path in paths if path in plan.unchanged or path in plan.choices]
+    fixed_bytes = sum(_planned_bytes(plan, path, arrays[path]) for path in decided)
+    share = share if target.coding == "entropy" else 1.0
+    curves = [_curve(studied, target, arrays[studied.path], share) for studied in studies]
     budget = int(target.average * values / 8) - fixed_bytes
     least_bytes = sum(min(point.size for point in curve) for curve in curves)
     if least_bytes > budget:
@@ -223,78 +224,66 @@ def _plan_bits(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mappi
         possible = math.ceil(8000 * total_bytes / max(1, values)) / 1000  # rounded up, so that it can be met
         raise InvalidArgument(
             f"bits={target.average:g} can't be met: the least possible is {possible:.3f} bits per value, of which "
-            f"{8 * fixed_bytes / max(1, values):.3f} belong to {len(unchanged)} unchanged arrays and to arrays "
-            "with a rule; allow more bits, or name these arrays in rules for smaller formats"
+            f"{8 * fixed_bytes / max(1, values):.3f} belong to {len(decided)} unchanged arrays and arrays with a "
+            "rule; allow more bits, or name these arrays in rules for smaller formats"
         )
-    for studied, point in zip(encodable, allocate(curves, budget), strict=True):
+    for studied, point in zip(studies, allocate(curves, budget), strict=True):
         if point.option is None:
-            unchanged[studied.path] = "the budget has room for all its bits"
+            plan.unchanged[studied.path] = "the budget has room for all its bits"
         else:
-            choices[studied.path] = CodecChoice((point.option,))
-    return Plan(choices, unchanged, {})
+            plan.choices[studied.path] = CodecChoice((point.option.codecs,), size=point.option.size)
 
 
-def _curve(studied: Study, target: Bits, array: SourceArray) -> list[Point[Configuration | None]]:
+def _planned_bytes(plan: Plan, path: str, array: SourceArray) -> int:
+    """Return the size of an array whose codecs are chosen, which is estimated if it is entropy-coded."""
+    choice = plan.choices.get(path)
+    if choice is None:
+        return array.encoded_bytes
+    return choice.size or stored_bytes(encoded_meta(array.meta, choice.codecs[0]))
+
+
+def _curve(studied: Study, target: Bits, array: SourceArray, share: float) -> list[Point[Estimate | None]]:
     """Return the points of an array, with weighted errors: unchanged, and in each codec that makes it smaller."""
     weight = target.weight(studied.signal, array.meta.size)
     size = array.encoded_bytes
-    curve: list[Point[Configuration | None]] = [Point(size, 0.0, None)]
-    curve += [Point(e.size, weight * e.error, e.codecs) for e in studied.estimates if e.size < size]
+    curve: list[Point[Estimate | None]] = [Point(size, 0.0, None)]
+    curve += [Point(math.ceil(e.size / share), weight * e.error, e) for e in studied.estimates if e.size < size]
     return curve
 
 
-def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]]:
-    """Return one point of each curve, of at most `budget` bytes in total, with about the least total error.
-
-    If even the smallest points exceed the budget, return the smallest points. Each curve has at least one point.
-
-    A mix of two points of the lower convex hull of a curve beats any other point, so only hulls count. All arrays
-    begin at their smallest point. The steps between neighbouring hull points of all arrays are taken in the order
-    of the error that each byte removes, while they fit (Shoham and Gersho 1988). Up to the first step that does
-    not fit, no other points of that total size have a smaller error: the result is within a step of the optimum.
-    """
-    hulls = [lower_hull(curve) for curve in curves]
-    chosen = [hull[0] for hull in hulls]
-    room = budget - sum(point.size for point in chosen)
-    steps = sorted(
-        (-_gain(a, b), i, k) for i, hull in enumerate(hulls) for k, (a, b) in enumerate(itertools.pairwise(hull))
-    )
-    stopped: set[int] = set()  # the curves with a step that did not fit
-    for _, i, k in steps:  # the gains of one hull decrease, so its steps come in order
-        added = hulls[i][k + 1].size - chosen[i].size
-        if i not in stopped and added <= room:
-            chosen[i] = hulls[i][k + 1]
-            room -= added
-        else:
-            stopped.add(i)
-    return chosen
+def corrected(studies: Mapping[str, Study], plan: Plan, sizes: Mapping[str, int]) -> dict[str, Study]:
+    """Return the studies with sizes that agree with the stored sizes of encoded arrays."""
+    result = dict(studies)
+    for path, choice in plan.choices.items():
+        if choice.size and path in sizes:
+            ratio = sizes[path] / choice.size
+            estimates = [e._replace(size=math.ceil(e.size * ratio)) for e in studies[path].estimates]
+            result[path] = studies[path]._replace(estimates=estimates)
+    return result
 
 
-def lower_hull(points: Sequence[Point[C]]) -> list[Point[C]]:
-    """Return the points of the lower convex hull by size; the error falls from each to the next."""
-    hull: list[Point[C]] = []
-    for point in sorted(points, key=lambda p: (p.size, p.error)):
-        if hull and point.error >= hull[-1].error:
-            continue
-        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-2], point):
-            hull.pop()
-        hull.append(point)
-    return hull
+def within_budgets(plan: Plan, arrays: Mapping[str, SourceArray], sizes: Mapping[str, int]) -> bool:
+    """Return whether the stored sizes keep the budgets of all groups; `sizes` has those of the encoded arrays."""
+    for target, counted, _ in plan.groups:
+        paths = sizes if counted is None else counted
+        size = sum(sizes.get(path, arrays[path].encoded_bytes) for path in paths)
+        if isinstance(target, Bits) and 8 * size > target.average * sum(arrays[p].meta.size for p in paths):
+            return False
+    return True
 
 
-def _gain(a: Point[C], b: Point[C]) -> float:
-    """Return the error that each additional byte removes."""
-    return (a.error - b.error) / (b.size - a.size)
-
-
-async def rules_for(target: Target, leaves: Mapping[str, npt.NDArray[Any]]) -> Rules:
-    """Return rules that give each of these arrays the codecs chosen from its values."""
-    arrays = {}
+async def rules_for(codecs: QuantizeRules | Target, leaves: Mapping[str, npt.NDArray[Any]]) -> Rules:
+    """Return rules that give each of these arrays the codecs of its rule, or those chosen from its values."""
+    rules = None if isinstance(codecs, MinSqnr | Bits) else Rules(codecs)
+    request = Request(rules, codecs if isinstance(codecs, MinSqnr | Bits) else None)
+    arrays, chosen = {}, {}
     for path, values in leaves.items():
         meta = ArrayMeta.new(values.shape, values.dtype, default_chunks(values.shape, values.dtype.itemsize))
         arrays[path] = SourceArray(meta, stored_bytes(meta))
-    plan = plan_by_rules(arrays, None, Request(target=target))
-    undecided = [Values.in_memory(path, arrays[path].meta, leaves[path]) for path in plan.undecided]
-    studies = await in_threads(lambda v: study(v, plan.undecided[v.path], WIDTHS), undecided)
-    chosen = plan_for(target, plan, studies, arrays).choices
-    return Rules.from_paths({path: choice.codecs[0] for path, choice in chosen.items()})
+        chosen[path] = None if rules is None else rules.codecs(path, values.dtype)
+    plan = plan_by_rules(arrays, request)
+    undecided = plan.undecided
+    all_values = [Values.in_memory(path, arrays[path].meta, leaves[path]) for path in undecided]
+    studies = await in_threads(lambda v: study(v, undecided[v.path]), all_values)
+    choices = decide(plan, {s.path: s for s in studies}, arrays, _SAMPLED).choices
+    return Rules.from_paths(chosen | {path: choices[path].codecs[0] for path in undecided if path in choices})

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import exmy
 import msgspec
@@ -22,31 +22,41 @@ from tstore.format.codecs import FLOATS, Codecs, as_configuration, is_exmy
 from tstore.format.patterns import compile_patterns
 
 __all__ = [
-    "DEFAULT",
+    "DEFAULT_BITS",
     "ONE_DIMENSIONAL",
     "Bits",
     "CodecRules",
-    "Default",
+    "Coding",
     "Match",
     "MinSqnr",
+    "QuantizeRules",
     "Rules",
     "Target",
     "parse_policy",
 ]
 
-CodecRules = Codecs | Mapping[str, Codecs]
-"""Codecs for all arrays, or codecs by path pattern; the first pattern that matches an array applies."""
 
 _MAX_DECIBELS = 1000  # far beyond float64, whose own rounding is 320 dB below its values
 
 
+Coding = Literal["entropy", "packed"]
+"""How eXmY codes are stored: compressed to about their entropy, or packed in the width of their format.
+
+Entropy-coded arrays have far less error at the same size (`examples/minilm.py --defaults`), and their size can be
+any fraction of a bit. Packed ones are read faster, a part of a chunk without the rest, and `restore(packed=True)`
+returns them as they are stored.
+"""
+
+
 @dataclass(frozen=True)
 class MinSqnr:
-    """Each array gets the eXmY format of the fewest bits that keeps its SQNR at `decibel` or above."""
+    """Each array gets the fewest bits in eXmY that keep its SQNR at `decibel` or above."""
 
     decibel: float
+    coding: Coding = "entropy"
 
     def __post_init__(self) -> None:
+        _check_coding(self.coding)
         if not -_MAX_DECIBELS <= _number("min_sqnr", self.decibel) <= _MAX_DECIBELS:
             raise InvalidArgument(
                 f"min_sqnr={self.decibel!r}: expected a finite number of decibels from "
@@ -59,16 +69,18 @@ class Bits:
     """All arrays together get the eXmY formats with the least error at `average` stored bits per value or less.
 
     `error` is the sum to minimize over the arrays: "relative", each array's squared error divided by its sum of
-    squares, times the square root of its number of values; or "absolute", the squared errors themselves.
-    "relative" suits the weights of a model far better, because the layers of a model rescale their inputs, and
-    because large tables of little influence then do not take all bits (`examples/minilm.py --defaults` measures
-    both).
+    squares; or "absolute", the squared errors themselves. "relative" suits the weights of a model far better: each
+    layer multiplies its inputs by its weights, so that the relative errors of layers add up, whatever their sizes
+    (`examples/minilm.py --defaults` measures both). The few whole bits of packed codes are divided better by
+    relative errors times the square root of the number of values.
     """
 
     average: float
     error: Literal["absolute", "relative"] = "relative"
+    coding: Coding = "entropy"
 
     def __post_init__(self) -> None:
+        _check_coding(self.coding)
         if not 0 < _number("bits", self.average) < math.inf:
             raise InvalidArgument(f"bits={self.average!r}: expected a positive number of bits per value")
         if self.error not in ("absolute", "relative"):
@@ -78,32 +90,36 @@ class Bits:
         """Return the weight of the squared error of an array, from its sum of squares and its number of values."""
         if self.error == "absolute" or signal == 0:
             return 1.0
-        return math.sqrt(values) / signal
+        return (1.0 if self.coding == "entropy" else math.sqrt(values)) / signal
 
 
-@dataclass(frozen=True)
-class Default:
-    """Each array gets 8 bits per value: e2m5 if each block or row has an offset, e3m4 if the whole array has one.
-
-    Of all formats of 8 bits these have the least error on the weights of a model: the values of a block are within
-    the few powers of two that e2m5 covers, while those of a whole array need the wider range of e3m4.
-    """
-
-
-DEFAULT = Default()
+DEFAULT_BITS: Mapping[Coding, float] = {"entropy": 8.0, "packed": 8.1}
+"""The average bits per value of a quantization without a target; packed ones have room for headers and offsets."""
 
 Target = MinSqnr | Bits
-"""A target for error or size; the formats of arrays without a rule are chosen from their values to meet it."""
+"""A target for error or size; formats are chosen from the values of arrays to meet it."""
+
+CodecRules = Codecs | Mapping[str, Codecs]
+"""Codecs for all arrays, or codecs by path pattern; the first pattern that matches an array applies."""
+
+QuantizeRules = CodecRules | Mapping[str, Codecs | Target]
+"""`CodecRules`, or such rules with targets, each for all the arrays together to which its pattern applies."""
 
 
 class Match(NamedTuple):
-    """The codecs of an array in a quantization.
+    """The codecs of an array in a quantization, or the target of its rule, and the pattern of that rule.
 
     If `codecs` is None, the array stays unchanged; `reason` says why, and is empty if a rule leaves it unchanged.
     """
 
-    codecs: Codecs
+    codecs: Codecs | Target
     reason: str = ""
+    pattern: str = ""
+
+
+def _check_coding(coding: Any) -> None:
+    if coding not in get_args(Coding):
+        raise InvalidArgument(f"coding={coding!r:.100}: expected 'entropy' or 'packed'")
 
 
 def _number(argument: str, value: Any) -> float:
@@ -124,36 +140,30 @@ class _Rule(NamedTuple):
 
     pattern: str
     matches: Callable[[str], bool]
-    codecs: Codecs
+    codecs: Codecs | Target
     has_name: bool
 
 
 class Rules:
-    """Codecs by path pattern; codecs alone are the rule "**".
+    """Codecs or targets by path pattern; codecs alone are the rule "**".
 
-    A mapping with the key "format" is the configuration of one eXmY codec, not a set of rules.
+    A mapping with the key "format" is the configuration of one eXmY codec, not a set of rules. A mapping such as
+    {"bits": 3} or {"min_sqnr": 30, "coding": "packed"}, as a JSON file has it, is a target.
 
     An eXmY format is for floats only. In a quantization, one-dimensional arrays get one only from a rule whose
     pattern names them. A pattern names arrays if its last part has other characters than wildcards:
     "layers/0/bias", "**/bias" and "**/norm*" do, "**", "layers/**" and "layers/*" do not.
     """
 
-    def __init__(self, rules: CodecRules) -> None:
+    def __init__(self, rules: QuantizeRules) -> None:
         by_pattern = rules if isinstance(rules, Mapping) and "format" not in rules else {"**": rules}
-        self._are_patterns = isinstance(rules, Mapping) and by_pattern is rules
-        for pattern, codecs in by_pattern.items():
-            if not isinstance(pattern, str) or not isinstance(
-                codecs, str | exmy.Format | Mapping | list | tuple | None
-            ):
-                raise InvalidArgument(
-                    f"the rule {pattern!r}: {codecs!r:.100} is invalid; expected a path pattern with None, "
-                    "'lossless', an eXmY format such as 'e4m3', its configuration, or a list of Zarr codecs"
-                )
-            if isinstance(codecs, list | tuple):
-                _check_codecs(pattern, codecs)
-            if is_exmy(codecs):
-                _check_exmy(pattern, codecs)
-        self._rules = [_Rule(p, compile_patterns(p), codecs, _has_name(p)) for p, codecs in by_pattern.items()]
+        self.has_patterns = isinstance(rules, Mapping) and by_pattern is rules
+        """Whether these are rules by path pattern rather than one codec."""
+        self.by_pattern = {pattern: _parse_rule(pattern, value) for pattern, value in by_pattern.items()}
+        """The codecs or the target of each pattern."""
+        self._rules = [
+            _Rule(p, compile_patterns(p), codecs, _has_name(p)) for p, codecs in self.by_pattern.items()
+        ]
 
     @staticmethod
     def from_paths(codecs: Mapping[str, Codecs]) -> Rules:
@@ -169,28 +179,36 @@ class Rules:
 
     def match(self, path: str, dtype: np.dtype[Any], ndim: int) -> Match | None:
         """Return the match of an array in a quantization, by the first rule that matches; None if none does."""
-        for _, matches, codecs, has_name in self._rules:
+        for pattern, matches, codecs, has_name in self._rules:
             if matches(path):
-                if is_exmy(codecs) and dtype.name not in FLOATS:
-                    return Match(None, f"{dtype} is not encoded")
-                if is_exmy(codecs) and ndim == 1 and not has_name:
-                    return Match(None, ONE_DIMENSIONAL)
-                return Match(codecs)
+                is_lossy = isinstance(codecs, MinSqnr | Bits) or is_exmy(codecs)
+                if is_lossy and dtype.name not in FLOATS:
+                    return Match(None, f"{dtype} is not encoded", pattern)
+                if is_lossy and ndim == 1 and not has_name:
+                    return Match(None, ONE_DIMENSIONAL, pattern)
+                return Match(codecs, "", pattern)
         return None
 
+    @property
+    def targets(self) -> dict[str, Target]:
+        """The targets by the pattern of their rule."""
+        return {p: target for p, target in self.by_pattern.items() if isinstance(target, MinSqnr | Bits)}
+
     def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
-        """Return the codecs of an array in a save: None without a rule, or for eXmY if the array has no floats."""
+        """Return the codecs of an array in a save; None without a rule, for a target, and eXmY without floats."""
         if not self._has_codecs:
             return None
         for _, matches, codecs, _ in self._rules:
             if matches(path):
-                return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
+                if isinstance(codecs, MinSqnr | Bits) or (is_exmy(codecs) and dtype.name not in FLOATS):
+                    return None
+                return codecs
         return None
 
     def check(self, paths: Iterable[str]) -> None:
         """Raise `InvalidArgument`, naming similar paths, if a pattern matches none of the paths."""
         all_paths = list(paths)
-        if not self._are_patterns:
+        if not self.has_patterns:
             return
         unmatched = [pattern for pattern, matches, _, _ in self._rules if not any(map(matches, all_paths))]
         if unmatched:
@@ -200,6 +218,43 @@ class Rules:
                 f"{len(unmatched)} of {len(self._rules)} patterns match no array of this checkpoint; correct or "
                 f"remove them ('**/' matches any number of leading groups, including none):{bullet_list(lines)}"
             )
+
+
+def _parse_rule(pattern: Any, value: Any) -> Codecs | Target:
+    """Return the codecs or the target of a rule; raise `InvalidArgument` if the rule is invalid."""
+    if not isinstance(pattern, str) or not isinstance(
+        value, str | exmy.Format | Mapping | list | tuple | MinSqnr | Bits | None
+    ):
+        raise InvalidArgument(
+            f"the rule {pattern!r}: {value!r:.100} is invalid; expected a path pattern with None, 'lossless', an "
+            "eXmY format such as 'e4m3', its configuration, a list of Zarr codecs, or a target such as {'bits': 4}"
+        )
+    if isinstance(value, MinSqnr | Bits):
+        return value
+    if isinstance(value, Mapping) and "format" not in value and {"bits", "min_sqnr"} & value.keys():
+        return _parse_target(pattern, value)
+    if isinstance(value, list | tuple):
+        _check_codecs(pattern, value)
+    if is_exmy(value):
+        _check_exmy(pattern, value)
+    codecs: Codecs = value
+    return codecs
+
+
+def _parse_target(pattern: str, value: Mapping[str, Any]) -> Target:
+    is_budget = "bits" in value
+    if unknown := sorted(
+        map(str, value.keys() - {*(("bits", "error") if is_budget else ("min_sqnr",)), "coding"})
+    ):
+        raise InvalidArgument(
+            f"the rule {pattern!r}: a target can't have {', '.join(unknown)}; expected either bits, perhaps with "
+            "error and coding, or min_sqnr, perhaps with coding"
+        )
+    try:
+        options = {key: each for key, each in value.items() if key not in ("bits", "min_sqnr")}
+        return Bits(value["bits"], **options) if is_budget else MinSqnr(value["min_sqnr"], **options)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"the rule {pattern!r}: {error}") from None
 
 
 def _check_codecs(pattern: str, codecs: Sequence[Any]) -> None:
@@ -241,15 +296,15 @@ def _similar_paths(pattern: str, paths: list[str]) -> list[str]:
     return list(dict.fromkeys([*by_path, *(path_by_name[name] for name in names)]))[:3]
 
 
-_ARGUMENTS = ("formats", "min_sqnr", "bits", "error", "axis", "block", "scale")
+_ARGUMENTS = ("formats", "min_sqnr", "bits", "error", "coding", "axis", "block", "scale")
 
 
 def parse_policy(text: bytes, file: str) -> dict[str, Any]:
     """Return the arguments of `tstore.quantize` in a JSON policy file, which contains either rules or arguments.
 
     An object with the key "formats", "min_sqnr" or "bits" contains arguments; it may also have the keys "error",
-    "axis", "block" and "scale". Any other object contains rules. Raise `InvalidArgument`, naming the file, if the
-    policy is invalid.
+    "coding", "axis", "block" and "scale". Any other object contains rules. Raise `InvalidArgument`, naming the
+    file, if the policy is invalid.
     """
     try:
         document = msgspec.json.decode(text)

@@ -1,17 +1,20 @@
 """Quantized copies of checkpoints: the float arrays of a version in eXmY formats, as a commit beside the source.
 
-1. A rule for an array's path determines its codecs. The other arrays get 8 bits per value by default. With a
-   target, a study of their values estimates the size and the error in every format: each of them then gets the
-   smallest format that reaches an SQNR, or all get the formats of least total error within a budget (`plan`).
+1. A rule for an array's path determines its codecs or its target. The other arrays have the common target, by
+   default a budget of 8 bits per value. For a target, a study of values estimates the size and the error in every
+   format: each array then gets the smallest format that reaches an SQNR, or all get the formats of least total
+   error within a budget (`plan`).
 2. The arrays are encoded, written, read back and measured (`encoding`): by this process, or by the workers of an
    executor (`work`).
-3. One commit contains the encoded arrays and the report. Chunks of unchanged arrays are referenced, not copied.
+3. Sizes of entropy-coded arrays are estimates. If what was stored exceeds a budget, the estimates are corrected,
+   and the arrays whose codecs change are encoded again.
+4. One commit contains the encoded arrays and the report. Chunks of unchanged arrays are referenced, not copied.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Literal, NamedTuple
 
@@ -21,11 +24,11 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.encoding import EncodedArray
-from tstore.quantization.plan import WIDTHS, Plan, SourceArray, plan_by_rules, plan_for
-from tstore.quantization.policy import CodecRules, Default, Rules
+from tstore.quantization.entropy import is_entropy_coded
+from tstore.quantization.plan import Plan, SourceArray, corrected, decide, plan_by_rules, within_budgets
+from tstore.quantization.policy import QuantizeRules
 from tstore.quantization.report import QuantizedArray, QuantizeReport, read_report, stored_document
 from tstore.quantization.request import Request, checked_request
-from tstore.quantization.study import Study
 from tstore.quantization.values import MEMORY
 from tstore.quantization.work import BatchWork, ProgressCallback
 from tstore.snapshot import Snapshot
@@ -39,14 +42,18 @@ __all__ = ["quantize", "quantize_report"]
 _ATTEMPTS = 8
 """The maximum number of attempts; an attempt fails if garbage collection removes its source meanwhile."""
 
+_SHARES = (0.998, 0.9995, 0.998, 0.99)
+"""The parts of a size that its estimate may be: the first from samples, then corrected by stored sizes."""
+
 
 async def quantize(
     store: str | os.PathLike[str] | Store,
-    formats: CodecRules = None,
+    formats: QuantizeRules = None,
     *,
     min_sqnr: float | None = None,
     bits: float | None = None,
     error: Literal["absolute", "relative"] | None = None,
+    coding: Literal["entropy", "packed"] | None = None,
     at: int | str | None = None,
     tag: str | None = None,
     message: str = "",
@@ -68,9 +75,10 @@ async def quantize(
     Parameters
     ----------
     formats
-        One eXmY format, or formats by path pattern: the first pattern that matches an array applies, and None
-        leaves the array unchanged. Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value:
-        e2m5 with an offset per block, or e3m4 with one offset for the array.
+        One eXmY format, or rules: formats or targets by path pattern. The first pattern that matches an array
+        applies; None leaves the array unchanged, and `Bits(3)`, `MinSqnr(30)`, {"bits": 3} or {"min_sqnr": 30} is
+        a target for the arrays of the rule alone. Without `formats`, `min_sqnr` and `bits`, the arrays that can be
+        encoded get 8 bits per value.
     min_sqnr
         Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
         10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
@@ -78,16 +86,23 @@ async def quantize(
         The arrays without a rule get the formats with the least total error that keep the stored bits per value,
         averaged over all arrays of the checkpoint, at `bits` or below. `error`, by default "relative", is
         described in `Bits`.
+    coding
+        How the formats chosen for a target are stored. "entropy": one step for all values of an array, and codes
+        compressed by zstd; the least error at a given size, any average number of bits. "packed": codes in the
+        width of their format, with an offset per block, of which a part of a chunk can be read, and which
+        `restore(packed=True)` returns. By default "packed" if `axis`, `block` or `scale` is passed, otherwise
+        "entropy".
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that version meanwhile, the newest one by then is quantized.
     tag
         The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
-        the formats, such as "step/100/e2m5".
+        the formats, such as "step/100/8bits".
     axis, block, scale
-        Which values share an exponent offset, as in `exmy.quantize`. By default (block="auto", no `axis`) an array
-        with a rule has one offset. An array without a rule has one per block of 128, 64 or 32 values along its
-        last axis, the first of these sizes that divides the axis and its chunks; if none does, it has one offset.
+        Which values of a packed array share an exponent offset, as in `exmy.quantize`. By default (block="auto",
+        no `axis`) an array with a format has one offset. An array with a target has one per block of 128, 64 or 32
+        values along its last axis, the first of these sizes that divides the axis and its chunks; if none does, it
+        has one offset.
     executor
         An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
         store by its URL.
@@ -104,12 +119,11 @@ async def quantize(
     tag), `Conflict`, `NotFound`, `SnapshotExpired`, `StorageFull`, `Unavailable` (also if the executor breaks).
     After an error other than `CommitOutcomeUnknown` nothing is committed.
     """
-    tag, request = _checked_tag(tag), checked_request(formats, min_sqnr, bits, error, axis, block, scale)
-    rules = None if formats is None else Rules(formats)
+    tag, request = _checked_tag(tag), checked_request(formats, min_sqnr, bits, error, coding, axis, block, scale)
     message, memory = checked_text("message", message), checked_index("memory", memory)
     if executor is not None and not hasattr(executor, "submit"):
         raise InvalidArgument(f"executor={quote(executor)}: expected a concurrent.futures.Executor")
-    job = _Job(request, rules, at, tag, message, executor, memory, progress)
+    job = _Job(request, at, tag, message, executor, memory, progress)
     async with opened(store, "r+") as target:
         for _ in range(_ATTEMPTS):
             try:
@@ -137,7 +151,6 @@ class _Job(NamedTuple):
     """One call of `quantize`."""
 
     request: Request
-    rules: Rules | None
     at: int | str | None
     tag: str | None
     message: str
@@ -155,8 +168,8 @@ class _Job(NamedTuple):
             raise InvalidArgument(
                 f"{source.location} has no arrays to quantize; pass another version or tag as at=…"
             )
-        if self.rules is not None:
-            self.rules.check(arrays)
+        if self.request.rules is not None:
+            self.request.rules.check(arrays)
         name, description = self.tag or _default_tag(source, self.request), self.request.describe()
         message = self.message or f"quantized from version {source.version}: {description}"
         existing = (await store.tags()).get(name)
@@ -183,14 +196,21 @@ class _Job(NamedTuple):
         self, work: BatchWork, arrays: Mapping[str, SourceArray]
     ) -> tuple[Plan, dict[str, EncodedArray]]:
         """Return the plan, and by path the results for the arrays that it encodes."""
-        plan, target = plan_by_rules(arrays, self.rules, self.request), self.request.target
-        studies: Sequence[Study] = []
-        if target is not None:
-            if not isinstance(target, Default):
-                studies = await work.study(plan.undecided, WIDTHS)
-            plan = plan_for(target, plan, studies, arrays)
-        encoded = await work.encode(plan.choices, {s.path: s.profile for s in studies})
-        return plan, {e.path: e for e in encoded}
+        undecided = plan_by_rules(arrays, self.request)
+        studies = {s.path: s for s in await work.study(undecided.undecided)}
+        profiles = {path: study.profile for path, study in studies.items()}
+        encoded: dict[str, EncodedArray] = {}
+        plan = Plan({}, {}, [])
+        for share in _SHARES:
+            earlier, plan = plan, decide(undecided, studies, arrays, share)
+            changed = {p: choice for p, choice in plan.choices.items() if choice != earlier.choices.get(p)}
+            encoded = {p: e for p, e in encoded.items() if p in plan.choices}
+            encoded |= {e.path: e for e in await work.encode(changed, profiles)}
+            sizes = {p: sum(row.length for row in e.rows) for p, e in encoded.items() if e.document is not None}
+            if within_budgets(undecided, arrays, sizes):
+                break
+            studies = corrected(studies, plan, sizes)
+        return plan, encoded
 
 
 async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, EncodedArray]) -> None:
@@ -224,12 +244,13 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None
     if encoded is None or encoded.document is None:
         reason = plan.unchanged.get(path, "") if encoded is None else encoded.reason
         return QuantizedArray(path, None, "", reason, values, before, before)
-    codec, loss = ArrayMeta.parse(encoded.document).chain.exmy_codec, encoded.difference
+    meta, loss = ArrayMeta.parse(encoded.document), encoded.difference
+    codec = meta.chain.exmy_codec
     after = sum(row.length for row in encoded.rows)
     if codec is None or loss is None:
         return QuantizedArray(path, None, "", "", values, before, after)
     exponents = encoded.exponents
     errors = loss.signal, loss.noise, loss.largest_error, loss.largest_relative, encoded.clipped_count / values
     histogram = None if exponents is None else (exponents.lowest, exponents.counts.tolist())
-    name = codec.format.standard.name
-    return QuantizedArray(path, name, codec.granularity, "", values, before, after, *errors, histogram)
+    name, coding = codec.format.standard.name, "entropy" if is_entropy_coded(meta.chain.documents) else "packed"
+    return QuantizedArray(path, name, codec.granularity, "", values, before, after, *errors, histogram, coding)

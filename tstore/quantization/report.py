@@ -33,7 +33,8 @@ class QuantizedArray(NamedTuple):
     """The format and error of one array; the error is measured on the stored chunks, read back and decoded.
 
     `format` is None if the array is exact; `reason` then says why, unless a rule asked for it. `granularity` says
-    which values share an offset: "tensor", "row", or a "block of 32". `bytes_before` and `bytes_after` are
+    which values share an offset: "tensor", "row", or a "block of 32". `coding` is "entropy" or "packed", and empty
+    for an exact array. `bytes_before` and `bytes_after` are
     encoded bytes with the codec's metadata. `signal` and `noise` are the sums of the squared values and errors.
     `clipped` is the fraction of values beyond the largest that their format and scale can represent. `exponents`
     is (lowest, counts): how many values have floor(log2 |x|) = lowest, lowest + 1, …; None if not stored.
@@ -52,9 +53,13 @@ class QuantizedArray(NamedTuple):
     largest_relative: float = 0.0
     clipped: float = 0.0
     exponents: tuple[int, list[int]] | None = None
+    coding: str = ""
 
     def __repr__(self) -> str:
-        encoding = f"{self.format} per {self.granularity}, SQNR {self.sqnr:.1f} dB" if self.format else "exact"
+        encoding = "exact"
+        if self.format:
+            how = "entropy-coded" if self.coding == "entropy" else f"per {self.granularity}"
+            encoding = f"{self.format} {how}, SQNR {self.sqnr:.1f} dB"
         return f"<QuantizedArray {self.path}: {encoding}, {self.bits_per_value:.2f} bits/value>"
 
     @property
@@ -82,12 +87,30 @@ class QuantizeReport(NamedTuple):
     request: str = ""
 
     def __repr__(self) -> str:
-        """Return one line with the commit and the totals; `arrays`, `worst` and `document()` have the rest."""
+        """Return one line with the commit and the totals; `table()` has the rest."""
         return (
             f"<QuantizeReport version {self.version} ({self.tag}), from version {self.source}: "
             f"{len(self.encoded)} of {len(self.arrays)} arrays encoded, "
             f"{self.bits_per_value:.2f} bits/value, SQNR {self.sqnr:.1f} dB>"
         )
+
+    def table(self) -> str:
+        """Return a line of text for each array, with the reasons why some are exact, and the totals."""
+        rows = [("array", "format", "bits/value", "SQNR dB", "largest error", "why exact")]
+        for a in self.arrays:
+            measured = (f"{a.sqnr:.1f}", f"{a.largest_error:.3g}") if a.format else ("", "")
+            name = f"{a.format} {a.coding}" if a.format else "exact"
+            rows.append((a.path, name, f"{a.bits_per_value:.2f}", *measured, a.reason))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        is_text = (True, True, False, False, False, True)
+        lines = [
+            "  ".join(
+                cell.ljust(width) if left else cell.rjust(width)
+                for cell, width, left in zip(row, widths, is_text, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, repr(self)])
 
     @property
     def encoded(self) -> list[QuantizedArray]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import exmy
 
 from tstore.errors import InvalidArgument
 from tstore.format.codecs import Codecs, as_configuration, is_exmy
-from tstore.quantization.policy import DEFAULT, Bits, CodecRules, Default, MinSqnr, Target
+from tstore.quantization.policy import DEFAULT_BITS, Bits, Coding, MinSqnr, QuantizeRules, Rules, Target
 
 __all__ = ["Request", "checked_request"]
 
@@ -20,34 +20,28 @@ _MAX_LENGTH = 300
 class Request(NamedTuple):
     """The rules by which arrays get their codecs, and the target for the arrays without a rule.
 
-    `defaults` are the default granularity and scale of eXmY codecs. With `auto_block`, an array without a rule has
-    an exponent offset per block of 128, 64 or 32 values: the first of these sizes that divides its last axis and
-    chunks. If none does, the array has one offset.
+    `defaults` are the default granularity and scale of packed eXmY codecs. With `auto_block`, a packed array whose
+    format is chosen from its values has an exponent offset per block of 128, 64 or 32 values: the first of these
+    sizes that divides its last axis and chunks. If none does, the array has one offset. `is_default` says that the
+    caller has asked for nothing, so that the target counts the bits of encoded arrays only.
     """
 
-    formats: CodecRules = None
-    target: Target | Default | None = None
+    rules: Rules | None = None
+    target: Target | None = None
     defaults: Mapping[str, Any] = {}
     auto_block: bool = True
+    is_default: bool = False
 
     def describe(self) -> str:
         """Return the request as one line, truncated if long: "**: e3m2; bits=5, error=relative; axis=0"."""
         parts = []
-        if _are_rules(self.formats):
-            parts.append(
-                ", ".join(f"{pattern}: {_describe_codecs(codecs)}" for pattern, codecs in self.formats.items())
-            )
-        elif self.formats is not None:
-            parts.append(_describe_codecs(self.formats))
-        match self.target:
-            case MinSqnr(decibel):
-                parts.append(f"min_sqnr={decibel:g}")
-            case Bits(average, error):
-                parts.append(f"bits={average:g}, error={error}")
-            case Default():
-                parts.append("8 bits per value")
-        if self.target is not None and self.auto_block:
-            parts.append("block=auto")
+        if self.rules is not None:
+            rules = [(f"{p}: " if self.rules.has_patterns else "", c) for p, c in self.rules.by_pattern.items()]
+            parts.append(", ".join(f"{pattern}{_describe_codecs(codecs)}" for pattern, codecs in rules))
+        if self.target is not None:
+            parts.append(_describe_target(self.target))
+            if self.target.coding == "packed" and self.auto_block:
+                parts.append("block=auto")
         if self.defaults:
             parts.append(_describe_settings(self.defaults))
         # a pattern may contain lone surrogates, which can't be stored as UTF-8
@@ -56,31 +50,22 @@ class Request(NamedTuple):
 
     def tag_suffix(self) -> str:
         """Return the formats as the last part of a tag, such as "e4m3-5bits"."""
-        used = self.formats.values() if _are_rules(self.formats) else [self.formats]
-        parts = [_format_name(codecs) for codecs in used if codecs is not None]
-        match self.target:
-            case MinSqnr(decibel):
-                parts.append(f"{decibel:g}dB")
-            case Bits(average, _):
-                parts.append(f"{average:g}bits")
-            case Default():
-                parts.append("e2m5")
+        used = [] if self.rules is None else self.rules.by_pattern.values()
+        parts = [_short_name(value) for value in (*used, self.target) if value is not None]
         return "-".join(dict.fromkeys(parts)) or "copy"
 
 
 def checked_request(
-    formats: CodecRules,
+    formats: QuantizeRules,
     min_sqnr: float | None,
     bits: float | None,
     error: Literal["absolute", "relative"] | None,
+    coding: Coding | None,
     axis: int | None,
     block: int | Literal["auto"] | None,
     scale: str,
 ) -> Request:
     """Return the request for these arguments of `quantize`; raise `InvalidArgument` if they are invalid."""
-    target: Target | Default | None = _checked_target(min_sqnr, bits, error)
-    if formats is None and target is None:
-        target = DEFAULT
     if not isinstance(scale, str):
         raise InvalidArgument(f"scale={scale!r:.100}: expected 'search', 'max', 'none', 'float', 'e4m3' or '6bit'")
     auto_block = isinstance(block, str) and block == "auto"
@@ -94,37 +79,57 @@ def checked_request(
         exmy.ChunkCodec.from_configuration({"format": "e4m3", **defaults})
     except exmy.ExmyError as invalid:
         raise InvalidArgument(f"axis, block or scale is invalid: {invalid!s:.300}") from None
-    return Request(formats, target, defaults, auto_block and axis is None and scale != "none")
+    is_packed = bool(defaults) or not auto_block
+    if is_packed and coding == "entropy":
+        raise InvalidArgument(
+            "axis, block and scale are settings of packed codes, while entropy-coded arrays have one step for all "
+            "values; leave them out, or pass coding='packed'"
+        )
+    chosen: Coding = coding or ("packed" if is_packed else "entropy")
+    target = _checked_target(min_sqnr, bits, error, chosen)
+    if target is None and formats is not None and coding is not None:
+        raise InvalidArgument(f"coding={coding!r} applies to bits=… and min_sqnr=…; pass one of them too")
+    auto_block = auto_block and axis is None and scale != "none"
+    if target is None and formats is None:
+        return Request(None, Bits(DEFAULT_BITS[chosen], coding=chosen), defaults, auto_block, is_default=True)
+    return Request(None if formats is None else Rules(formats), target, defaults, auto_block)
 
 
 def _checked_target(
-    min_sqnr: float | None, bits: float | None, error: Literal["absolute", "relative"] | None
+    min_sqnr: float | None, bits: float | None, error: Literal["absolute", "relative"] | None, coding: Coding
 ) -> Target | None:
     if min_sqnr is not None and bits is not None:
         raise InvalidArgument("min_sqnr=… and bits=… are mutually exclusive; pass one of them")
     if bits is not None:
-        return Bits(bits) if error is None else Bits(bits, error)
+        return Bits(bits, error or "relative", coding)
     if error is not None:
         raise InvalidArgument(f"error={error!r} applies only to the budget bits=…; pass bits=… too")
-    return None if min_sqnr is None else MinSqnr(min_sqnr)
+    return None if min_sqnr is None else MinSqnr(min_sqnr, coding)
 
 
-def _are_rules(formats: CodecRules) -> TypeGuard[Mapping[str, Codecs]]:
-    """Return whether these are rules by path pattern rather than one codec."""
-    return isinstance(formats, Mapping) and "format" not in formats
+def _short_name(value: Codecs | Target) -> str:
+    """Return codecs or a target as a part of a tag."""
+    if isinstance(value, MinSqnr | Bits):
+        size = f"{value.average:g}bits" if isinstance(value, Bits) else f"{value.decibel:g}dB"
+        return size if value.coding == "entropy" else f"{size}-packed"
+    if isinstance(value, Mapping):
+        return str(value["format"])
+    if isinstance(value, str | exmy.Format):
+        return str(value)
+    return str(as_configuration(value).get("format")) if is_exmy(value) else "custom"
 
 
-def _format_name(codecs: Codecs) -> str:
-    if isinstance(codecs, Mapping):
-        return str(codecs["format"])
-    if isinstance(codecs, str | exmy.Format):
-        return str(codecs)
-    return str(as_configuration(codecs).get("format")) if is_exmy(codecs) else "custom"
+def _describe_target(target: Target) -> str:
+    if isinstance(target, MinSqnr):
+        return f"min_sqnr={target.decibel:g}, coding={target.coding}"
+    return f"bits={target.average:g}, error={target.error}, coding={target.coding}"
 
 
-def _describe_codecs(codecs: Codecs) -> str:
+def _describe_codecs(codecs: Codecs | Target) -> str:
     if codecs is None:
         return "kept"
+    if isinstance(codecs, MinSqnr | Bits):
+        return _describe_target(codecs)
     if isinstance(codecs, str | exmy.Format):
         return str(codecs)
     if isinstance(codecs, Mapping):

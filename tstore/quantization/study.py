@@ -1,10 +1,11 @@
 """The study of an array: its exponents, and its size and error in every eXmY format.
 
 1. One pass over all values counts their exponents and the non-finite values, and collects a sample.
-2. `exmy.survey` tries every format of every width on the sample.
-3. With the default granularity and scale, all values share one offset. The best formats of each width are then
-   tried on all values, because a few outliers that no sample contains can decide the error. With any other
-   granularity or scale, the estimate is the error on the sample, scaled to the array.
+2. Entropy-coded: `entropy` measures size and error on the sample.
+3. Packed: `exmy.survey` tries every format of every width on the sample. With the default granularity and scale,
+   all values share one offset. The best formats of each width are then tried on all values, because a few outliers
+   that no sample contains can decide the error. With any other granularity or scale, the estimate is the error on
+   the sample, scaled to the array.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import exmy
 import numpy as np
+import numpy.typing as npt
 
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import Codecs, as_configuration, is_exmy
 from tstore.format.grid import default_chunks
+from tstore.quantization.entropy import entropy_chunks, entropy_points, is_entropy_coded
+from tstore.quantization.policy import Coding
 from tstore.quantization.values import Sample, Values
 
 __all__ = [
@@ -26,6 +30,7 @@ __all__ = [
     "Estimate",
     "Profile",
     "Study",
+    "Undecided",
     "encoded_meta",
     "fit_tensor",
     "obstacle",
@@ -37,6 +42,8 @@ __all__ = [
 Configuration = Mapping[str, Any]
 """A configuration of the exmy codec: "format", "axis" and "block" (which values share an offset), and "scale"."""
 
+
+_WIDTHS = range(2, 17)  # the widths, in bits, of the formats that packed arrays may get
 
 _ALWAYS_IN_RANGE = 123  # exponents below this one are in the range of every format with every scale
 _MAX_SQUARED = 511  # the highest exponent of values whose squares float64 can represent
@@ -54,9 +61,9 @@ class Profile(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """One configuration for an array, with the array's size in stored bytes and its expected squared error."""
+    """Codecs for an array, with the array's expected size in bytes and its expected squared error."""
 
-    codecs: Configuration
+    codecs: Codecs
     size: int
     error: float
 
@@ -75,30 +82,81 @@ class Study(NamedTuple):
     profile: Profile
 
 
-def study(values: Values, configuration: Configuration, widths: range) -> Study:
-    """Study an array in the formats of these widths, all with the granularity and scale of `configuration`."""
-    meta = values.meta
-    settings = {key: value for key, value in configuration.items() if key != "format"}
-    sample = Sample(meta, configuration.get("axis"), configuration.get("block"))
+class Undecided(NamedTuple):
+    """How an array will be stored whose format is not chosen yet.
+
+    `settings`: the granularity and scale of packed codes. `importance`: the weight of each value's squared error,
+    as an array that broadcasts to the shape; None if all values weigh the same.
+    """
+
+    coding: Coding
+    settings: Configuration
+    importance: npt.NDArray[np.float32] | None = None
+
+
+def study(values: Values, undecided: Undecided) -> Study:
+    """Study an array in the formats that its coding can use."""
+    meta, settings = values.meta, undecided.settings
+    sample = Sample(meta, settings.get("axis"), settings.get("block"))
+    weights = None if undecided.importance is None else Sample(meta, None, None)
     exponents, signal = _no_exponents(meta), 0.0
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
         sample.add(region, slab)
-        if settings:  # without settings, `fit_tensor` below measures the signal
+        if weights is not None:
+            assert undecided.importance is not None
+            weights.add(region, np.broadcast_to(undecided.importance, meta.shape)[region])
+        if settings or undecided.coding == "entropy":  # else `fit_tensor` measures the signal
             signal += exmy.compare(slab, slab).signal
-    formats = [f for bits in widths for f in exmy.formats(bits) if _in_range(exponents, {**settings, "format": f})]
     reason = obstacle(meta, exponents, [])
-    if not formats or exponents.highest > _MAX_SQUARED:
+    if exponents.highest > _MAX_SQUARED:
+        reason = reason or f"values of 2^{exponents.highest} are too large"
+    if not reason and undecided.coding == "entropy":
+        importance = None if weights is None else weights.values
+        return _entropy_study(values, signal, sample.values, importance, exponents)
+    return _packed_study(values, signal, settings, sample.values, exponents, reason)
+
+
+def _entropy_study(
+    values: Values,
+    signal: float,
+    sample: npt.NDArray[Any],
+    importance: npt.NDArray[Any] | None,
+    exponents: exmy.Exponents,
+) -> Study:
+    """Return the estimates of entropy-coded eXmY; with importance, the signal and the errors are weighted."""
+    points = list(entropy_points(sample, importance, values.meta, exponents))
+    estimates = [Estimate(codecs, size, error) for codecs, size, error in points]
+    reason = "" if estimates else f"values of 2^{exponents.highest} are beyond the steps of entropy coding"
+    if importance is not None:
+        weighted = np.square(sample, dtype=np.float64) * importance
+        signal = float(weighted.sum()) * values.meta.size / max(1, sample.size)
+    return Study(values.path, reason, signal, estimates, Profile(exponents, {}))
+
+
+def _packed_study(
+    values: Values,
+    signal: float,
+    settings: Configuration,
+    sample: npt.NDArray[Any],
+    exponents: exmy.Exponents,
+    reason: str,
+) -> Study:
+    """Return the estimates of packed codes in all formats of `_WIDTHS` bits."""
+    meta = values.meta
+    formats = [
+        f for bits in _WIDTHS for f in exmy.formats(bits) if _in_range(exponents, {**settings, "format": f})
+    ]
+    if not formats:
         reason = reason or f"values of 2^{exponents.highest} are too large"
     if reason:
         return Study(values.path, reason, 0.0, [], Profile(exponents, {}))
-    candidates = [c for c in exmy.survey(sample.values, widths, **settings) if c.format.standard in formats]
+    candidates = [c for c in exmy.survey(sample, _WIDTHS, **settings) if c.format.standard in formats]
     fits: dict[str, str] = {}
     if settings:
         errors = [(c.format.standard, signal * c.noise / c.signal if c.signal else 0.0) for c in candidates]
     else:
-        is_complete = sample.values.size == meta.size
-        has_largest = is_complete or exmy.exponents(sample.values).highest == exponents.highest
+        has_largest = sample.size == meta.size or exmy.exponents(sample).highest == exponents.highest
         tensor_fits = fit_tensor(values, _contenders(candidates, has_largest=has_largest))
         errors = [(fit.format.standard, fit.noise or 0.0) for fit in tensor_fits]
         fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
@@ -107,7 +165,7 @@ def study(values: Values, configuration: Configuration, widths: range) -> Study:
         return Study(values.path, "the sum of its squares exceeds float64", 0.0, [], Profile(exponents, fits))
     estimates = []
     for format, error in errors:
-        codecs = {**configuration, "format": format.name}
+        codecs = {**settings, "format": format.name}
         estimates.append(Estimate(codecs, stored_bytes(encoded_meta(meta, codecs)), error))
     return Study(values.path, "", signal, estimates, Profile(exponents, fits))
 
@@ -138,7 +196,9 @@ def encoded_meta(source: ArrayMeta, codecs: Codecs) -> ArrayMeta:
     Raise `InvalidArgument` if the codecs do not fit the array.
     """
     chunks = source.chunks
-    if is_exmy(codecs) and source.shape:
+    if is_entropy_coded(codecs):
+        chunks = entropy_chunks(source)
+    elif is_exmy(codecs) and source.shape:
         settings = as_configuration(codecs)
         axis, block = settings.get("axis"), settings.get("block")
         if axis is not None or block is not None:
@@ -190,9 +250,10 @@ def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterabl
 
 
 def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
-    """Return whether the format can represent the largest exponent; true with scale "none", which may clip."""
+    """Return whether the format can represent the largest exponent; true with scale "none" or a
+    fixed one, which may clip."""
     scale = configuration.get("scale", "search")
-    if scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
+    if scale == "none" or isinstance(scale, float | int) or exponents.highest < _ALWAYS_IN_RANGE:
         return True
     f = exmy.Format(str(configuration["format"])).standard
     # The least bias is -512, and 125 less than the standard bias with float scales. The bias here is one greater,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from tstore.data.writer import PackSet
 from tstore.errors import Unavailable
 from tstore.quantization.encoding import CodecChoice, EncodedArray, encode_batch
-from tstore.quantization.study import Configuration, Profile, Study, study
+from tstore.quantization.study import Profile, Study, Undecided, study
 from tstore.quantization.values import ValueCache, batches, in_threads
 from tstore.runtime.pool import WORKERS
 from tstore.snapshot import Snapshot
@@ -68,14 +68,14 @@ class BatchWork:
         self._executor = executor
         self._progress = progress
 
-    async def study(self, configurations: Mapping[str, Configuration], widths: range) -> list[Study]:
-        """Study arrays, each with the granularity and scale of its configuration; return the studies in order."""
-        paths = list(configurations)
+    async def study(self, undecided: Mapping[str, Undecided]) -> list[Study]:
+        """Study arrays, each in the formats that its coding can use; return the studies in order."""
+        paths = list(undecided)
         if self._executor is not None:
             tasks = self._tasks(paths)
-            calls = [(_study_task, self._workspace, {p: configurations[p] for p in t}, widths) for t in tasks]
+            calls = [(_study_task, self._workspace, {p: undecided[p] for p in t}) for t in tasks]
             return await self._execute(calls)
-        return await self._run_concurrently(partial(self._runner.study, configurations, widths), paths)
+        return await self._run_concurrently(partial(self._runner.study, undecided), paths)
 
     async def encode(
         self, choices: Mapping[str, CodecChoice], profiles: Mapping[str, Profile]
@@ -173,11 +173,9 @@ class _BatchRunner:
         self._source = source
         self.cache = ValueCache(memory)
 
-    async def study(
-        self, configurations: Mapping[str, Configuration], widths: range, batch: list[str]
-    ) -> list[Study]:
+    async def study(self, undecided: Mapping[str, Undecided], batch: list[str]) -> list[Study]:
         async with self.cache.read(self._source, batch) as values:
-            return await in_threads(lambda v: study(v, configurations[v.path], widths), values)
+            return await in_threads(lambda v: study(v, undecided[v.path]), values)
 
     async def encode(
         self, packs: PackSet, choices: Mapping[str, CodecChoice], profiles: Mapping[str, Profile], batch: list[str]
@@ -208,11 +206,11 @@ async def _packs(store: Store, workspace: _Workspace) -> AsyncIterator[PackSet]:
         raise
 
 
-def _study_task(workspace: _Workspace, configurations: Mapping[str, Configuration], widths: range) -> list[Study]:
+def _study_task(workspace: _Workspace, undecided: Mapping[str, Undecided]) -> list[Study]:
     async def work() -> list[Study]:
         async with await open(workspace.url, "r") as store:
             runner = _BatchRunner(store, await store.snapshot(workspace.version), workspace.memory)
-            return await runner.run_in_turn(partial(runner.study, configurations, widths), configurations)
+            return await runner.run_in_turn(partial(runner.study, undecided), undecided)
 
     return asyncio.run(work())
 

@@ -45,7 +45,7 @@ from tstore.format.codecs import Codecs
 from tstore.format.indices import Index, IndexItem
 from tstore.maintenance.repair import RepairReport
 from tstore.maintenance.verify import VerifyReport
-from tstore.quantization.policy import CodecRules, Target
+from tstore.quantization.policy import QuantizeRules, Target
 from tstore.quantization.work import ProgressCallback
 from tstore.storage.base import Storage
 from tstore.storage.objects import Traffic
@@ -274,7 +274,7 @@ class Checkpointer:
         host: int = 0,
         hosts: int = 1,
         attempt: str | None = None,
-        codecs: CodecRules | Target = None,
+        codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         staging: StagingChoice = "memory",
         in_flight: InFlight = "queue",
@@ -688,11 +688,12 @@ def open(
 
 def quantize(
     store: str | os.PathLike[str] | Store,
-    formats: CodecRules = None,
+    formats: QuantizeRules = None,
     *,
     min_sqnr: float | None = None,
     bits: float | None = None,
     error: Literal["absolute", "relative"] | None = None,
+    coding: Literal["entropy", "packed"] | None = None,
     at: int | str | None = None,
     tag: str | None = None,
     message: str = "",
@@ -714,9 +715,10 @@ def quantize(
     Parameters
     ----------
     formats
-        One eXmY format, or formats by path pattern: the first pattern that matches an array applies, and None
-        leaves the array unchanged. Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value:
-        e2m5 with an offset per block, or e3m4 with one offset for the array.
+        One eXmY format, or rules: formats or targets by path pattern. The first pattern that matches an array
+        applies; None leaves the array unchanged, and `Bits(3)`, `MinSqnr(30)`, {"bits": 3} or {"min_sqnr": 30} is
+        a target for the arrays of the rule alone. Without `formats`, `min_sqnr` and `bits`, the arrays that can be
+        encoded get 8 bits per value.
     min_sqnr
         Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
         10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
@@ -724,16 +726,23 @@ def quantize(
         The arrays without a rule get the formats with the least total error that keep the stored bits per value,
         averaged over all arrays of the checkpoint, at `bits` or below. `error`, by default "relative", is
         described in `Bits`.
+    coding
+        How the formats chosen for a target are stored. "entropy": one step for all values of an array, and codes
+        compressed by zstd; the least error at a given size, any average number of bits. "packed": codes in the
+        width of their format, with an offset per block, of which a part of a chunk can be read, and which
+        `restore(packed=True)` returns. By default "packed" if `axis`, `block` or `scale` is passed, otherwise
+        "entropy".
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that version meanwhile, the newest one by then is quantized.
     tag
         The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
-        the formats, such as "step/100/e2m5".
+        the formats, such as "step/100/8bits".
     axis, block, scale
-        Which values share an exponent offset, as in `exmy.quantize`. By default (block="auto", no `axis`) an array
-        with a rule has one offset. An array without a rule has one per block of 128, 64 or 32 values along its
-        last axis, the first of these sizes that divides the axis and its chunks; if none does, it has one offset.
+        Which values of a packed array share an exponent offset, as in `exmy.quantize`. By default (block="auto",
+        no `axis`) an array with a format has one offset. An array with a target has one per block of 128, 64 or 32
+        values along its last axis, the first of these sizes that divides the axis and its chunks; if none does, it
+        has one offset.
     executor
         An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
         store by its URL.
@@ -805,7 +814,7 @@ def save(
     host: int = 0,
     hosts: int = 1,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",
@@ -855,7 +864,7 @@ def save_async(
     host: int = 0,
     hosts: int = 1,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",

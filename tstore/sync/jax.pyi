@@ -8,7 +8,7 @@ from tstore import sync
 from tstore.checkpoint.background import InFlight
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing
-from tstore.quantization.policy import CodecRules, Target
+from tstore.quantization.policy import QuantizeRules, Target
 from tstore.sync import BackgroundSave, Keep, RestorePlan, Store
 
 __all__ = ["Checkpointer", "explain", "restore", "save", "save_async"]
@@ -32,7 +32,7 @@ class Checkpointer(sync.Checkpointer):
         *,
         every: int | Policy | None = None,
         keep: int | Keep | None = None,
-        codecs: CodecRules | Target = None,
+        codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         in_flight: InFlight = "queue",
     ) -> None: ...
@@ -107,7 +107,7 @@ def save(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",
@@ -145,7 +145,7 @@ def save_async(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",

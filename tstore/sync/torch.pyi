@@ -11,7 +11,7 @@ from tstore import sync
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing
-from tstore.quantization.policy import CodecRules, Target
+from tstore.quantization.policy import QuantizeRules, Target
 from tstore.sync import BackgroundSave, Keep, Store
 from tstore.torch import Reader, Writer
 
@@ -39,7 +39,7 @@ class Checkpointer(sync.Checkpointer):
         every: int | Policy | None = None,
         keep: int | Keep | None = None,
         group: dist.ProcessGroup | None = None,
-        codecs: CodecRules | Target = None,
+        codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         staging: StagingChoice = "memory",
         in_flight: InFlight = "queue",
@@ -109,7 +109,7 @@ def save(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",
@@ -154,7 +154,7 @@ def save_async(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",

@@ -13,7 +13,7 @@ from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.format.arguments import checked_step
 from tstore.format.retention import Keep
-from tstore.quantization.policy import CodecRules, Target
+from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime import pool
 from tstore.store import Store
 from tstore.torch.processes import Processes
@@ -46,7 +46,7 @@ class Checkpointer(checkpointer.Checkpointer):
         every: int | Policy | None = None,
         keep: int | Keep | None = None,
         group: dist.ProcessGroup | None = None,
-        codecs: CodecRules | Target = None,
+        codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         staging: StagingChoice = "memory",
         in_flight: InFlight = "queue",

@@ -14,7 +14,7 @@ from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
 from tstore.checkpoint.union import Outline, united
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
-from tstore.quantization.policy import CodecRules, Target
+from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime import world
 from tstore.store import Store
 from tstore.torch.leaves import to_values
@@ -33,7 +33,7 @@ def save(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",
@@ -96,7 +96,7 @@ def save_async(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: CodecRules | Target = None,
+    codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",

@@ -1,0 +1,186 @@
+"""Entropy-coded eXmY: the budgets and the SQNR that it keeps, its gain over packed codes, and its chunks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import exmy
+import ml_dtypes
+import numpy as np
+import pytest
+import zarr
+
+import tstore
+from tstore.errors import InvalidArgument
+from tstore.zarr import ZarrStore
+
+RNG = np.random.default_rng(0)
+
+
+def laplace(*shape: int, scale: float = 1.0) -> Any:
+    return RNG.laplace(0, scale, shape).astype("f4")
+
+
+def encoded_bits(report: tstore.QuantizeReport) -> float:
+    return 8 * sum(a.bytes_after for a in report.encoded) / sum(a.values for a in report.encoded)
+
+
+@pytest.mark.parametrize("bits", [1.5, 2.2, 3, 4, 5.7, 8, 9.3])
+async def test_a_budget_is_used_up_and_kept(tmp_path: Path, bits: float) -> None:
+    tree = {f"w{i}": laplace(200 * (i + 1), 384, scale=10.0**-i) for i in range(4)}
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, bits=bits)
+    assert 0.985 * bits < report.bits_per_value <= bits
+    assert {a.coding for a in report.arrays} == {"entropy"}
+    restored = await tstore.restore(tmp_path, at=report.tag)
+    for row in report.arrays:
+        assert row.sqnr == pytest.approx(exmy.sqnr(tree[row.path], restored[row.path]), abs=0.01)
+    assert (await (await tstore.open(tmp_path)).verify()).ok
+
+
+@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
+async def test_the_error_is_far_below_that_of_packed_codes(tmp_path: Path, bits: float) -> None:
+    await tstore.save(tmp_path, {"w": laplace(512, 512)}, 0)
+    entropy = await tstore.quantize(tmp_path, bits=bits)
+    packed = await tstore.quantize(tmp_path, bits=bits + 0.07, coding="packed", at="step/0")
+    assert entropy.sqnr > packed.sqnr + 2
+    # at most 0.4 bits, or 2.5 dB, above the entropy of a uniform step: h = log2(2e·b), for b = 1
+    assert entropy.sqnr > 10 * math.log10(2 * 12) + 6.02 * (bits - math.log2(2 * math.e)) - 2.5
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64"])
+async def test_an_sqnr_is_kept_with_few_bits(tmp_path: Path, kind: str) -> None:
+    dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.dtype(kind)
+    tree = {"w": laplace(300, 400).astype(dtype), "t": RNG.standard_t(3, (300, 400)).astype(dtype)}
+    await tstore.save(tmp_path, tree, 0)
+    for decibel in (10, 22, 35):
+        report = await tstore.quantize(tmp_path, min_sqnr=decibel, at="step/0")
+        assert all(decibel <= a.sqnr < decibel + 0.5 for a in report.arrays)
+
+
+async def test_large_arrays_are_sampled_and_in_small_chunks(tmp_path: Path) -> None:
+    x = laplace(1500, 2048)
+    x[:, 1000:] *= 4
+    x[777, 5] = 175.0 * x.std()  # no sample has it
+    await tstore.save(tmp_path, {"w": x}, 0)
+    for bits in (2.5, 4, 7.5):
+        report = await tstore.quantize(tmp_path, bits=bits, at="step/0")
+        assert 0.985 * bits < report.bits_per_value <= bits
+    async with await tstore.open(tmp_path) as store:
+        array = await (await store.snapshot(report.tag)).array("w")
+        assert math.prod(array.chunks) <= 1 << 20
+    y = (await tstore.restore(tmp_path, at=report.tag))["w"]
+    assert abs(y[777, 5] - x[777, 5]) < 0.1 * x[777, 5]
+    packed = (await tstore.restore(tmp_path, at=report.tag, packed=True))["w"]
+    assert np.array_equal(packed.dequantize(), y)
+
+
+async def test_a_wrong_estimate_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample has the quiet first half of each row only; so the first choice takes more than the budget."""
+    monkeypatch.setattr("tstore.quantization.entropy._RUN", 512)
+    monkeypatch.setattr("tstore.quantization.entropy._SAMPLE_BYTES", 512 * 300)
+    x = laplace(301, 1024)
+    x[:, :512] *= 0.2
+    monkeypatch.setattr("numpy.linspace", lambda first, last, count: np.arange(count) % 300 * 1024)
+    await tstore.save(tmp_path, {"w": x}, 0)
+    report = await tstore.quantize(tmp_path, bits=4)
+    assert 3.9 < report.bits_per_value <= 4
+
+
+async def test_each_rule_has_its_own_target(tmp_path: Path) -> None:
+    tree = {"a": {"w": laplace(100, 256), "b": laplace(256)}, "c": laplace(200, 256), "d": laplace(150, 256)}
+    await tstore.save(tmp_path, tree, 0)
+    rules: Any = {"a/*": tstore.Bits(6), "c": {"min_sqnr": 25}, "d": {"bits": 4, "coding": "packed"}}
+    report = await tstore.quantize(tmp_path, rules)
+    rows = {a.path: a for a in report.arrays}
+    values = rows["a/b"].values + rows["a/w"].values
+    assert 5.8 < 8 * (rows["a/b"].bytes_after + rows["a/w"].bytes_after) / values <= 6
+    assert rows["a/b"].format is None
+    assert 25 <= rows["c"].sqnr < 25.5
+    assert (rows["d"].coding, rows["d"].granularity) == ("packed", "block of 128")
+    assert report.tag == "step/0/6bits-25dB-4bits-packed"
+    both = await tstore.quantize(tmp_path, {"c": {"bits": 3}}, bits=7, at="step/0")
+    rows = {a.path: a for a in both.arrays}
+    assert 2.9 < rows["c"].bits_per_value <= 3
+    assert 6.7 < both.bits_per_value <= 7
+
+
+async def test_arrays_without_much_to_encode(tmp_path: Path) -> None:
+    tree = {
+        "zeros": np.zeros((100, 100), "f4"),
+        "ones": np.ones((100, 100), "f4"),
+        "signs": RNG.choice([-1.0, 1.0], (100, 100)).astype("f4"),
+        "one": np.eye(1, 10_000, dtype="f4"),
+        "few": laplace(8, 8),
+    }
+    await tstore.save(tmp_path, tree, 0)
+    for bits in (2, 8):
+        report = await tstore.quantize(tmp_path, bits=bits, at="step/0")
+        assert report.bits_per_value <= bits
+        restored = await tstore.restore(tmp_path, at=report.tag)
+        assert np.array_equal(restored["zeros"], tree["zeros"])
+        assert not np.signbit(restored["zeros"]).any()
+    assert all(a.sqnr > 30 for a in report.encoded if a.path not in ("zeros", "few"))
+
+
+async def test_zarr_reads_the_chunks(tmp_path: Path) -> None:
+    tree = {"w": laplace(300, 700), "v": laplace(200, 700)}
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, bits=3.5)
+    restored = await tstore.restore(tmp_path, at=report.tag)
+    async with await tstore.open(tmp_path) as store:
+        group = zarr.open_group(ZarrStore(await store.snapshot(report.tag)), mode="r")
+        for path in tree:
+            array: Any = group[path]
+            assert np.array_equal(array[:], restored[path])
+            assert [codec["name"] for codec in array.metadata.to_dict()["codecs"]] == ["exmy", "zstd"]
+
+
+async def test_saves_with_targets(tmp_path: Path) -> None:
+    tree = {"a": laplace(200, 300), "b": laplace(200, 300), "c": np.arange(5)}
+    await tstore.save(tmp_path, tree, 0, codecs=tstore.Bits(4))
+    await tstore.save(tmp_path, tree, 1, codecs={"a": tstore.MinSqnr(30), "b": "e4m3"})
+    first, second = [await tstore.restore(tmp_path, step=step) for step in (0, 1)]
+    assert exmy.sqnr(tree["a"], first["a"]) > 20
+    assert exmy.sqnr(tree["a"], second["a"]) >= 30
+    assert np.array_equal(second["b"], exmy.quantize(tree["b"], "e4m3").dequantize())
+    async with await tstore.open(tmp_path) as store:
+        sizes = [await (await store.snapshot(step)).array("a") for step in ("step/0", "step/1")]
+        assert all(array.codecs[-1]["name"] == "zstd" for array in sizes)
+    with pytest.raises(InvalidArgument, match="has only its own part"):
+        await tstore.save(tmp_path, tree, 2, host=0, hosts=2, attempt="a", codecs={"a": tstore.Bits(4)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 4, "coding": "entropy", "block": 32}, "settings of packed codes"),
+        ({"bits": 4, "coding": "huffman"}, "coding='huffman': expected 'entropy' or 'packed'"),
+        ({"formats": "e4m3", "coding": "packed"}, r"coding='packed' applies to bits=… and min_sqnr=…"),
+        ({"formats": {"w": {"bits": 3, "min_sqnr": 3}}}, "the rule 'w': a target can't have min_sqnr"),
+        ({"formats": {"w": {"bits": -3}}}, "the rule 'w': bits=-3: expected a positive number"),
+        ({"formats": {"w": {"min_sqnr": 3, "coding": 5}}}, "the rule 'w': coding=5"),
+        ({"bits": 0.01}, "can't be met: the least possible is"),
+    ],
+)
+async def test_bad_arguments_change_nothing(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    await tstore.save(tmp_path, {"w": laplace(100, 128)}, 0)
+    with pytest.raises(InvalidArgument, match=message):
+        await tstore.quantize(tmp_path, **options)
+    async with await tstore.open(tmp_path) as store:
+        assert await store.tags() == {"step/0": 1}
+
+
+async def test_a_report_as_a_table(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": laplace(100, 128), "b": laplace(100), "x": laplace(64, 64)}, 0)
+    report = await tstore.quantize(tmp_path, {"x": "e4m3"}, bits=12)
+    stored = await tstore.quantize_report(tmp_path, report.tag)
+    assert stored.table() == report.table()
+    head, b, w, x, total = report.table().splitlines()
+    assert head.split()[:2] == ["array", "format"]
+    assert b.endswith("one-dimensional; to encode it, add a rule with its name")
+    assert w.split()[:3] == ["w", "e3m7", "entropy"]
+    assert x.split()[:3] == ["x", "e4m3", "packed"]
+    assert total == repr(report)

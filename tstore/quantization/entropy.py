@@ -1,0 +1,158 @@
+"""Entropy-coded eXmY: codes of a fixed step, compressed by zstd, which gives frequent codes fewer bits.
+
+1. The step is the difference between the smallest values of a format; near zero, its values are a uniform grid.
+   The coarser the step, the fewer codes are frequent, so the step decides the size, and not the format. All values
+   of an array share one step: at a given size, that is the least squared error.
+2. Each format is best for a range of sizes: e2m1, of which zstd codes two values at once, up to about 3.3 bits per
+   value, and e3m4 up to 6. Above, more mantissa bits lengthen the uniform grid, but the low bits of codes of more
+   than 8 bits are not compressed: e2m5, e2m6 and e3m7 follow each other, and e3m5 where outliers exceed e2m5.
+3. The size and error at each step are measured on a sample, with steps half an octave apart, and interpolated.
+   What is stored is measured on all values.
+4. Chunks have at most 2^20 values, because a part of a chunk can't be decoded alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import exmy
+import numpy as np
+import numpy.typing as npt
+
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.codecs import Codecs, as_configuration, is_exmy
+from tstore.format.grid import default_chunks
+
+__all__ = ["entropy_chunks", "entropy_codecs", "entropy_points", "is_entropy_coded"]
+
+_ZSTD: Mapping[str, Any] = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
+"""Level 1 is near the entropy of the codes; higher levels take longer and store 7 to 13 % more."""
+
+_OCTAVES = {
+    "e3m7": (-8.0, -5.0),
+    "e2m6": (-6.5, -4.5),
+    "e3m5": (-6.0, -4.5),
+    "e2m5": (-5.5, -3.5),
+    "e3m4": (-5.0, 1.0),
+    "e2m1": (-1.5, 3.0),
+}
+"""For each format, the range of steps in octaves above the root mean square of the values."""
+
+_MAX_SHARE = 0.25  # of an array's noise that values beyond the largest of a format may cause
+_MIN_SCALE, _MAX_SCALE = 2.0**-125, 2.0**125  # of exmy
+_MEASURED, _INTERPOLATED = 2, 32  # steps per octave
+_CHUNK_VALUES = 1 << 20
+_SAMPLE_BYTES = 260 << 10  # of codes; zstd compresses 256 KiB or less with other parameters than a chunk
+_RUN = 2048  # neighbouring values in a sample, since zstd codes equal neighbours together
+_CHUNK_OVERHEAD = 24  # bytes of a chunk's header and of its frame of zstd
+
+
+def entropy_codecs(format: str, scale: float) -> list[dict[str, Any]]:
+    """Return the codecs of an array in entropy-coded eXmY; `scale` times the smallest value is the step."""
+    return [{"name": "exmy", "configuration": {"format": format, "scale": scale}}, dict(_ZSTD)]
+
+
+def is_entropy_coded(codecs: Codecs) -> bool:
+    """Return whether these are codecs of `entropy_codecs`."""
+    return is_exmy(codecs) and isinstance(as_configuration(codecs).get("scale"), float)
+
+
+def entropy_chunks(meta: ArrayMeta) -> tuple[int, ...]:
+    """Return the chunk shape of an array in entropy-coded eXmY: the array's own, or one of fewer values."""
+    if meta.chunk_size <= _CHUNK_VALUES:
+        return meta.chunks
+    return default_chunks(meta.shape, 1, target=_CHUNK_VALUES // 2)
+
+
+def entropy_points(
+    sample: npt.NDArray[Any],
+    importance: npt.NDArray[np.float64] | None,
+    meta: ArrayMeta,
+    exponents: exmy.Exponents,
+) -> Iterator[tuple[list[dict[str, Any]], int, float]]:
+    """Yield the codecs, the expected size in bytes and the expected error of an array for each format and step.
+
+    `sample`: some of the array's finite values. `importance`: the weight of the squared error of each of them, or
+    None if all weigh the same. `exponents`: of all values of the array.
+    """
+    with np.errstate(over="ignore"):
+        rms = math.sqrt(float(np.mean(np.square(sample, dtype=np.float64)))) if sample.size else 0.0
+    overhead = _CHUNK_OVERHEAD * math.prod(
+        -(-n // c) for n, c in zip(meta.shape, entropy_chunks(meta), strict=True)
+    )
+    if rms == 0:
+        yield entropy_codecs("e2m1", 1.0), overhead + meta.size // 1000, 0.0
+        return
+    from numcodecs import Zstd  # takes a sixth of the import time of tstore, so import it late
+
+    compressor = Zstd(level=1)
+    for name, (lowest, highest) in _OCTAVES.items():
+        format = exmy.Format(name)
+        count = _SAMPLE_BYTES * 8 // min(8, format.bits)
+        values = _runs(sample, count)
+        weights = None if importance is None else _runs(importance, count)
+        unit = 2.0 ** (1 - format.bias - format.mantissa_bits)  # between the smallest values of the format
+        octaves: list[float] = []
+        sizes: list[float] = []
+        errors: list[float] = []
+        for i in range(round(lowest * _MEASURED), round(highest * _MEASURED) + 1):
+            scale = rms * 2 ** (i / _MEASURED) / unit
+            if not _MIN_SCALE <= scale <= _MAX_SCALE:
+                continue
+            clipped = _clipped_error(format, scale, exponents)
+            size, error = _measured(compressor, values, weights, name, scale)
+            error *= meta.size / values.size
+            if clipped <= _MAX_SHARE * error:
+                octaves.append(i / _MEASURED)
+                sizes.append(size * meta.size / values.size + overhead)
+                errors.append(math.log2(error + clipped) if error + clipped else -1e4)
+        if not octaves:
+            continue
+        octaves, sizes, errors = _with_midpoints(octaves), _with_midpoints(sizes), _with_midpoints(errors)
+        fine = np.arange(octaves[0] * _INTERPOLATED, octaves[-1] * _INTERPOLATED + 1) / _INTERPOLATED
+        fine_sizes, fine_errors = np.interp(fine, octaves, sizes), np.exp2(np.interp(fine, octaves, errors))
+        for octave, size, error in zip(fine.tolist(), fine_sizes.tolist(), fine_errors.tolist(), strict=True):
+            scale = float(np.float32(rms * 2**octave / unit))
+            yield entropy_codecs(name, scale), math.ceil(size), error
+
+
+def _with_midpoints(values: list[float]) -> list[float]:
+    """Return equidistant values of a smooth function and those halfway between, by cubic interpolation."""
+    if len(values) < 4:
+        return values
+    result = [values[0], (values[0] + values[1]) / 2]
+    for a, b, c, d in zip(values, values[1:], values[2:], values[3:], strict=False):
+        result += [b, (9 * (b + c) - a - d) / 16]
+    return [*result, values[-2], (values[-2] + values[-1]) / 2, values[-1]]
+
+
+def _runs(values: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """Return about `count` of the values, flat: runs of neighbours, evenly distributed."""
+    flat = values.reshape(-1)
+    if flat.size <= count:
+        return flat
+    starts = np.linspace(0, flat.size - _RUN, count // _RUN).astype(np.intp)
+    return np.asarray(flat[(starts[:, None] + np.arange(_RUN)).reshape(-1)])
+
+
+def _measured(
+    compressor: Any, sample: npt.NDArray[Any], importance: npt.NDArray[Any] | None, name: str, scale: float
+) -> tuple[int, float]:
+    """Return the compressed size of a sample, and its squared error."""
+    quantized = exmy.quantize(sample, name, scale=scale, nonfinite="saturate")
+    size = len(compressor.encode(quantized.packed))
+    decoded = quantized.dequantize(sample.dtype)
+    if importance is None:
+        return size, exmy.compare(sample, decoded).noise
+    difference = sample.astype(np.float64) - decoded
+    return size, float(np.einsum("i,i,i", difference, difference, importance))
+
+
+def _clipped_error(format: exmy.Format, scale: float, exponents: exmy.Exponents) -> float:
+    """Return about the squared error of the values whose exponents are beyond the largest value of a format."""
+    largest = scale * 2.0 ** ((1 << format.exponent_bits) - 1 - format.bias) * (2 - 2.0**-format.mantissa_bits)
+    powers = np.minimum(exponents.lowest + np.arange(len(exponents.counts)), 500)
+    excess = np.where(np.ldexp(1.0, powers) > largest, np.ldexp(1.5, powers) - largest, 0.0)
+    return float(np.sum(exponents.counts * np.square(excess)))
