@@ -284,6 +284,40 @@ async def defaults(folder: str) -> list[list[Quality]]:
     return [eight, entropy, packed]
 
 
+def random_batches(rows: int = 64) -> list[Batch]:
+    """Return rows of random tokens, of 8 to 48 tokens each, to tune with: no sentence of the comparison."""
+    rng = np.random.default_rng(0)
+    batched = []
+    for i, length in enumerate((8, 16, 32, 48)):
+        tokens = rng.integers(1000, 30_000, (rows // 4, length))
+        tokens[:, 0], tokens[:, -1] = 101, 102  # [CLS] and [SEP]
+        numbers = list(range(i * (rows // 4), (i + 1) * (rows // 4)))
+        batched.append(Batch(tokens, np.ones_like(tokens), numbers))
+    return batched
+
+
+async def sensitive(folder: str) -> list[list[Quality]]:
+    """Measure budgets with and without sensitivity, which is that of the embeddings of random tokens."""
+    inputs = random_batches()
+    async with await tstore.open(folder) as store:
+        comparison = await Comparison.start(store)
+        weights = await tstore.restore(store, step=0)
+        original = Encoder(weights).embed(inputs)
+
+        def loss(candidate: Weights) -> float:
+            return 1 - float(np.sum(original * Encoder(candidate).embed(inputs), axis=1, dtype=np.float64).mean())
+
+        first = await tstore.quantize(store, bits=8, sensitivity=loss, at="step/0", tag="measured")
+        measured = {a.path: a.sensitivity for a in first.arrays}
+        return [
+            [
+                await comparison.quantized(f"bits {bits}", bits=bits),
+                await comparison.quantized(f"bits {bits}, sensitivity", bits=bits, sensitivity=measured),
+            ]
+            for bits in (3, 4, 5, 6, 8)
+        ]
+
+
 def _name(what: str, options: Mapping[str, Any]) -> str:
     return ", ".join([what, *(f"{name} {str(value).lower()}" for name, value in options.items())])
 
@@ -332,17 +366,21 @@ def plot(groups: Sequence[Sequence[Quality]], file: Path) -> None:
 @click.command()
 @click.option("--all", "every", is_flag=True, help="All formats of 2 to 8 bits.")
 @click.option("--defaults", "compared", is_flag=True, help="Measure the defaults of quantize.")
+@click.option(
+    "--sensitivity", is_flag=True, help="Measure what weights by sensitivity gain; takes about a minute."
+)
 @click.option("--plot", "image", type=click.Path(path_type=Path), help="Write a plot (.png, .svg, .pdf).")
 @click.option("--json", "figures", type=click.Path(path_type=Path), help="Write the figures.")
-def main(every: bool, compared: bool, image: Path | None, figures: Path | None) -> None:
-    if compared and (every or image):
-        raise click.UsageError("--defaults prints a table; leave out --all and --plot")
+def main(every: bool, compared: bool, sensitivity: bool, image: Path | None, figures: Path | None) -> None:
+    if (compared or sensitivity) and (every or image or (compared and sensitivity)):
+        raise click.UsageError("--defaults and --sensitivity each print a table; leave out all but one")
     formats = {bits: [f.name for f in exmy.formats(bits)] for bits in range(2, 9)} if every else FEW
     with tempfile.TemporaryDirectory() as folder:
-        groups = asyncio.run(defaults(folder) if compared else compare(folder, formats))
+        work = defaults(folder) if compared else sensitive(folder) if sensitivity else compare(folder, formats)
+        groups = asyncio.run(work)
     console = Console()
     (console if console.is_terminal else Console(width=100)).print(table(groups))
-    with_blocks = [] if compared else [group for group in groups if "block" in group[-1].name]
+    with_blocks = [] if compared or sensitivity else [group for group in groups if "block" in group[-1].name]
     for *uniform, _, budgeted in with_blocks:
         assert budgeted.mean > max(u.mean for u in uniform), budgeted.name
         assert budgeted.worst > max(u.worst for u in uniform), budgeted.name

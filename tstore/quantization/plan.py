@@ -16,10 +16,21 @@ from tstore.quantization.allocation import Point, allocate
 from tstore.quantization.encoding import MIN_VALUES, CodecChoice
 from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Match, MinSqnr, QuantizeRules, Rules, Target
 from tstore.quantization.request import Request
+from tstore.quantization.sensitivity import Importance
 from tstore.quantization.study import Estimate, Study, Undecided, encoded_meta, stored_bytes, study
 from tstore.quantization.values import Values, in_threads
 
-__all__ = ["Group", "Plan", "SourceArray", "corrected", "decide", "plan_by_rules", "rules_for", "within_budgets"]
+__all__ = [
+    "Group",
+    "Plan",
+    "SourceArray",
+    "corrected",
+    "decide",
+    "plan_by_rules",
+    "rules_for",
+    "with_importance",
+    "within_budgets",
+]
 
 _MARGIN = 0.05
 """dB by which an estimate must exceed the required SQNR before its codecs are tried."""
@@ -54,12 +65,13 @@ class Plan(NamedTuple):
     """The codecs of each array of a version, or the reason why the array stays unchanged.
 
     `choices` has the codecs of the arrays to encode, `unchanged` the reasons of the unchanged arrays, and `groups`
-    the arrays whose codecs are not chosen yet.
+    the arrays whose codecs are not chosen yet. `importance` has that of some arrays in budgets.
     """
 
     choices: dict[str, CodecChoice]
     unchanged: dict[str, str]
     groups: list[Group]
+    importance: Mapping[str, Importance]
 
     @property
     def undecided(self) -> dict[str, Undecided]:
@@ -108,7 +120,7 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], request: Request) -> Plan:
     An array that the request's defaults do not fit (a vector has no second axis) gets one offset for all values.
     Raise `InvalidArgument` if the defaults fit no array at all, or a rule is invalid.
     """
-    plan, defaults, rules = Plan({}, {}, []), _Defaults(request.defaults), request.rules
+    plan, defaults, rules = Plan({}, {}, [], {}), _Defaults(request.defaults), request.rules
     targets = {} if rules is None else rules.targets
     members: dict[str, list[str]] = {pattern: [] for pattern in targets}
     groups = {pattern: Group(target, members[pattern], {}) for pattern, target in targets.items()}
@@ -167,14 +179,44 @@ def _automatic_block(meta: ArrayMeta) -> int | None:
     return next((block for block in (128, 64, 32) if length % block == 0), None)
 
 
-def decide(plan: Plan, studies: Mapping[str, Study], arrays: Mapping[str, SourceArray], share: float) -> Plan:
+def with_importance(plan: Plan, importance: Mapping[str, Importance]) -> Plan:
+    """Return the plan with the importance of undecided arrays and of their values.
+
+    Raise `InvalidArgument` if an array with a target for its SQNR has importance, or a packed one that of values.
+    """
+    groups = []
+    for group in plan.groups:
+        for path in sorted(group.undecided.keys() & importance.keys()):
+            if isinstance(group.target, MinSqnr):
+                raise InvalidArgument(
+                    f"sensitivity of {path}: it applies to budgets of bits, but min_sqnr={group.target.decibel:g} "
+                    "decides the codecs of this array alone"
+                )
+            if group.target.coding == "packed" and importance[path].of_values is not None:
+                raise InvalidArgument(
+                    f"sensitivity of {path}: importance of rows or columns needs coding='entropy'; pass one number"
+                )
+        undecided = {
+            path: each._replace(importance=importance.get(path, Importance()).of_values)
+            for path, each in group.undecided.items()
+        }
+        groups.append(group._replace(undecided=undecided))
+    return plan._replace(groups=groups, importance=importance)
+
+
+def decide(
+    plan: Plan,
+    studies: Mapping[str, Study],
+    arrays: Mapping[str, SourceArray],
+    share: float,
+) -> Plan:
     """Return the plan with codecs for each undecided array, or the reason why it stays unchanged.
 
     The estimated sizes of entropy-coded arrays are `share` of those that they may get. Raise `InvalidArgument`,
     naming the fewest possible
     bits, if even the smallest codecs exceed a budget.
     """
-    decided = Plan(dict(plan.choices), dict(plan.unchanged), [])
+    decided = Plan(dict(plan.choices), dict(plan.unchanged), [], plan.importance)
     for group in plan.groups:
         studied = [studies[path] for path in group.undecided]
         decided.unchanged.update({s.path: s.obstacle for s in studied if s.obstacle})
@@ -206,7 +248,11 @@ def _keep_sqnr(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Map
 
 
 def _share_budget(
-    plan: Plan, group: Group, studies: Sequence[Study], arrays: Mapping[str, SourceArray], share: float
+    plan: Plan,
+    group: Group,
+    studies: Sequence[Study],
+    arrays: Mapping[str, SourceArray],
+    share: float,
 ) -> None:
     """Choose the codecs that minimize the total error of the studied arrays within the budget of their group."""
     target = group.target
@@ -216,7 +262,13 @@ def _share_budget(
     decided = [path for path in paths if path in plan.unchanged or path in plan.choices]
     fixed_bytes = sum(_planned_bytes(plan, path, arrays[path]) for path in decided)
     share = share if target.coding == "entropy" else 1.0
-    curves = [_curve(studied, target, arrays[studied.path], share) for studied in studies]
+    curves = []
+    for studied in studies:
+        array = arrays[studied.path]
+        weight = (
+            target.weight(studied.signal, array.meta.size) * plan.importance.get(studied.path, Importance()).weight
+        )
+        curves.append(_curve(studied, weight, array.encoded_bytes, share))
     budget = int(target.average * values / 8) - fixed_bytes
     least_bytes = sum(min(point.size for point in curve) for curve in curves)
     if least_bytes > budget:
@@ -242,10 +294,8 @@ def _planned_bytes(plan: Plan, path: str, array: SourceArray) -> int:
     return choice.size or stored_bytes(encoded_meta(array.meta, choice.codecs[0]))
 
 
-def _curve(studied: Study, target: Bits, array: SourceArray, share: float) -> list[Point[Estimate | None]]:
+def _curve(studied: Study, weight: float, size: int, share: float) -> list[Point[Estimate | None]]:
     """Return the points of an array, with weighted errors: unchanged, and in each codec that makes it smaller."""
-    weight = target.weight(studied.signal, array.meta.size)
-    size = array.encoded_bytes
     curve: list[Point[Estimate | None]] = [Point(size, 0.0, None)]
     curve += [Point(math.ceil(e.size / share), weight * e.error, e) for e in studied.estimates if e.size < size]
     return curve

@@ -296,15 +296,15 @@ def _similar_paths(pattern: str, paths: list[str]) -> list[str]:
     return list(dict.fromkeys([*by_path, *(path_by_name[name] for name in names)]))[:3]
 
 
-_ARGUMENTS = ("formats", "min_sqnr", "bits", "error", "coding", "axis", "block", "scale")
+_ARGUMENTS = ("formats", "min_sqnr", "bits", "error", "coding", "sensitivity", "axis", "block", "scale")
 
 
 def parse_policy(text: bytes, file: str) -> dict[str, Any]:
     """Return the arguments of `tstore.quantize` in a JSON policy file, which contains either rules or arguments.
 
     An object with the key "formats", "min_sqnr" or "bits" contains arguments; it may also have the keys "error",
-    "coding", "axis", "block" and "scale". Any other object contains rules. Raise `InvalidArgument`, naming the
-    file, if the policy is invalid.
+    "coding", "sensitivity", "axis", "block" and "scale". Any other object contains rules. Raise `InvalidArgument`,
+    naming the file, if the policy is invalid.
     """
     try:
         document = msgspec.json.decode(text)

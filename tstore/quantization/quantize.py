@@ -25,10 +25,19 @@ from tstore.format.chunk_refs import ChunkTable
 from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.encoding import EncodedArray
 from tstore.quantization.entropy import is_entropy_coded
-from tstore.quantization.plan import Plan, SourceArray, corrected, decide, plan_by_rules, within_budgets
+from tstore.quantization.plan import (
+    Plan,
+    SourceArray,
+    corrected,
+    decide,
+    plan_by_rules,
+    with_importance,
+    within_budgets,
+)
 from tstore.quantization.policy import QuantizeRules
 from tstore.quantization.report import QuantizedArray, QuantizeReport, read_report, stored_document
 from tstore.quantization.request import Request, checked_request
+from tstore.quantization.sensitivity import Importance, Sensitivity, given_importance, measured_importance
 from tstore.quantization.values import MEMORY
 from tstore.quantization.work import BatchWork, ProgressCallback
 from tstore.snapshot import Snapshot
@@ -54,6 +63,7 @@ async def quantize(
     bits: float | None = None,
     error: Literal["absolute", "relative"] | None = None,
     coding: Literal["entropy", "packed"] | None = None,
+    sensitivity: Sensitivity | None = None,
     at: int | str | None = None,
     tag: str | None = None,
     message: str = "",
@@ -92,6 +102,12 @@ async def quantize(
         width of their format, with an offset per block, of which a part of a chunk can be read, and which
         `restore(packed=True)` returns. By default "packed" if `axis`, `block` or `scale` is passed, otherwise
         "entropy".
+    sensitivity
+        How much the error of arrays matters to `bits`, relative to the size of their values: weights by path, 1
+        for the others. An array of weights, of shape (columns,) or (rows, 1) as it broadcasts, is the importance
+        of each column or row, such as the mean square of a layer's inputs (the imatrix of llama.cpp). Or a
+        function that takes the arrays by path, as a dict, and returns the loss of the model: it is called once for
+        each array, with noise of 10 % in that array, and the growth of the loss is the array's weight.
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that version meanwhile, the newest one by then is quantized.
@@ -121,9 +137,11 @@ async def quantize(
     """
     tag, request = _checked_tag(tag), checked_request(formats, min_sqnr, bits, error, coding, axis, block, scale)
     message, memory = checked_text("message", message), checked_index("memory", memory)
+    if sensitivity is not None and not isinstance(sensitivity, Mapping) and not callable(sensitivity):
+        raise InvalidArgument(f"sensitivity={quote(sensitivity)}: expected weights by path, or a function")
     if executor is not None and not hasattr(executor, "submit"):
         raise InvalidArgument(f"executor={quote(executor)}: expected a concurrent.futures.Executor")
-    job = _Job(request, at, tag, message, executor, memory, progress)
+    job = _Job(request, sensitivity, at, tag, message, executor, memory, progress)
     async with opened(store, "r+") as target:
         for _ in range(_ATTEMPTS):
             try:
@@ -151,6 +169,7 @@ class _Job(NamedTuple):
     """One call of `quantize`."""
 
     request: Request
+    sensitivity: Sensitivity | None
     at: int | str | None
     tag: str | None
     message: str
@@ -197,10 +216,11 @@ class _Job(NamedTuple):
     ) -> tuple[Plan, dict[str, EncodedArray]]:
         """Return the plan, and by path the results for the arrays that it encodes."""
         undecided = plan_by_rules(arrays, self.request)
+        undecided = with_importance(undecided, await self._importance(work.source, arrays, undecided))
         studies = {s.path: s for s in await work.study(undecided.undecided)}
         profiles = {path: study.profile for path, study in studies.items()}
         encoded: dict[str, EncodedArray] = {}
-        plan = Plan({}, {}, [])
+        plan = Plan({}, {}, [], {})
         for share in _SHARES:
             earlier, plan = plan, decide(undecided, studies, arrays, share)
             changed = {p: choice for p, choice in plan.choices.items() if choice != earlier.choices.get(p)}
@@ -211,6 +231,18 @@ class _Job(NamedTuple):
                 break
             studies = corrected(studies, plan, sizes)
         return plan, encoded
+
+    async def _importance(
+        self, source: Snapshot, arrays: Mapping[str, SourceArray], plan: Plan
+    ) -> dict[str, Importance]:
+        """Return the importance of arrays that the caller passed or whose loss is measured."""
+        if self.sensitivity is None:
+            return {}
+        if not plan.groups:
+            raise InvalidArgument("sensitivity applies to budgets; pass bits=…, or a rule with a budget, too")
+        if isinstance(self.sensitivity, Mapping):
+            return given_importance(self.sensitivity, {path: array.meta for path, array in arrays.items()})
+        return await measured_importance(self.sensitivity, source, plan.undecided)
 
 
 async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, EncodedArray]) -> None:
@@ -249,8 +281,10 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None
     after = sum(row.length for row in encoded.rows)
     if codec is None or loss is None:
         return QuantizedArray(path, None, "", "", values, before, after)
-    exponents = encoded.exponents
+    exponents, weight = encoded.exponents, plan.importance.get(path, Importance()).weight
     errors = loss.signal, loss.noise, loss.largest_error, loss.largest_relative, encoded.clipped_count / values
     histogram = None if exponents is None else (exponents.lowest, exponents.counts.tolist())
     name, coding = codec.format.standard.name, "entropy" if is_entropy_coded(meta.chain.documents) else "packed"
-    return QuantizedArray(path, name, codec.granularity, "", values, before, after, *errors, histogram, coding)
+    return QuantizedArray(
+        path, name, codec.granularity, "", values, before, after, *errors, histogram, coding, weight
+    )

@@ -34,10 +34,11 @@ class QuantizedArray(NamedTuple):
 
     `format` is None if the array is exact; `reason` then says why, unless a rule asked for it. `granularity` says
     which values share an offset: "tensor", "row", or a "block of 32". `coding` is "entropy" or "packed", and empty
-    for an exact array. `bytes_before` and `bytes_after` are
-    encoded bytes with the codec's metadata. `signal` and `noise` are the sums of the squared values and errors.
-    `clipped` is the fraction of values beyond the largest that their format and scale can represent. `exponents`
-    is (lowest, counts): how many values have floor(log2 |x|) = lowest, lowest + 1, …; None if not stored.
+    for an exact array. `sensitivity` is the weight of the array's error in a budget. `bytes_before` and
+    `bytes_after` are encoded bytes with the codec's metadata. `signal` and `noise` are the sums of the squared
+    values and errors. `clipped` is the fraction of values beyond the largest that their format and scale can
+    represent. `exponents` is (lowest, counts): how many values have floor(log2 |x|) = lowest, lowest + 1, …; None
+    if not stored.
     """
 
     path: str
@@ -54,6 +55,7 @@ class QuantizedArray(NamedTuple):
     clipped: float = 0.0
     exponents: tuple[int, list[int]] | None = None
     coding: str = ""
+    sensitivity: float = 1.0
 
     def __repr__(self) -> str:
         encoding = "exact"

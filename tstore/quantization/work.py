@@ -62,6 +62,7 @@ class BatchWork:
         memory: int,
     ) -> None:
         self._store = store
+        self.source = source
         self._metas = {path: source.tree.nodes[path].meta for path in source.paths()}
         self._workspace = _Workspace(store.url, source.version, f"txn/{transaction}", durability, memory)
         self._runner = _BatchRunner(store, source, memory)

@@ -46,6 +46,7 @@ from tstore.format.indices import Index, IndexItem
 from tstore.maintenance.repair import RepairReport
 from tstore.maintenance.verify import VerifyReport
 from tstore.quantization.policy import QuantizeRules, Target
+from tstore.quantization.sensitivity import Sensitivity
 from tstore.quantization.work import ProgressCallback
 from tstore.storage.base import Storage
 from tstore.storage.objects import Traffic
@@ -694,6 +695,7 @@ def quantize(
     bits: float | None = None,
     error: Literal["absolute", "relative"] | None = None,
     coding: Literal["entropy", "packed"] | None = None,
+    sensitivity: Sensitivity | None = None,
     at: int | str | None = None,
     tag: str | None = None,
     message: str = "",
@@ -732,6 +734,12 @@ def quantize(
         width of their format, with an offset per block, of which a part of a chunk can be read, and which
         `restore(packed=True)` returns. By default "packed" if `axis`, `block` or `scale` is passed, otherwise
         "entropy".
+    sensitivity
+        How much the error of arrays matters to `bits`, relative to the size of their values: weights by path, 1
+        for the others. An array of weights, of shape (columns,) or (rows, 1) as it broadcasts, is the importance
+        of each column or row, such as the mean square of a layer's inputs (the imatrix of llama.cpp). Or a
+        function that takes the arrays by path, as a dict, and returns the loss of the model: it is called once for
+        each array, with noise of 10 % in that array, and the growth of the loss is the array's weight.
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that version meanwhile, the newest one by then is quantized.
