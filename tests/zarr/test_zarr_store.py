@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from zarr.abc.store import SupportsSyncStore
 from zarr.core.buffer import Buffer, cpu
 from zarr.testing.store import StoreTests
 
@@ -37,6 +38,9 @@ class TestZarrStore(StoreTests[ZarrStore, cpu.Buffer]):
         staging = staging_of(store._source)
         async with staging.operation() as staged:
             return self.buffer_cls.from_bytes(staged.unplaced[key])
+
+    async def test_blocking_calls_are_never_skipped(self, store: ZarrStore) -> None:
+        assert isinstance(store, SupportsSyncStore)
 
     def test_store_repr(self, store: ZarrStore) -> None:
         assert repr(store).startswith("<tstore.zarr.ZarrStore ")

@@ -53,9 +53,9 @@ async def export_references(
     the version is collected. The chunks stay in the store; those that are stored in a record are copied into the
     file. A Parquet folder needs the package fastparquet, here and where it is read.
 
-    Raise `InvalidArgument` for another name, a store in memory, an array that other programs can't read (in an
-    eXmY format, unless `keep_exmy`) and, in Parquet, an array that lacks chunks; `AlreadyExists`, `NotFound` (a
-    chunk of a dense array was never written), `Corrupt`, and the errors of opening a version.
+    Raise `InvalidArgument` for another name, a store in memory, and an array that other programs can't read (in an
+    eXmY format, unless `keep_exmy`); `AlreadyExists`, `NotFound` (a chunk of a dense array was never written),
+    `Corrupt`, and the errors of opening a version.
     """
     path = os.fspath(file)
     write = _write_parquet if is_parquet(path) else _write_json
@@ -220,13 +220,10 @@ async def _write_parquet(path: str, source: _Source, report: _Reporter) -> int:
         await run(_write_metadata, f"{temporary}/.zmetadata", source)
         for name, array in source.arrays.items():
             async for numbers, rows in source.rows(name, _RECORD):
-                if len(rows) < len(numbers):  # fsspec would take the null that pandas 3 reads for a URL
-                    raise InvalidArgument(
-                        f"{name} has chunks that were never written, which fsspec can't read from Parquet; write "
-                        "a .json file"
-                    )
+                if not rows:
+                    continue  # fsspec takes the chunks of an absent file for missing ones
                 out = f"{temporary}/{name}/refs.{numbers.start // _RECORD}.parq"
-                await run(_write_record, out, source, name, rows)
+                await run(_write_record, out, source, name, numbers, rows)
                 files += 1
             report.add(array)
         await run(os.sync)
@@ -248,17 +245,17 @@ def _document_name(path: str) -> str:
     return f"{path}/zarr.json" if path else "zarr.json"
 
 
-def _write_record(out: str, source: _Source, name: str, rows: list[ChunkRow]) -> None:
-    """Write a Parquet file with a row for each of these chunks, of which none is missing."""
+def _write_record(out: str, source: _Source, name: str, numbers: range, rows: list[ChunkRow]) -> None:
+    """Write a Parquet file with a row for each of these numbers, which is empty where no chunk has it."""
     import fastparquet
     import pandas as pd
 
-    size, keys = len(rows), dict[str, str]()
+    size, keys = len(numbers), dict[str, str]()
     urls: list[str | None] = [None] * size
     raws: list[bytes | None] = [None] * size
     offsets, sizes = [0] * size, [0] * size
-    for at, row in enumerate(rows):
-        data = source.inline(name, row)
+    for row in rows:
+        at, data = row.number - numbers.start, source.inline(name, row)
         if data is not None:
             raws[at] = data
             continue
@@ -268,6 +265,8 @@ def _write_record(out: str, source: _Source, name: str, rows: list[ChunkRow]) ->
         urls[at], offsets[at], sizes[at] = keys[row.pack], row.offset, row.length
     columns = {"path": pd.Series(urls, dtype=object), "offset": offsets, "size": sizes}
     frame = pd.DataFrame({**columns, "raw": pd.Series(raws, dtype=object)})
+    # pandas 3 reads a null among texts as NaN, which fsspec takes for a URL, but one among JSON values as None
+    path_encoding = "utf8" if len(rows) == size else "json"
     with mapped_errors("write", out):
         os.makedirs(os.path.dirname(out), exist_ok=True)
         fastparquet.write(
@@ -277,5 +276,5 @@ def _write_record(out: str, source: _Source, name: str, rows: list[ChunkRow]) ->
             write_index=False,
             stats=False,
             has_nulls=["path", "raw"],
-            object_encoding={"path": "utf8", "raw": "bytes"},
+            object_encoding={"path": path_encoding, "raw": "bytes"},
         )

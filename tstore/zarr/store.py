@@ -5,8 +5,9 @@
 2. Any other key can be set too, in memory. A commit refuses it, so such keys must be deleted before.
 3. A group that exists only as part of paths has metadata here, without attributes.
 4. zarr's blocking functions run on an event loop of their own. A snapshot can be read on any loop. Calls on the
-   loop on which the `ZarrStore` of a transaction was made run there, all others on that of `tstore.sync`: a
-   transaction is used by one of them at a time, since a blocking call on the first loop keeps that from running.
+   loop on which the `ZarrStore` of a transaction was made run there, all others on that of `tstore.sync`, blocking
+   ones (`get_sync`) too: a transaction is used by one of them at a time, since a blocking call on the first loop
+   keeps that from running.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
-from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.arguments import quote
@@ -126,6 +127,12 @@ class ZarrStore(Store):
         """Return the bytes of a key, or a part of them, None if there is no such key; raise `Corrupt`."""
         await self._ensure_open()
         return await self._here(self._get(key, prototype, byte_range))
+
+    def get_sync(
+        self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """Return what `get` returns, blocking the calling thread."""
+        return BACKGROUND.run(self.get(key, prototype or default_buffer_prototype(), byte_range))
 
     async def _get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
         data = (await self._hierarchy.unplaced()).get(key)
@@ -261,6 +268,10 @@ class ZarrStore(Store):
             raise TypeError(f"{key}: value must be a Buffer of zarr, not a {type(value).__name__}")
         await self._here(self._set(key, value.to_bytes()))
 
+    def set_sync(self, key: str, value: Buffer) -> None:
+        """Do what `set` does, blocking the calling thread."""
+        BACKGROUND.run(self.set(key, value))
+
     async def _set(self, key: str, data: bytes) -> None:
         unplaced = await self._staging.unplaced()
         if (fields := fields_of(key, data)) is not None:
@@ -298,6 +309,10 @@ class ZarrStore(Store):
         self._check_writable()
         await self._ensure_open()
         await self._here(self._delete(key))
+
+    def delete_sync(self, key: str) -> None:
+        """Do what `delete` does, blocking the calling thread."""
+        BACKGROUND.run(self.delete(key))
 
     async def _delete(self, key: str) -> None:
         unplaced = await self._staging.unplaced()
