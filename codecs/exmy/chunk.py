@@ -21,7 +21,7 @@ from exmy.errors import DtypeError, FormatError, SizeError
 from exmy.fit import BIAS_LIMIT
 from exmy.format import Format, as_format
 from exmy.groups import Groups
-from exmy.packing import packed_size
+from exmy.packing import checked_output, packed_size
 from exmy.quantized import Quantized, needs_clamping
 from exmy.quantizer import Scale, check_scale, quantize
 from exmy.reference import TILE
@@ -108,13 +108,7 @@ class ChunkCodec:
         kind_of(x.dtype)
         groups = self._groups(x.shape)
         size, header_size = self.size(x.shape), self._header_size(groups)
-        data: NDArray[np.uint8] = np.empty(size, np.uint8) if out is None else out
-        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
-            raise DtypeError("out is not a uint8 array; expected one of size(x.shape) bytes")
-        if data.shape != (size,) or not (data.flags.c_contiguous and data.flags.writeable):
-            raise SizeError(
-                f"out has shape {data.shape}; expected {size} contiguous, writable bytes in one dimension"
-            )
+        data = checked_output(out, size)
         f = self.format if self.scale == "none" else self.format.standard
         if groups.axis is None and self.scale in {"search", "max"}:
             f = f.fit(x, "max" if self.scale == "max" else "search")
@@ -122,7 +116,7 @@ class ChunkCodec:
             _HEADER.pack_into(data.data, 0, f.bias)
             encode_packed(x, f, out=data[header_size:])
             return data
-        q = quantize(x, f, self.axis, self.block, self.scale)
+        q = quantize(x, f, self.axis, self.block, self.scale, out=data[header_size:])
         base = int(q.offsets.min()) if q.offsets.size else 0
         _HEADER.pack_into(data.data, 0, q.format.bias + base)
         parameters = np.empty(0, np.uint8)  # a fixed scale is in the configuration
@@ -132,7 +126,6 @@ class ChunkCodec:
             parameters = q.group_scales.stored
         data[_HEADER.size : _HEADER.size + parameters.size] = parameters
         data[_HEADER.size + parameters.size : header_size] = 0
-        data[header_size:] = q.packed
         return data
 
     def decode(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike, out: Any = None) -> Array:

@@ -20,6 +20,7 @@ __all__ = [
     "as_bytes",
     "as_codes",
     "check_count",
+    "checked_output",
     "code_dtype",
     "pack",
     "packed_size",
@@ -39,6 +40,17 @@ def check_count(count: int, name: str = "count") -> int:
     if isinstance(count, (int, np.integer)) and count >= 0:
         return int(count)
     raise SizeError(f"{name} is {count!r}; expected an integer of 0 or more")
+
+
+def checked_output(out: Any, size: int) -> NDArray[np.uint8]:
+    """Return the caller's array for `size` bytes, or a new one if it is None. Raise `DtypeError` or `SizeError`."""
+    if out is None:
+        return np.empty(size, np.uint8)
+    if not isinstance(out, np.ndarray) or out.dtype != np.uint8:
+        raise DtypeError(f"out is not a uint8 array; expected one of {size} bytes")
+    if out.shape != (size,) or not (out.flags.c_contiguous and out.flags.writeable):
+        raise SizeError(f"out has shape {out.shape}; expected {size} contiguous, writable bytes in one dimension")
+    return out
 
 
 def code_dtype(bits: int) -> np.dtype[Any]:

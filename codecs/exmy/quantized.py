@@ -36,7 +36,7 @@ __all__ = ["Quantized", "needs_clamping"]
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")  # FORMAT.md, section 8
 _MAGIC = b"eXmY"
 _VERSION = 1
-_COLUMNS = 1 << 16  # elements of a long group that `count_clipped` checks at once
+_LINE = 1 << 12  # elements of a long group that `count_clipped` checks together
 _MAX_DIMENSIONS = 64  # the limit of NumPy
 _SIZE_LIMIT = 1 << 60  # elements, with empty axes counted as 1: too many for a float64 array of NumPy
 _KINDS = {kind.name.lower(): kind for kind in Kind}
@@ -170,9 +170,14 @@ class Quantized:
         count = 0
         for low, high in self.groups.strips():
             runs = self.groups.runs(elements, low, high)
-            for start in range(0, runs.shape[1], _COLUMNS):
-                part = np.abs(widen(runs[:, start : start + _COLUMNS], kind))
-                count += int((part > limits[low:high, None]).sum())
+            if runs.shape[1] <= _LINE:
+                count += _count_above(runs, limits[low:high], kind)
+                continue
+            for run, limit in zip(runs, limits[low:high], strict=True):
+                stop = len(run) // _LINE * _LINE
+                count += _count_above(run[:stop].reshape(-1, _LINE), limit, kind)
+                if stop < len(run):
+                    count += _count_above(run[None, stop:], limit, kind)
         return count
 
     def _decoding_scales(self, kind: Kind) -> tuple[Layout, Array]:
@@ -301,6 +306,17 @@ def needs_clamping(q: Quantized, kind: Kind) -> bool:
     else:
         scale_exponent = -int(q.offsets.min() if q.offsets.ndim else q.offsets)
     return max(1 << f.exponent_bits, 2) - f.bias + scale_exponent >= EXPONENT_LIMIT[kind]
+
+
+def _count_above(lines: Array, limits: Any, kind: Kind) -> int:
+    """Return the number of elements whose magnitude exceeds the limit of their line, or of all lines."""
+    peaks = np.empty(len(lines))
+    kernels.peaks(kind, lines, peaks)
+    above = ~(peaks <= limits)  # a NaN may hide other elements
+    if not above.any():
+        return 0
+    limits = np.broadcast_to(limits, peaks.shape)[above, None]
+    return int((np.abs(widen(lines[above], kind)) > limits).sum())
 
 
 def _is_float32(layout: Layout) -> bool:

@@ -15,7 +15,7 @@ from exmy.fit import BIAS_LIMIT, encoding_scales, fit_bias, zero_nonfinite
 from exmy.format import Format, as_format
 from exmy.groups import Groups
 from exmy.offsets import group_peaks, largest_unclipped_offsets, search_offsets, search_scales
-from exmy.packing import pack, packed_size, unpack
+from exmy.packing import checked_output, pack, packed_size, unpack
 from exmy.quantized import Quantized
 from exmy.rounding import Dither, Rounding, make_dither
 from exmy.scales import FLOAT_SCALES, FloatScale, GroupScales, fit_scales, fixed_scale, is_float_scale
@@ -41,6 +41,7 @@ def quantize(
     threads: int = 1,
     rounding: Rounding = "nearest",
     seed: int = 0,
+    out: Array | None = None,
 ) -> Quantized:
     """Quantize x to format f, with one exponent offset for the whole tensor, per row or per block.
 
@@ -60,9 +61,11 @@ def quantize(
 
     `nonfinite`, `rounding` and `seed` are as for `encode`; offsets are fitted to the finite values, for rounding
     to nearest. `threads`: the maximum number of threads for a large array; the result does not depend on it.
+    `out`: a writable, contiguous, flat uint8 array for the packed codes, of exactly their size.
 
     Raise `FormatError` for an unknown scale or block length and for magnitudes that clip with every bias,
-    `SizeError` if axis or block do not fit the shape, and otherwise as `encode` does.
+    `SizeError` if axis or block do not fit the shape, `SizeError` or `DtypeError` for an unsuitable `out`, and
+    otherwise as `encode` does. After an error the contents of `out` are undefined.
     """
     f = as_format(f)
     dither = make_dither(rounding, seed)
@@ -85,7 +88,7 @@ def quantize(
     elif elements.size and scale != "none":
         best = _fit_offsets(elements, kind, f, groups, scale, threads, saturate=saturate)
         offsets[...] = np.minimum(best, best.min() + _MAX_SPREAD).reshape(groups.counts)
-    packed = np.empty(packed_size(elements.size, f.bits), np.uint8)
+    packed = checked_output(out, packed_size(elements.size, f.bits))
     values = None if scales is None else scales.values
     _encode(elements, kind, f, groups, offsets, values, packed, saturate, threads, dither)
     if isinstance(scale, float):
@@ -119,7 +122,7 @@ def _merge_zeros(packed: NDArray[np.uint8], bits: int, count: int) -> None:
     """Replace the codes of -0 by those of +0."""
     negative = 1 << (bits - 1)
     if bits == 8:
-        packed[packed == negative] = 0
+        packed *= packed != negative
     elif bits == 4:
         packed[...] = _WITHOUT_NEGATIVE_ZEROS[packed]
     else:
