@@ -1,10 +1,11 @@
-"""Measure the codecs: `python -m bench.exmy speed`, `quality`, `lossless` or `big`; each has its own `--help`."""
+"""Measure the codecs: `python -m bench.exmy speed`, `quality`, `checkpoint`, … each has its own `--help`."""
 
 from __future__ import annotations
 
 import click
 
 from bench.exmy.big import big
+from bench.exmy.checkpoint import checkpoint
 from bench.exmy.lossless import lossless
 from bench.exmy.quality import quality
 from bench.exmy.speed import speed
@@ -15,7 +16,7 @@ def main() -> None:
     pass
 
 
-for command in (speed, quality, lossless, big):
+for command in (speed, quality, lossless, checkpoint, big):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def check_count(count: int, name: str = "count") -> int:
 
 
 def checked_output(out: Any, size: int) -> NDArray[np.uint8]:
-    """Return the caller's array for `size` bytes, or a new one if it is None. Raise `DtypeError` or `SizeError`."""
+    """Return the array of `size` bytes in `out`, or a new one. Raise `DtypeError` or `SizeError` if unsuitable."""
     if out is None:
         return np.empty(size, np.uint8)
     if not isinstance(out, np.ndarray) or out.dtype != np.uint8:

@@ -147,7 +147,14 @@ async def _profiles(
     """Return the profiles of the arrays that may get an eXmY codec; compute those that are not known."""
     profiles = {v.path: known[v.path] for v in batch if v.path in known}
     unknown = [v for v in batch if v.path not in known and any(map(is_exmy, choices[v.path].codecs))]
-    profiles.update({v.path: p for v, p in zip(unknown, await in_threads(profile, unknown), strict=True)})
+
+    def new_profile(values: Values) -> Profile:
+        settings = [as_configuration(codecs) for codecs in choices[values.path].codecs if is_exmy(codecs)]
+        return profile(
+            values, {s["format"] for s in settings if _shares_offset(s) and s.get("scale", "search") == "search"}
+        )
+
+    profiles.update({v.path: p for v, p in zip(unknown, await in_threads(new_profile, unknown), strict=True)})
     return profiles
 
 
@@ -189,16 +196,21 @@ def _with_bias(values: Values, codecs: Codecs, array_profile: Profile | None) ->
     if not is_exmy(codecs):
         return codecs
     settings: Configuration = as_configuration(codecs)
-    scale = settings.get("scale", "search")
-    if settings.get("axis") is not None or settings.get("block") is not None or scale not in ("search", "max"):
+    if not _shares_offset(settings):
         return with_configuration(codecs, settings)
-    fitted_format = None
+    scale, fitted_format = settings.get("scale", "search"), None
     if array_profile is not None and scale == "search":
         fitted_format = array_profile.fits.get(settings["format"])
     if fitted_format is None:
         [fit] = fit_tensor(values, [settings["format"]], scale)
         fitted_format = fit.format.name
     return with_configuration(codecs, {"format": fitted_format, "scale": "none"})
+
+
+def _shares_offset(settings: Configuration) -> bool:
+    """Return whether all values of the array share an offset that is fitted to them."""
+    is_fitted = settings.get("scale", "search") in ("search", "max")
+    return is_fitted and settings.get("axis") is None and settings.get("block") is None
 
 
 async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:

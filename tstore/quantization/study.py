@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import exmy
@@ -170,10 +170,20 @@ def _packed_study(
     return Study(values.path, "", signal, estimates, Profile(exponents, fits))
 
 
-def profile(values: Values) -> Profile:
-    """Return the profile of an array that was not studied."""
-    counts = (exmy.exponents(slab, nonfinite="saturate") for _, slab in values.slabs())
-    return Profile(sum(counts, _no_exponents(values.meta)), {})
+def profile(values: Values, formats: Iterable[str]) -> Profile:
+    """Return the profile of an array that was not studied, fitted to these formats if they can represent it."""
+    fits = {name: exmy.TensorFit(name, values.meta.size, nonfinite="saturate") for name in formats}
+    exponents = _no_exponents(values.meta)
+    for _, slab in values.slabs():
+        exponents += exmy.exponents(slab, nonfinite="saturate")
+        for fit in fits.values():
+            fit.add(slab)
+    if obstacle(values.meta, exponents, [{"format": name} for name in fits]):
+        return Profile(exponents, {})
+    for fit in fits.values():
+        fit.end_pass()
+    _complete(values, fits.values())
+    return Profile(exponents, {name: fit.format.name for name, fit in fits.items()})
 
 
 def _no_exponents(meta: ArrayMeta) -> exmy.Exponents:
@@ -230,13 +240,18 @@ def fit_tensor(
 ) -> list[exmy.TensorFit]:
     """Fit an offset for all values in each format, in passes over the slabs."""
     fits = [exmy.TensorFit(f, values.meta.size, scale) for f in formats]
+    _complete(values, fits)
+    return fits
+
+
+def _complete(values: Values, fits: Collection[exmy.TensorFit]) -> None:
+    """Make the passes that the fits still need."""
     while unfinished := [fit for fit in fits if not fit.done]:
         for _, slab in values.slabs():
             for fit in unfinished:
                 fit.add(slab)
         for fit in unfinished:
             fit.end_pass()
-    return fits
 
 
 def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterable[Configuration]) -> str:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tstore.data.pieces import ReadJob
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import boxes, part_of
-from tstore.runtime.budget import returnable_buffer
+from tstore.runtime.budget import prefer_huge_pages, returnable_buffer
 from tstore.runtime.pool import each, run
 from tstore.snapshot import Snapshot
 
@@ -36,7 +36,10 @@ Region = tuple[slice, ...]
 
 
 class Values(NamedTuple):
-    """The values of one array, in memory or read a region at a time. Use it in threads only: `read` may block."""
+    """The values of one array, in memory or read a region at a time. Use it in threads only: `read` may block.
+
+    The values of a region are valid until the next region is read.
+    """
 
     path: str
     meta: ArrayMeta
@@ -103,6 +106,7 @@ class ValueCache:
         self._limit = limit
         self._size = 0  # bytes of the arrays that are in use or cached
         self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._slabs: list[_Slab] = []  # that are not in use
 
     @contextlib.asynccontextmanager
     async def read(self, snapshot: Snapshot, batch: Sequence[str]) -> AsyncIterator[list[Values]]:
@@ -112,7 +116,9 @@ class ValueCache:
         absent = [path for path in batch if path not in arrays]
         size = sum(metas[path].nbytes for path in absent)
         if size > SLAB and not self._make_room(size):
-            yield [await _streamed_values(snapshot, path) for path in batch]
+            slabs = [self._slabs.pop() if self._slabs else _Slab() for _ in batch]
+            yield [await _streamed_values(snapshot, path, slab) for path, slab in zip(batch, slabs, strict=True)]
+            self._slabs += slabs
             return
         self._size += size
         arrays.update({path: np.empty(metas[path].shape, metas[path].dtype) for path in absent})
@@ -142,13 +148,27 @@ class ValueCache:
         self.drop([path for path in self._arrays if path not in paths])
 
 
-async def _streamed_values(snapshot: Snapshot, path: str) -> Values:
+class _Slab:
+    """Memory for the values of a region, which the next region reuses: fresh memory would cost page faults."""
+
+    def __init__(self) -> None:
+        self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        """Return `size` bytes; those taken before are no longer valid."""
+        if size > self._memory.size:
+            self._memory = returnable_buffer(max(size, SLAB))
+            prefer_huge_pages(self._memory.ctypes.data, self._memory.size)
+        return self._memory[:size]
+
+
+async def _streamed_values(snapshot: Snapshot, path: str, slab: _Slab) -> Values:
     """Return the values of an array, which are read from the store at each use."""
     loop, array = asyncio.get_running_loop(), await snapshot.array(path)
 
     def read(region: Region) -> npt.NDArray[Any]:
         view = array[region]
-        out = returnable_buffer(view.nbytes).view(view.dtype).reshape(view.shape)
+        out = slab.take(view.nbytes).view(view.dtype).reshape(view.shape)
         return asyncio.run_coroutine_threadsafe(view.read(out), loop).result()
 
     return Values(path, snapshot.tree.nodes[path].meta, read)
