@@ -256,21 +256,30 @@ async def test_without_memory_large_arrays_are_read_twice(
     assert reads.bytes == {"w": passes * x.nbytes}
 
 
-async def test_the_bias_is_searched_only_by_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    await tstore.save(tmp_path, {"w": values(256, 128)}, 0)
-    counted: list[str] = []
-    fit_tensor = tstore.quantization.encoding.fit_tensor
+async def test_a_bias_is_searched_once_in_a_pass_that_also_counts_exponents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("values", "encoding"):
+        monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
+    x = values(256, 128)
+    await tstore.save(tmp_path, {"w": x}, 0)
+    fitted: list[str] = []
+    fit = exmy.TensorFit
 
-    def counting(statistics: Any, formats: Any, scale: Any) -> Any:
-        counted.extend(formats)
-        return fit_tensor(statistics, formats, scale)
+    def counted(f: Any, *arguments: Any, **options: Any) -> exmy.TensorFit:
+        fitted.append(exmy.Format(f).name if isinstance(f, str) else f.name)
+        return fit(f, *arguments, **options)
 
-    monkeypatch.setattr("tstore.quantization.encoding.fit_tensor", counting)
-    await tstore.quantize(tmp_path, bits=5.0, block=None)
-    await tstore.quantize(tmp_path, min_sqnr=25.0, block=None, at="step/0")
-    assert counted == []
-    await tstore.quantize(tmp_path, "e3m2", at="step/0")
-    assert counted == ["e3m2"]
+    monkeypatch.setattr(exmy, "TensorFit", counted)
+    for options in ({"bits": 5.0}, {"min_sqnr": 25.0}):
+        fitted.clear()
+        await tstore.quantize(tmp_path, block=None, at="step/0", **options)
+        assert len(fitted) == len(set(fitted)) > 0
+    fitted.clear()
+    reads = Reads(monkeypatch)
+    await tstore.quantize(tmp_path, "e3m2", at="step/0", memory=0)
+    assert fitted == ["e3m2"]
+    assert reads.bytes == {"w": 2 * x.nbytes}  # the search, which needs one pass here, and the encoding
 
 
 # ---- the format of each array

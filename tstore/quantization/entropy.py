@@ -71,14 +71,14 @@ def entropy_points(
     importance: npt.NDArray[np.float64] | None,
     meta: ArrayMeta,
     exponents: exmy.Exponents,
+    signal: float,
 ) -> Iterator[tuple[list[dict[str, Any]], int, float]]:
     """Yield the codecs, the expected size in bytes and the expected error of an array for each format and step.
 
     `sample`: some of the array's finite values. `importance`: the weight of the squared error of each of them, or
-    None if all weigh the same. `exponents`: of all values of the array.
+    None if all weigh the same. `exponents`, `signal`: of all values of the array; their sum of squares.
     """
-    with np.errstate(over="ignore"):
-        rms = math.sqrt(float(np.mean(np.square(sample, dtype=np.float64)))) if sample.size else 0.0
+    rms = math.sqrt(signal / max(1, meta.size))
     overhead = _CHUNK_OVERHEAD * math.prod(
         -(-n // c) for n, c in zip(meta.shape, entropy_chunks(meta), strict=True)
     )

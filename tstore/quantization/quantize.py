@@ -123,7 +123,7 @@ async def quantize(
         An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
         store by its URL.
     memory
-        The bytes of values (by default 128 MB) that this process or each worker may keep in memory, so that they
+        The bytes of values (by default 256 MB) that this process or each worker may keep in memory, so that they
         are not read again; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4 cores,
         and 400 MiB on 16 or more.
     progress

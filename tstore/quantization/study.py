@@ -125,7 +125,7 @@ def _entropy_study(
     exponents: exmy.Exponents,
 ) -> Study:
     """Return the estimates of entropy-coded eXmY; with importance, the signal and the errors are weighted."""
-    points = list(entropy_points(sample, importance, values.meta, exponents))
+    points = list(entropy_points(sample, importance, values.meta, exponents, signal))
     estimates = [Estimate(codecs, size, error) for codecs, size, error in points]
     reason = "" if estimates else f"values of 2^{exponents.highest} are beyond the steps of entropy coding"
     if importance is not None:

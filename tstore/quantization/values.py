@@ -26,7 +26,7 @@ R = TypeVar("R")
 SLAB = 16 << 20
 """Bytes of values that are processed together."""
 
-MEMORY = 128_000_000
+MEMORY = 256_000_000
 """Bytes of values that a quantization caches by default, so as not to read them again."""
 
 _BATCH = 64
@@ -107,6 +107,7 @@ class ValueCache:
         self._size = 0  # bytes of the arrays that are in use or cached
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._slabs: list[_Slab] = []  # that are not in use
+        self._free: list[npt.NDArray[np.uint8]] = []  # memory of large arrays that were dropped
 
     @contextlib.asynccontextmanager
     async def read(self, snapshot: Snapshot, batch: Sequence[str]) -> AsyncIterator[list[Values]]:
@@ -121,7 +122,8 @@ class ValueCache:
             self._slabs += slabs
             return
         self._size += size
-        arrays.update({path: np.empty(metas[path].shape, metas[path].dtype) for path in absent})
+        arrays.update({path: self._new_array(metas[path]) for path in absent})
+        self._trim()
         try:
             await snapshot.read_jobs([ReadJob.of(snapshot.tree.nodes[path], arrays[path]) for path in absent])
             yield [Values.in_memory(path, metas[path], arrays[path]) for path in batch]
@@ -137,11 +139,26 @@ class ValueCache:
             self._size -= self._arrays.popitem()[1].nbytes
         return self._size + size <= self._limit
 
+    def _new_array(self, meta: ArrayMeta) -> npt.NDArray[Any]:
+        """Return an uninitialized array, in the memory of one that was dropped if it is about as large."""
+        fits = (i for i, memory in enumerate(self._free) if meta.nbytes <= memory.size < 2 * meta.nbytes)
+        if meta.nbytes <= SLAB or (i := next(fits, None)) is None:
+            return np.empty(meta.shape, meta.dtype)
+        return self._free.pop(i)[: meta.nbytes].view(meta.dtype).reshape(meta.shape)
+
     def drop(self, paths: Iterable[str]) -> None:
-        """Drop the values of these arrays."""
+        """Drop the values of these arrays, which nothing uses any more."""
         for path in paths:
-            if path in self._arrays:
-                self._size -= self._arrays.pop(path).nbytes
+            if (array := self._arrays.pop(path, None)) is not None:
+                self._size -= array.nbytes
+                if array.nbytes > SLAB:
+                    self._free.append(array.reshape(-1).view(np.uint8))
+        self._trim()
+
+    def _trim(self) -> None:
+        """Return dropped memory beyond the limit to the system."""
+        while self._free and self._size + sum(memory.size for memory in self._free) > self._limit:
+            self._free.pop()
 
     def drop_others(self, paths: Container[str]) -> None:
         """Drop the values of all arrays but these."""

@@ -28,7 +28,7 @@ __all__ = ["BatchWork", "ProgressCallback"]
 
 R = TypeVar("R")
 
-_CONCURRENCY = min(WORKERS, 4)
+_CONCURRENCY = min(WORKERS + 1, 4)
 """The number of batches that this process studies or encodes concurrently."""
 
 _MIN_TASK_BYTES = 64 << 20
