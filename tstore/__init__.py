@@ -14,7 +14,7 @@ from tstore import pickling as _pickling  # noqa: F401 - registers how stores, s
 from tstore.array import Appended, Array
 from tstore.checkpoint.background import BackgroundSave, save_async
 from tstore.checkpoint.checkpointer import Checkpointer
-from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.leaves import PackedShards, Shards
 from tstore.checkpoint.policies import EverySeconds, EverySteps, OnPreemption
 from tstore.checkpoint.reading import RestorePlan
 from tstore.checkpoint.restore import explain, restore
@@ -53,6 +53,7 @@ __all__ = [
     "Keep",
     "MinSqnr",
     "OnPreemption",
+    "PackedShards",
     "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tstore.array import Appended, Array, read_of
 from tstore.data.encoded_chunks import Deliver, read_encoded
-from tstore.data.exmy_chunks import read_packed
+from tstore.data.exmy_chunks import PackedRegion, read_packed
 from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.planning import ReadPlan, planned_bytes, read_plan
 from tstore.data.reader import read_chunks
@@ -160,12 +160,27 @@ class Snapshot:
         """Read what the jobs ask for of arrays of this snapshot, in one call."""
         await guard_expiry(self._log, self.version, read_chunks(self._log.storage, jobs))
 
-    async def read_packed(self, path: str) -> exmy.Quantized:
-        """Return the eXmY codes of an array; raise `NotFound`, or `InvalidArgument` for other codecs."""
+    async def read_packed(self, path: str, region: tuple[slice, ...] | None = None) -> exmy.Quantized:
+        """Return the eXmY codes of an array, or of a region: a slice with a start and a stop for each axis.
+
+        A region of an array with offsets per block must be cut at multiples of 16 along that axis. Raise
+        `NotFound`, or `InvalidArgument` for other codecs and for regions that cut blocks.
+        """
         path = checked_path(path)
         await self.read_nodes([path])
-        node = array_node(self._tree, path, self.location)
-        return await guard_expiry(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))
+        shape = array_node(self._tree, path, self.location).meta.shape
+        sides = [slice(None)] * len(shape) if region is None else region
+        if len(sides) != len(shape) or any(side.step not in (None, 1) for side in sides):
+            raise InvalidArgument(f"{path}: region={quote(region)}: expected a slice of step 1 for each axis")
+        limits = [side.indices(n) for side, n in zip(sides, shape, strict=True)]
+        [codes] = await self.read_packed_regions([(path, tuple(slice(a, max(a, b)) for a, b, _ in limits))])
+        return codes
+
+    async def read_packed_regions(self, regions: Sequence[tuple[str, tuple[slice, ...]]]) -> list[exmy.Quantized]:
+        """Return the eXmY codes of regions of arrays whose nodes were read; raise one error for all of them."""
+        nodes = [(array_node(self._tree, path, self.location), region) for path, region in regions]
+        requests = [PackedRegion(node.path, node.meta, node, region) for node, region in nodes]
+        return await guard_expiry(self._log, self.version, read_packed(self._log.storage, requests))
 
     async def references(self, path: str, numbers: range) -> ChunkTable:
         """Return the references to the chunks of an array with these numbers, as far as they exist.

@@ -126,7 +126,9 @@ async def test_chunks_with_offsets_of_their_own_become_rows_or_blocks(tmp_path: 
     for path, granularity in (("tall", "row"), ("wide", "block")):
         assert restored[path].granularity == granularity
         assert np.array_equal(restored[path].dequantize(), await (await snapshot.array(path)).read())
-    with pytest.raises(InvalidArgument, match=r"odd: no offsets per row or per block .* the array without"):
+    with pytest.raises(
+        InvalidArgument, match=r"the values of odd can be read.* odd: no offsets per row or per block"
+    ):
         await tstore.restore(store, packed=True)
 
 
@@ -139,10 +141,7 @@ async def test_packed_restores_other_codecs_unpacked(tmp_path: Path) -> None:
     assert np.array_equal(restored["n"][0], tree["n"][0])
     again = await tstore.restore(tmp_path, packed=True, target=tree)
     assert again["w"].to_bytes() == restored["w"].to_bytes()
-    part = {"w": tstore.Shards((100, 3), "f4", [((slice(0, 50), slice(0, 3)), None)]), "n": tree["n"]}
-    with pytest.raises(InvalidArgument, match="w: packed=True restores whole arrays"):
-        await tstore.restore(tmp_path, packed=True, target=part, only="w")
-    with pytest.raises(InvalidArgument, match="ids is not stored in an eXmY format"):
+    with pytest.raises(InvalidArgument, match="ids: it is not stored in an eXmY format"):
         await (await (await tstore.open(tmp_path)).snapshot()).read_packed("ids")
 
 
@@ -684,7 +683,7 @@ async def test_blocks_that_do_not_divide_an_array_are_not_restored_packed(tmp_pa
         async with store.transaction() as tx:
             array = await tx.create_array("w", shape=(4, 100), dtype="float32", chunks=(4, 64), codecs=codecs)
             await array.write(np.ones((4, 100), "f4"))
-        with pytest.raises(InvalidArgument, match=r"^w: no offsets per row or per block"):
+        with pytest.raises(InvalidArgument, match=r"w: blocks of 32.* do not divide its length 100"):
             await tstore.restore(store, at=1, packed=True)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import exmy
 import numpy as np
 import numpy.typing as npt
 
@@ -14,7 +15,7 @@ from tstore.format.arguments import quote
 from tstore.format.array_metadata import dtype_named
 from tstore.sharding import Halo, Index, Mesh, ReplicaSplit, with_halo
 
-__all__ = ["Destination", "ShardLayout", "Shards", "as_values", "dtype_of"]
+__all__ = ["Destination", "PackedShards", "ShardLayout", "Shards", "as_values", "dtype_of"]
 
 Bounds = tuple[tuple[int, int], ...]
 """The start and stop of a region along each axis."""
@@ -149,6 +150,17 @@ class Shards:
 
     def __repr__(self) -> str:
         return f"Shards({self.shape}, {self.dtype}, {len(self.values)} parts)"
+
+
+class PackedShards(NamedTuple):
+    """The regions of an array in an eXmY format that a target's `Shards` asked for, as packed codes.
+
+    `parts` has each region, as a tuple of slices, with its codes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    parts: list[tuple[Index, exmy.Quantized]]
 
 
 class Destination(NamedTuple):

@@ -6,14 +6,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tstore.checkpoint.leaves import Shards
+import exmy
+
+from tstore.checkpoint.leaves import PackedShards, Shards
 from tstore.checkpoint.reading import Reading, RestorePlan, unallocated
 from tstore.checkpoint.request import Cast, Missing, Request
 from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import unflatten_like
 from tstore.data.exmy_chunks import is_packed
 from tstore.data.reader import new_values
-from tstore.errors import InvalidArgument, SnapshotExpired, parsing
+from tstore.errors import SnapshotExpired, parsing
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.steps import check_one_version, chosen_snapshot
@@ -62,7 +64,10 @@ async def restore(
         With "keep", leaves of the target that the checkpoint lacks are returned unchanged; by default they are a
         mismatch.
     packed
-        Return arrays in eXmY formats as `exmy.Quantized`, neither decoded nor cast; 0-d arrays are decoded.
+        Return arrays in eXmY formats as `exmy.Quantized`, neither decoded nor cast, and those for which the
+        target has `Shards` as `PackedShards`. Other arrays are returned as without `packed`, and so are 0-d ones.
+        Codes that do not fit together (chunks or regions that cut rows or blocks with an offset of their own) are
+        an `InvalidArgument` that names all these arrays.
 
     Raises
     ------
@@ -110,18 +115,33 @@ async def explain(
 async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, packed: bool) -> Any:
     source = await Source.read(snapshot, request)
     reading = Reading(source, request, new_values)
-    arrays: dict[str, Any] = {}
+    quantized: dict[str, Any] = {}  # the target's leaves at the paths of arrays to return as codes
     for path, leaf in source.leaves(target, request).items():
         if packed and (meta := source.node(path).meta).shape and is_packed(meta):
-            if isinstance(leaf, Shards):
-                raise InvalidArgument(
-                    f"{path}: packed=True restores whole arrays, not Shards; leave out packed or the Shards"
-                )
-            arrays[path] = await snapshot.read_packed(source.stored[path])
+            quantized[path] = leaf
         else:
             reading.add(path, leaf)
-    arrays |= await reading.read()
+    arrays = await _packed_arrays(source, quantized) | await reading.read()
     if target is None:
         return source.unflatten(arrays)
     with parsing(f"{snapshot.location}: its structure"):
         return unflatten_like(target, arrays, source.scalars)
+
+
+async def _packed_arrays(source: Source, leaves: Mapping[str, Any]) -> dict[str, exmy.Quantized | PackedShards]:
+    """Return the codes of arrays in eXmY formats, or of the regions of `Shards`, by path."""
+    shapes = {path: source.node(path).meta.shape for path in leaves}
+    indices = {
+        path: leaf.layout.indices if isinstance(leaf, Shards) else [tuple(slice(0, n) for n in shapes[path])]
+        for path, leaf in leaves.items()
+    }
+    regions = [(source.stored[path], index) for path in leaves for index in indices[path]]
+    codes = iter(await source.snapshot.read_packed_regions(regions))
+    arrays: dict[str, exmy.Quantized | PackedShards] = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Shards):
+            parts = [(index, next(codes)) for index in indices[path]]
+            arrays[path] = PackedShards(leaf.shape, leaf.dtype, parts)
+        else:
+            arrays[path] = next(codes)
+    return arrays

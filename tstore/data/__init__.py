@@ -15,6 +15,7 @@ The objects that describe a chunk on its way from `save` to disk and back:
    once, and in `small_arrays` of many arrays; `point_pieces`: those of which index arrays select elements;
    `tile_pieces`: tiles of eXmY codes. Each piece delivers its values. `planning`: the pieces of a read, in
    batches. `reader`: read these, verify, decode, store the values in the result.
-3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value. `casting`: values that a caller passes.
-   `shared_reads`: small reads of one loop turn. `encoded_chunks`: the encoded bytes of any chunks.
+3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value. `joined_codes`: the codes of a region of
+   an array. `casting`: values that a caller passes. `shared_reads`: small reads of one loop turn.
+   `encoded_chunks`: the encoded bytes of any chunks.
 """

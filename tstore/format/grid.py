@@ -24,6 +24,7 @@ __all__ = [
     "chunk_counts",
     "chunk_number",
     "chunk_numbers",
+    "covering_chunks",
     "default_chunks",
     "full_boxes",
     "may_overlap",
@@ -278,6 +279,13 @@ def renumbered(
     inside = [indices < n for indices, n in zip(axes, counts, strict=True)]
     kept = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
     return kept, np.ravel_multi_index([indices[kept] for indices in axes], tuple(counts)) if counts else kept
+
+
+def covering_chunks(region: Sequence[slice], chunks: Sequence[int]) -> tuple[range, ...]:
+    """Return the box of chunks that overlap a region; it is empty for a region without elements."""
+    if any(side.stop <= side.start for side in region):
+        return tuple(range(0) for _ in region)
+    return tuple(range(side.start // n, -(-side.stop // n)) for side, n in zip(region, chunks, strict=True))
 
 
 def chunk_numbers(box: Sequence[range], counts: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -88,7 +88,10 @@ def checked_request(
     chosen: Coding = coding or ("packed" if is_packed else "entropy")
     target = _checked_target(min_sqnr, bits, error, chosen)
     if target is None and formats is not None and coding is not None:
-        raise InvalidArgument(f"coding={coding!r} applies to bits=… and min_sqnr=…; pass one of them too")
+        raise InvalidArgument(
+            f"coding={coding!r} applies to bits=… and min_sqnr=…; pass one of them too, or put it into the target "
+            f"of a rule, such as {{'bits': 4, 'coding': {coding!r}}}"
+        )
     auto_block = auto_block and axis is None and scale != "none"
     if target is None and formats is None:
         return Request(None, Bits(DEFAULT_BITS[chosen], coding=chosen), defaults, auto_block, is_default=True)

@@ -100,6 +100,7 @@ class Snapshot(BlockingWrapper):
     paths = blocking(_async.Snapshot.paths)
     attributes = blocking(_async.Snapshot.attributes)
     array = blocking(_async.Snapshot.array)
+    read_packed = blocking(_async.Snapshot.read_packed)
 
     @functools.wraps(_async.Snapshot.read_many)
     def read_many(self, views: Iterable[Array]) -> list[np.ndarray[Any, Any]]:

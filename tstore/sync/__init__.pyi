@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Literal, Never, NoReturn, overload
 
+import exmy
 import numpy as np
 import numpy.typing as npt
 
@@ -24,6 +25,7 @@ from tstore import (
     Keep,
     MinSqnr,
     OnPreemption,
+    PackedShards,
     PendingTransaction,
     QuantizedArray,
     QuantizeReport,
@@ -70,6 +72,7 @@ __all__ = [
     "Keep",
     "MinSqnr",
     "OnPreemption",
+    "PackedShards",
     "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",
@@ -373,6 +376,12 @@ class Snapshot:
 
     def array(self, path: str) -> Array:
         """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
+
+    def read_packed(self, path: str, region: tuple[slice, ...] | None = None) -> exmy.Quantized:
+        """Return the eXmY codes of an array, or of a region: a slice with a start and a stop for each axis.
+
+        A region of an array with offsets per block must be cut at multiples of 16 along that axis. Raise
+        `NotFound`, or `InvalidArgument` for other codecs and for regions that cut blocks."""
 
     def read_many(self, views: Iterable[Array]) -> list[npt.NDArray[Any]]:
         """Return the values of arrays of this snapshot, or of views of them, as `Array.read` does, in their order.
@@ -807,7 +816,10 @@ def restore(
         With "keep", leaves of the target that the checkpoint lacks are returned unchanged; by default they are a
         mismatch.
     packed
-        Return arrays in eXmY formats as `exmy.Quantized`, neither decoded nor cast; 0-d arrays are decoded.
+        Return arrays in eXmY formats as `exmy.Quantized`, neither decoded nor cast, and those for which the
+        target has `Shards` as `PackedShards`. Other arrays are returned as without `packed`, and so are 0-d ones.
+        Codes that do not fit together (chunks or regions that cut rows or blocks with an offset of their own) are
+        an `InvalidArgument` that names all these arrays.
 
     Raises
     ------
