@@ -7,6 +7,7 @@ import click
 from bench.exmy.big import big
 from bench.exmy.checkpoint import checkpoint
 from bench.exmy.lossless import lossless
+from bench.exmy.model import model
 from bench.exmy.quality import quality
 from bench.exmy.speed import speed
 
@@ -16,7 +17,7 @@ def main() -> None:
     pass
 
 
-for command in (speed, quality, lossless, checkpoint, big):
+for command in (speed, quality, lossless, checkpoint, model, big):
     main.add_command(command)
 
 if __name__ == "__main__":
