@@ -215,8 +215,10 @@ class Changes(NamedTuple):
 
     def overlap(self, other: Changes) -> Overlap:
         """Return the overlap of these changes, not yet committed, with those of a newer commit."""
-        conflicts = [f"tag {t}" for t in self.tags if t in other.tags or t in other.dropped]
-        conflicts += [f"tag {t}" for t in self.dropped if t in other.tags]
+        conflicts = []
+        if self.tags or self.dropped:
+            conflicts += [f"tag {t}" for t in self.tags if t in other.tags or t in other.dropped]
+            conflicts += [f"tag {t}" for t in self.dropped if t in other.tags]
         if self.replaces:
             return Overlap(conflicts, {}, [])
         if other.replaces:

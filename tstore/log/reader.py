@@ -32,6 +32,7 @@ from tstore.log.records import Records
 from tstore.log.search import NEVER, Bounds, Search
 from tstore.log.trees import Trees
 from tstore.runtime.concurrency import Prefetch, each_result
+from tstore.runtime.shared_calls import SharedCalls
 from tstore.storage.base import Storage
 from tstore.storage.connect import Address
 
@@ -84,6 +85,7 @@ class LogReader:
         self._hint = hint
         self._newest = 0
         self._looked_ahead = False
+        self._searches = SharedCalls(self._search_newest)
         self._search = Search(self._probe, batches=storage.tuning.latency_bound)
 
     @staticmethod
@@ -125,7 +127,13 @@ class LogReader:
             yield version, await call(version) if result is None else result[0]
 
     async def newest(self) -> int:
-        """Return the newest version, 0 for an empty log; raise `TimelineChanged` if the store was replaced."""
+        """Return the newest version, 0 for an empty log; raise `TimelineChanged` if the store was replaced.
+
+        Searches that begin in the same turn of the event loop are shared.
+        """
+        return await self._searches()
+
+    async def _search_newest(self) -> int:
         self.records.check_timeline()
         if self.records.voided:
             await self.trees.drop_voided()
