@@ -213,6 +213,15 @@ class Changes(NamedTuple):
         tags = (*record.tags, *record.tagged)
         return Changes(nodes, record.deleted, record.replaces, tags, record.dropped)
 
+    def few_chunks(self) -> frozenset[tuple[str, int]] | None:
+        """Return the chunks written, as pairs of path and number; None if there are many or other changes."""
+        if self.deleted or self.replaces or self.tags or self.dropped:
+            return None
+        nodes = self.nodes.items()
+        if any(n.replaces_node or n.extends or len(n.numbers) > SHORT_COLUMN for _, n in nodes):
+            return None
+        return frozenset((path, number) for path, n in nodes for number in n.numbers.tolist())
+
     def overlap(self, other: Changes) -> Overlap:
         """Return the overlap of these changes, not yet committed, with those of a newer commit."""
         conflicts = []

@@ -86,6 +86,7 @@ class QueuedCommit:
         self.append_record = append_record
         alone = changes is None or changes.replaces or changes.dropped
         self.changes = None if alone or record.tagged or "metrics" in record.metadata else changes
+        self._few_chunks = None if self.changes is None else self.changes.few_chunks()
         self.value_count = max_value_count(data) if self.may_share() and data else 1
         self.version: int | None = None
         self.error: BaseException | None = None
@@ -139,8 +140,9 @@ class QueuedCommit:
         """Return whether the commit may share a record with another one."""
         if self.changes is None or other.changes is None or self.record.durable != other.record.durable:
             return False
-        overlap = self.changes.overlap(other.changes)
-        return not any(overlap)
+        if self._few_chunks is not None and other._few_chunks is not None:
+            return self._few_chunks.isdisjoint(other._few_chunks)
+        return not any(self.changes.overlap(other.changes))
 
 
 class CommitQueue:
