@@ -1,12 +1,18 @@
-"""Emulation in JAX: `round` under jit, vmap and grad, bit for bit equal to `exmy.round`.
+"""eXmY in JAX, under jit and vmap: rounding with gradients, and packed codes that devices send each other.
 
 >>> import exmy.jax, jax, jax.numpy as jnp
 >>> exmy.jax.round(jnp.array([0.3, -1.0, 500.0]), "e4m3")
 Array([  0.3125,  -1.    , 480.    ], dtype=float32)
+>>> q = exmy.jax.quantize(jnp.array([0.3, -1.0, 500.0]), "e4m3")
+>>> q.packed.dtype, q.dequantize()
+(dtype('uint8'), Array([  0.3125,  -1.    , 496.    ], dtype=float32))
+
+All results are those of the functions of `exmy` of the same names, bit for bit.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -16,13 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from exmy.elements import kind_of
+import exmy
+from exmy import integers
+from exmy.elements import Kind, kind_of
 from exmy.emulation import Constants, Gradient, NonFiniteOutput, check_options, rounding_constants
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
+from exmy.groups import Groups
+from exmy.packing import packed_size
 from exmy.rounding import Rounding, check_uint64
 
-__all__ = ["round"]
+__all__ = ["Quantized", "fake_quantize", "pack", "quantize", "round", "unpack"]
 
 
 def round(
@@ -172,3 +182,153 @@ def _mix(h: jax.Array) -> jax.Array:
     h ^= h >> 15
     h *= jnp.uint32(0x846CA68B)
     return h ^ h >> 16
+
+
+class _Operations:
+    """The operations of `exmy.integers` in JAX."""
+
+    where = staticmethod(jnp.where)
+    minimum = staticmethod(jnp.minimum)
+    maximum = staticmethod(jnp.maximum)
+
+    def bit_length(self, a: jax.Array) -> jax.Array:
+        length: jax.Array = 32 - lax.clz(a)
+        return length
+
+    def largest(self, a: jax.Array, axis: int | None) -> jax.Array:
+        return jnp.max(a, axis=axis, keepdims=axis is not None)
+
+    def smallest(self, a: jax.Array) -> jax.Array:
+        return jnp.min(a)
+
+    def concatenate(self, parts: list[jax.Array], axis: int) -> jax.Array:
+        return jnp.concatenate(parts, axis)
+
+    def zeros(self, shape: tuple[int, ...], like: jax.Array) -> jax.Array:
+        return jnp.zeros(shape, like.dtype)
+
+
+_OPERATIONS = _Operations()
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["packed", "offsets"], meta_fields=["format", "groups", "dtype"]
+)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quantized:
+    """The packed codes of an array on a device, and the exponent offset of each group: a pytree of two arrays."""
+
+    packed: jax.Array
+    """The packed codes, flat uint8, as FORMAT.md, section 5, defines them."""
+    offsets: jax.Array
+    """The offset of each group, int16 of shape `groups.counts`."""
+    format: Format
+    groups: Groups
+    dtype: str
+    """The dtype of the array that was quantized."""
+
+    def dequantize(self) -> jax.Array:
+        """Return the values, in the dtype of the array that was quantized."""
+        values: jax.Array = _dequantized(self)
+        return values
+
+    def to_numpy(self) -> exmy.Quantized:
+        """Return the same codes and offsets on the host."""
+        offsets, packed = np.asarray(self.offsets), np.asarray(self.packed)
+        return exmy.Quantized(self.format, self.groups, offsets, None, packed, self.dtype)
+
+
+def quantize(x: Any, f: Format | str, axis: int | None = None, block: int | None = None) -> Quantized:
+    """Quantize x to format f, with one exponent offset for the whole tensor, per row or per block.
+
+    The result is that of `exmy.quantize` with scale="max" and nonfinite="saturate": the offsets, found on the
+    device, are the largest with which no finite value clips, infinity becomes the largest value of its sign, and
+    NaN becomes +0. `x`: float16, bfloat16 or float32. `f`, `axis` and `block` are static.
+
+    Raise `DtypeError` for other dtypes, `SizeError` if axis or block do not fit the shape, `FormatError` for an
+    invalid format or block.
+    """
+    array = jnp.asarray(x)
+    kind = kind_of(np.dtype(array.dtype))
+    integers.float_type(kind)
+    f, groups = as_format(f).standard, Groups.from_shape(array.shape, axis, block)
+    packed, offsets = _quantized(array, kind, f, groups)
+    return Quantized(packed, offsets, f, groups, array.dtype.name)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _quantized(x: jax.Array, kind: Kind, f: Format, groups: Groups) -> tuple[jax.Array, jax.Array]:
+    if x.size == 0:
+        return jnp.zeros(0, jnp.uint8), jnp.zeros(groups.counts, jnp.int16)
+    shape, axis = integers.grouped_shape(groups)
+    word = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).reshape(shape)
+    sign = 8 * x.dtype.itemsize - 1
+    bits, negative = (word & ((1 << sign) - 1)).astype(jnp.int32), (word >> sign).astype(jnp.int32)
+    offsets = integers.offsets_of(bits, kind, f.layout, axis, _OPERATIONS)
+    codes = integers.codes_of(bits, negative, kind, f.layout, offsets, _OPERATIONS)
+    packed = integers.pack(codes.reshape(-1), f.bits, _OPERATIONS).astype(jnp.uint8)
+    return packed, offsets.reshape(groups.counts).astype(jnp.int16)
+
+
+@jax.jit
+def _dequantized(q: Quantized) -> jax.Array:
+    dtype = jnp.dtype(q.dtype)
+    count = math.prod(q.groups.shape)
+    if count == 0:
+        return jnp.zeros(q.groups.shape, dtype)
+    shape, axis = integers.grouped_shape(q.groups)
+    codes = integers.unpack(q.packed.astype(jnp.int32), q.format.bits, count, _OPERATIONS).reshape(shape)
+    offsets = q.offsets.astype(jnp.int32)
+    offsets = offsets if axis is None else jnp.expand_dims(offsets, axis)
+    kind = kind_of(np.dtype(dtype))
+    bits, negative = integers.values_of(codes, kind, q.format.layout, offsets, _OPERATIONS)
+    unsigned = jnp.dtype(f"uint{8 * dtype.itemsize}")
+    word = bits.astype(unsigned) | negative.astype(unsigned) << (8 * dtype.itemsize - 1)
+    return lax.bitcast_convert_type(word, dtype).reshape(q.groups.shape)
+
+
+def pack(codes: Any, bits: int) -> jax.Array:
+    """Return codes packed on the device: `exmy.pack`. Bits above the width are dropped, not refused."""
+    packed: jax.Array = _packed(jnp.asarray(codes), _checked_bits(bits))
+    return packed
+
+
+def unpack(packed: Any, bits: int, count: int) -> jax.Array:
+    """Return `count` codes of packed bytes, flat uint8 or uint16, unpacked on the device: `exmy.unpack`.
+
+    Raise `SizeError` if the size of `packed` is not `exmy.packed_size(count, bits)`.
+    """
+    array = jnp.asarray(packed)
+    if array.shape != (packed_size(count, bits),):
+        raise SizeError(f"packed has shape {array.shape}; expected {packed_size(count, bits)} bytes")
+    codes: jax.Array = _unpacked(array, bits, count)
+    return codes
+
+
+def _checked_bits(bits: int) -> int:
+    packed_size(0, bits)  # raises FormatError
+    return bits
+
+
+@partial(jax.jit, static_argnums=1)
+def _packed(codes: jax.Array, bits: int) -> jax.Array:
+    return integers.pack(codes.reshape(-1).astype(jnp.int32), bits, _OPERATIONS).astype(jnp.uint8)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _unpacked(packed: jax.Array, bits: int, count: int) -> jax.Array:
+    codes = integers.unpack(packed.astype(jnp.int32), bits, count, _OPERATIONS)
+    return codes.astype(jnp.uint8 if bits <= 8 else jnp.uint16)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def fake_quantize(x: Any, f: Format | str, axis: int | None = None, block: int | None = None) -> jax.Array:
+    """Return the values of `quantize(x, f, axis, block)`; the derivative is 1 everywhere (straight-through)."""
+    return quantize(x, f, axis, block).dequantize()
+
+
+@fake_quantize.defjvp
+def _fake_quantize_tangent(
+    f: Format | str, axis: int | None, block: int | None, primals: tuple[Any], tangents: tuple[Any]
+) -> tuple[jax.Array, Any]:
+    return fake_quantize(*primals, f, axis, block), tangents[0]

@@ -1,0 +1,195 @@
+"""Quantization in integer operations, which `exmy.jax` and `exmy.torch` share.
+
+Floats are taken apart and put together by their bits, so that no compiler can change a result by flushing subnormals,
+fusing operations or keeping excess precision. All integers are int32: significands have at most 24 bits, and exponents
+are small.
+
+1. The peak of a group is the greatest magnitude, as bits, of its finite elements. Its offset is the largest with which
+   the peak does not clip (`exmy.offsets.largest_unclipped_offsets`); groups of zeros get the least offset of the others.
+2. A code and the bits of a float are both the magnitude of significand · 2^exponent in a binary format, so one
+   function, `magnitude`, encodes and decodes.
+3. Codes are packed in tiles of 256 (FORMAT.md, section 5).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import Any, NamedTuple, Protocol
+
+from exmy.elements import Kind, Layout
+from exmy.errors import DtypeError
+from exmy.fit import BIAS_LIMIT
+from exmy.groups import Groups
+from exmy.packing import TILE
+from exmy.reference import planes
+
+__all__ = ["Operations", "codes_of", "float_type", "grouped_shape", "offsets_of", "pack", "unpack", "values_of"]
+
+_MAX_SPREAD = 255  # the largest difference between offsets of one array
+_MAX_DROP = 26  # bits; dropping more than the 24 bits of a significand also gives 0
+
+
+class Operations(Protocol):
+    """Operations on int32 arrays of one framework, beside Python's operators."""
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any: ...
+    def minimum(self, a: Any, b: Any) -> Any: ...
+    def maximum(self, a: Any, b: Any) -> Any: ...
+    def bit_length(self, a: Any) -> Any:
+        """Return the number of bits of integers from 0 to 2^24; anything for 0."""
+    def largest(self, a: Any, axis: int | None) -> Any:
+        """Return the maximum along an axis, which is kept with length 1, or the maximum of all."""
+    def smallest(self, a: Any) -> Any:
+        """Return the minimum of all."""
+    def concatenate(self, parts: list[Any], axis: int) -> Any: ...
+    def zeros(self, shape: tuple[int, ...], like: Any) -> Any: ...
+
+
+class Binary(NamedTuple):
+    """A binary format: its mantissa bits, the exponent of its smallest normal number, and its largest magnitude."""
+
+    mantissa_bits: int
+    lowest: int
+    largest: int
+
+    @staticmethod
+    def of(layout: Layout) -> Binary:
+        """Return an eXmY format, whose magnitudes are codes without the sign."""
+        exponent_bits, mantissa_bits, bias = layout
+        return Binary(mantissa_bits, 1 - bias, (1 << (exponent_bits + mantissa_bits)) - 1)
+
+
+FLOATS = {
+    Kind.FLOAT16: Binary(10, -14, 0x7BFF),
+    Kind.BFLOAT16: Binary(7, -126, 0x7F7F),
+    Kind.FLOAT32: Binary(23, -126, 0x7F7FFFFF),
+}
+"""The float types, whose magnitudes are their bits without the sign; `largest` is the largest finite number."""
+
+
+def float_type(kind: Kind) -> Binary:
+    """Return a float type; raise `DtypeError` for float64, whose significands exceed 32 bits."""
+    if kind not in FLOATS:
+        raise DtypeError("x is float64; expected float16, bfloat16 or float32. exmy.quantize takes float64 arrays")
+    return FLOATS[kind]
+
+
+def _parts(bits: Any, f: Binary, ops: Operations) -> tuple[Any, Any]:
+    """Return the significand and the exponent of magnitudes: significand · 2^exponent."""
+    field = bits >> f.mantissa_bits
+    hidden = 1 << f.mantissa_bits
+    significand = ops.where(field > 0, bits & (hidden - 1) | hidden, bits)
+    return significand, ops.maximum(field, 1) - 1 + (f.lowest - f.mantissa_bits)
+
+
+def _magnitude(significand: Any, exponent: Any, f: Binary, ops: Operations) -> Any:
+    """Return the magnitude nearest to significand · 2^exponent, ties to even, or the largest of the format."""
+    lead = ops.bit_length(significand) - 1 + exponent
+    top = f.lowest + (f.largest >> f.mantissa_bits)
+    normal = ops.minimum(ops.maximum(lead, f.lowest), top)
+    drop = normal - f.mantissa_bits - exponent
+    left = ops.minimum(ops.maximum(-drop, 0), _MAX_DROP - 2)
+    right = ops.minimum(ops.maximum(drop, 0), _MAX_DROP)
+    whole = significand >> right
+    rest = significand - (whole << right)
+    up = 2 * rest + (whole & 1) > (1 << right)
+    quanta = ops.where(drop > 0, whole + ops.where(up, 1, 0), significand << left)
+    result = quanta + ((normal - f.lowest) << f.mantissa_bits)
+    result = ops.where(lead > top, f.largest, ops.minimum(result, f.largest))
+    return ops.where(significand > 0, result, 0)
+
+
+def codes_of(bits: Any, negative: Any, kind: Kind, layout: Layout, offsets: Any, ops: Operations) -> Any:
+    """Return the codes of elements times 2^offset.
+
+    `bits`: the magnitudes of the elements. `negative`: 1 for a sign bit, else 0. `offsets` broadcast to `bits`.
+    Infinity becomes the largest value of its sign, and NaN +0.
+    """
+    f, target = FLOATS[kind], Binary.of(layout)
+    infinity = f.largest + 1
+    significand, exponent = _parts(ops.minimum(bits, f.largest), f, ops)
+    codes = ops.where(bits == infinity, target.largest, _magnitude(significand, exponent + offsets, target, ops))
+    return ops.where(bits > infinity, 0, codes | negative << (layout.exponent_bits + layout.mantissa_bits))
+
+
+def offsets_of(bits: Any, kind: Kind, layout: Layout, axis: int | None, ops: Operations) -> Any:
+    """Return the offset of each group: all elements, or those that differ along an axis, which is kept."""
+    f = FLOATS[kind]
+    exponent_bits, mantissa_bits, bias = layout
+    peaks = ops.largest(ops.where(bits > f.largest, 0, bits), axis)
+    significand, exponent = _parts(peaks, f, ops)
+    length = ops.bit_length(significand)
+    exponent = length + exponent - (exponent_bits > 0)
+    digits = mantissa_bits + 1 + (exponent_bits > 0)  # of the largest value; more than these may round up
+    normalised = significand << ops.minimum(ops.maximum(24 - length, 0), 24)
+    exponent = exponent + ops.where(normalised >= (1 << 24) - (1 << (24 - digits)), 1, 0)
+    highest = (1 << exponent_bits) - 1 if exponent_bits else 1
+    offsets = ops.minimum(highest - exponent, BIAS_LIMIT) - bias
+    some = 1 << 20  # beyond every offset
+    least = ops.smallest(ops.where(peaks > 0, offsets, some))
+    least = ops.where(least == some, 0, least)
+    return ops.minimum(ops.where(peaks > 0, offsets, least), least + _MAX_SPREAD)
+
+
+def values_of(codes: Any, kind: Kind, layout: Layout, offsets: Any, ops: Operations) -> tuple[Any, Any]:
+    """Return the magnitudes and the sign bits, in `kind`, of decoded values; they are finite."""
+    exponent_bits, mantissa_bits, _ = layout
+    sign = exponent_bits + mantissa_bits
+    significand, exponent = _parts(codes & ((1 << sign) - 1), Binary.of(layout), ops)
+    return _magnitude(significand, exponent - offsets, FLOATS[kind], ops), codes >> sign
+
+
+def grouped_shape(groups: Groups) -> tuple[tuple[int, ...], int | None]:
+    """Return a shape in which each group is a run along one axis, and that axis; None if there is one group."""
+    shape, axis, block = groups.shape, groups.axis, groups.block
+    if axis is None or block is None:
+        return shape, axis
+    return (*shape[:axis], shape[axis] // block, block, *shape[axis + 1 :]), axis + 1
+
+
+def pack(codes: Any, bits: int, ops: Operations) -> Any:
+    """Return flat codes packed: bytes as int32."""
+    count = math.prod(codes.shape)
+    whole = count // TILE * TILE
+    rest = count - whole
+    parts = []
+    if whole:
+        parts.append(_pack_tiles(codes[:whole].reshape(-1, TILE), bits, ops).reshape(-1))
+    if rest:
+        padding = ops.zeros((-rest % 8,), codes)
+        parts.append(_pack_tiles(ops.concatenate([codes[whole:], padding], 0).reshape(1, -1), bits, ops).reshape(-1))
+    return ops.concatenate(parts, 0) if parts else codes
+
+
+def _pack_tiles(tiles: Any, bits: int, ops: Operations) -> Any:
+    rows, length = tiles.shape
+    parts = []
+    for width, shift in planes(bits):
+        runs = (tiles >> shift & ((1 << width) - 1)).reshape(rows, 8 // width, length * width // 8)
+        shifted = (runs[:, i] << (i * width) for i in range(8 // width))
+        parts.append(functools.reduce(operator.or_, shifted))
+    return ops.concatenate(parts, 1)
+
+
+def unpack(packed: Any, bits: int, count: int, ops: Operations) -> Any:
+    """Return `count` codes of packed bytes, passed as int32."""
+    split = count // TILE * TILE // 8 * bits
+    parts = []
+    if split:
+        parts.append(_unpack_tiles(packed[:split].reshape(-1, TILE // 8 * bits), bits, ops).reshape(-1))
+    if count % TILE:
+        parts.append(_unpack_tiles(packed[split:].reshape(1, -1), bits, ops).reshape(-1))
+    return ops.concatenate(parts, 0)[:count] if parts else packed
+
+
+def _unpack_tiles(rows: Any, bits: int, ops: Operations) -> Any:
+    length = rows.shape[1] * 8 // bits
+    codes, start = [], 0
+    for width, shift in planes(bits):
+        plane = rows[:, start : start + length * width // 8]
+        start += length * width // 8
+        runs = [plane >> (i * width) & ((1 << width) - 1) for i in range(8 // width)]
+        codes.append(ops.concatenate(runs, 1) << shift)
+    return functools.reduce(operator.or_, codes)
