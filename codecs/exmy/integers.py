@@ -1,13 +1,13 @@
 """Quantization in integer operations, which `exmy.jax` and `exmy.torch` share.
 
-Floats are taken apart and put together by their bits, so that no compiler can change a result by flushing subnormals,
-fusing operations or keeping excess precision. All integers are int32: significands have at most 24 bits, and exponents
-are small.
+Floats are taken apart and put together by their bits, so that no compiler can change a result by flushing
+subnormals, fusing operations or keeping excess precision. All integers are int32: significands have at most 24
+bits, and exponents are small.
 
-1. The peak of a group is the greatest magnitude, as bits, of its finite elements. Its offset is the largest with which
-   the peak does not clip (`exmy.offsets.largest_unclipped_offsets`); groups of zeros get the least offset of the others.
+1. The peak of a group is the greatest magnitude, as bits, of its finite elements. Its offset is the largest with
+   which the peak does not clip, as in `exmy.offsets`; groups of zeros get the least offset of the others.
 2. A code and the bits of a float are both the magnitude of significand · 2^exponent in a binary format, so one
-   function, `magnitude`, encodes and decodes.
+   function encodes and decodes.
 3. Codes are packed in tiles of 256 (FORMAT.md, section 5).
 """
 
@@ -34,21 +34,33 @@ _MAX_DROP = 26  # bits; dropping more than the 24 bits of a significand also giv
 class Operations(Protocol):
     """Operations on int32 arrays of one framework, beside Python's operators."""
 
-    def where(self, condition: Any, a: Any, b: Any) -> Any: ...
-    def minimum(self, a: Any, b: Any) -> Any: ...
-    def maximum(self, a: Any, b: Any) -> Any: ...
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        """Return the elements of `a` where the condition holds, else of `b`; one of them may be an integer."""
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        """Return the smaller elements; `b` may be an integer."""
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        """Return the greater elements; `b` may be an integer."""
+
     def bit_length(self, a: Any) -> Any:
         """Return the number of bits of integers from 0 to 2^24; anything for 0."""
+
     def largest(self, a: Any, axis: int | None) -> Any:
         """Return the maximum along an axis, which is kept with length 1, or the maximum of all."""
+
     def smallest(self, a: Any) -> Any:
         """Return the minimum of all."""
-    def concatenate(self, parts: list[Any], axis: int) -> Any: ...
-    def zeros(self, shape: tuple[int, ...], like: Any) -> Any: ...
+
+    def concatenate(self, parts: list[Any], axis: int) -> Any:
+        """Join arrays along an axis."""
+
+    def zeros(self, shape: tuple[int, ...], like: Any) -> Any:
+        """Return zeros of the dtype and on the device of an array."""
 
 
 class Binary(NamedTuple):
-    """A binary format: its mantissa bits, the exponent of its smallest normal number, and its largest magnitude."""
+    """A binary format: its mantissa bits, the exponent of its smallest normal, and its largest magnitude."""
 
     mantissa_bits: int
     lowest: int
@@ -95,7 +107,7 @@ def _magnitude(significand: Any, exponent: Any, f: Binary, ops: Operations) -> A
     whole = significand >> right
     rest = significand - (whole << right)
     up = 2 * rest + (whole & 1) > (1 << right)
-    quanta = ops.where(drop > 0, whole + ops.where(up, 1, 0), significand << left)
+    quanta = ops.where(drop > 0, ops.where(up, whole + 1, whole), significand << left)
     result = quanta + ((normal - f.lowest) << f.mantissa_bits)
     result = ops.where(lead > top, f.largest, ops.minimum(result, f.largest))
     return ops.where(significand > 0, result, 0)
@@ -121,10 +133,11 @@ def offsets_of(bits: Any, kind: Kind, layout: Layout, axis: int | None, ops: Ope
     peaks = ops.largest(ops.where(bits > f.largest, 0, bits), axis)
     significand, exponent = _parts(peaks, f, ops)
     length = ops.bit_length(significand)
-    exponent = length + exponent - (exponent_bits > 0)
-    digits = mantissa_bits + 1 + (exponent_bits > 0)  # of the largest value; more than these may round up
+    has_exponent = int(exponent_bits > 0)
+    exponent = length + exponent - has_exponent
+    digits = mantissa_bits + 1 + has_exponent  # of the largest value; more than these may round up
     normalised = significand << ops.minimum(ops.maximum(24 - length, 0), 24)
-    exponent = exponent + ops.where(normalised >= (1 << 24) - (1 << (24 - digits)), 1, 0)
+    exponent = ops.where(normalised >= (1 << 24) - (1 << (24 - digits)), exponent + 1, exponent)
     highest = (1 << exponent_bits) - 1 if exponent_bits else 1
     offsets = ops.minimum(highest - exponent, BIAS_LIMIT) - bias
     some = 1 << 20  # beyond every offset
@@ -159,7 +172,9 @@ def pack(codes: Any, bits: int, ops: Operations) -> Any:
         parts.append(_pack_tiles(codes[:whole].reshape(-1, TILE), bits, ops).reshape(-1))
     if rest:
         padding = ops.zeros((-rest % 8,), codes)
-        parts.append(_pack_tiles(ops.concatenate([codes[whole:], padding], 0).reshape(1, -1), bits, ops).reshape(-1))
+        parts.append(
+            _pack_tiles(ops.concatenate([codes[whole:], padding], 0).reshape(1, -1), bits, ops).reshape(-1)
+        )
     return ops.concatenate(parts, 0) if parts else codes
 
 

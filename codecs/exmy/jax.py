@@ -208,7 +208,7 @@ class _Operations:
         return jnp.zeros(shape, like.dtype)
 
 
-_OPERATIONS = _Operations()
+_OPERATIONS: Any = _Operations()
 
 
 @partial(
@@ -312,12 +312,13 @@ def _checked_bits(bits: int) -> int:
 
 @partial(jax.jit, static_argnums=1)
 def _packed(codes: jax.Array, bits: int) -> jax.Array:
-    return integers.pack(codes.reshape(-1).astype(jnp.int32), bits, _OPERATIONS).astype(jnp.uint8)
+    packed: jax.Array = integers.pack(codes.reshape(-1).astype(jnp.int32), bits, _OPERATIONS)
+    return packed.astype(jnp.uint8)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _unpacked(packed: jax.Array, bits: int, count: int) -> jax.Array:
-    codes = integers.unpack(packed.astype(jnp.int32), bits, count, _OPERATIONS)
+    codes: jax.Array = integers.unpack(packed.astype(jnp.int32), bits, count, _OPERATIONS)
     return codes.astype(jnp.uint8 if bits <= 8 else jnp.uint16)
 
 

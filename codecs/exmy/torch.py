@@ -1,23 +1,34 @@
-"""Emulation in PyTorch: `round` with autograd, bit for bit equal to `exmy.round`.
+"""eXmY in PyTorch: rounding with autograd, and packed codes that devices send each other.
 
 >>> import exmy.torch, torch
 >>> exmy.torch.round(torch.tensor([0.3, -1.0, 500.0]), "e4m3")
 tensor([  0.3125,  -1.0000, 480.0000])
+>>> q = exmy.torch.quantize(torch.tensor([0.3, -1.0, 500.0]), "e4m3")
+>>> q.packed.dtype, q.dequantize()
+(torch.uint8, tensor([  0.3125,  -1.0000, 496.0000]))
+
+All results are those of the functions of `exmy` of the same names, bit for bit.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+import exmy
+from exmy import integers
 from exmy.elements import Kind
 from exmy.emulation import Constants, Gradient, NonFiniteOutput, check_options, rounding_constants
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
+from exmy.groups import Groups
+from exmy.packing import packed_size
 from exmy.rounding import Rounding, check_uint64
 
-__all__ = ["round"]
+__all__ = ["Quantized", "fake_quantize", "pack", "quantize", "round", "unpack"]
 
 _LOW_32_BITS = 0xFFFFFFFF
 
@@ -172,3 +183,135 @@ def _mix(h: Any) -> Any:
     h = h ^ h >> 15
     h = h * (0x846CA68B - (1 << 32)) & _LOW_32_BITS
     return h ^ h >> 16
+
+
+class _Operations:
+    """The operations of `exmy.integers` in PyTorch."""
+
+    where = staticmethod(torch.where)
+    bit_length = staticmethod(lambda a: _log2(a) + 1)
+
+    def minimum(self, a: torch.Tensor, b: Any) -> torch.Tensor:
+        return a.clamp(max=b)
+
+    def maximum(self, a: torch.Tensor, b: Any) -> torch.Tensor:
+        return a.clamp(min=b)
+
+    def largest(self, a: torch.Tensor, axis: int | None) -> torch.Tensor:
+        return a.max() if axis is None else a.amax(axis, keepdim=True)
+
+    def smallest(self, a: torch.Tensor) -> torch.Tensor:
+        return a.min()
+
+    def concatenate(self, parts: list[torch.Tensor], axis: int) -> torch.Tensor:
+        return torch.cat(parts, axis)
+
+    def zeros(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+_OPERATIONS: Any = _Operations()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The packed codes of a tensor on its device, and the exponent offset of each group."""
+
+    packed: torch.Tensor
+    """The packed codes, flat uint8, as FORMAT.md, section 5, defines them."""
+    offsets: torch.Tensor
+    """The offset of each group, int16 of shape `groups.counts`."""
+    format: Format
+    groups: Groups
+    dtype: torch.dtype
+    """The dtype of the tensor that was quantized."""
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the values, in the dtype of the tensor that was quantized."""
+        count = math.prod(self.groups.shape)
+        if count == 0:
+            return torch.zeros(self.groups.shape, dtype=self.dtype, device=self.packed.device)
+        kind, word = _TYPES[self.dtype]
+        shape, axis = integers.grouped_shape(self.groups)
+        codes = integers.unpack(self.packed.to(torch.int32), self.format.bits, count, _OPERATIONS).reshape(shape)
+        offsets = self.offsets.to(torch.int32)
+        offsets = offsets if axis is None else offsets.unsqueeze(axis)
+        bits, negative = integers.values_of(codes, kind, self.format.layout, offsets, _OPERATIONS)
+        signed: torch.Tensor = bits | negative << (8 * self.dtype.itemsize - 1)
+        return signed.to(word).view(self.dtype).reshape(self.groups.shape)
+
+    def to_numpy(self) -> exmy.Quantized:
+        """Return the same codes and offsets on the host."""
+        offsets, packed = self.offsets.cpu().numpy(), self.packed.cpu().numpy()
+        return exmy.Quantized(self.format, self.groups, offsets, None, packed, str(self.dtype).rpartition(".")[2])
+
+
+def quantize(x: torch.Tensor, f: Format | str, axis: int | None = None, block: int | None = None) -> Quantized:
+    """Quantize x to format f, with one exponent offset for the whole tensor, per row or per block.
+
+    The result is that of `exmy.quantize` with scale="max" and nonfinite="saturate": the offsets, found on the
+    device, are the largest with which no finite value clips, infinity becomes the largest value of its sign, and
+    NaN becomes +0. `x`: float16, bfloat16 or float32.
+
+    Raise `DtypeError` for other dtypes, `SizeError` if axis or block do not fit the shape, `FormatError` for an
+    invalid format or block.
+    """
+    if not isinstance(x, torch.Tensor) or x.dtype not in _TYPES:
+        actual = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise DtypeError(f"x is {actual}; expected a tensor of float16, bfloat16 or float32")
+    kind, word = _TYPES[x.dtype]
+    integers.float_type(kind)
+    f, groups = as_format(f).standard, Groups.from_shape(tuple(x.shape), axis, block)
+    if x.numel() == 0:
+        packed = torch.zeros(0, dtype=torch.uint8, device=x.device)
+        return Quantized(packed, x.new_zeros(groups.counts, dtype=torch.int16), f, groups, x.dtype)
+    shape, axis = integers.grouped_shape(groups)
+    signed = x.detach().contiguous().view(word).to(torch.int32).reshape(shape)
+    sign = 8 * x.dtype.itemsize - 1
+    bits, negative = signed & ((1 << sign) - 1), signed >> sign & 1
+    offsets = integers.offsets_of(bits, kind, f.layout, axis, _OPERATIONS)
+    codes = integers.codes_of(bits, negative, kind, f.layout, offsets, _OPERATIONS)
+    packed = integers.pack(codes.reshape(-1), f.bits, _OPERATIONS).to(torch.uint8)
+    return Quantized(packed, offsets.reshape(groups.counts).to(torch.int16), f, groups, x.dtype)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes packed on their device: `exmy.pack`. Bits above the width are dropped, not refused."""
+    packed_size(0, bits)  # raises FormatError
+    packed: torch.Tensor = integers.pack(codes.reshape(-1).to(torch.int32), bits, _OPERATIONS)
+    return packed.to(torch.uint8)
+
+
+def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Return `count` codes of packed bytes, flat uint8 or uint16, unpacked on their device: `exmy.unpack`.
+
+    Raise `SizeError` if the size of `packed` is not `exmy.packed_size(count, bits)`.
+    """
+    if tuple(packed.shape) != (packed_size(count, bits),):
+        raise SizeError(f"packed has shape {tuple(packed.shape)}; expected {packed_size(count, bits)} bytes")
+    codes: torch.Tensor = integers.unpack(packed.to(torch.int32), bits, count, _OPERATIONS)
+    return codes.to(torch.uint8 if bits <= 8 else torch.uint16)
+
+
+def fake_quantize(
+    x: torch.Tensor, f: Format | str, axis: int | None = None, block: int | None = None
+) -> torch.Tensor:
+    """Return the values of `quantize(x, f, axis, block)`; the gradient is 1 everywhere (straight-through)."""
+    values: torch.Tensor = _FakeQuantize.apply(x, f, axis, block)  # type: ignore[no-untyped-call]
+    return values
+
+
+class _FakeQuantize(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, f: Format | str, axis: int | None, block: int | None) -> torch.Tensor:
+        return quantize(x, f, axis, block).dequantize()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return dy, None, None, None
