@@ -112,15 +112,18 @@ class Quantized:
         """Return the codes, unpacked, in the array's shape."""
         return unpack(self.packed, self.format.bits, self.size).reshape(self.shape)
 
-    def dequantize(self, dtype: DTypeLike = "float32", *, out: Array | None = None, threads: int = 1) -> Array:
+    def dequantize(self, dtype: DTypeLike | None = None, *, out: Array | None = None, threads: int = 1) -> Array:
         """Return the values in float16, bfloat16, float32 or float64, each rounded once from its exact value.
 
-        Values beyond the range of the dtype become infinity. If the dtype is the one before quantization, they
-        saturate to its largest value instead, because the original values were finite.
+        By default, the dtype is that of `out`, or else the one before quantization. Values beyond the range of the
+        dtype become infinity. If the dtype is the one before quantization, they saturate to its largest value
+        instead, because the original values were finite.
         `out`: a writable, C-contiguous array of that dtype and shape, to write to and return. `threads`: the
         maximum number of threads for a large array; the result does not depend on it.
         Raise `DtypeError` or `SizeError` for an unsuitable dtype or `out`.
         """
+        if dtype is None:
+            dtype = self.dtype if out is None else out.dtype
         native = output_dtype(dtype)
         out = np.empty(self.shape, native) if out is None else out
         if out.dtype != native:

@@ -1,4 +1,4 @@
-"""Quantization on devices: `exmy.jax` and `exmy.torch` equal `exmy.quantize`, and devices send each other codes."""
+"""Quantization on devices: `exmy.jax` and `exmy.torch` equal `exmy.quantize`, and devices exchange codes."""
 
 import subprocess
 import sys
