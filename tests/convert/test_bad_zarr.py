@@ -78,7 +78,11 @@ def refuse(
         (V3 | {"data_type": {"name": "a.b", "configuration": {"c": 1}}}, UnsupportedFormat, "data type 'a.b'"),
         (V3 | {"data_type": "int1"}, UnsupportedFormat, "data type 'int1'"),
         (V3 | {"data_type": "int4", "fill_value": 8}, Corrupt, "8 is not a value of int4"),
-        (V3 | {"data_type": "float4_e2m1fn", "fill_value": "NaN"}, Corrupt, "'NaN' is not a value of float4_e2m1fn"),
+        (
+            V3 | {"data_type": "float4_e2m1fn", "fill_value": "NaN"},
+            Corrupt,
+            "'NaN' is not a value of float4_e2m1fn",
+        ),
         (V3 | {"data_type": "string"}, UnsupportedFormat, "variable length"),
         (V2 | {"dtype": "|O", "filters": [{"id": "pickle"}]}, UnsupportedFormat, "variable length"),
         (V2 | {"dtype": "<i9"}, UnsupportedFormat, "'<i9' is unknown"),

@@ -22,7 +22,7 @@ from tstore.array import Array
 from tstore.convert.files import StrPath, refuse_existing
 from tstore.convert.names import file_metadata, paths_by_name
 from tstore.convert.safetensors import Writer
-from tstore.convert.safetensors_header import Spec, sort_tensors
+from tstore.convert.safetensors_header import Spec, bits_of, sort_tensors
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_index
@@ -84,7 +84,7 @@ class _Source(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
+        return sum(_size(*spec) for spec in self.specs().values())
 
     def specs(self) -> dict[str, Spec]:
         """Return the dtypes and shapes of the arrays, in the order of the checkpoint."""
@@ -190,13 +190,18 @@ def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
     shards: list[dict[str, Spec]] = [{}]
     size = 0
     for name, (dtype, shape) in specs.items():
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = _size(dtype, shape)
         if shards[-1] and size + nbytes > limit:
             shards.append({})
             size = 0
         shards[-1][name] = (dtype, shape)
         size += nbytes
     return shards
+
+
+def _size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor in a file."""
+    return math.prod(shape) * bits_of(dtype) // 8
 
 
 def _write_index(path: str, size: int, index: Mapping[str, str]) -> None:
@@ -237,7 +242,7 @@ async def _write(
         for name in specs:
             async for slab in _slabs(arrays[name], buffer):
                 await run(file.write, name, slab)
-                progress.add(slab.nbytes)
+                progress.add(_size(slab.dtype, slab.shape))
 
 
 @contextlib.asynccontextmanager

@@ -58,14 +58,15 @@ def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) ->
         return array.astype(dtype)  # not where chunks are encoded: errors and warnings are the caller's
     if dtype.kind in "USV" and array.dtype != dtype and not is_ml_dtype(dtype):
         return as_records(values, dtype)
+    if casting == "same_kind" and is_ml_dtype(dtype) and is_integer(dtype) and array.dtype != dtype:
+        # ml_dtypes has this rule allow floats, and would cut off what does not fit
+        narrowed = array.astype(dtype) if array.dtype.kind == "b" or is_integer(array.dtype) else None
+        return narrowed if narrowed is not None and np.array_equal(narrowed, array) else None
     if array.dtype == dtype or np.can_cast(array.dtype, dtype, casting):
         return array
     if not isinstance(values, (bool, int, float, complex)):
         return None
     # a Python scalar has no dtype: it is converted if it fits (kind V: the dtypes of ml_dtypes)
-    if is_ml_dtype(dtype) and is_integer(dtype):  # ml_dtypes would cut off what does not fit
-        number = np.asarray(values, dtype) if isinstance(values, (bool, int)) else None
-        return number if number is not None and number == values else None
     kinds = "iufcV" if isinstance(values, (bool, int)) else "fcV" if isinstance(values, float) else "c"
     try:
         return np.asarray(values, dtype) if dtype.kind in kinds else None
