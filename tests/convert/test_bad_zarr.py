@@ -81,7 +81,7 @@ def refuse(
         (
             V3 | {"data_type": "float4_e2m1fn", "fill_value": "NaN"},
             Corrupt,
-            "'NaN' is not a value of float4_e2m1fn",
+            "'NaN' is not a value of float4",
         ),
         (V3 | {"data_type": "string"}, UnsupportedFormat, "variable length"),
         (V2 | {"dtype": "|O", "filters": [{"id": "pickle"}]}, UnsupportedFormat, "variable length"),

@@ -73,7 +73,10 @@ async def test_every_dtype_and_odd_names(tmp_path: Path) -> None:
     arrays = {
         f"{names[i % len(names)]}{i if i >= len(names) else ''}": example(dtype, shape, i)
         for i, (dtype, shape) in enumerate(
-            (d, s) for d in DTYPES.values() for s in [(), (0,), (3,), (2, 0, 5), (3, 5)]
+            (d, s)
+            for d in DTYPES.values()
+            for s in [(), (0,), (3,), (2, 0, 5), (3, 5)]
+            if not d.name.startswith(("float4", "float6"))
         )
     }
     source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"

@@ -33,6 +33,7 @@ from tstore.errors import (
 )
 
 SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+WHOLE = [dtype for name, dtype in DTYPES.items() if name not in SUB_BYTE]
 
 
 def write(path: Path, tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
@@ -392,10 +393,7 @@ def test_one_byte_changed(scratch: Path, at: int, value: int) -> None:
 @given(
     st.dictionaries(
         st.text(max_size=6).filter(lambda n: n != "__metadata__"),
-        st.tuples(
-            st.sampled_from([t for n, t in DTYPES.items() if n not in SUB_BYTE]),
-            st.lists(st.integers(0, 4), max_size=3).map(tuple),
-        ),
+        st.tuples(st.sampled_from(WHOLE), st.lists(st.integers(0, 4), max_size=3).map(tuple)),
         max_size=5,
     ),
     st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),

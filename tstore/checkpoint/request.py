@@ -128,8 +128,8 @@ def _casts(dtype: Cast) -> list[tuple[Callable[[str], bool], np.dtype[Any] | Non
         cast = None if isinstance(name, str) and name == "target" else dtype_named(name)
         if cast is not None and not _is_cast_target(cast):
             raise InvalidArgument(
-                f"dtype={quote(dtype)}: {cast} is not a float dtype of 8 bits or more; only float arrays are cast, and "
-                "tstore.quantize stores floats in fewer bits"
+                f"dtype={quote(dtype)}: {cast} is not a float dtype of 8 bits or more; only float arrays are "
+                "cast, and tstore.quantize stores floats in fewer bits"
             )
         casts.append((compile_patterns(pattern), cast))
     return casts

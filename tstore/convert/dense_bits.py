@@ -20,7 +20,8 @@ def pack_bits(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     units = np.zeros((-(-flat.size // _PER_UNIT[bits]), _PER_UNIT[bits]), np.uint8)
     units.reshape(-1)[: flat.size] = flat
     if bits == 4:
-        return (units[:, 0] | units[:, 1] << 4)[:size]
+        pairs: npt.NDArray[np.uint8] = units[:, 0] | units[:, 1] << np.uint8(4)
+        return pairs[:size]
     out = np.empty((len(units), 3), np.uint8)
     out[:, 0] = units[:, 0] | units[:, 1] << 6
     out[:, 1] = units[:, 1] >> 2 | units[:, 2] << 4

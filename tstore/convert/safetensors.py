@@ -29,8 +29,8 @@ def read_header(path: StrPath) -> Header:
     """Return the header of a safetensors file, checked against the file.
 
     Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for unknown fields,
-    `InvalidArgument` for a JSON file, such as an index of several files, and `NotFound` or `Denied` for a file that
-    can't be opened.
+    `InvalidArgument` for a JSON file, such as an index of several files, and `NotFound` or `Denied` for a file
+    that can't be opened.
     """
     with open_file(path) as file:
         return parse_header(file, path)
@@ -40,7 +40,7 @@ def open_tensors(path: StrPath) -> tuple[dict[str, np.ndarray[Any, Any]], dict[s
     """Return the tensors of a safetensors file as read-only arrays, in the order of their bytes, and its metadata.
 
     The arrays are views of one memory map: nothing is read until it is used, and the file must not be truncated
-    meanwhile. Tensors of 4 and 6 bits are read at once, into a byte an element, and tensors that are not aligned for
+    meanwhile. Tensors of 4 and 6 bits are read at once, into a byte an element. Tensors that are not aligned for
     their dtype are copied; early versions of the safetensors package wrote such files. Raise the errors of
     `read_header`.
     """

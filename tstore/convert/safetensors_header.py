@@ -2,9 +2,9 @@
 
     {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …}
 
-Offsets count from the end of the header. The tensors cover the data exactly, without gaps or overlaps. Elements of 4
-and 6 bits are dense, the first in the lowest bits, as in PyTorch's float4_e2m1fn_x2 and compressed-tensors; a tensor of
-these takes whole bytes.
+Offsets count from the end of the header. The tensors cover the data exactly, without gaps or overlaps. Elements of
+4 and 6 bits are dense, the first in the lowest bits, as in PyTorch's float4_e2m1fn_x2 and in compressed-tensors. A
+tensor of these takes whole bytes.
 
 Headers are untrusted input. The whole header is checked before any data are read. A header that does not fit the
 file raises `Corrupt`. These checks are stricter than those of the safetensors package, which silently keeps the

@@ -41,11 +41,10 @@ def as_castable(path: str, values: npt.ArrayLike, dtype: np.dtype[Any], casting:
             f"{path}: NumPy's rule '{casting}' does not allow casting {_describe(values)} to the array's "
             f'dtype {dtype}; cast the values first, or write them with casting="unsafe"'
         )
-    if is_float(dtype) and not has_nonfinite(dtype) and is_float(array.dtype) and has_nonfinite(array.dtype):
-        if not np.isfinite(array).all():
-            raise InvalidArgument(
-                f"{path}: the values have NaN or infinity, which the array's dtype {dtype} lacks; replace them first"
-            )
+    if not has_nonfinite(dtype) and is_float(array.dtype) and not np.isfinite(array).all():
+        raise InvalidArgument(
+            f"{path}: the values have NaN or infinity, which the array's dtype {dtype} lacks; replace them first"
+        )
     return array
 
 

@@ -1,8 +1,8 @@
 """The dtypes of arrays and their fill values, in memory and as Zarr v3 names them in a `zarr.json`; pure, no I/O.
 
 These are the data types of fixed size: NumPy's numbers, bfloat16 and the floats and integers of up to 8 bits of
-ml_dtypes, strings and bytes of fixed length, times, and structs of these. Structs have no padding, and their fields
-are little-endian. A number of fewer than 8 bits takes a byte, in whose low bits it lies; the other bits mean nothing.
+ml_dtypes, strings and bytes of fixed length, times, and structs of these. Structs have no padding, and their
+fields are little-endian. A number of fewer than 8 bits lies in the low bits of a byte, and the others mean nothing.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def fill_from_json(value: Any, dtype: np.dtype[Any]) -> Any:
 def _integer(value: int, dtype: np.dtype[Any]) -> Any:
     """Return an integer of a dtype; raise `OverflowError` if it does not fit."""
     if is_ml_dtype(dtype):
-        limits = ml_dtypes.iinfo(dtype)
+        limits = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
         if not limits.min <= value <= limits.max:
             raise OverflowError(f"{value} is not a value of {dtype}")
     return dtype.type(value)

@@ -1,7 +1,7 @@
 """Arrays of JAX as NumPy arrays and `Shards`, which the core saves.
 
-Two kinds of arrays are stored as arrays of another dtype: numbers of one bit as a byte each, at "…/dtype=int1", and
-typed PRNG keys as their data, at "…/impl=threefry2x32".
+Two kinds of arrays are stored as arrays of another dtype: numbers of one bit as a byte each, at "…/dtype=int1",
+and typed PRNG keys as their data, at "…/impl=threefry2x32".
 """
 
 from __future__ import annotations
