@@ -2,7 +2,7 @@
 
 These are the data types of fixed size: NumPy's numbers, bfloat16 and the floats and integers of up to 8 bits of
 ml_dtypes, strings and bytes of fixed length, times, and structs of these. Structs have no padding, and their
-fields are little-endian. A number of fewer than 8 bits lies in the low bits of a byte, and the others mean nothing.
+fields are little-endian. A number of fewer than 8 bits lies in the low bits of a byte; the others mean nothing.
 """
 
 from __future__ import annotations
