@@ -53,7 +53,7 @@ MAX_SHARD_SIZE = 5_000_000_000
 
 _SLAB = 32 << 20  # bytes
 
-FileFormat: TypeAlias = Literal["safetensors", "huggingface", "dcp", "zarr", "references"]
+FileFormat: TypeAlias = Literal["safetensors", "huggingface", "gguf", "dcp", "zarr", "references"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """A function that is called with the number of bytes written so far and in total."""
@@ -63,7 +63,7 @@ _OTHER_SUFFIXES = {
     **dict.fromkeys((".npz", ".npy"), "NumPy, which has no bfloat16"),
     ".zip": "zip archives",
     **dict.fromkeys((".h5", ".hdf5", ".keras"), "HDF5"),
-    **dict.fromkeys((".pkl", ".pickle", ".msgpack", ".gguf", ".onnx", ".distcp"), "another format"),
+    **dict.fromkeys((".pkl", ".pickle", ".msgpack", ".onnx", ".distcp"), "another format"),
 }
 
 
@@ -121,6 +121,8 @@ def format_of(out: StrPath) -> FileFormat:
         return "safetensors"
     if name.endswith(".zarr"):
         return "zarr"
+    if name.endswith(".gguf"):
+        return "gguf"
     suffix = os.path.splitext(name)[1]
     if suffix in (".json", ".parq", ".parquet"):
         raise InvalidArgument(

@@ -1,19 +1,19 @@
-"""Exports to a GGUF file, by the package gguf: the tensors of a checkpoint, of which quantized ones keep their
-bits.
+"""Exports to a GGUF file, by the package gguf, in which quantized arrays keep their bits if they can.
 
-These quantized arrays have the same values in GGUF, bit for bit but for the sign of zero in integers. The last
-axis is a multiple of 32, and all values share one offset or scale, or rows, or blocks of a multiple of 32 along
-that axis:
+These quantized arrays have the same values in GGUF, but for the sign of zero. All values share one offset or
+scale, or rows do, or blocks of a multiple of 32 along the last axis, whose length is a multiple of 32.
 
-| in GGUF | eXmY | |---|---| | Q4_0: blocks of 32 integers of -8 to 7, a float16 scale | e0m1, e0m2, e0m3, e1m0,
-e1m1, e1m2 | | MXFP4: blocks of 32 numbers of e2m1, a power of two | e2m1, e2m0, with offsets | | Q8_0: blocks of
-32 integers of -127 to 127, a float16 scale | others whose largest value is at most 127 times the least |
+| in GGUF | eXmY |
+|---|---|
+| Q4_0: blocks of 32 integers of -8 to 7, a float16 scale | e0m1 to e0m3, e1m0 to e1m2, e2m0 |
+| MXFP4: blocks of 32 numbers of e2m1, a power of two | e2m1 with offsets |
+| Q8_0: blocks of 32 integers of -127 to 127, a float16 scale | e0m4 to e0m7, e1m3 to e1m6, e2m1 to e2m4, e3m0 |
 
-The last row has e0m7, e1m6, e2m4, e3m0 and narrower ones. A scale must be a number of float16: those of offsets
-are, if they are from 2^-24 to 2^15; float scales seldom are. Other quantized arrays are decoded, or quantized
-again by the package if that is asked for. Names and values are those of the checkpoint: nothing is renamed,
-reordered or permuted as llama.cpp's converters do, and the only metadata are the architecture's name and the
-version of quantization.
+Q8_0 has others too if their largest value is at most 127 times the least step. A scale must be a number of
+float16: those of offsets are, from 2^-24 to 2^15; float scales seldom are. Other quantized arrays are decoded, or
+quantized again by the package if that is asked for. Names and values are those of the checkpoint: nothing is
+renamed or permuted, as llama.cpp's converters do, and the only metadata are the architecture's name and the
+version of quantization. An array without axes becomes one of a single element.
 """
 
 from __future__ import annotations
@@ -52,11 +52,8 @@ _BLOCK = 32
 _E8M0_BIAS = 127
 _MAX_NAME, _MAX_AXES = 63, 4  # of ggml: bytes of a name, and dimensions
 _PLAIN = {
-    **{
-        np.dtype(name): name[0].upper() + str(8 * np.dtype(name).itemsize)
-        for name in ("float16", "float32", "float64")
-    },
-    **{np.dtype(name): name[0].upper() + name[3:] for name in ("int8", "int16", "int32", "int64")},
+    **{np.dtype(f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)},
+    **{np.dtype(f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
     np.dtype(ml_dtypes.bfloat16): "BF16",
 }
 """The names of dtypes in GGUF."""
@@ -136,14 +133,14 @@ def _check(path: str, arrays: Mapping[str, Array]) -> None:
     for name, array in arrays.items():
         if array.dtype not in _PLAIN:
             faults.append(f"{name}: dtype {array.dtype}, not one of {', '.join(map(str, _PLAIN))}")
-        elif not 1 <= array.ndim <= _MAX_AXES or not array.size:
-            faults.append(f"{name}: shape {list(array.shape)}, not 1 to {_MAX_AXES} axes with elements")
+        elif array.ndim > _MAX_AXES or not array.size:
+            faults.append(f"{name}: shape {list(array.shape)}, not up to {_MAX_AXES} axes, with elements")
         elif len(name.encode()) > _MAX_NAME:
             faults.append(f"{name}: a name of more than {_MAX_NAME} bytes")
     if faults:
         raise InvalidArgument(
-            f"{path} was not written, because GGUF can't hold {len(faults)} of the {len(arrays)} arrays; save a tree "
-            f"without them, or with others in their place:{bullet_list(faults)}"
+            f"{path} was not written, because GGUF can't hold {len(faults)} of the {len(arrays)} arrays; save a "
+            f"tree without them, or with others in their place:{bullet_list(faults)}"
         )
 
 
@@ -153,22 +150,22 @@ async def _planned(
     """Return how each array is written, and what becomes of the quantized ones."""
     formats, report, tensors = quantized_arrays(snapshot, arrays), [], {}
     for name, array in arrays.items():
-        plain = tensors[name] = _Tensor(_PLAIN[array.dtype], array.shape, array.nbytes)
+        plain = tensors[name] = _Tensor(_PLAIN[array.dtype], array.shape or (1,), array.nbytes)
         if name not in formats:
             continue
-        outcome = ExportedArray(name, formats[name], array.dtype.name)
+        outcome = ExportedArray(name, formats[name], plain.kind)
         try:
             kind, data = await _exact(snapshot, array)
             tensors[name] = _Tensor(kind, array.shape, data.nbytes)
             outcome = outcome._replace(written_as=kind)
         except NoCounterpart as reason:
-            if requantize is not None and array.shape[-1] % _BLOCK == 0:
+            if requantize is not None and array.ndim and array.shape[-1] % _BLOCK == 0:
                 kind = requantize.upper()
                 nbytes = array.size // _BLOCK * (34 if kind == "Q8_0" else 18)
                 tensors[name] = _Tensor(kind, array.shape, nbytes, again=True)
                 outcome = outcome._replace(written_as=kind, changed=None, reason=str(reason))
             else:
-                outcome = outcome._replace(written_as=plain.kind, reason=str(reason))
+                outcome = outcome._replace(reason=str(reason))
         report.append(outcome)
     return tensors, report
 
@@ -192,6 +189,8 @@ async def _exact(snapshot: Snapshot, array: Array) -> tuple[str, npt.NDArray[np.
 
 def _encoded(q: exmy.Quantized) -> tuple[str, npt.NDArray[np.uint8]]:
     """Return the type and the blocks of an array; raise `NoCounterpart` if no type has its values."""
+    if not q.shape:
+        raise NoCounterpart("it has no axes")
     run_length = q.shape[-1] if q.axis is None else q.block or q.shape[-1]
     if q.shape[-1] % _BLOCK or run_length % _BLOCK:
         raise NoCounterpart(f"blocks of {_BLOCK} do not divide the runs of its last axis that share an offset")
