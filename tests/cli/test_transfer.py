@@ -215,7 +215,11 @@ def test_an_export_in_low_bits_names_what_it_decodes(quantized: Path, tmp_path: 
     assert (code, err) == (0, "")
     arrays = {a["name"]: a for a in json.loads(text)["quantized"]}
     assert arrays["a.weight"] == {
-        "name": "a.weight", "format": "e2m1", "written_as": "mxfp4-pack-quantized", "changed": 0, "reason": ""
+        "name": "a.weight",
+        "format": "e2m1",
+        "written_as": "mxfp4-pack-quantized",
+        "changed": 0,
+        "reason": "",
     }
     assert arrays["d.weight"]["changed"] > 0
     code, text, err = call("export", quantized, tmp_path / "a.safetensors", "--at", "low", "--layout", "fp8")

@@ -152,7 +152,12 @@ def test_everything_else_keeps_its_dtype(tmp_path: Path) -> None:
     assert (report.left_out, report.quantized) == (["epoch"], [])
     tensors = read(tmp_path / "a.gguf")
     assert {n: k for n, (k, _) in tensors.items()} == {
-        "f16": "F16", "bf16": "BF16", "f64": "F64", "i32": "I32", "i8": "I8", "step": "I64"
+        "f16": "F16",
+        "bf16": "BF16",
+        "f64": "F64",
+        "i32": "I32",
+        "i8": "I8",
+        "step": "I64",
     }
     for name in ("f16", "f64", "i32", "i8"):
         assert tensors[name][1].tobytes() == tree[name].tobytes()

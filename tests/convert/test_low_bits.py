@@ -38,6 +38,10 @@ RULES: dict[str, Any] = {
     "fp6_wide/**": {"format": "e3m2", "block": 32},
     "fp7/**": {"format": "e3m3", "axis": -1},
     "fp7_tensor/**": "e3m3",
+    "int4/**": {"format": "e1m2", "block": 128},
+    "int4_scales/**": {"format": "e0m3", "block": 32, "scale": "6bit"},
+    "int8/**": {"format": "e0m7", "axis": -1},
+    "int8_tensor/**": {"format": "e1m5"},
     "norm": None,
     "plain/**": None,
     "odd": {"format": "e3m2", "axis": -1},
@@ -56,6 +60,10 @@ SCHEMES = {
     "fp6_wide": "mxfp8-quantized",
     "fp7": "float-quantized",
     "fp7_tensor": "float-quantized",
+    "int4": "pack-quantized",
+    "int4_scales": "pack-quantized",
+    "int8": "pack-quantized",
+    "int8_tensor": "pack-quantized",
 }
 REASONS = {
     "odd": "only matrices whose names end in .weight",
@@ -124,14 +132,20 @@ def decoded(tensors: dict[str, Values], config: dict[str, Any]) -> dict[str, Val
     assert config["quant_method"] == "compressed-tensors"
     for group in config["config_groups"].values():
         scheme = group["weights"]
-        assert scheme["type"] == "float"
         assert scheme["symmetric"]
         for module in group["targets"]:
             scales = tensors.pop(f"{module}.weight_scale")
             if scheme["scale_dtype"] == "torch.uint8":
                 assert (scales.dtype, scheme["group_size"]) == (np.uint8, 32)
                 scales = np.ldexp(np.float64(1), scales.astype(int) - 127)
-            if group["format"] == "mxfp4-pack-quantized":
+            if group["format"] == "pack-quantized":
+                assert scheme["type"] == "int"
+                words = tensors.pop(f"{module}.weight_packed")
+                shape = tuple(tensors.pop(f"{module}.weight_shape").tolist())
+                bits = scheme["num_bits"]
+                assert words.dtype == np.int32
+                numbers = unpacked(words.view(np.uint8), bits).reshape(shape) - float(1 << (bits - 1))
+            elif group["format"] == "mxfp4-pack-quantized":
                 numbers = np.vectorize(fp4, [float])(unpacked(tensors.pop(f"{module}.weight_packed"), 4))
             elif group["format"] == "mxfp6-pack-quantized":
                 numbers = np.vectorize(fp6_e2m3, [float])(unpacked(tensors.pop(f"{module}.weight_packed"), 6))
@@ -180,6 +194,7 @@ def test_the_layout_of_compressed_tensors_has_the_same_values(store: Path, tmp_p
     check_exact(decoded(tensors, config), store)
     assert report.bytes == sum(array.nbytes for array in tensors.values())
     rows, columns = 48, 256
+    assert tensors["int4.weight_packed"].shape == (rows, columns // 8)
     assert tensors["fp4.weight_packed"].shape == (rows, columns // 2)
     assert tensors["fp6.weight_packed"].shape == (rows, columns * 3 // 4)
 
@@ -256,7 +271,8 @@ def test_fp8_tensors_with_scales(store: Path, tmp_path: Path) -> None:
     report = asyncio.run(export_safetensors(store, tmp_path / "a.safetensors", at="low", layout="fp8"))
     found = outcomes(report)
     kept = {name for name, (_, _, reason) in found.items() if not reason}
-    assert kept == {f"{name}.weight" for name in SCHEMES} | {"odd", "heads.weight"}
+    in_fp8 = {f"{name}.weight" for name in SCHEMES if name not in ("int8", "int8_tensor")}
+    assert kept == in_fp8 | {"odd", "heads.weight"}
     tensors, _ = open_tensors(tmp_path / "a.safetensors")
     values = {}
     for name, array in tensors.items():

@@ -1,13 +1,15 @@
 """Layouts of safetensors files that keep the low bits of quantized arrays.
 
 `compressed-tensors` is the layout of the package of that name, which vLLM and transformers load: a matrix
-`NAME.weight` becomes FP4, FP6 or FP8 numbers, and `NAME.weight_scale` the scales of its blocks of 32, rows, or of
-all. Its `quantization_config` names the scheme of each matrix. `fp8` is for arrays of all names and shapes:
-F8_E4M3 or F8_E5M2 numbers under the name of the array, and float32 scales at `NAME_scale`.
+`NAME.weight` becomes integers of 4 or 8 bits, or FP4, FP6 or FP8 numbers, and `NAME.weight_scale` the scales of
+its blocks of 32, rows, or of all. Its `quantization_config` names the scheme of each matrix. `fp8` is for arrays
+of all names and shapes: F8_E4M3 or F8_E5M2 numbers under the name of the array, and float32 scales at
+`NAME_scale`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -17,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.convert.dense_bits import pack_bits
-from tstore.convert.narrow import NoCounterpart, Scaled, as_floats
+from tstore.convert.narrow import NoCounterpart, Scaled, as_floats, as_integers
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 
@@ -98,6 +100,9 @@ def _compressed(name: str, q: exmy.Quantized, rounding: bool) -> Encoded:
         raise NoCounterpart("compressed-tensors has only matrices whose names end in .weight")
     if not q.size:
         raise NoCounterpart("it is empty")
+    if q.format.exponent_bits <= 1:  # an even grid
+        with contextlib.suppress(NoCounterpart):
+            return _integers(q)
     run = q.shape[-1] if q.axis is None else q.block or q.shape[-1]
     if q.scales is None and q.shape[-1] % _MX_BLOCK == 0 and run % _MX_BLOCK == 0:
         for bits, dtype in ((4, ml_dtypes.float4_e2m1fn), (6, ml_dtypes.float6_e2m3fn)):
@@ -111,6 +116,24 @@ def _compressed(name: str, q: exmy.Quantized, rounding: bool) -> Encoded:
     tensors = {"": scaled.numbers, "_scale": scales.reshape(-1) if q.axis is None else scales}
     weights = _weights(8, strategy, q.block, None)
     return Encoded("float-quantized", tensors, scaled.changed, weights)
+
+
+def _integers(q: exmy.Quantized) -> Encoded:
+    """Return integers of 4 or 8 bits, packed into words of 32 bits, with a float32 scale for each row or block."""
+    try:
+        bits, scaled = 4, as_integers(q, 7)
+    except NoCounterpart:
+        bits, scaled = 8, as_integers(q, 127)
+    rows, columns = q.shape
+    if columns * bits % 32:
+        raise NoCounterpart(f"{columns} integers of {bits} bits do not fill words of 32 bits")
+    codes = scaled.numbers.view(np.uint8) + np.uint8(1 << (bits - 1))
+    packed = pack_bits(codes, 4) if bits == 4 else codes.reshape(-1)
+    scales = np.ascontiguousarray(_float32(scaled.scales_of_runs(q.block or columns)))
+    shape = np.array(q.shape, np.int64)
+    tensors = {"_packed": packed.view("<i4").reshape(rows, -1), "_scale": scales, "_shape": shape}
+    weights = _weights(bits, "channel" if q.block is None else "group", q.block, None, "int")
+    return Encoded("pack-quantized", tensors, 0, weights)
 
 
 def _mx(scaled: Scaled, bits: int) -> Encoded:
@@ -155,10 +178,16 @@ def _float32(scales: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
     return narrow
 
 
-def _weights(bits: int, strategy: str, group_size: int | None, scale_dtype: str | None) -> dict[str, Any]:
+def _weights(
+    bits: int,
+    strategy: str,
+    group_size: int | None,
+    scale_dtype: str | None,
+    kind: Literal["int", "float"] = "float",
+) -> dict[str, Any]:
     return {
         "num_bits": bits,
-        "type": "float",
+        "type": kind,
         "strategy": strategy,
         "group_size": group_size,
         "symmetric": True,
