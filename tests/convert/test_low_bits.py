@@ -79,7 +79,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a quantized version that has each kind of array, of two dtypes."""
     path = tmp_path_factory.mktemp("low") / "store"
     tree: dict[str, Any] = {name: {"weight": weights(seed=i)} for i, name in enumerate(SCHEMES)}
-    tree["fp4"]["weight"][3, :32] = 0
+    for name in ("fp4", "fp6_wide", "int4", "fp4_float"):
+        tree[name]["weight"][3, :128] = 0
+    for name in ("fp7", "int8"):
+        tree[name]["weight"][5] = 0
     tree["fp6"]["weight"] = tree["fp6"]["weight"].astype(ml_dtypes.bfloat16)
     tree |= {"norm": weights((256,)), "plain": {"weight": weights((4, 8))}, "odd": weights((8, 96))}
     tree |= {"heads": {"weight": weights((2, 8, 64))}, "columns": {"weight": weights((64, 64))}}
@@ -301,6 +304,36 @@ def test_e5m2_where_e4m3_lacks_the_range(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors["a"].astype(np.float32) * tensors["a_scale"], values)
 
 
+# ---- arrays in several chunks
+
+
+@pytest.mark.parametrize(("chunks", "scheme"), [((32, 64), "mxfp6-pack-quantized"), ((32, 16), "float-quantized")])
+def test_chunks_with_their_own_offsets_are_joined(tmp_path: Path, chunks: tuple[int, int], scheme: str) -> None:
+    values = weights((64, 64))
+    values[:32, :16] *= 100
+    codecs = [{"name": "exmy", "configuration": {"format": "e2m3"}}]
+    with tstore.open(tmp_path / "store").transaction(tag="low") as tx:
+        tx.create_array("a.weight", values.shape, "float32", chunks, codecs).write(values)
+    report = to_folder(tmp_path / "store", tmp_path / "out", layout="compressed-tensors")
+    assert outcomes(report) == {"a.weight": (scheme, 0, "")}
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    read = decoded(open_tensors(tmp_path / "out/model.safetensors")[0], config)["a.weight"]
+    np.testing.assert_array_equal(read, tstore.open(tmp_path / "store", "r").snapshot().array("a.weight").read())
+
+
+def test_chunks_that_no_blocks_fit(tmp_path: Path) -> None:
+    values = weights((64, 60))
+    values[:, :20] *= 100
+    codecs = [{"name": "exmy", "configuration": {"format": "e2m3"}}]
+    with tstore.open(tmp_path / "store").transaction(tag="low") as tx:
+        tx.create_array("a.weight", values.shape, "float32", (64, 20), codecs).write(values)
+    report = to_folder(tmp_path / "store", tmp_path / "out", layout="fp8")
+    reason = "the offsets of its chunks are not those of rows or blocks of the whole array"
+    assert outcomes(report) == {"a.weight": ("float32", 0, reason)}
+    report = to_folder(tmp_path / "store", tmp_path / "rounded", layout="fp8", requantize="fp8")
+    assert outcomes(report)["a.weight"][0] == "F8_E4M3"
+
+
 # ---- any codes, and what is refused
 
 
@@ -317,6 +350,7 @@ def test_narrow_floats_are_exact_or_counted(
     name: str, group: int | None, scale: Any, dtype: Any, seed: int
 ) -> None:
     x = np.random.default_rng(seed).standard_t(3, (3, 64)).astype(np.float32)
+    x[seed % 3, : 32 * (seed % 4)] = 0
     block, axis = (32, None) if group == 32 else (None, group)
     q = exmy.quantize(x, name, axis=axis, block=block, scale=scale)
     expected = q.dequantize("float64")

@@ -58,12 +58,14 @@ def as_floats(q: exmy.Quantized, dtype: npt.DTypeLike) -> Scaled:
     out, changed = np.empty(codes.shape, np.uint8), 0
     for shift in np.unique(shifts).tolist():
         shifted = np.ldexp(numbers, shift)
-        rounded = shifted.astype(target)
+        with np.errstate(over="ignore"):  # codes above the peaks of these groups are not looked up
+            rounded = shifted.astype(target)
         exact = rounded.astype(np.float64) == shifted
         rows = slice(None) if (shifts == shift).all() else np.flatnonzero(shifts == shift)
         out[rows] = rounded.view(np.uint8)[codes[rows]]
         changed += 0 if exact.all() else int(np.count_nonzero(~exact[codes[rows]]))
-    return Scaled(out.view(target).reshape(q.shape), np.ldexp(_scales(q), -shifts), run, changed)
+    scales = np.where(peaks > 0, np.ldexp(_scales(q), -shifts), 1)
+    return Scaled(out.view(target).reshape(q.shape), scales, run, changed)
 
 
 def _floor_log2(x: Any) -> Any:
@@ -78,11 +80,11 @@ def as_integers(q: exmy.Quantized, limit: int) -> Scaled:
     numbers = _table(q.format)
     step = np.min(numbers[numbers > 0])
     codes, run = _groups_of_codes(q)
-    peak = float(numbers[_magnitudes(codes, q.format.bits).max(initial=0)] / step)
-    if peak > limit:
+    peaks = numbers[_magnitudes(codes, q.format.bits).max(axis=1, initial=0)] / step
+    if (peak := float(peaks.max(initial=0))) > limit:
         raise NoCounterpart(f"it has values of {peak:g} times the least step of {q.format}, more than {limit}")
     table = np.where(np.abs(numbers / step) <= limit, numbers / step, 0).astype(np.int8)
-    return Scaled(table[codes].reshape(q.shape), _scales(q) * step, run, 0)
+    return Scaled(table[codes].reshape(q.shape), np.where(peaks > 0, _scales(q) * step, 1), run, 0)
 
 
 @functools.lru_cache(16)
