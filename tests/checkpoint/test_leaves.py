@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "records with gaps": (lambda: np.zeros(3, np.dtype([("x", "u1"), ("y", "f4")], align=True)), "repack_fields"),
     "records of arrays": (lambda: np.zeros(3, [("x", "f4", (2,))]), "dtype"),
     "long doubles": (lambda: np.zeros(2, np.longdouble), "use float64"),
-    "four bits": (lambda: np.zeros(2, ml_dtypes.int4), "int4"),
+    "one bit": (lambda: np.zeros(2, ml_dtypes.int1), "int1"),
     "a mask": (lambda: np.ma.masked_array([1, 2], [0, 1]), "mask"),
     "a set": (lambda: {1, 2}, "type set can't"),
     "a generator": (lambda: (i for i in range(3)), "type generator can't"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_a_folder_by_size_and_back(store: Path, tmp_path: Path, call: Call) -> N
         (["out.zarr", "--references"], "ends in .json, or in .parq"),
         (["out.safetensors", "--references"], "ends in .json, or in .parq"),
         (["out.json", "--references", "--max-shard-size", "5GB"], "--max-shard-size is for a Hugging Face folder"),
+        (["out.gguf", "--to", "huggingface"], "only --to gguf writes a file whose name ends in .gguf"),
+        (["out", "--to", "gguf"], "only --to gguf writes a file whose name ends in .gguf"),
+        (["out.gguf", "--layout", "fp8"], "--layout is for a safetensors file or a Hugging Face folder"),
+        (["out.gguf", "--requantize", "fp8"], "q8_0 or q4_0 for a GGUF file"),
+        (["out", "--layout", "fp8", "--requantize", "q8_0"], "--requantize is fp8 for --layout"),
+        (["out", "--requantize", "fp8"], "needs --layout compressed-tensors or --layout fp8"),
+        (["out.zarr", "--requantize", "q8_0"], "--requantize is fp8 for --layout"),
+        (["out.safetensors", "--layout", "compressed-tensors"], "has a config.json: pass a folder as OUT"),
+        (["out", "--layout", "mx"], "--layout"),
         (["out.safetensors", "--zarr"], "only --to safetensors writes a file"),
         (["out.safetensors", "--to", "huggingface"], "only --to safetensors writes a file"),
         (["out.safetensors", "--to", "dcp"], "only --to safetensors writes a file"),
@@ -172,3 +182,60 @@ def test_unknown_sources_are_refused_before_a_store_is_made(tmp_path: Path, call
     code, _, err = call("import", tmp_path / "steps" / "100", tmp_path / "store")
     assert (code, "which becomes a step; pass --step N" in err) == (2, True)
     assert sorted(os.listdir(tmp_path)) == ["empty", "steps"]
+
+
+@pytest.fixture
+def quantized(tmp_path: Path) -> Path:
+    """A store with a quantized version, some of whose arrays other formats lack."""
+    rng = np.random.default_rng(0)
+    tree = {name: {"weight": rng.normal(size=(64, 64)).astype("f4")} for name in "abcd"}
+    store = tmp_path / "quantized"
+    tstore.save(store, {**tree, "norm": np.ones(64, "f4")}, 1)
+    rules = {"a/*": {"format": "e2m1", "block": 32}, "b/*": {"format": "e2m1", "block": 64}, "c/*": "e3m3"}
+    tstore.quantize(store, {**rules, "d/*": {"format": "e3m6", "axis": -1}}, tag="low")
+    return store
+
+
+def test_an_export_in_low_bits_names_what_it_decodes(quantized: Path, tmp_path: Path, call: Call) -> None:
+    code, text, err = call("export", quantized, tmp_path / "plain", "--at", "low")
+    assert (code, err) == (0, "")
+    assert text.splitlines()[1:] == [
+        "decoded 4 quantized arrays; --layout compressed-tensors or --layout fp8 keeps low bits"
+    ]
+    options = ("--at", "low", "--layout", "compressed-tensors")
+    code, text, err = call("export", quantized, tmp_path / "out", *options)
+    assert (code, err) == (0, "")
+    lines = text.splitlines()[1:]
+    assert lines[:2] == [
+        "2 quantized arrays as mxfp4-pack-quantized: a.weight, b.weight",
+        "1 quantized array as float-quantized: c.weight",
+    ]
+    assert re.fullmatch(r"decoded \(FP8 lacks the values of [\d,]+ of its 4,096 elements\): d\.weight", lines[2])
+    code, text, err = call("export", quantized, tmp_path / "rounded", *options, "--requantize", "fp8", "--json")
+    assert (code, err) == (0, "")
+    arrays = {a["name"]: a for a in json.loads(text)["quantized"]}
+    assert arrays["a.weight"] == {
+        "name": "a.weight",
+        "format": "e2m1",
+        "written_as": "mxfp4-pack-quantized",
+        "changed": 0,
+        "reason": "",
+    }
+    assert arrays["d.weight"]["changed"] > 0
+    code, text, err = call("export", quantized, tmp_path / "a.safetensors", "--at", "low", "--layout", "fp8")
+    assert "3 quantized arrays as F8_E4M3: a.weight, b.weight, c.weight" in text.splitlines()
+
+
+def test_an_export_to_gguf(quantized: Path, tmp_path: Path, call: Call) -> None:
+    code, text, err = call("export", quantized, tmp_path / "a.gguf", "--at", "low")
+    assert (code, err) == (0, "")
+    lines = text.splitlines()[1:]
+    assert lines[0] == "2 quantized arrays as MXFP4: a.weight, b.weight"
+    assert [re.sub(r"of \S+ times", "of N times", line) for line in lines[1:]] == [
+        "decoded (it has values of N times the least step of e3m3, more than 127): c.weight",
+        "decoded (it has values of N times the least step of e3m6, more than 127): d.weight",
+    ]
+    code, text, err = call("export", quantized, tmp_path / "b.gguf", "--at", "low", "--requantize", "q8_0")
+    assert (code, err) == (0, "")
+    assert "2 quantized arrays as Q8_0: c.weight, d.weight" in text.splitlines()
+    assert sum(line.startswith("rounded to Q8_0: ") for line in text.splitlines()) == 2

@@ -32,6 +32,7 @@ def tree() -> dict[str, Any]:
             "long": jax.device_put(numbers.reshape(256, 2048).astype(jnp.bfloat16), sharded),
             "a.b": jnp.zeros(3),
             "f8": jnp.arange(4).astype(jnp.float8_e4m3fn),
+            "i4": jnp.arange(-4, 4).astype(jnp.int4),
         },
         "opt": [Moments(jnp.full(3, 2.0), jnp.int32(4)), {}, (jnp.ones(2),), *([jnp.ones(1)] * 9)],
         "step": 7,

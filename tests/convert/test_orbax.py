@@ -36,6 +36,7 @@ EXPECTED: dict[str, Any] = {
         "long": NUMBERS.reshape(256, 2048).astype(ml_dtypes.bfloat16),
         "a.b": np.zeros(3, np.float32),
         "f8": np.arange(4).astype(ml_dtypes.float8_e4m3fn),
+        "i4": np.arange(-4, 4).astype(ml_dtypes.int4),
     },
     "opt": [{"mean": np.full(3, 2, np.float32), "count": np.array(4, np.int32)}, {}, [np.ones(2, np.float32)]],
     "step": np.int64(7),

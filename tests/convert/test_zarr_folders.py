@@ -54,7 +54,7 @@ CHAINS = [
     [sharded(TRANSPOSE, LITTLE, ZSTD, CRC)],
 ]
 BOTH = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64", "complex128"]
-TENSORSTORE = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]
+TENSORSTORE = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4", "int2", "float4_e2m1fn"]
 
 
 def values_of(dtype: str, shape: tuple[int, ...] = (11, 7)) -> np.ndarray[Any, Any]:

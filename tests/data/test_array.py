@@ -22,6 +22,7 @@ from tstore.errors import InvalidArgument, NotFound
 NUMPY = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]
 CUSTOM = ["bfloat16"] + [n for n in dir(ml_dtypes) if n.startswith("float8_")]
+CUSTOM += ["float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "int4", "uint4", "int2", "uint2"]
 
 
 def sample(shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:

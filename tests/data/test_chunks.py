@@ -32,6 +32,7 @@ from tstore.format.array_metadata import ArrayMeta, dtype_named
 NUMPY = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]
 CUSTOM = ["bfloat16"] + [n for n in dir(ml_dtypes) if n.startswith("float8_")]
+CUSTOM += ["float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "int4", "uint4", "int2", "uint2"]
 ZARR_CODECS = {
     "plain": [BytesCodec()],
     "zstd": [BytesCodec(), ZstdCodec(level=3)],
@@ -356,7 +357,7 @@ def test_chunks_of_a_wrong_length_are_corrupt(codec: str, change: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["object", "U", "S", "T", "V", "int4", "float6_e2m3fn", "nonsense", [("a", "i4", (2,))], [("a", "O")], []],
+    ["object", "U", "S", "T", "V", "int1", "uint1", "nonsense", [("a", "i4", (2,))], [("a", "O")], []],
     ids=str,
 )
 def test_other_dtypes_are_refused(name: Any) -> None:

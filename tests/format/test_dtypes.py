@@ -182,7 +182,8 @@ for _ in range(30):
 @pytest.mark.parametrize(
     ("data_type", "named"),
     [
-        ("int4", "int4"),
+        ("int1", "int1"),
+        ("float6_e2m3", "float6_e2m3"),
         ("str160", "str160"),
         ("void64", "void64"),
         ("datetime64[s]", "datetime64"),

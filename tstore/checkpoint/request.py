@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import dtype_named
+from tstore.format.dtypes import has_nonfinite, is_float
 from tstore.format.patterns import Extent, compile_patterns, compile_renames, extent_of
 
 __all__ = ["Cast", "Missing", "Request"]
@@ -83,20 +84,19 @@ class Request:
 
     def dtype(self, path: str, stored: np.dtype[Any], target: np.dtype[Any] | None) -> np.dtype[Any]:
         """Return the dtype to restore an array in; `target` is that of the target's leaf, if there is one."""
-        if not self._casts or not _is_float(stored):
+        if not self._casts or not is_float(stored):
             return stored
         for matches, dtype in self._casts:
             if matches(path):
                 if dtype is not None:
                     return dtype
-                return stored if target is None or not _is_float(target) else target
+                return stored if target is None or not _is_cast_target(target) else target
         return stored
 
 
-def _is_float(dtype: np.dtype[Any] | None) -> bool:
-    if dtype is None or dtype.kind != "V":  # V: the types of ml_dtypes, among them int4
-        return dtype is not None and dtype.kind == "f"
-    return "float" in dtype.name
+def _is_cast_target(dtype: np.dtype[Any]) -> bool:
+    """Return whether arrays are cast to a dtype: a float, but not one that lacks NaN and any range to speak of."""
+    return is_float(dtype) and has_nonfinite(dtype)
 
 
 def _is_patterns(only: object) -> bool:
@@ -126,7 +126,10 @@ def _casts(dtype: Cast) -> list[tuple[Callable[[str], bool], np.dtype[Any] | Non
         if name is None:
             raise InvalidArgument(f"dtype={quote(dtype)}: expected a dtype, such as 'float32', for {pattern!r}")
         cast = None if isinstance(name, str) and name == "target" else dtype_named(name)
-        if cast is not None and not _is_float(cast):
-            raise InvalidArgument(f"dtype={quote(dtype)}: {cast} is not a float dtype; only float arrays are cast")
+        if cast is not None and not _is_cast_target(cast):
+            raise InvalidArgument(
+                f"dtype={quote(dtype)}: {cast} is not a float dtype of 8 bits or more; only float arrays are "
+                "cast, and tstore.quantize stores floats in fewer bits"
+            )
         casts.append((compile_patterns(pattern), cast))
     return casts

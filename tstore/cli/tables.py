@@ -167,8 +167,32 @@ def show_exported(report: Document) -> None:
     if report["format"] == "references":
         options = {"fo": report["file"], **reader_options(report["store"])}
         print(escape(f'to read it: zarr.open_group("reference://", mode="r", storage_options={options})'))
+    _show_low_bits(report)
     if report["left_out"]:
         print(escape(f"not exported, because they are not arrays: {abbreviate(report['left_out'], 20)}"))
+
+
+def _show_low_bits(report: Document) -> None:
+    """Print in which types quantized arrays were written, and which of them were decoded or rounded, and why."""
+    kept: dict[str, list[str]] = {}
+    decoded: dict[str, list[str]] = {}
+    for a in report["quantized"]:
+        if a["reason"] and a["changed"] == 0:
+            decoded.setdefault(a["reason"], []).append(a["name"])
+        elif report["format"] == "gguf" or report["layout"] not in (None, "decoded"):
+            kept.setdefault(a["written_as"], []).append(a["name"])
+    for kind, names in kept.items():
+        print(escape(f"{pluralize(len(names), 'quantized array')} as {kind}: {abbreviate(names, 3)}"))
+    for a in report["quantized"]:
+        if a["changed"] is None:
+            print(escape(f"rounded to {a['written_as']}: {a['name']} ({a['reason']})"))
+        elif a["changed"]:
+            print(escape(f"rounded to {a['written_as']}: {a['changed']:,} values of {a['name']}"))
+    for reason, names in decoded.items():
+        print(escape(f"decoded ({reason}): {abbreviate(names, 3)}"))
+    if report["quantized"] and not kept and not decoded:
+        count = pluralize(len(report["quantized"]), "quantized array")
+        print(f"decoded {count}; --layout compressed-tensors or --layout fp8 keeps low bits")
 
 
 def show_quantized(report: Document) -> None:

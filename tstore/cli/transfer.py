@@ -25,7 +25,9 @@ from tstore.cli.text import format_size
 from tstore.convert import importing
 from tstore.convert.dcp_export import export_dcp
 from tstore.convert.exporting import FileFormat, export_huggingface, export_safetensors, format_of
+from tstore.convert.gguf_export import export_gguf
 from tstore.convert.importing import SourceKind, import_torch_file, recognize
+from tstore.convert.layouts import LAYOUTS, Layout
 from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
@@ -36,6 +38,7 @@ __all__ = ["copy", "export", "import_checkpoint"]
 _EXPORTS: dict[FileFormat, Callable[..., Any]] = {
     "safetensors": export_safetensors,
     "huggingface": export_huggingface,
+    "gguf": export_gguf,
     "dcp": export_dcp,
     "zarr": export_zarr,
     "references": export_references,
@@ -119,9 +122,10 @@ def import_checkpoint(
 @click.option(
     "--to",
     type=click.Choice(list(_EXPORTS)),
-    help="The format: one safetensors file, a folder as Hugging Face libraries read it, a folder for "
-    "torch.distributed.checkpoint (needs PyTorch), a folder of Zarr v3, or a file of references to the chunks.  "
-    "[default: safetensors if OUT ends in .safetensors, zarr if it ends in .zarr, else huggingface]",
+    help="The format: one safetensors file, a folder as Hugging Face libraries read it, a GGUF file (needs the "
+    "package gguf), a folder for torch.distributed.checkpoint (needs PyTorch), a folder of Zarr v3, or a file of "
+    "references to the chunks.  "
+    "[default: safetensors, zarr or gguf if OUT ends so, else huggingface]",
 )
 @click.option("--zarr", "to", flag_value="zarr", help="Write a folder of Zarr v3, like --to zarr.")
 @click.option(
@@ -138,6 +142,20 @@ def import_checkpoint(
     "read them. By default a Zarr folder has them decoded, and a reference file is refused.",
 )
 @click.option(
+    "--layout",
+    type=click.Choice(LAYOUTS),
+    help="How safetensors files have quantized arrays. compressed-tensors: matrices NAME.weight in the low bits "
+    "of that package, with their quantization_config in config.json, as vLLM and transformers load them; OUT is a "
+    "folder. fp8: F8_E4M3 or F8_E5M2 numbers and float32 scales at NAME_scale. Arrays that the layout can't "
+    "represent exactly are decoded, and named.  [default: decoded]",
+)
+@click.option(
+    "--requantize",
+    type=click.Choice(["fp8", "q8_0", "q4_0"]),
+    help="Round the values of quantized arrays that the layout (fp8) or GGUF (q8_0, q4_0) can't represent "
+    "exactly. By default these arrays are decoded.",
+)
+@click.option(
     "--max-shard-size",
     callback=file_size,
     metavar="SIZE",
@@ -150,14 +168,17 @@ def export(
     at: int | str | None,
     to: FileFormat | None,
     keep_exmy: bool,
+    layout: Layout | None,
+    requantize: str | None,
     max_shard_size: int | None,
     as_json: bool,
 ) -> int:
     """Write a version in another format.
 
-    OUT must not exist yet. Quantized arrays are decoded to their original dtype. All other chunks of a Zarr folder
-    keep their stored bytes. If OUT is on the same file system as the store, a chunk that is a whole file there
-    becomes a hard link to it.
+    OUT must not exist yet. Quantized arrays are decoded to their original dtype, unless --layout keeps their low
+    bits; a GGUF file keeps those that it can represent exactly. All other chunks of a Zarr folder keep their
+    stored bytes. If OUT is on the same file system as the store, a chunk that is a whole file there becomes a hard
+    link to it.
 
     A reference file lists where the chunks are in the store. Through it, zarr-python and fsspec read the version
     in place, also over HTTP, without tstore. It is valid until the version is collected, so tag the version.
@@ -165,8 +186,9 @@ def export(
     if out == "-":
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
     file_format: FileFormat = to or format_of(out)
-    if file_format != "references" and (file_format == "safetensors") != (format_of(out) == "safetensors"):
-        raise click.UsageError(f"{out}: only --to safetensors writes a file, whose name must end in .safetensors")
+    for name in ("safetensors", "gguf"):
+        if file_format != "references" and (file_format == name) != (format_of(out) == name):
+            raise click.UsageError(f"{out}: only --to {name} writes a file whose name ends in .{name}")
     if max_shard_size is not None and file_format != "huggingface":
         raise click.UsageError("--max-shard-size is for a Hugging Face folder; pass a folder as OUT, without --to")
     if keep_exmy and file_format not in ("zarr", "references"):
@@ -174,6 +196,7 @@ def export(
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if keep_exmy:
         options["keep_exmy"] = True
+    _add_low_bits(options, file_format, layout, requantize)
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"exporting to {out}")
@@ -182,9 +205,30 @@ def export(
             progress.doing(f"exporting to {out}: {done / total:.0%}" if total else f"exporting to {out}")
 
         report = await _EXPORTS[file_format](store, out, at=at, progress=report_bytes, **options)
-        return {"store": store, "file": out, "format": file_format, **report._asdict()}
+        quantized = [array._asdict() for array in report.quantized]
+        document = {**report._asdict(), "quantized": quantized}
+        return {"store": store, "file": out, "format": file_format, "layout": layout, **document}
 
     return run(work, show_exported, as_json)
+
+
+def _add_low_bits(
+    options: dict[str, Any], file_format: FileFormat, layout: Layout | None, requantize: str | None
+) -> None:
+    """Add the options for quantized arrays; raise `UsageError` if they do not suit the format."""
+    if layout is not None:
+        if file_format not in ("safetensors", "huggingface"):
+            raise click.UsageError("--layout is for a safetensors file or a Hugging Face folder")
+        if layout == "compressed-tensors" and file_format == "safetensors":
+            raise click.UsageError("--layout compressed-tensors has a config.json: pass a folder as OUT")
+        options["layout"] = layout
+    if requantize is not None:
+        types = ("q8_0", "q4_0") if file_format == "gguf" else ("fp8",)
+        if file_format not in ("gguf", "safetensors", "huggingface") or requantize not in types:
+            raise click.UsageError("--requantize is fp8 for --layout, and q8_0 or q4_0 for a GGUF file")
+        if file_format != "gguf" and layout in (None, "decoded"):
+            raise click.UsageError("--requantize fp8 needs --layout compressed-tensors or --layout fp8")
+        options["requantize"] = requantize
 
 
 @click.command("copy")

@@ -1,9 +1,9 @@
 """Exports of checkpoints: to one safetensors file, a folder as Hugging Face libraries read it, or a DCP folder.
 
 Tensors are streamed. For safetensors, memory is bounded by one slab of 32 MiB, or one row of a tensor if that is
-larger, and the chunks being decoded; for a DCP folder (`dcp_export`), by its largest tensor. Quantized arrays are
-decoded to their original dtype. A file or folder appears whole and durable, or not at all, and nothing is ever
-overwritten.
+larger, and the chunks being decoded; for a DCP folder (`dcp_export`) or a layout of low bits (`layouts`), by the
+largest tensor. By default quantized arrays are decoded to their original dtype. A file or folder appears whole and
+durable, or not at all, and nothing is ever overwritten.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.convert.files import StrPath, refuse_existing
+from tstore.convert.layouts import Layout, checked_layout
+from tstore.convert.low_bits import ExportedArray, LowBits
 from tstore.convert.names import file_metadata, paths_by_name
 from tstore.convert.safetensors import Writer
-from tstore.convert.safetensors_header import Spec, sort_tensors
+from tstore.convert.safetensors_header import Spec, bits_of, sort_tensors
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_index
@@ -36,6 +38,7 @@ from tstore.store import Store, opened
 __all__ = [
     "MAX_SHARD_SIZE",
     "ExportReport",
+    "ExportedArray",
     "FileFormat",
     "ProgressCallback",
     "export_huggingface",
@@ -50,7 +53,7 @@ MAX_SHARD_SIZE = 5_000_000_000
 
 _SLAB = 32 << 20  # bytes
 
-FileFormat: TypeAlias = Literal["safetensors", "huggingface", "dcp", "zarr", "references"]
+FileFormat: TypeAlias = Literal["safetensors", "huggingface", "gguf", "dcp", "zarr", "references"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """A function that is called with the number of bytes written so far and in total."""
@@ -60,38 +63,52 @@ _OTHER_SUFFIXES = {
     **dict.fromkeys((".npz", ".npy"), "NumPy, which has no bfloat16"),
     ".zip": "zip archives",
     **dict.fromkeys((".h5", ".hdf5", ".keras"), "HDF5"),
-    **dict.fromkeys((".pkl", ".pickle", ".msgpack", ".gguf", ".onnx", ".distcp"), "another format"),
+    **dict.fromkeys((".pkl", ".pickle", ".msgpack", ".onnx", ".distcp"), "another format"),
 }
 
 
 class ExportReport(NamedTuple):
-    """The result of an export. `left_out` names the values that are not arrays, which the files can't hold."""
+    """The result of an export.
+
+    `left_out` names the values that are not arrays, which the files can't hold. `quantized` says, for files of
+    safetensors and GGUF, what became of each quantized array.
+    """
 
     version: int
     tensors: int
     bytes: int
     files: int
     left_out: list[str]
+    quantized: list[ExportedArray] = []  # noqa: RUF012 - the report of an export does not change
 
 
 class _Source(NamedTuple):
-    """The checkpoint to export: its arrays by name, the metadata for the files, and what they leave out."""
+    """The checkpoint to export: its arrays by name, the metadata for the files, and what they leave out.
+
+    `low_bits` are the arrays that keep their low bits.
+    """
 
     version: int
     arrays: dict[str, Array]
     metadata: dict[str, str] | None
     left_out: list[str]
+    low_bits: LowBits
 
     @property
     def bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
+        return sum(_size(*spec) for spec in self.specs().values())
 
     def specs(self) -> dict[str, Spec]:
-        """Return the dtypes and shapes of the arrays, in the order of the checkpoint."""
-        return {name: (array.dtype, array.shape) for name, array in self.arrays.items()}
+        """Return the dtypes and shapes of the tensors, in the order of the checkpoint."""
+        return {tensor: spec for name in self.arrays for tensor, spec in self.specs_of(name).items()}
+
+    def specs_of(self, name: str) -> dict[str, Spec]:
+        """Return the dtypes and shapes of the tensors of an array."""
+        return self.low_bits.specs(name) or {name: (self.arrays[name].dtype, self.arrays[name].shape)}
 
     def report(self, files: int) -> ExportReport:
-        return ExportReport(self.version, len(self.arrays), self.bytes, files, self.left_out)
+        tensors, quantized = len(self.arrays), self.low_bits.report
+        return ExportReport(self.version, tensors, self.bytes, files, self.left_out, quantized)
 
 
 def format_of(out: StrPath) -> FileFormat:
@@ -104,6 +121,8 @@ def format_of(out: StrPath) -> FileFormat:
         return "safetensors"
     if name.endswith(".zarr"):
         return "zarr"
+    if name.endswith(".gguf"):
+        return "gguf"
     suffix = os.path.splitext(name)[1]
     if suffix in (".json", ".parq", ".parquet"):
         raise InvalidArgument(
@@ -134,20 +153,30 @@ async def export_safetensors(
     *,
     at: int | str | None = None,
     step: int | None = None,
+    layout: Layout = "decoded",
+    requantize: Literal["fp8"] | None = None,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
     """Write the version or tag `at`, or a step (by default the newest), to the new file `out`; return a summary.
 
-    An imported file is exported again byte for byte if the safetensors package wrote it. Raise `AlreadyExists`
-    (`out` exists; it is unchanged), `NotAStore`, `NotFound`, `Corrupt`, `InvalidArgument` (two arrays with the
-    same name, or a dtype that safetensors lacks), `StorageFull`.
+    An imported file is exported again byte for byte if the safetensors package wrote it. With `layout="fp8"`,
+    quantized arrays whose values FP8 has are written as F8_E4M3 or F8_E5M2 with float32 scales at `NAME_scale`;
+    with `requantize="fp8"`, the values of all others are rounded to F8_E4M3. Raise `AlreadyExists` (`out` exists;
+    it is unchanged), `NotAStore`, `NotFound`, `Corrupt`, `InvalidArgument` (two arrays with the same name, or a
+    dtype that safetensors lacks), `StorageFull`.
     """
+    checked_layout(layout, requantize)
+    if layout == "compressed-tensors":
+        raise InvalidArgument(
+            f"{os.fspath(out)}: compressed-tensors needs a config.json beside the file; export a folder with "
+            "export_huggingface, or to a name without .safetensors"
+        )
     async with opened(store, "r") as opened_store:
-        source = await _source(await snapshot_to_export(opened_store, at, step))
+        source = await _source(await snapshot_to_export(opened_store, at, step), layout, requantize)
         # the tensors of an imported file keep their order
         specs = source.specs() if source.metadata is not None else sort_tensors(source.specs())
         counter = _Progress(source.bytes, progress)
-        await _write(os.fspath(out), specs, source.metadata or {}, source.arrays, counter)
+        await _write(os.fspath(out), specs, source.metadata or {}, source, counter)
     return source.report(1)
 
 
@@ -158,17 +187,23 @@ async def export_huggingface(
     at: int | str | None = None,
     step: int | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
+    layout: Layout = "decoded",
+    requantize: Literal["fp8"] | None = None,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
     """Write a checkpoint to a new folder of safetensors files, as Hugging Face libraries do; return a summary.
 
     The files are named `model.safetensors`, or, if the tensors have more than `max_shard_size` bytes,
     `model-00001-of-00002.safetensors` and so on with the index `model.safetensors.index.json`, which is written
-    last. A tensor is never split. Raise the errors of `export_safetensors`.
+    last. A tensor is never split. `layout` and `requantize` are as in `export_safetensors`;
+    `layout="compressed-tensors"` writes the matrices NAME.weight that are quantized in the layout of that package
+    (`layouts`), with its quantization_config in config.json: merge that file into the model's own. Raise the
+    errors of `export_safetensors`.
     """
+    checked_layout(layout, requantize)
     limit, path = checked_index("max_shard_size", max_shard_size), os.fspath(folder)
     async with opened(store, "r") as opened_store:
-        source = await _source(await snapshot_to_export(opened_store, at, step))
+        source = await _source(await snapshot_to_export(opened_store, at, step), layout, requantize)
         metadata = {"format": "pt"} if source.metadata is None else source.metadata
         shards = _shards(source.specs(), limit)
         counter = _Progress(source.bytes, progress)
@@ -178,10 +213,14 @@ async def export_huggingface(
             if len(shards) == 1:
                 names = ["model.safetensors"]
             for name, specs in zip(names, shards, strict=True):
-                await _write(f"{temporary}/{name}", sort_tensors(specs), metadata, source.arrays, counter)
+                await _write(f"{temporary}/{name}", sort_tensors(specs), metadata, source, counter)
+            if layout == "compressed-tensors":
+                config = {"quantization_config": source.low_bits.config()}
+                await run(_write_json, f"{temporary}/config.json", config)
             if len(shards) > 1:
                 index = {tensor: name for name, specs in zip(names, shards, strict=True) for tensor in specs}
-                await run(_write_index, f"{temporary}/model.safetensors.index.json", source.bytes, index)
+                document = {"metadata": {"total_size": source.bytes}, "weight_map": index}
+                await run(_write_json, f"{temporary}/model.safetensors.index.json", document)
     return source.report(len(shards))
 
 
@@ -190,7 +229,7 @@ def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
     shards: list[dict[str, Spec]] = [{}]
     size = 0
     for name, (dtype, shape) in specs.items():
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = _size(dtype, shape)
         if shards[-1] and size + nbytes > limit:
             shards.append({})
             size = 0
@@ -199,17 +238,22 @@ def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
     return shards
 
 
-def _write_index(path: str, size: int, index: Mapping[str, str]) -> None:
-    document = {"metadata": {"total_size": size}, "weight_map": index}
+def _size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor in a file."""
+    return math.prod(shape) * bits_of(dtype) // 8
+
+
+def _write_json(path: str, document: Mapping[str, Any]) -> None:
     text = json.dumps(document, indent=2, sort_keys=True) + "\n"
     with mapped_errors("write", path), new_file(path, Durability.FSYNC) as fd:
         write_all(fd, [text.encode()], 0)
 
 
-async def _source(snapshot: Snapshot) -> _Source:
+async def _source(snapshot: Snapshot, layout: Layout, requantize: str | None) -> _Source:
     paths, left_out = paths_by_name(snapshot)
     arrays = {name: await snapshot.array(path) for name, path in paths.items()}
-    return _Source(snapshot.version, arrays, file_metadata(snapshot), left_out)
+    low_bits = await LowBits.plan(snapshot, arrays, layout, requantize=requantize is not None)
+    return _Source(snapshot.version, arrays, file_metadata(snapshot), left_out, low_bits)
 
 
 class _Progress:
@@ -228,16 +272,25 @@ async def _write(
     path: str,
     specs: Mapping[str, Spec],
     metadata: Mapping[str, str],
-    arrays: Mapping[str, Array],
+    source: _Source,
     progress: _Progress,
 ) -> None:
     """Write these tensors to a new file."""
-    buffer = np.empty(min(_SLAB, max((arrays[name].nbytes for name in specs), default=0)), np.uint8)
+    arrays = source.arrays
+    whole = {name: array.nbytes for name, array in arrays.items() if name in specs}
+    buffer = np.empty(min(_SLAB, max(whole.values(), default=0)), np.uint8)
     async with in_thread(Writer(path, specs, metadata), path) as file:
-        for name in specs:
-            async for slab in _slabs(arrays[name], buffer):
-                await run(file.write, name, slab)
-                progress.add(slab.nbytes)
+        for name in arrays:
+            if source.low_bits.specs(name):
+                if not specs.keys().isdisjoint(source.specs_of(name)):
+                    for tensor, values in (await source.low_bits.tensors(name)).items():
+                        if tensor in specs:
+                            await run(file.write, tensor, values)
+                            progress.add(values.nbytes)
+            elif name in specs:
+                async for slab in _slabs(arrays[name], buffer):
+                    await run(file.write, name, slab)
+                    progress.add(_size(slab.dtype, slab.shape))
 
 
 @contextlib.asynccontextmanager

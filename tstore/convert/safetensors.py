@@ -7,6 +7,7 @@ A new file appears whole or not at all, and no file is ever overwritten (see `st
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping
 from types import TracebackType
@@ -14,8 +15,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from tstore.convert.dense_bits import pack_bits, unpack_bits
 from tstore.convert.files import StrPath, map_open_file, open_file, refuse_existing
-from tstore.convert.safetensors_header import Header, Spec, encode_header, parse_header
+from tstore.convert.safetensors_header import Header, Spec, bits_of, encode_header, parse_header
 from tstore.errors import InvalidArgument, Misuse, bullet_list
 from tstore.storage.local.atomic_file import mapped_errors, new_file, write_all
 from tstore.storage.objects import Durability
@@ -26,9 +28,9 @@ __all__ = ["Writer", "open_tensors", "read_header"]
 def read_header(path: StrPath) -> Header:
     """Return the header of a safetensors file, checked against the file.
 
-    Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for elements smaller than a byte
-    (F4, F6_…) and for unknown fields, `InvalidArgument` for a JSON file, such as an index of several files, and
-    `NotFound` or `Denied` for a file that can't be opened.
+    Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for unknown fields,
+    `InvalidArgument` for a JSON file, such as an index of several files, and `NotFound` or `Denied` for a file
+    that can't be opened.
     """
     with open_file(path) as file:
         return parse_header(file, path)
@@ -38,15 +40,20 @@ def open_tensors(path: StrPath) -> tuple[dict[str, np.ndarray[Any, Any]], dict[s
     """Return the tensors of a safetensors file as read-only arrays, in the order of their bytes, and its metadata.
 
     The arrays are views of one memory map: nothing is read until it is used, and the file must not be truncated
-    meanwhile. Tensors that are not aligned for their dtype are copied; early versions of the safetensors package
-    wrote such files. Raise the errors of `read_header`.
+    meanwhile. Tensors of 4 and 6 bits are read at once, into a byte an element. Tensors that are not aligned for
+    their dtype are copied; early versions of the safetensors package wrote such files. Raise the errors of
+    `read_header`.
     """
     with open_file(path) as file:
         header = parse_header(file, path)
         data = map_open_file(file)
     tensors = {}
     for name, info in header.tensors.items():
-        array = data[info.start : info.stop].view(info.dtype).reshape(info.shape)
+        encoded, bits = data[info.start : info.stop], bits_of(info.dtype)
+        if bits < 8:
+            encoded = unpack_bits(encoded, bits, math.prod(info.shape))
+            encoded.flags.writeable = False
+        array = encoded.view(info.dtype).reshape(info.shape)
         if not array.flags.aligned:
             array = array.copy()
             array.flags.writeable = False
@@ -73,6 +80,7 @@ class Writer:
         self._fd = -1
         self._header, self._tensors = encode_header(self.path, tensors, metadata or {})
         self._positions = {name: info.start for name, info in self._tensors.items()}
+        self._rests: dict[str, np.ndarray[Any, Any]] = {}  # elements of a byte that is not full yet
 
     def __enter__(self) -> Self:
         refuse_existing(self.path)
@@ -103,16 +111,28 @@ class Writer:
                 "part, or declare its dtype"
             )
         fits = part.ndim == len(info.shape) and part.shape[1:] == info.shape[1:]
-        if not fits or position + part.nbytes > info.stop:
+        data, rest = self._encoded(name, part, info.dtype)
+        if not fits or position + data.nbytes > info.stop or (rest.size and position + data.nbytes == info.stop):
             raise InvalidArgument(
                 f"tensor {name!r} of {path} is declared with shape {info.shape} and has "
                 f"{position - info.start} of {info.stop - info.start} bytes, so a part of shape {part.shape} does "
                 "not fit; write each row once, in order"
             )
-        flat = np.ascontiguousarray(part, info.dtype).reshape(-1).view(np.uint8)
         with mapped_errors("write", path):
-            write_all(self._fd, [flat.data], position)
-        self._positions[name] = position + part.nbytes
+            write_all(self._fd, [data.data], position)
+        self._positions[name], self._rests[name] = position + data.nbytes, rest
+
+    def _encoded(
+        self, name: str, part: np.ndarray[Any, Any], dtype: np.dtype[Any]
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return the next whole bytes of a tensor, and the elements of the byte that they do not fill."""
+        flat, bits = np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8), bits_of(dtype)
+        if bits == 8 * dtype.itemsize:
+            return flat, flat[:0]
+        if name in self._rests and self._rests[name].size:
+            flat = np.concatenate([self._rests[name], flat])
+        whole = flat.size - flat.size % (2 if bits == 4 else 4)
+        return pack_bits(flat[:whole], bits), flat[whole:].copy()
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -2,7 +2,9 @@
 
     {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …}
 
-Offsets count from the end of the header. The tensors cover the data exactly, without gaps or overlaps.
+Offsets count from the end of the header. The tensors cover the data exactly, without gaps or overlaps. Elements of
+4 and 6 bits are dense, the first in the lowest bits, as in PyTorch's float4_e2m1fn_x2 and in compressed-tensors. A
+tensor of these takes whole bytes.
 
 Headers are untrusted input. The whole header is checked before any data are read. A header that does not fit the
 file raises `Corrupt`. These checks are stricter than those of the safetensors package, which silently keeps the
@@ -26,7 +28,16 @@ import numpy as np
 from tstore.convert.files import StrPath
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
-__all__ = ["DTYPES", "Header", "Spec", "TensorInfo", "encode_header", "parse_header", "sort_tensors"]
+__all__ = [
+    "DTYPES",
+    "Header",
+    "Spec",
+    "TensorInfo",
+    "bits_of",
+    "encode_header",
+    "parse_header",
+    "sort_tensors",
+]
 
 Spec: TypeAlias = tuple[np.dtype[Any], tuple[int, ...]]
 """The dtype and shape of a tensor."""
@@ -34,6 +45,9 @@ Spec: TypeAlias = tuple[np.dtype[Any], tuple[int, ...]]
 # In the order of the safetensors package, which writes the tensors of the last dtype first.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
+    "F4": np.dtype(ml_dtypes.float4_e2m1fn),
+    "F6_E2M3": np.dtype(ml_dtypes.float6_e2m3fn),
+    "F6_E3M2": np.dtype(ml_dtypes.float6_e3m2fn),
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
@@ -53,10 +67,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype(np.int64),
     "U64": np.dtype(np.uint64),
 }
-"""The dtypes whose elements are whole bytes, by their names in the format."""
+"""The dtypes by their names in the format."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+_BITS = {DTYPES["F4"]: 4, DTYPES["F6_E2M3"]: 6, DTYPES["F6_E3M2"]: 6}
 _METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 _MAX_UNCHECKED = 1 << 20  # bytes; the structure of a longer header is checked before `json` parses it
@@ -82,6 +96,11 @@ class Header(NamedTuple):
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
+
+
+def bits_of(dtype: np.dtype[Any]) -> int:
+    """Return the bits of an element in a file."""
+    return _BITS.get(dtype) or 8 * dtype.itemsize
 
 
 def sort_tensors(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
@@ -138,7 +157,13 @@ def _new_info(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], start: in
         lengths = (-1,)
     if any(n < 0 for n in lengths):
         raise InvalidArgument(f"tensor {name!r} has shape {shape!r}; expected integers of at least 0")
-    return TensorInfo(dtype, lengths, start, start + math.prod(lengths) * _checked_dtype(name, dtype).itemsize)
+    bits = math.prod(lengths) * bits_of(_checked_dtype(name, dtype))
+    if bits % 8:
+        raise InvalidArgument(
+            f"tensor {name!r} is {dtype} of shape {list(lengths)}, which takes {bits} bits, but a tensor of "
+            "safetensors takes whole bytes; pad it, or convert it to a dtype of 8 bits"
+        )
+    return TensorInfo(dtype, lengths, start, start + bits // 8)
 
 
 def _checked_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -241,11 +266,6 @@ def _parse_info(field: Any, data_start: int, size: int, subject: str, path: StrP
             "newer tstore, or write the file again with the safetensors package"
         )
     name = field["dtype"]
-    if isinstance(name, str) and name in _SUB_BYTE:
-        raise UnsupportedFormat(
-            f"{path}: {subject} has dtype {name}, whose elements are smaller than a byte, which tstore can't "
-            f"store; convert it to a wider dtype ({', '.join(DTYPES)})"
-        )
     if not isinstance(name, str) or name not in DTYPES:
         raise _corrupt(path, f"dtype of {subject}", f"one of {', '.join(DTYPES)}", _SHORT.repr(name))
     dtype = DTYPES[name]
@@ -261,9 +281,9 @@ def _parse_info(field: Any, data_start: int, size: int, subject: str, path: StrP
         expected = f"two ascending numbers up to the {size - data_start} bytes of data"
         raise _corrupt(path, f"data_offsets of {subject}", expected, _SHORT.repr(list(offsets)))
     start, stop = offsets
-    nbytes = dtype.itemsize * math.prod(shape)
+    nbytes = bits_of(dtype) * math.prod(shape) / 8
     if stop - start != nbytes:
-        raise _corrupt(path, subject, f"{nbytes} bytes for {name} of shape {list(shape)}", f"{stop - start}")
+        raise _corrupt(path, subject, f"{nbytes:g} bytes for {name} of shape {list(shape)}", f"{stop - start}")
     return TensorInfo(dtype, shape, data_start + start, data_start + stop)
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
-from tstore.format.dtypes import as_records, is_float
+from tstore.format.dtypes import as_records, has_nonfinite, is_float, is_integer, is_ml_dtype
 
 __all__ = ["Casting", "as_castable", "can_cast"]
 
@@ -41,6 +41,10 @@ def as_castable(path: str, values: npt.ArrayLike, dtype: np.dtype[Any], casting:
             f"{path}: NumPy's rule '{casting}' does not allow casting {_describe(values)} to the array's "
             f'dtype {dtype}; cast the values first, or write them with casting="unsafe"'
         )
+    if not has_nonfinite(dtype) and is_float(array.dtype) and not np.isfinite(array).all():
+        raise InvalidArgument(
+            f"{path}: the values have NaN or infinity, which the array's dtype {dtype} lacks; replace them first"
+        )
     return array
 
 
@@ -51,8 +55,12 @@ def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) ->
         if array.dtype.kind not in "biufcV" and array.dtype.kind != dtype.kind:
             return None
         return array.astype(dtype)  # not where chunks are encoded: errors and warnings are the caller's
-    if dtype.kind in "USV" and array.dtype != dtype and not is_float(dtype):
+    if dtype.kind in "USV" and array.dtype != dtype and not is_ml_dtype(dtype):
         return as_records(values, dtype)
+    if casting == "same_kind" and is_ml_dtype(dtype) and is_integer(dtype) and array.dtype != dtype:
+        # ml_dtypes has this rule allow floats, and would cut off what does not fit
+        narrowed = array.astype(dtype) if array.dtype.kind == "b" or is_integer(array.dtype) else None
+        return narrowed if narrowed is not None and np.array_equal(narrowed, array) else None
     if array.dtype == dtype or np.can_cast(array.dtype, dtype, casting):
         return array
     if not isinstance(values, (bool, int, float, complex)):

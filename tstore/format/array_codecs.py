@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 from tstore.format.compressors import Bytes, max_encoded_size
-from tstore.format.dtypes import is_float
+from tstore.format.dtypes import is_ml_dtype
 from tstore.format.grid import chunk_number
 from tstore.format.numcodecs_classes import checked_int, new_codec, settings_of, unsupported
 
@@ -83,10 +83,10 @@ class _BytesCodec(ArrayCodec):
         if dtype.names is not None and endian == "big":
             raise unsupported(document, "the fields of structs are little-endian")
         # the types of ml_dtypes have no byte order; their bits do
-        self._bits = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" and is_float(dtype) else dtype
+        self._bits = np.dtype(f"u{dtype.itemsize}") if is_ml_dtype(dtype) else dtype
         self._stored = self._bits.newbyteorder(">" if endian == "big" else "<")
         self.plain = self._stored == self._bits
-        ordered = dtype.itemsize > 1 and dtype.kind not in "S" and (dtype.kind != "V" or is_float(dtype))
+        ordered = dtype.itemsize > 1 and dtype.kind not in "S" and (dtype.kind != "V" or is_ml_dtype(dtype))
         if endian is None and ordered:
             document = {"name": "bytes", "configuration": {"endian": "little"}}
         self.document = document

@@ -1,7 +1,8 @@
 """The dtypes of arrays and their fill values, in memory and as Zarr v3 names them in a `zarr.json`; pure, no I/O.
 
-These are the data types of fixed size: NumPy's numbers, bfloat16 and 8-bit floats, strings and bytes of fixed
-length, times, and structs of these. Structs have no padding, and their fields are little-endian.
+These are the data types of fixed size: NumPy's numbers, bfloat16 and the floats and integers of up to 8 bits of
+ml_dtypes, strings and bytes of fixed length, times, and structs of these. Structs have no padding, and their
+fields are little-endian. A number of fewer than 8 bits lies in the low bits of a byte; the others mean nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ __all__ = [
     "fill_from_argument",
     "fill_from_json",
     "fill_to_json",
+    "has_nonfinite",
     "is_float",
+    "is_integer",
+    "is_ml_dtype",
     "stored_dtype",
 ]
 
@@ -42,16 +46,21 @@ _UNITS = frozenset(("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "
 _LENGTHS = {"fixed_length_utf32": "U", "null_terminated_bytes": "S", "raw_bytes": "V"}
 _TIMES = {"numpy.datetime64": "M", "numpy.timedelta64": "m"}
 _VARIABLE = frozenset(("string", "bytes", "variable_length_bytes", "variable_length_utf8"))
-_NARROW = frozenset(("int2", "int4", "uint2", "uint4", "float4_e2m1fn"))
-_NARROW_ADVICE = "numbers of fewer than 8 bits are not supported; convert the array, for example to int8"
+_SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
+"""The types of fewer than 8 bits that have names in Zarr."""
+_ML_DTYPES = frozenset(
+    getattr(ml_dtypes, name)
+    for name in dir(ml_dtypes)
+    if name == "bfloat16" or name.startswith("float8_") or name in _SUB_BYTE
+)
 _ADVICE = "values of variable length are not supported; use a fixed length, such as 'U20' or 'S20'"
 
 
 def dtype_named(name: Any) -> np.dtype[Any]:
     """Return the dtype of this name, in native byte order.
 
-    Raise `InvalidArgument` for a dtype that can't be stored: objects, strings of variable length, sub-byte types,
-    long doubles, and structs with gaps or with an array as a field.
+    Raise `InvalidArgument` for a dtype that can't be stored: objects, strings of variable length, numbers of one
+    bit, long doubles, and structs with gaps or with an array as a field.
     """
     try:
         dtype = np.dtype(name)
@@ -81,25 +90,36 @@ def _storable(dtype: np.dtype[Any], max_nested: int) -> np.dtype[Any]:
         raise InvalidArgument(f"dtype {dtype} can't be stored: {_ADVICE}")
     elif dtype.kind in "biufcmMUS":
         native = dtype.newbyteorder("=")
-    elif _is_custom_float(dtype) or (type(dtype) is np.dtypes.VoidDType and not dtype.subdtype and dtype.itemsize):
+    elif is_ml_dtype(dtype) or (type(dtype) is np.dtypes.VoidDType and not dtype.subdtype and dtype.itemsize):
         native = dtype
     else:
         raise InvalidArgument(
-            f"dtype {quote(dtype)} can't be stored: expected bool, a number type of NumPy, bfloat16, an 8-bit "
-            "float of ml_dtypes, strings or bytes of fixed length, times, or a struct of these"
+            f"dtype {quote(dtype)} can't be stored: expected bool, a number type of NumPy, bfloat16, a float "
+            "or integer of 2 to 8 bits of ml_dtypes, strings or bytes of fixed length, times, or a struct of these"
         )
     if native.itemsize > _MAX_ITEM:
         raise InvalidArgument(f"a value of {native.itemsize} bytes is too long: expected at most {_MAX_ITEM}")
     return native
 
 
-def _is_custom_float(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind == "V" and (dtype.name == "bfloat16" or dtype.name.startswith("float8_"))
+def is_ml_dtype(dtype: np.dtype[Any]) -> bool:
+    """Return whether this is a number type of ml_dtypes that can be stored; NumPy's kind of these is "V"."""
+    return dtype.kind == "V" and dtype.type in _ML_DTYPES
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Return whether values of this dtype are real floats, of NumPy or of ml_dtypes."""
-    return dtype.kind == "f" or _is_custom_float(dtype)
+    return dtype.kind == "f" or (is_ml_dtype(dtype) and not is_integer(dtype))
+
+
+def has_nonfinite(dtype: np.dtype[Any]) -> bool:
+    """Return whether a float dtype has NaN; those of fewer than 8 bits have neither NaN nor infinity."""
+    return dtype.name not in _SUB_BYTE
+
+
+def is_integer(dtype: np.dtype[Any]) -> bool:
+    """Return whether values of this dtype are integers, of NumPy or of ml_dtypes."""
+    return dtype.kind in "iu" or (is_ml_dtype(dtype) and "int" in dtype.name)
 
 
 def as_records(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
@@ -126,7 +146,7 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
     if dtype.names is not None:
         assert dtype.fields is not None
         return "{" + ", ".join(f"{name}: {dtype_text(dtype.fields[name][0])}" for name in dtype.names) + "}"
-    return dtype.str.lstrip("<>=|") if dtype.kind in "USV" and not is_float(dtype) else dtype.name
+    return dtype.str.lstrip("<>=|") if dtype.kind in "USV" and not is_ml_dtype(dtype) else dtype.name
 
 
 def dtype_to_json(dtype: np.dtype[Any]) -> Any:
@@ -139,7 +159,7 @@ def dtype_to_json(dtype: np.dtype[Any]) -> Any:
         unit, scale = np.datetime_data(dtype)
         name = next(name for name, kind in _TIMES.items() if kind == dtype.kind)
         return {"name": name, "configuration": {"unit": unit, "scale_factor": scale}}
-    if dtype.kind in "USV" and not _is_custom_float(dtype):
+    if dtype.kind in "USV" and not is_ml_dtype(dtype):
         name = next(name for name, kind in _LENGTHS.items() if kind == dtype.kind)
         return {"name": name, "configuration": {"length_bytes": dtype.itemsize}}
     return dtype.name
@@ -160,7 +180,7 @@ def _stored(data_type: Any, max_nested: int) -> np.dtype[Any]:
     else:
         raise TypeError(f"{data_type!r:.100} is not a data type with a name")
     if dtype is None:
-        reason = f": {_ADVICE}" if name in _VARIABLE else f": {_NARROW_ADVICE}" if name in _NARROW else ""
+        reason = f": {_ADVICE}" if name in _VARIABLE else ""
         with_configuration = f" with configuration {configuration!r:.100}" if configuration else ""
         raise UnsupportedFormat(f"data type {name!r:.100}{with_configuration} is not supported{reason}")
     return dtype
@@ -212,12 +232,13 @@ def fill_from_argument(value: Any, dtype: np.dtype[Any]) -> Any:
     if type(value) is int and value == 0:
         return np.zeros((), dtype)[()]
     with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError, LookupError):
-        if dtype.kind in "SV" and not _is_custom_float(dtype):
+        if dtype.kind in "SV" and not is_ml_dtype(dtype):
             return _bytes_fill(value, dtype)
         scalar = np.asarray(value)
         if scalar.ndim == 0 and _is_castable(scalar.dtype.kind, dtype.kind):
             fill = scalar.astype(dtype)
-            if dtype.kind not in "biuU" or scalar == fill:
+            exact = dtype.kind in "bU" or is_integer(dtype)
+            if scalar == fill if exact else has_nonfinite(dtype) or np.isfinite(scalar):
                 return fill[()]
     raise InvalidArgument(f"fill_value={quote(value)}: expected a value of dtype {dtype}")
 
@@ -247,7 +268,7 @@ def fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return a fill value as it is in a `zarr.json`."""
     if dtype.kind == "b":
         return bool(value)
-    if dtype.kind in "iu":
+    if is_integer(dtype):
         return int(value)
     if dtype.kind in "mM":
         return int(np.asarray(value, dtype).view(np.int64))
@@ -255,7 +276,7 @@ def fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
         return [_float_to_json(float(value.real)), _float_to_json(float(value.imag))]
     if dtype.kind == "U":
         return str(value)
-    if dtype.kind in "SV" and not _is_custom_float(dtype):
+    if dtype.kind in "SV" and not is_ml_dtype(dtype):
         data = bytes(value) if dtype.kind == "S" else np.asarray(value).astype(dtype.newbyteorder("<")).tobytes()
         return base64.standard_b64encode(data).decode()
     return _float_to_json(float(value))
@@ -280,18 +301,30 @@ def fill_from_json(value: Any, dtype: np.dtype[Any]) -> Any:
         if not isinstance(value, bool):
             raise TypeError(f"{value!r:.100} is neither true nor false")
         return np.bool_(value)
-    if dtype.kind in "iumM":
+    if dtype.kind in "mM" or is_integer(dtype):
         if value == "NaT" and dtype.kind in "mM":
             return np.array("NaT", dtype)[()]
         if type(value) is not int:
             raise TypeError(f"{value!r:.100} is not a value of {dtype}")
         if dtype.kind in "mM":
             return np.array(value, np.int64).view(dtype)[()]
-        return dtype.type(value)  # OverflowError if it does not fit
-    if dtype.kind in "USV" and not _is_custom_float(dtype):
+        return _integer(value, dtype)
+    if dtype.kind in "USV" and not is_ml_dtype(dtype):
         return _string_from_json(value, dtype)
+    number = _float_from_json(value, dtype)
+    if not (has_nonfinite(dtype) or math.isfinite(number)):
+        raise ValueError(f"{value!r:.100} is not a value of {dtype}")
     with np.errstate(all="ignore"):
-        return np.asarray(_float_from_json(value, dtype)).astype(dtype)[()]
+        return np.asarray(number).astype(dtype)[()]
+
+
+def _integer(value: int, dtype: np.dtype[Any]) -> Any:
+    """Return an integer of a dtype; raise `OverflowError` if it does not fit."""
+    if is_ml_dtype(dtype):
+        limits = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
+        if not limits.min <= value <= limits.max:
+            raise OverflowError(f"{value} is not a value of {dtype}")
+    return dtype.type(value)
 
 
 def _string_from_json(value: Any, dtype: np.dtype[Any]) -> Any:

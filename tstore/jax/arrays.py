@@ -1,6 +1,6 @@
 """Arrays of JAX as NumPy arrays and `Shards`, which the core saves.
 
-Two kinds of arrays are stored as arrays of another dtype: numbers below 8 bits as a byte each, at "…/dtype=int4",
+Two kinds of arrays are stored as arrays of another dtype: numbers of one bit as a byte each, at "…/dtype=int1",
 and typed PRNG keys as their data, at "…/impl=threefry2x32".
 """
 
@@ -42,21 +42,11 @@ Bounds = tuple[tuple[int, int], ...]
 """The start and stop of a region along each axis."""
 
 _NARROW = {
-    np.dtype(getattr(ml_dtypes, name)): np.dtype(np.int8 if name.startswith("int") else np.uint8)
-    for name in (
-        "int1",
-        "int2",
-        "int4",
-        "uint1",
-        "uint2",
-        "uint4",
-        "float4_e2m1fn",
-        "float6_e2m3fn",
-        "float6_e3m2fn",
-    )
+    np.dtype(getattr(ml_dtypes, name)): np.dtype(stored)
+    for name, stored in (("int1", np.int8), ("uint1", np.uint8))
     if hasattr(ml_dtypes, name)
 }
-"""For each dtype below 8 bits, the dtype of the bytes in which NumPy stores its numbers."""
+"""For each dtype that Zarr has no name for, the dtype of the bytes in which NumPy stores its numbers."""
 
 _DTYPE, _IMPL = "dtype=", "impl="
 
@@ -124,7 +114,7 @@ def _forms(pattern: Any) -> list[str]:
 
 
 def decoded(tree: Any) -> Any:
-    """Return a restored tree with the stored forms of arrays below 8 bits and of typed PRNG keys decoded."""
+    """Return a restored tree with the stored forms of arrays of one bit and of typed PRNG keys decoded."""
     match tree:
         case dict() if len(tree) == 1:
             [(key, value)] = tree.items()

@@ -46,10 +46,14 @@ _BITS = {
 def numpy_dtype(path: str, dtype: torch.dtype) -> np.dtype[Any]:
     """Return the NumPy dtype of a tensor's dtype; raise `InvalidArgument`, naming the path, if there is none."""
     if dtype not in _NUMPY:
-        raise InvalidArgument(
-            f"{path}: a tensor of {dtype} can't be stored; pass tensor.dequantize() or tensor.int_repr() if it is "
-            "quantized, or convert it to a dtype with whole bytes"
-        )
+        name = str(dtype).removeprefix("torch.")
+        if name == "float4_e2m1fn_x2":
+            advice = "pass tensor.view(torch.uint8), which has the same bytes, with two values in each"
+        elif name.startswith("q"):
+            advice = "pass tensor.dequantize() or tensor.int_repr()"
+        else:
+            advice = "pass its numbers in a dtype of whole bytes, or in a NumPy array of ml_dtypes, which has int4"
+        raise InvalidArgument(f"{path}: a tensor of {dtype} can't be stored; {advice}")
     return _NUMPY[dtype]
 
 
