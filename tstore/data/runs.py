@@ -92,21 +92,20 @@ class RunPiece(Piece):
 
 
 class BoxPiece(RunPiece):
-    """The chunks of a box; `region` is the part of the result for them."""
+    """The chunks of a box; `region` is the part of the result for them, with the axes of the box first."""
 
-    __slots__ = ("box", "region")
+    __slots__ = ("region",)
 
-    def __init__(self, job: ReadJob, references: ChunkTable, numbers: Numbers, box: Box, region: Values):
-        super().__init__(job, references, numbers, None)
-        self.box = box
+    def __init__(self, job: ReadJob, references: ChunkTable, numbers: Numbers, region: Values):
+        region = view_as_chunks(region, job.meta.chunks)
+        super().__init__(job, references, numbers, region if region.flags.c_contiguous else None)
         self.region = region
 
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the chunks and store their values in the result; raise `Corrupt`, naming the first bad chunk."""
         super().deliver(data, url)
-        meta = self.job.meta
-        values = data.view(meta.dtype).reshape(*map(len, self.box), *meta.chunks)
-        np.copyto(view_as_chunks(self.region, meta.chunks), values, casting="unsafe")
+        if self.target is None:
+            self.region[...] = data.view(self.region.dtype).reshape(self.region.shape)
 
 
 def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
@@ -176,7 +175,7 @@ def _split_box(
         references = job.source.select(chunk_numbers(box, job.meta.counts))
     complete = len(references) == count
     if complete and references.is_run(job.meta.encoded_size):
-        yield box, BoxPiece(job, references, chunk_numbers(box, job.meta.counts), box, target)
+        yield box, BoxPiece(job, references, chunk_numbers(box, job.meta.counts), target)
         return
     if count < 2 * _MIN_BOX_CHUNKS:
         yield box, None
