@@ -118,7 +118,7 @@ def test_any_names_and_metadata(tmp_path: Path, sizes: dict[str, int], metadata:
 async def test_a_file_without_tensors(tmp_path: Path) -> None:
     safetensors.numpy.save_file({}, tmp_path / "in")
     await import_checkpoint(tmp_path / "in", tmp_path / "store", 0)
-    assert await export_safetensors(tmp_path / "store", tmp_path / "out") == (1, 0, 0, 1, [])
+    assert await export_safetensors(tmp_path / "store", tmp_path / "out") == (1, 0, 0, 1, [], [])
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
 
 
