@@ -19,7 +19,7 @@ lists all formats. Import the integrations explicitly: `jax`, `torch`, `zarr` an
    choose a format for an array.
 6. `kernels`: dispatch to the C kernels in `_kernels.c` (`_lanes.h` explains their loops) or to `blockwise`, which
    runs the reference in blocks. `threads`: parallel work on parts of an array. `emulation`: the constants with
-   which `jax` and `torch` round in integer arithmetic.
+   which `jax` and `torch` round in integer arithmetic. `integers`: their other operations in that arithmetic.
 7. `errors`: the exceptions.
 """
 

@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
+import exmy
 import numpy as np
 import pytest
 
@@ -36,6 +37,9 @@ REPORTS = [
     tstore.MinSqnr(30.0),
     tstore.Cache("folder"),
     tstore.Shards((10_000, 4), "int8", [((slice(n, n + 1), slice(0, 4)), None) for n in range(10_000)]),
+    tstore.PackedShards(
+        (4,), np.dtype("f4"), [((slice(0, 4),), exmy.quantize(np.ones(4, "f4"), "e4m3"))] * 10_000
+    ),
 ]
 
 

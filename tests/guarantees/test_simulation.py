@@ -144,7 +144,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "create that overwrites": [Edit(STORAGE + "create", "if key in self.objects:", "if False:")],
     "the hint is trusted": [
         Edit(
-            READER + "newest",
+            READER + "_search_newest",
             "known = self._newest\n",
             "known = self._newest or await read_hint(self.storage)\n",
         ),
@@ -201,7 +201,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "conflicting commits share a record": [
         Edit(
             QUEUE + "QueuedCommit.may_share_with",
-            "return not any(overlap)",
+            "return self._few_chunks.isdisjoint(other._few_chunks)",
             "return True",
         )
     ],

@@ -20,7 +20,7 @@ from tstore.format.short_manifests import short_manifest
 from tstore.runtime.pool import Workers
 from tstore.runtime.world import World, use_world
 
-MAX_CALLS = 490
+MAX_CALLS = 500
 """Python calls of a commit of one chunk, from `Store.transaction` to the end of the block."""
 
 NUMBERS = st.integers(0, (1 << 62) - 1)

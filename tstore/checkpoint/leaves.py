@@ -162,6 +162,9 @@ class PackedShards(NamedTuple):
     dtype: np.dtype[Any]
     parts: list[tuple[Index, exmy.Quantized]]
 
+    def __repr__(self) -> str:
+        return f"PackedShards({self.shape}, {self.dtype}, {len(self.parts)} parts)"
+
 
 class Destination(NamedTuple):
     """Memory into which regions of an array are restored, in place of new arrays.
