@@ -29,7 +29,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("store",),
     ("steps", "conformance", "pickling"),
     ("quantization", "tags"),
-    ("checkpoint",),
+    ("statistics", "checkpoint"),
     ("convert", "copying", "jax", "torch"),
     ("",),
     ("sync", "server"),

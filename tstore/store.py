@@ -39,10 +39,12 @@ from tstore.transactions.staged_tree import TagEdits
 from tstore.transactions.staging import Isolation
 from tstore.transactions.transaction import Transaction
 
-__all__ = ["Mode", "Store", "close_after", "open", "opened"]
+__all__ = ["Mode", "Moment", "Store", "close_after", "open", "opened"]
 
 Mode = Literal["r", "r+", "a", "x"]
 """How to open a store: "r" reads, "r+" reads and writes, "a" also creates a missing store, "x" only creates."""
+
+Moment = int | str | datetime.datetime  # of a version: its number, a tag, or the time of its commit
 
 
 async def open(
@@ -228,7 +230,7 @@ class Store:
             self._cooperating[member.transaction, host] = transaction
         return transaction
 
-    async def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
+    async def snapshot(self, at: Moment | None = None) -> Snapshot:
         """Return the state at a version, a tag or a time; by default the newest.
 
         Raise `NotFound` if there is no such version or tag, or nothing was committed by that time, and its
@@ -255,15 +257,14 @@ class Store:
                 await check_tag_alive(self._log.reader, at)
             raise
 
-    async def diff(
-        self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
-    ) -> Diff:
+    async def diff(self, before: Moment, after: Moment | None = None, *, budget: int | None = None) -> Diff:
         """Return how the arrays of two versions differ; `before` and `after` take what `snapshot` takes as `at`.
 
-        Only chunks of float arrays are read, and of these only the chunks that differ. Raise `NotFound` as
-        `snapshot` does.
+        Only chunks of float arrays that differ are read; with a budget, about as many bytes of their values: small
+        arrays whole, and samples of others. Raise `NotFound` as `snapshot` does.
         """
-        return await diff_snapshots(self._log.storage, await self.snapshot(before), await self.snapshot(after))
+        snapshots = await self.snapshot(before), await self.snapshot(after)
+        return await diff_snapshots(self._log.storage, *snapshots, budget)
 
     def history(self) -> AsyncIterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.
