@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from tstore.page import run
+from tstore.page import hosts, run, tree
 from tstore.page.views import View
 
 __all__ = ["VIEWS"]
 
 VIEWS = [
     View("", "Run", "run.html", run.load),
+    View("tree", "Tree", "tree.html", tree.load),
+    View("hosts", "", "hosts.html", hosts.load),
+    View("version", "", "", run.load_version),
 ]

@@ -10,6 +10,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from tstore.page.plots import bars, line, treemap
+
 __all__ = ["asset", "render", "visible"]
 
 LONGEST = 160
@@ -25,7 +27,8 @@ _ASSETS = {
 def visible(text: object, longest: int = LONGEST) -> str:
     """Return a text on one line, with control and formatting characters escaped, and its middle cut if it is long.
 
-    Overrides of the direction of text are formatting characters, so no text can change how its surroundings are read.
+    Overrides of the direction of text are formatting characters, so no text can change how its surroundings are
+    read.
     """
     string = str(text)
     if len(string) > longest:
@@ -61,6 +64,22 @@ def format_number(value: float | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
+def format_seconds(seconds: float | None) -> str:
+    """Format a duration with one or two units."""
+    if seconds is None:
+        return "–"
+    if abs(seconds) < 0.95:
+        return f"{1000 * seconds:.0f} ms"
+    if abs(seconds) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
 @functools.cache
 def asset(name: str) -> tuple[bytes, str, str] | None:
     """Return the bytes, the type and the digest of a static file, None if there is no such file."""
@@ -85,8 +104,14 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"text": _text, "size": format_size, "number": format_number, "visible": visible}
-    environment.globals |= {"asset": _asset_url}
+    environment.filters |= {
+        "text": _text,
+        "size": format_size,
+        "number": format_number,
+        "seconds": format_seconds,
+        "visible": visible,
+    }
+    environment.globals |= {"asset": _asset_url, "line": line, "bars": bars, "treemap": treemap}
     return environment
 
 

@@ -26,6 +26,7 @@ from tstore.errors import InvalidArgument, NotAStore, NotFound, TStoreError
 from tstore.page.navigation import VIEWS
 from tstore.page.opening import OpenStore, start_apart, wait_apart
 from tstore.page.rendering import asset, render
+from tstore.page.results import Results
 from tstore.page.sessions import Sessions
 from tstore.page.views import Document, Query, View
 from tstore.server import PAGE, Access, Scope, Visit
@@ -81,6 +82,7 @@ class Site:
         self._sessions = Sessions()
         self._views = {view.name: view for view in VIEWS}
         self._turns = asyncio.Semaphore(_MAX_VIEWS)
+        self._results = Results()
         self._store: OpenStore | None = None
 
     async def open(self, storage: Storage) -> None:
@@ -168,7 +170,7 @@ class Site:
 
     async def _body(self, view: View, as_json: bool, frame: Document) -> bytes:
         assert self._store is not None
-        query = Query(await self._store.get(), frame["address"], frame["parameters"])
+        query = Query(await self._store.get(), frame["address"], frame["parameters"], self._results)
         document = await view.load(query)
         if as_json:
             return msgspec.json.encode(document)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
+from tstore.page.results import Results
 from tstore.store import Store
 
 __all__ = ["Document", "Query", "View"]
@@ -20,12 +21,15 @@ _MAX_DIGITS = 20
 class Query(NamedTuple):
     """A request for a view: the open store, how commands name it, and the parameters of the URL.
 
-    `address` is a path or the URL of the server. The methods raise `InvalidArgument` for a value that can't be read.
+    `address` is a path or the URL of the server. The methods raise `InvalidArgument` for a value that can't be
+    read.
     """
 
     store: Store
     address: str
     parameters: Mapping[str, str]
+    results: Results
+    """What other requests have computed."""
 
     def text(self, name: str) -> str:
         """Return a parameter, "" if it is absent."""

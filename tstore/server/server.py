@@ -51,9 +51,10 @@ class Server:
     serves it read-only; `storage_options` are those of `tstore.open`. `access` holds the tokens; without it
     everyone who can connect may read and write, so the server must listen on a loopback address. Port 0 selects a
     free port: see `url`. `names="any"` serves any keys, not only those of a store's layout. The Host of a request
-    without a token must be an address, localhost, `host`, or one of `hostnames`, which are names without scheme
-    or port. `page` is what browsers see (`tstore.page`); without one they see nothing. At the end of the block, requests under way have `limits.drain` seconds to complete. Raise
-    `InvalidArgument`, `NotAStore`, `Denied` (no permission for the port), `Unavailable` (port in use).
+    without a token must be an address, localhost, `host`, or one of `hostnames`, which are names without scheme or
+    port. `page` is what browsers see (`tstore.page`); without one they see nothing. At the end of the block,
+    requests under way have `limits.drain` seconds to complete. Raise `InvalidArgument`, `NotAStore`, `Denied` (no
+    permission for the port), `Unavailable` (port in use).
     """
 
     def __init__(
