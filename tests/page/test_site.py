@@ -36,7 +36,7 @@ async def test_a_view_is_a_page_or_its_document(server: Server) -> None:
     async with client_of(server, READ) as client:
         page = await client("GET", "/-/page/", Accept=HTML["Accept"])
         assert page.headers["Content-Type"] == "text/html; charset=utf-8"
-        assert b"step/20" in page.body
+        assert b"/-/page/tree?at=2" in page.body
         document = await client("GET", "/-/page/", Accept="application/json")
         assert json.loads(document.body)["command"] == f"tstore log {server.url}"
 
@@ -58,7 +58,7 @@ async def test_without_a_token_there_is_only_the_form(server: Server) -> None:
         response = await client("GET", "/-/page/", Accept=HTML["Accept"])
         assert response.status == 401
         assert b'name="token"' in response.body
-        assert b"step/20" not in response.body
+        assert b"tree?at=2" not in response.body
         response = await client("GET", "/-/page/", Accept="application/json")
         assert response.status == 401
         assert response.headers["WWW-Authenticate"].startswith("Bearer")

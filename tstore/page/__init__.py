@@ -2,10 +2,11 @@
 
 1. `site`: the requests below `/-/page/`, who may make them, and the headers of every response. `sessions`:
    browsers that have signed in.
-2. `views`: what a view is; `navigation`: the list of views. Each has a module: `run` (steps, metrics, hosts under
-   way).
-3. `rendering`: templates and the text in them.
+2. `views`: what a view is; `navigation`: the list of views. Each has a module: `run` (steps, metrics, retention),
+   with `hosts` under way; `tree` (groups and arrays); `health`, with the job `verification`.
+3. `rendering`: templates and the text in them. `plots`: the geometry of plots, which templates draw as SVG.
 4. `opening`: the store behind the server; the page's work runs on an event loop apart from the server's.
+   `results`: what several requests need.
 
 To add a view, write a module with a function from a `Query` (the store, the parameters in the URL) to a document
 of plain JSON values, and a template with the same name below `templates/` that extends `page.html` and finds the

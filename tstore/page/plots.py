@@ -1,7 +1,8 @@
 """The geometry of plots, which templates draw as SVG and label in HTML.
 
-A plot fills a box of 1000 × 1000 units, which the browser stretches to the room that there is; the lines keep their
-width. Ticks are spaced evenly, so that their labels need no positions of their own. All functions take plain numbers.
+A plot fills a box of 1000 × 1000 units, which the browser stretches to the room that there is; the lines keep
+their width. Ticks are spaced evenly, so that their labels need no positions of their own. All functions take plain
+numbers.
 """
 
 from __future__ import annotations

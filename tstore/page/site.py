@@ -28,6 +28,7 @@ from tstore.page.opening import OpenStore, start_apart, wait_apart
 from tstore.page.rendering import asset, render
 from tstore.page.results import Results
 from tstore.page.sessions import Sessions
+from tstore.page.verification import Verification
 from tstore.page.views import Document, Query, View
 from tstore.server import PAGE, Access, Scope, Visit
 from tstore.server.access_log import current_tally
@@ -83,6 +84,7 @@ class Site:
         self._views = {view.name: view for view in VIEWS}
         self._turns = asyncio.Semaphore(_MAX_VIEWS)
         self._results = Results()
+        self._verification = Verification()
         self._store: OpenStore | None = None
 
     async def open(self, storage: Storage) -> None:
@@ -91,6 +93,7 @@ class Site:
 
     async def close(self) -> None:
         """End all work in the background."""
+        await self._verification.stop()
 
     def entrance(self, server_url: str, token: str) -> str:
         """Return a URL that signs in the first browser that opens it, as the holder of a token."""
@@ -170,7 +173,9 @@ class Site:
 
     async def _body(self, view: View, as_json: bool, frame: Document) -> bytes:
         assert self._store is not None
-        query = Query(await self._store.get(), frame["address"], frame["parameters"], self._results)
+        query = Query(
+            await self._store.get(), frame["address"], frame["parameters"], self._results, self._verification
+        )
         document = await view.load(query)
         if as_json:
             return msgspec.json.encode(document)
@@ -193,7 +198,16 @@ class Site:
             response = _redirect(PAGE)
             response.del_cookie(_cookie_name(request), path=PAGE)
             return response
-        raise Refused(404, "the page has no such action")
+        if name not in ("health/start", "health/stop"):
+            raise Refused(404, "the page has no such action")
+        if not visitor.may_start_jobs:
+            raise Refused(403, "to start or stop a verification, sign in with a token")
+        assert self._store is not None
+        if name == "health/start":
+            self._verification.start(self._store)
+        else:
+            await self._verification.stop()
+        return _redirect(f"{PAGE}health")
 
     def _enter(self, request: web.BaseRequest, parameters: Mapping[str, str]) -> web.StreamResponse:
         digest = self._sessions.redeem(parameters.get("code", ""))

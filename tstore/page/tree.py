@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os.path
 import re
 import shlex
 from collections.abc import Sequence
@@ -28,9 +29,9 @@ _SORTS = ("name", "bytes", "values", "bits", "dtype", "codec")
 async def load(query: Query) -> Document:
     """Return the rows of one group of a version, those of one page in the order asked for.
 
-    `at` is a version or a tag, `group` a path, `find` a pattern as in `tstore ls`, or a part of a name (then the rows are the arrays
-    that match, below all groups), `sort` one of the columns, `order` "up" or "down", `first` the number of the first
-    row, and `level` how deep the page indents the rows.
+    `at` is a version or a tag, `group` a path, `find` a pattern as in `tstore ls`, or a part of a name (then the
+    rows are the arrays that match, below all groups), `sort` one of the columns, `order` "up" or "down", `first`
+    the number of the first row, and `level` how deep the page indents the rows.
     """
     snapshot = await query.store.snapshot(query.version("at"))
     index = await query.results.get(
@@ -184,7 +185,8 @@ def _array_row(array: ArrayInfo, name: str) -> Row:
 def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
     """Return what the treemap shows: the rows, of which the largest groups are replaced by what they contain.
 
-    Each tile has the number of its row, `part`. The smallest tiles are joined to one.
+    Names begin below the group that all tiles share; `part` numbers the groups after it. The smallest rows are
+    joined to one tile.
     """
     heap = [(-row.stored_bytes, part, row) for part, row in enumerate(rows) if row.stored_bytes]
     if len(heap) > _TILES:
@@ -201,15 +203,19 @@ def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
         for below in inner:
             if below.stored_bytes:
                 heapq.heappush(heap, (-below.stored_bytes, part, below))
+    shown = [row for _, _, row in sorted([*done, *heap], key=lambda entry: entry[0])]
+    common = len(os.path.commonpath([row.name for row in shown])) + 1 if len(shown) > 1 else 0
+    common = common if common > 1 else 0  # without a common group
+    tops = list(dict.fromkeys(row.name[common:].partition("/")[0] for row in shown))
     tiles = [
         {
-            "name": row.name,
+            "name": row.name[common:],
             "path": row.path,
             "kind": "group" if row.info is None else "array",
-            "part": part,
-            "stored_bytes": -size,
+            "part": tops.index(row.name[common:].partition("/")[0]),
+            "stored_bytes": row.stored_bytes,
         }
-        for size, part, row in sorted([*done, *heap], key=lambda entry: entry[0])
+        for row in shown
     ]
     if rest:
         size = -sum(entry[0] for entry in rest)

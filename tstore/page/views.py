@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 from tstore.page.results import Results
+from tstore.page.verification import Verification
 from tstore.store import Store
 
 __all__ = ["Document", "Query", "View"]
@@ -30,6 +31,8 @@ class Query(NamedTuple):
     parameters: Mapping[str, str]
     results: Results
     """What other requests have computed."""
+    verification: Verification
+    """The job that verifies the store."""
 
     def text(self, name: str) -> str:
         """Return a parameter, "" if it is absent."""
