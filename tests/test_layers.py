@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("convert", "copying", "jax", "torch"),
     ("",),
     ("sync", "server"),
-    ("hosts", "simulation", "zarr"),
+    ("hosts", "page", "simulation", "zarr"),
     ("cli",),
     ("__main__",),
 ]

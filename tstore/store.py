@@ -7,7 +7,7 @@ import contextlib
 import datetime
 import os
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,7 @@ from tstore.log.reader import LogReader, read_hint
 from tstore.maintenance.diff import Diff, diff_snapshots
 from tstore.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
 from tstore.maintenance.repair import RepairReport, repair_store
-from tstore.maintenance.verify import VerifyReport, verify_store
+from tstore.maintenance.verify import VerifyProgress, VerifyReport, verify_store
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.storage.base import Storage
 from tstore.storage.cache import Cache, CachedStorage, without_cache
@@ -309,12 +309,12 @@ class Store:
         member = await find_pending(self._log.reader, transaction)
         return await CooperativeCommit(self._log, member, Durability.FSYNC).finish()
 
-    async def verify(self) -> VerifyReport:
+    async def verify(self, progress: Callable[[VerifyProgress], object] | None = None) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
 
-        The cache is bypassed.
+        The cache is bypassed. `progress` is called with the work done, often and from any thread.
         """
-        return await verify_store(LogReader.strict(without_cache(self._log.storage)))
+        return await verify_store(LogReader.strict(without_cache(self._log.storage)), progress)
 
     async def repair(self, void: Sequence[int] = (), *, void_intact: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.

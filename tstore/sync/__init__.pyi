@@ -49,7 +49,7 @@ from tstore.data.planning import ReadPlan
 from tstore.format.codecs import Codecs
 from tstore.format.indices import Index, IndexItem
 from tstore.maintenance.repair import RepairReport
-from tstore.maintenance.verify import VerifyReport
+from tstore.maintenance.verify import VerifyProgress, VerifyReport
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.quantization.sensitivity import Sensitivity
 from tstore.quantization.work import ProgressCallback
@@ -492,10 +492,10 @@ class Store:
         Only chunks of float arrays that differ are read; with a budget, about as many bytes of their values: small
         arrays whole, and samples of others. Raise `NotFound` as `snapshot` does."""
 
-    def verify(self) -> VerifyReport:
+    def verify(self, progress: Callable[[VerifyProgress], object] | None = None) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
 
-        The cache is bypassed."""
+        The cache is bypassed. `progress` is called with the work done, often and from any thread."""
 
     def repair(self, void: Sequence[int] = ..., *, void_intact: Sequence[int] = ...) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
