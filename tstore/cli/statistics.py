@@ -117,6 +117,7 @@ def _show_bars(labels: list[str], counts: list[int]) -> None:
 def _show_loss(loss: Document) -> None:
     table: Table = [
         (Column("format"), lambda row: row["format"]),
+        (Column("offset per", rank=1), lambda row: row["granularity"]),
         (Column("bits/value", align_right=True), lambda row: f"{row['bits_per_value']:.2f}"),
         (Column("SQNR", align_right=True), lambda row: _decibels(row["sqnr_db"])),
         (Column("clipped", align_right=True), lambda row: f"{100 * row['clipped']:.3g}%"),

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from tstore.page.distributions import exponent_plot, heat_image, value_plot
 from tstore.page.plots import bars, line, treemap
 
 __all__ = ["asset", "render", "visible"]
@@ -112,6 +113,7 @@ def _environment() -> Environment:
         "visible": visible,
     }
     environment.globals |= {"asset": _asset_url, "line": line, "bars": bars, "treemap": treemap}
+    environment.globals |= {"value_plot": value_plot, "exponent_plot": exponent_plot, "heat_image": heat_image}
     return environment
 
 

@@ -11,7 +11,7 @@ from tstore.page.results import Results
 from tstore.page.verification import Verification
 from tstore.store import Store
 
-__all__ = ["Document", "Query", "View"]
+__all__ = ["Document", "Query", "View", "at_argument"]
 
 Document: TypeAlias = dict[str, Any]
 """What a view shows, as plain JSON values."""
@@ -71,3 +71,8 @@ class View(NamedTuple):
     title: str
     template: str
     load: Callable[[Query], Awaitable[Document]]
+
+
+def at_argument(at: str) -> str:
+    """Return a version or a tag, as a URL has it, as an argument in Python; "" for the newest."""
+    return at if at.isascii() and at.isdigit() else repr(at) if at else ""

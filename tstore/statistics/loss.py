@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import exmy
 import numpy as np
@@ -33,9 +33,11 @@ from tstore.statistics.reading import (
 from tstore.statistics.strips import StripSums
 from tstore.store import Store, opened
 
-__all__ = ["QuantizationLoss", "StripLoss", "quantization_loss"]
+__all__ = ["OtherFormat", "QuantizationLoss", "StripLoss", "quantization_loss"]
 
 _SURVEYED = 1 << 18  # values on which other formats are measured
+_BLOCK = 32  # values that share an offset in another format
+_MOST_OTHERS = 8
 _WIDTHS = range(2, 17)  # of eXmY formats
 
 
@@ -62,6 +64,19 @@ class StripLoss:
         return {"axis": self.axis, "bounds": self.bounds.tolist(), "sqnr_db": sqnr}
 
 
+class OtherFormat(NamedTuple):
+    """A packed format in which an array might have been stored, and its error on a sample of the source.
+
+    `granularity` says which values would share an offset, as in `QuantizedArray`.
+    """
+
+    format: str
+    granularity: str
+    bits_per_value: float
+    sqnr: float
+    clipped: float
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizationLoss:
     """The error of a quantized array against its source: the result of `tstore.quantization_loss`."""
@@ -81,8 +96,8 @@ class QuantizationLoss:
     """The SQNR of this region in dB; NaN without one."""
     rows: StripLoss | None
     columns: StripLoss | None
-    others: tuple[exmy.Candidate, ...]
-    """Packed formats of about the same size and their error on the values that were read, the best first."""
+    others: tuple[OtherFormat, ...]
+    """Packed formats of about the same size and their error on values of the source, the best first."""
 
     @property
     def sqnr(self) -> float:
@@ -104,7 +119,7 @@ class QuantizationLoss:
         rows.append((f"{own.format} {own.coding} (stored)", *cells))
         for other in self.others:
             cells = (f"{other.bits_per_value:.2f}", f"{other.sqnr:.1f}", f"{other.clipped:.2%}")
-            rows.append((other.format.standard.name, *cells))
+            rows.append((f"{other.format} per {other.granularity}", *cells))
         return f"{self!r}\n{text_table(rows)}"
 
     def document(self) -> dict[str, Any]:
@@ -129,7 +144,8 @@ class QuantizationLoss:
             "columns": None if self.columns is None else self.columns.document(),
             "others": [
                 {
-                    "format": c.format.standard.name,
+                    "format": c.format,
+                    "granularity": c.granularity,
                     "bits_per_value": c.bits_per_value,
                     "sqnr_db": finite_or_none(c.sqnr),
                     "clipped": c.clipped,
@@ -251,19 +267,27 @@ class _Measured:
         rows, columns = [None] * (2 - len(losses)) + losses
         return rows, columns
 
-    def others(self, row: QuantizedArray, view: Array) -> tuple[exmy.Candidate, ...]:
-        """Return the packed formats of about the size of a row, by their error on the kept values."""
+    def others(self, row: QuantizedArray, view: Array) -> tuple[OtherFormat, ...]:
+        """Return the packed formats of about the size of a row, by their error on the kept values.
+
+        They have one offset for each group of values of the stored format, or for the array, and for each block.
+        """
         width = min(max(_WIDTHS), max(min(_WIDTHS), round(row.bits_per_value)))
         codec: dict[str, Any] = next((c.get("configuration", {}) for c in view.codecs if c["name"] == "exmy"), {})
         values = np.concatenate(self._kept) if self._kept else np.zeros((0, 1), np.float32)
-        block = codec.get("block")
-        if block is not None and values.shape[1] % block:
-            block = None
-        axis = 1 if codec.get("axis") is not None or block is not None else None
-        try:
-            found: Sequence[exmy.Candidate] = exmy.survey(
-                values, [width], axis=axis, block=block, nonfinite="saturate"
-            )
-        except exmy.FormatError:  # values beyond the range of every format
-            found = ()
-        return tuple(sorted(found, key=lambda candidate: candidate.noise))
+        found: list[OtherFormat] = []
+        for block in sorted({codec.get("block") or 0, 0, _BLOCK}):
+            if block and values.shape[1] % block:
+                continue
+            rows = bool(block) or codec.get("axis") is not None
+            granularity = f"block of {block}" if block else "row" if rows else "tensor"
+            with contextlib.suppress(exmy.FormatError):  # values beyond the range of every format
+                candidates = exmy.survey(
+                    values, [width], axis=1 if rows else None, block=block or None, nonfinite="saturate"
+                )
+                found += [
+                    OtherFormat(c.format.standard.name, granularity, c.bits_per_value, c.sqnr, c.clipped)
+                    for c in candidates
+                ]
+        found.sort(key=lambda other: -other.sqnr)
+        return tuple(found[:_MOST_OTHERS])

@@ -87,6 +87,7 @@ const formats = {
 function setUpPlots(root) {
   for (const area of all("[data-plot]", root)) {
     const points = JSON.parse(area.dataset.points);
+    const labels = JSON.parse(area.dataset.labels || "null");
     if (!points.length) continue;
     const tip = $(".tip", area);
     const cross = $(".cross", area);
@@ -96,7 +97,7 @@ function setUpPlots(root) {
       const [x, , step, value] = points[index];
       cross.setAttribute("x1", x);
       cross.setAttribute("x2", x);
-      tip.textContent = `${area.dataset.unit} ${step.toLocaleString("en")}: ${format(value)}`;
+      tip.textContent = labels ? labels[index] : `${area.dataset.unit} ${step.toLocaleString("en")}: ${format(value)}`;
       tip.hidden = false;
       const half = tip.offsetWidth / 2;
       tip.style.left = `${Math.min(area.clientWidth - half, Math.max(half, (x / 1000) * area.clientWidth))}px`;
