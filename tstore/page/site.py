@@ -319,6 +319,6 @@ def _headers() -> dict[str, str]:
         "Content-Security-Policy": _POLICY,
         "Cross-Origin-Opener-Policy": "same-origin",
         "Cross-Origin-Resource-Policy": "same-origin",
-        "Referrer-Policy": "no-referrer",
+        "Referrer-Policy": "same-origin",  # with no-referrer, browsers would hide the origin of forms
         "X-Frame-Options": "DENY",
     }
