@@ -19,6 +19,7 @@ __all__ = ["Distribution", "HeatImage", "exponent_plot", "heat_image", "value_pl
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _ROOM = 6  # exponents beside those of values for which the range of a format is shown
 _LABELS = 5
+_MOST_BARS = 256
 _SEQUENTIAL = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725")
 _DIVERGING = ("053061", "2166ac", "4393c3", "92c5de", "f2f2f2", "f4a582", "d6604d", "b2182b", "67001f")
 _BRIGHTEST = 0.995  # the quantile of the cells at which the colours end, so that one cell does not darken all
@@ -81,8 +82,13 @@ def exponent_plot(exponents: Mapping[str, Any], limits: Mapping[str, Any] | None
         if a < b:
             bands.append((round(place(a), 1), round(place(b) - place(a), 1), kind))
     inner = [place(x) for span in spans for x in span[:2] if first < x < last]
-    edges = [place(lowest + i) for i in range(len(counts) + 1)] if counts else []
-    labels = [f"{_power(lowest + i)} … {_power(lowest + i + 1)}: {n:,}" for i, n in enumerate(counts)]
+    width = -(-len(counts) // _MOST_BARS)  # exponents of one bar
+    starts = range(0, len(counts), width or 1)
+    counts = [sum(counts[i : i + width]) for i in starts]
+    edges = [place(lowest + i) for i in (*starts, len(counts) * width)] if counts else []
+    labels = [
+        f"{_power(lowest + i)} … {_power(lowest + i + width)}: {n:,}" for i, n in zip(starts, counts, strict=True)
+    ]
     step = max(1, (last - first) // (_LABELS - 1))
     ticks = (
         [first + round((last - first) * i / (_LABELS - 1)) for i in range(_LABELS)] if step > 1 else [first, last]
@@ -107,7 +113,7 @@ def _bars(
         if count:
             path.append(f"M{a + gap:.1f} {SIZE:.0f}V{min(top, SIZE - 4):.1f}H{b - gap:.1f}V{SIZE:.0f}z")
         positions.append((round((a + b) / 2, 1), round(top, 1), round((a + b) / 2, 1), count))
-    y_labels = [f"{100 * share * most / total:.2g} %" for share in (0, 0.5, 1)]
+    y_labels = [_percent(share * most / total) for share in (0, 0.5, 1)]
     return Distribution("".join(path), bands, marks, x_labels, y_labels, positions, labels)
 
 
@@ -115,6 +121,10 @@ def _placed(low: float, high: float) -> Any:
     """Return a function from a value to its place in the box, which does not overflow."""
     half = high / 2 - low / 2
     return lambda x: SIZE * min(1.0, max(0.0, (x / 2 - low / 2) / half)) if half else SIZE / 2
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share > 0.0995 else f"{100 * share:.2g} %"
 
 
 def _power(exponent: int) -> str:

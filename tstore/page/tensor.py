@@ -11,6 +11,7 @@ from tstore.array import Array
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.arguments import quote
 from tstore.format.codecs import codecs_text
+from tstore.format.dtypes import dtype_text
 from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.page.views import Document, Query, at_argument
 from tstore.quantization.report import read_report
@@ -52,7 +53,7 @@ async def load(query: Query) -> Document:
         "at": at,
         "version": snapshot.version,
         "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
-        "dtype": str(array.dtype),
+        "dtype": dtype_text(array.dtype),
         "shape": list(array.shape),
         "chunks": list(array.chunks),
         "codec": codecs_text(array.codecs),
@@ -71,8 +72,9 @@ async def load(query: Query) -> Document:
     }
     try:
         document["summary"] = (await summarize(array, budget=budget)).document()
-        cells = await heat_map(matrix.view, cells=_CELLS, budget=max(budget, _HEAT_BUDGET))
-        document["heat_map"] = cells.document()
+        if matrix.view is not None:
+            cells = await heat_map(matrix.view, cells=_CELLS, budget=max(budget, _HEAT_BUDGET))
+            document["heat_map"] = cells.document()
         document["loss"] = await _loss(query, snapshot, array.path, budget)
     except (InvalidArgument, NotFound, Corrupt) as error:  # the array exists, but not all of its statistics
         document["problem"] = str(error)
@@ -91,7 +93,8 @@ async def _loss(query: Query, snapshot: Snapshot, path: str, budget: int) -> Doc
 class _Matrix(NamedTuple):
     """The part of an array that the heat map shows: a window of the matrix at an index of the other axes."""
 
-    view: Array
+    view: Array | None
+    """None if an axis of the array is empty."""
     shape: tuple[int, int]
     """The rows and columns of the whole matrix; a vector has one row."""
     index: list[int]
@@ -107,7 +110,7 @@ class _Matrix(NamedTuple):
         at = [int(i) for i in index.split(",")] if index else [0] * others
         if len(at) != others or any(i >= n for i, n in zip(at, array.shape, strict=False) if n):
             raise InvalidArgument(f"index={quote(index)}: expected {others} positions in {array.shape[:others]}")
-        matrix = array if 0 in array.shape[:others] else array[tuple(at)] if at else array
+        matrix = array[tuple(at)] if at and 0 not in array.shape else array
         rows, columns = [1, 1, *array.shape][-2:] if array.ndim else (1, 1)
         limits = [0, rows, 0, columns]
         if window:
@@ -122,7 +125,7 @@ class _Matrix(NamedTuple):
             matrix = matrix[limits[2] : limits[3]]
         elif matrix.ndim == 2:
             matrix = matrix[limits[0] : limits[1], limits[2] : limits[3]]
-        return _Matrix(matrix, (rows, columns), at, limits)
+        return _Matrix(matrix if array.size else None, (rows, columns), at, limits)
 
     def zooms(self) -> list[Document]:
         """Return the parts of the window, to zoom in, with their places in percent; and the way out."""

@@ -36,7 +36,7 @@ from tstore.store import Store, opened
 __all__ = ["OtherFormat", "QuantizationLoss", "StripLoss", "quantization_loss"]
 
 _SURVEYED = 1 << 18  # values on which other formats are measured
-_BLOCK = 32  # values that share an offset in another format
+_BLOCKS = (32, 16)  # values that share an offset in another format, if they divide the rows
 _MOST_OTHERS = 8
 _WIDTHS = range(2, 17)  # of eXmY formats
 
@@ -276,9 +276,8 @@ class _Measured:
         codec: dict[str, Any] = next((c.get("configuration", {}) for c in view.codecs if c["name"] == "exmy"), {})
         values = np.concatenate(self._kept) if self._kept else np.zeros((0, 1), np.float32)
         found: list[OtherFormat] = []
-        for block in sorted({codec.get("block") or 0, 0, _BLOCK}):
-            if block and values.shape[1] % block:
-                continue
+        blocks = [b for b in (codec.get("block"), *_BLOCKS) if b and values.shape[1] % b == 0]
+        for block in (0, *blocks[:1]):
             rows = bool(block) or codec.get("axis") is not None
             granularity = f"block of {block}" if block else "row" if rows else "tensor"
             with contextlib.suppress(exmy.FormatError):  # values beyond the range of every format

@@ -1,0 +1,187 @@
+"""The documents of the views Tensor and Compare: the library's numbers, bounded, for any parameters and store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.http_server import READ, Client, client_of, everybody
+from tstore.page import Site
+from tstore.server import Server
+from tstore.statistics.cache import RESULTS
+from tstore.statistics.heat_map import heat_map
+
+VALUES = np.random.default_rng(0).standard_normal((3000, 1000)).astype("f4")
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> Path:
+    """Steps 1 and 2, a quantized copy of step 2, and a version with odd arrays, tagged "odd"."""
+    url = tmp_path / "store"
+    await tstore.save(url, {"w": VALUES, "same": np.zeros(5), "n": np.arange(9)}, 1)
+    await tstore.save(url, {"w": VALUES * 1.5, "same": np.zeros(5), "n": np.arange(9)}, 2)
+    await tstore.quantize(url, "e4m3", tag="small")
+    async with await tstore.open(url) as opened, opened.transaction(tag="odd") as tx:
+        for path, values in ODD.items():
+            await (await tx.create_array(path, values.shape, values.dtype)).write(values)
+        await tx.create_array("huge", (1 << 38, 1 << 18), "float32", (1024, 1024), sparse=True)
+        await tx.create_array("unwritten", (10,), "float32")
+    return url
+
+
+ODD = {
+    "nan": np.full((5, 5), np.nan),
+    "1e308": np.array([[1e308, -1e308], [np.inf, 5e-324]]),
+    "scalar": np.array(3.5, "f4"),
+    "empty": np.zeros((0, 7)),
+    "hollow": np.zeros((3, 0, 4, 5)),
+    "text": np.array(["a", "b"]),
+    "4d": np.arange(2 * 3 * 4 * 5, dtype="f4").reshape(2, 3, 4, 5),
+    "bool": np.eye(9, dtype=bool),
+    "complex": np.array([1 + 2j, 3]),
+    "n" * 4000: np.ones((2, 2)),
+    "<script>alert(1)<script>": np.ones(3),
+}
+
+
+async def shown(client: Client, view: str, **parameters: Any) -> dict[str, Any]:
+    """Return the document of a view, after its page was rendered too."""
+    url = f"/-/page/{view}?{urlencode(parameters)}"
+    page = await client("GET", url, Accept="text/html")
+    assert page.status == 200, page.body
+    assert b"<script>alert" not in page.body
+    response = await client("GET", url, Accept="application/json")
+    document: dict[str, Any] = json.loads(response.body)
+    return document
+
+
+async def test_the_numbers_are_those_of_the_library(server: Server, store: Path) -> None:
+    RESULTS.clear()
+    async with client_of(server, READ) as client:
+        document = await shown(client, "tensor", path="w", at="step/2", window="10:500,0:900", show="mean")
+    RESULTS.clear()
+    array = await (await (await tstore.open(store, "r")).snapshot("step/2")).array("w")
+    assert document["summary"] == (await tstore.summarize(array)).document()
+    cells = await heat_map(array[10:500, 0:900], cells=(96, 128), budget=32 << 20)
+    assert document["heat_map"] == cells.document()
+    assert document["loss"] is None
+    assert not document["summary"]["coverage"]["complete"]
+    address = server.url
+    assert document["command"] == f"tstore stats {address} w --at step/2"
+    assert "tstore.heat_map(array[10:500, 0:900], cells=(96, 128))" in document["python"]
+
+
+async def test_a_quantized_array_has_its_loss(server: Server, store: Path) -> None:
+    async with client_of(server, READ) as client:
+        document = await shown(client, "tensor", path="w", at="small")
+        assert document["loss"] == (await tstore.quantization_loss(store, "w", "small")).document()
+        assert document["summary"]["range"]["name"] == "e4m3"
+        assert (await shown(client, "tensor", path="n", at="small"))["loss"] is None
+
+
+@pytest.mark.parametrize("path", [*ODD, "huge", "unwritten"], ids=lambda path: path[:20])
+async def test_odd_arrays_have_a_page(server: Server, path: str) -> None:
+    async with client_of(server, READ) as client:
+        document = await shown(client, "tensor", path=path, at="odd")
+    problems = {"text": "not numbers", "unwritten": "never written"}
+    if path in problems:
+        assert problems[path] in document["problem"]
+        return
+    assert document["problem"] is None
+    assert document["summary"]["coverage"]["bytes_read"] <= 8 << 20
+    if path == "4d":
+        assert document["index"] == [0, 0]
+        assert document["heat_map"]["means"] == ODD["4d"][0, 0].tolist()
+
+
+async def test_a_window_and_an_index_choose_the_matrix(server: Server) -> None:
+    async with client_of(server, READ) as client:
+        document = await shown(client, "tensor", path="4d", at="odd", index="1,2", window="1:3,0:5", show="mean")
+    assert document["heat_map"]["means"] == ODD["4d"][1, 2, 1:3, 0:5].tolist()
+    parts = [zoom["window"] for zoom in document["zooms"] if zoom["box"]]
+    assert parts[0] == [1, 2, 0, 1]
+    assert parts[-1] == [2, 3, 3, 5]
+    assert sum((b - a) * (d - c) for a, b, c, d in parts) == 10
+    assert document["zooms"][-1] == {"window": [0, 4, 0, 5], "box": None}
+
+
+@pytest.mark.parametrize(
+    ("view", "parameters", "message"),
+    [
+        ("tensor", {"path": "4d", "at": "odd", "index": "2,0"}, "index='2,0'"),
+        ("tensor", {"path": "4d", "at": "odd", "index": "0"}, "expected 2 positions"),
+        ("tensor", {"path": "4d", "at": "odd", "index": "-1,0"}, "expected positions such as"),
+        ("tensor", {"path": "w", "window": "5:5,0:9"}, "window='5:5,0:9'"),
+        ("tensor", {"path": "w", "window": "0:9999,0:9"}, "within 3000 and 1000"),
+        ("tensor", {"path": "w", "window": "a"}, "expected rows and columns"),
+        ("tensor", {"path": "w", "budget": "all"}, "budget='all'"),
+        ("tensor", {"path": "w", "budget": "1000000001"}, "the page reads at most"),
+        ("tensor", {"path": "w", "show": "max"}, "show='max'"),
+        ("tensor", {"path": "v"}, "no array 'v'"),
+        ("tensor", {}, "path"),
+        ("compare", {"after": "nothing"}, "nothing"),
+        ("compare", {"before": "nothing"}, "nothing"),
+        ("compare", {"sort": "x"}, "sort='x'"),
+        ("compare", {"budget": "9999999999"}, "the page reads at most"),
+    ],
+)
+async def test_bad_parameters_are_named(
+    server: Server, view: str, parameters: dict[str, str], message: str
+) -> None:
+    async with client_of(server, READ) as client:
+        response = await client("GET", f"/-/page/{view}?{urlencode(parameters)}", Accept="application/json")
+    assert 400 <= response.status < 500
+    assert message in json.loads(response.body)["error"]
+
+
+async def test_compare_lists_what_changed_most_first(server: Server, store: Path) -> None:
+    async with client_of(server, READ) as client:
+        document = await shown(client, "compare", after="step/2")
+        diff = await (await tstore.open(store, "r")).diff(1, 2, budget=50_000_000)
+        assert (document["before"], document["after"]) == (1, 2)
+        assert document["rows"] == json.loads(json.dumps([row.document() for row in diff.by_change]))
+        [row] = document["rows"]
+        assert (row["path"], row["relative_norm"]) == ("w", pytest.approx(0.5))
+        assert document["command"] == f"tstore diff {server.url} 1 step/2 --budget 50000000"
+        copy = await shown(client, "compare", after="small", budget=100_000)
+        assert (copy["before"], copy["after"]) == (2, 3)
+        assert 0 < copy["values_compared"] <= 12_500
+        assert copy["values"] == VALUES.size
+        odd = await shown(client, "compare", only="added", find="4", sort="name")
+        assert [row["path"] for row in odd["rows"]] == ["4d"]
+        assert odd["counts"]["added"] == len(ODD) + 2
+        first = await shown(client, "compare", after="1")
+        assert first["before"] is None
+        assert "no version before 1" in first["problem"]
+        turned = await shown(client, "compare", before="odd", after="step/1")
+        assert turned["counts"]["removed"] == len(ODD) + 2
+
+
+async def test_the_computation_ends_when_the_client_leaves(tmp_path: Path) -> None:
+    """A request for a gigabyte of a sparse array holds one of the few turns, until its client has gone."""
+    url = tmp_path / "store"
+    async with await tstore.open(url) as opened, opened.transaction() as tx:
+        await tx.create_array("huge", (1 << 38, 1 << 18), "float64", (4096, 4096), sparse=True)
+        await (await tx.create_array("small", (3,), "float32")).write(1)
+    async with Server(url, access=everybody(), page=Site()) as server, client_of(server, READ) as client:
+        address = urlsplit(server.url)
+        request = f"GET /-/page/tensor?path=huge&budget=1000000000 HTTP/1.1\r\nHost: {address.netloc}\r\n"
+        request += f"Authorization: Bearer {READ}\r\n\r\n"
+        left = []
+        for _ in range(6):  # more than the page computes at once
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write(request.encode())
+            await writer.drain()
+            left.append(writer)
+        for writer in left:
+            writer.close()
+        async with asyncio.timeout(60):
+            document = await shown(client, "tensor", path="small")
+    assert document["summary"]["mean"] == 1
