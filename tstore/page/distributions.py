@@ -75,6 +75,8 @@ def exponent_plot(exponents: Mapping[str, Any], limits: Mapping[str, Any] | None
         first = min(first, max(smallest, first - _ROOM))
         last = max(last, min(largest + 1, last + _ROOM))
         spans = [(smallest, normal, "subnormal"), (normal, largest + 1, "normal")]
+    if last - first >= 2 * _LABELS:
+        last += -(last - first) % (_LABELS - 1)  # so that the labels are at whole exponents
     place = _placed(first, last)
     bands = []
     for start, stop, kind in spans:
@@ -89,10 +91,7 @@ def exponent_plot(exponents: Mapping[str, Any], limits: Mapping[str, Any] | None
     labels = [
         f"{_power(lowest + i)} … {_power(lowest + i + width)}: {n:,}" for i, n in zip(starts, counts, strict=True)
     ]
-    step = max(1, (last - first) // (_LABELS - 1))
-    ticks = (
-        [first + round((last - first) * i / (_LABELS - 1)) for i in range(_LABELS)] if step > 1 else [first, last]
-    )
+    ticks = range(first, last + 1, (last - first) // (_LABELS - 1) if last - first >= 2 * _LABELS else 1)
     return _bars(edges, counts, labels, bands, sorted(set(inner)), [_power(x) for x in ticks])
 
 

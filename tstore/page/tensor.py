@@ -60,7 +60,7 @@ async def load(query: Query) -> Document:
         "attributes": {key: value for key, value in array.attributes.items() if key != RESERVED_ATTRIBUTE},
         "dimension_names": list(array.dimension_names or ()),
         "budget": budget,
-        "budgets": [b for b in _BUDGETS if b != budget],
+        "budgets": _larger(budget, array.nbytes),
         "show": query.choice("show", ("rms", "mean")),
         "index": matrix.index,
         "window": matrix.window,
@@ -88,6 +88,13 @@ async def _loss(query: Query, snapshot: Snapshot, path: str, budget: int) -> Doc
     if not any(row.path == path and row.format for row in read_report(snapshot).arrays):
         return None
     return (await quantization_loss(query.store, path, snapshot.version, budget=budget)).document()
+
+
+def _larger(budget: int, nbytes: int) -> list[int]:
+    """Return larger budgets to offer: none beyond the first that is enough for all."""
+    larger = [b for b in _BUDGETS if b > budget]
+    enough = next((i for i, b in enumerate(larger) if b >= nbytes), len(larger))
+    return larger[: enough + 1] if budget < nbytes else []
 
 
 class _Matrix(NamedTuple):
