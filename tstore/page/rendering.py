@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from tstore.page.plots import bars, line, treemap
 
-__all__ = ["asset", "render", "visible"]
+__all__ = ["asset", "load_templates", "render", "visible"]
 
 LONGEST = 160
 """Characters of a text that a page shows; JSON has all."""
@@ -113,6 +113,12 @@ def _environment() -> Environment:
     }
     environment.globals |= {"asset": _asset_url, "line": line, "bars": bars, "treemap": treemap}
     return environment
+
+
+def load_templates() -> None:
+    """Compile all templates."""
+    for name in _environment().list_templates():
+        _environment().get_template(name)
 
 
 def render(template: str, **values: Any) -> str:
