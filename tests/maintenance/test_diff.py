@@ -232,7 +232,9 @@ async def test_a_budget_reads_small_arrays_whole_and_samples_of_others(url: str)
         await (await tx.create_array("one", large.shape, "float32")).write(large)
         await (await tx.create_array("small", small.shape, "float32")).write(small)
         await (await tx.create_array("same", small.shape, "float32")).write(small)
+        await (await tx.create_array("medium", (1 << 13,), "float32")).write(large.ravel()[: 1 << 13])
     async with store.transaction() as tx:
+        await (await tx.array("medium")).write(large.ravel()[: 1 << 13] * 1.5)
         await (await tx.array("large")).write(large * 1.01)
         await (await tx.array("one")).write(large * 1.1)
         await (await tx.array("small")).write(small * 2)
@@ -241,15 +243,18 @@ async def test_a_budget_reads_small_arrays_whole_and_samples_of_others(url: str)
     read = faults.bytes_read
     assert read < large.nbytes * 3
     rows = {a.path: a for a in diff.arrays}
-    assert rows.keys() == {"large", "one", "small"}
+    assert rows.keys() == {"large", "one", "small", "medium"}
     norms = [rows[path].relative_norm for path in ("large", "one", "small")]
     assert norms == pytest.approx([0.01, 0.1, 1], rel=0.01)
     counts = {path: a.distance.count for path, a in rows.items() if a.distance is not None}
     assert counts["small"] == 50
-    assert 8192 <= counts["large"] <= 1 << 14
-    assert 8192 <= counts["one"] <= 1 << 14  # a part of the only chunk
-    assert {path: a.values for path, a in rows.items()} == {"large": 1 << 18, "one": 1 << 18, "small": 50}
-    assert [a.path for a in diff.by_change] == ["small", "one", "large"]
+    assert counts["medium"] == 1 << 13  # less than a third of the rest of the budget
+    assert counts["large"] == 8192  # two chunks
+    assert counts["one"] == 8192  # a part of the only chunk
+    assert sum(counts.values()) * 8 <= 1 << 18
+    values = {"large": 1 << 18, "one": 1 << 18, "small": 50, "medium": 1 << 13}
+    assert {path: a.values for path, a in rows.items()} == values
+    assert [a.path for a in diff.by_change] == ["small", "medium", "one", "large"]
     assert diff.table().splitlines()[1].split()[:2] == ["small", "changed"]
     exact = {a.path: a.distance for a in (await store.diff(1, 2)).arrays}
     assert exact == {a.path: a.distance for a in (await store.diff(1, 2, budget=1 << 30)).arrays}

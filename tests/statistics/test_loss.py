@@ -54,6 +54,17 @@ async def test_all_values_give_the_error_of_the_report(options: dict[str, Any]) 
     assert loss.worst_sqnr == pytest.approx(exmy.sqnr(ROWS[loss.worst], decoded[loss.worst]))
 
 
+async def test_the_worst_region_is_that_of_small_values_with_a_common_offset() -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    values = np.random.default_rng(0).uniform(1, 2, (512, 512)).astype("f4")
+    values[320:352] *= 2.0**-16
+    await tstore.save(store, {"w": values}, 1)
+    await tstore.quantize(store, "e4m3")
+    loss = await tstore.quantization_loss(store, "w")
+    assert loss.worst == (slice(320, 352), slice(0, 512))
+    assert loss.worst_sqnr < loss.sqnr - 10
+
+
 async def test_other_formats_have_about_the_same_size() -> None:
     store, _ = await quantized(formats="e1m2")
     loss = await tstore.quantization_loss(store, "w")
@@ -99,6 +110,7 @@ async def test_the_baseline_is_the_source_the_step_before_or_the_version_before(
     async with store.transaction() as tx:
         await tx.create_group("g")
     await tstore.save(store, {"w": ROWS + 1}, 7)
+    await tstore.quantize(store, "e2m3", at=1)
     assert [await tstore.baseline(store, at) for at in (2, 3, 4, "step/7", None)] == [1, 2, 1, 1, 1]
     with pytest.raises(NotFound, match="no version before 1"):
         await tstore.baseline(store, 1)

@@ -35,6 +35,7 @@ from tstore.store import Store, opened
 
 __all__ = ["OtherFormat", "QuantizationLoss", "StripLoss", "quantization_loss"]
 
+_REGION = 1 << 14  # values whose SQNR is compared with that of other regions
 _SURVEYED = 1 << 18  # values on which other formats are measured
 _BLOCKS = (32, 16)  # values that share an offset in another format, if they divide the rows
 _MOST_OTHERS = 8
@@ -91,7 +92,7 @@ class QuantizationLoss:
     difference: exmy.Difference
     """The error of the values that were read."""
     worst: Region | None
-    """The region that was read, a chunk or a part of one, with the lowest SQNR."""
+    """The region with the lowest SQNR, of those of at most 16,384 values that were read."""
     worst_sqnr: float
     """The SQNR of this region in dB; NaN without one."""
     rows: StripLoss | None
@@ -235,11 +236,12 @@ class _Measured:
     def add(self, batch: Batch) -> None:
         """Add tiles of the quantized array, with those of its source."""
         for region, decoded, original in batch:
-            difference = exmy.compare(original, decoded)
-            self.difference += difference
-            if difference.count and not self.worst_sqnr <= difference.sqnr:
-                self.worst, self.worst_sqnr = region, difference.sqnr
-            for starts, [y, x] in parts(region, decoded, original):
+            for starts, [y, x] in parts(region, decoded, original, most=_REGION):
+                difference = exmy.compare(x, y)
+                self.difference += difference
+                if difference.count and not self.worst_sqnr <= difference.sqnr:
+                    self.worst = tuple(slice(a, a + n) for a, n in zip(starts, x.shape, strict=True))
+                    self.worst_sqnr = difference.sqnr
                 signal = as_floats(x).astype(np.float64)
                 with np.errstate(all="ignore"):
                     noise = signal - as_floats(y)

@@ -182,9 +182,11 @@ def _batched(tiling: Tiling, width: int) -> Iterator[list[Region]]:
         yield batch
 
 
-def parts(region: Region, *arrays: npt.NDArray[Any]) -> Iterator[tuple[tuple[int, ...], list[npt.NDArray[Any]]]]:
-    """Yield the parts of a tile that are processed together: where they begin in the array, and their values."""
-    for box in boxes(arrays[0].shape, _PART_VALUES):
+def parts(
+    region: Region, *arrays: npt.NDArray[Any], most: int = _PART_VALUES
+) -> Iterator[tuple[tuple[int, ...], list[npt.NDArray[Any]]]]:
+    """Yield parts of a tile, of at most `most` values each: where they begin in the array, and their values."""
+    for box in boxes(arrays[0].shape, most):
         inside = tuple(slice(side.start, side.stop) for side in box)
         starts = tuple(side.start + part.start for side, part in zip(region, inside, strict=True))
         yield starts, [part_of(array, inside) for array in arrays]
