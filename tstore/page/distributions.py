@@ -105,7 +105,8 @@ def _bars(
 ) -> Distribution:
     most = max(counts, default=0) or 1
     total = sum(counts) or 1
-    path, positions = [], []
+    path: list[str] = []
+    positions: list[tuple[float, float, float, float]] = []
     for a, b, count in zip(edges[:-1], edges[1:], counts, strict=True):
         top = SIZE * (1 - count / most)
         gap = min(1.5, (b - a) * 0.1)

@@ -62,7 +62,7 @@ async def load(query: Query) -> Document:
         "budget": budget,
         "budgets": _larger(budget, array.nbytes),
         "show": query.choice("show", ("rms", "mean")),
-        "index": matrix.index,
+        "index": matrix.at,
         "window": matrix.window,
         "zooms": matrix.zooms(),
         "summary": None,
@@ -104,7 +104,8 @@ class _Matrix(NamedTuple):
     """None if an axis of the array is empty."""
     shape: tuple[int, int]
     """The rows and columns of the whole matrix; a vector has one row."""
-    index: list[int]
+    at: list[int]
+    """The positions on the other axes."""
     window: list[int]
     """The first row, the row after the last, and the same of columns."""
 
@@ -174,7 +175,7 @@ def _command(address: str, path: str, at: str, budget: int) -> str:
 def _python(address: str, array: Array, at: str, budget: int, matrix: _Matrix) -> str:
     top, bottom, left, right = matrix.window
     sides = [f"{top}:{bottom}", f"{left}:{right}"][-min(2, array.ndim) :] if array.ndim else []
-    index = ", ".join([*map(str, matrix.index), *sides])
+    index = ", ".join([*map(str, matrix.at), *sides])
     return "\n".join(
         [
             "import tstore.sync as tstore",
