@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import tracemalloc
 import uuid
 from typing import Any
 
@@ -220,6 +221,22 @@ def test_a_hostile_shape_takes_neither_memory_nor_time() -> None:
         assert 0 < summary.coverage.bytes_read <= 1 << 16
     with pytest.raises(InvalidArgument, match="GB, which must be decoded whole"):
         blocking.summarize(snapshot.array("long"))
+
+
+def test_memory_does_not_grow_with_the_array() -> None:
+    store = blocking.open(f"memory://{uuid.uuid4()}")
+    with store.transaction() as tx:
+        tx.create_array("a", (1 << 24,), "float32", (1 << 20,), fill_value=1, sparse=True)
+    array = store.snapshot().array("a")
+    tracemalloc.start()
+    try:
+        summary = blocking.summarize(array, budget=None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert summary.coverage.complete
+    assert summary.histogram.counts.sum() == 1 << 24
+    assert peak < 120 << 20
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tstore.format.grid import box_sides
 
 __all__ = ["Tiling", "spread_indices"]
 
-_MOST_VALUES = 1 << 23  # of a tile: more than a chunk usually has, so that few chunks are decoded twice
+_MOST_VALUES = 1 << 22  # of a tile: more than a chunk usually has, so that few chunks are decoded twice
 _MOST_BYTES = 1 << 20  # of a tile of a sample: the unit of checksums, so that less would not be read faster
 _SAMPLED_TILES = 64  # at least, where chunks are small enough
 _DECODED = 8  # times the budget: bytes of chunks that are decoded for the tiles of a sample
@@ -72,6 +72,11 @@ class Tiling(NamedTuple):
     def tile_count(self) -> int:
         """The number of all tiles; 0 for an empty array."""
         return math.prod(self.counts)
+
+    @property
+    def sampled_values(self) -> int:
+        """About the number of values in the tiles that are taken, at least as many as there are."""
+        return min(math.prod(self.shape), self.sampled * math.prod(self.sides))
 
     @property
     def complete(self) -> bool:

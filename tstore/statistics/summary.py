@@ -198,9 +198,9 @@ class _Summing:
         """Read the sample, and return its statistics."""
         view, tiling = self._view, self._sample.tiling
         counts = SampleCounts()
-        preview = Tiling.of(view.shape, view.chunks, view.dtype.itemsize, _PREVIEW_BYTES)
         kept: list[Floats] = []
-        if preview.sampled < tiling.sampled and not preview.complete:
+        if tiling.sampled_values * view.dtype.itemsize > _PREVIEW_BYTES:
+            preview = Tiling.of(view.shape, view.chunks, view.dtype.itemsize, _PREVIEW_BYTES)
             async for batch in Sample(view, preview, None, ()).batches(SampleCounts()):
                 await run(_keep_finite, kept, batch)
             self._histogram = await run(value_bins, kept, self._bins, 1.0 if self._integer else None)
