@@ -30,10 +30,10 @@ LAYERS: list[tuple[str, ...]] = [
     ("steps", "conformance", "pickling"),
     ("quantization", "tags"),
     ("checkpoint",),
-    ("convert", "copying", "jax", "torch"),
+    ("convert", "copying", "jax", "torch", "zarr"),
     ("",),
     ("sync", "server"),
-    ("hosts", "simulation", "zarr"),
+    ("hosts", "simulation"),
     ("cli",),
     ("__main__",),
 ]

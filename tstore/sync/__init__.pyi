@@ -36,6 +36,7 @@ from tstore import (
     errors,
     sharding,
 )
+from tstore import zarr as zarr
 from tstore.array import Indexer
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
@@ -53,6 +54,8 @@ from tstore.quantization.work import ProgressCallback
 from tstore.storage.base import Storage
 from tstore.storage.objects import Traffic
 from tstore.store import Mode
+from tstore.sync import jax as jax
+from tstore.sync import torch as torch
 from tstore.transactions.staging import Isolation
 
 __all__ = [
