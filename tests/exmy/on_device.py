@@ -7,6 +7,7 @@ result differs.
 
 import argparse
 import itertools
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "codecs"))
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch has memory of the GPU too
 
 import exmy
 import ml_dtypes
@@ -109,6 +111,10 @@ class Torch:
     def copy(self, x):
         return x.clone()
 
+    def free(self):
+        if self.on_gpu:
+            self.torch.cuda.empty_cache()
+
     def gradient(self, x, f, block):
         leaf = x.detach().requires_grad_()
         (self.api.fake_quantize(leaf, f, None, block) * 3).sum().backward()
@@ -147,6 +153,9 @@ class Jax:
 
     def copy(self, x):
         return self.jax.numpy.copy(x)
+
+    def free(self):
+        pass
 
     def gradient(self, x, f, block):
         return self.jax.grad(lambda x: (self.api.fake_quantize(x, f, None, block) * 3).sum())(x)
@@ -377,6 +386,7 @@ def main():
             failures += 1
             traceback.print_exc(limit=3)
             print(f"  timings FAILED: {type(error).__name__}: {str(error)[:300]}")
+        framework.free()
     print(
         f"{checked - failures} of {checked} checks passed" if checked else "neither PyTorch nor JAX is installed"
     )
