@@ -279,9 +279,10 @@ def check_send(framework, cases):
         with tempfile.TemporaryDirectory() as folder:
             arguments = [str(Path(folder) / "rendezvous"), framework.device.type]
             command = [sys.executable, "-c", TORCH_PROCESS]
+            pipes = {"stdout": -1, "stderr": -1, "text": True}
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             processes = [
-                subprocess.Popen([*command, str(rank), *arguments], stdout=-1, stderr=-1, text=True)
-                for rank in range(2)
+                subprocess.Popen([*command, str(rank), *arguments], env=environment, **pipes) for rank in range(2)
             ]
             for process in processes:
                 out, err = process.communicate(timeout=120)
