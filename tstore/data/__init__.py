@@ -17,5 +17,5 @@ The objects that describe a chunk on its way from `save` to disk and back:
    batches. `reader`: read these, verify, decode, store the values in the result.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value. `joined_codes`: the codes of a region of
    an array. `casting`: values that a caller passes. `shared_reads`: small reads of one loop turn.
-   `encoded_chunks`: the encoded bytes of any chunks.
+   `encoded_chunks`: the encoded bytes of any chunks. `chunk_memory`: memory for the values of one.
 """
