@@ -37,7 +37,6 @@ __all__ = [
     "WriteJob",
     "batches",
     "box_numbers",
-    "bytes_of",
     "encoded_chunks",
 ]
 
@@ -285,11 +284,6 @@ def _scratch_size(meta: ArrayMeta, values: Values, chunk_count: int) -> int:
     """Return the bytes that a copy of the values needs, or if these have variable length, at least as chunks."""
     variable = is_variable(meta.dtype)
     return aligned_offset(bytes_in(values) if variable else chunk_count * meta.chunk_size * meta.dtype.itemsize)
-
-
-def bytes_of(values: Values) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a contiguous array as a view."""
-    return values.reshape(-1).view(np.uint8)
 
 
 @contextlib.contextmanager
