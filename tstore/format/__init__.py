@@ -8,7 +8,8 @@
    `roots`: roots, long ones with pages. `wellformed`: checks of decoded values. `tree_document`: the structure of
    a saved tree; `tree_parts`: parts of it.
 3. `grid`: chunk grids and ranges of them. `indices`: the items of an index; `views`: chains of indices;
-   `points`: what index arrays select, by chunk. `dtypes`: data types and fill values. `codecs`: the codec chain
+   `points`: what index arrays select, by chunk. `dtypes`: data types and fill values; `variable`: those of
+   variable length. `codecs`: the codec chain
    of a chunk, of `filters`, one of the `array_codecs` or `sharded` chunks, and `compressors` or other
    `bytes_codecs`; `numcodecs_classes`: codecs of a library. `array_metadata`: the `zarr.json` of an array;
    `chunk_names`: the names that it gives to chunks. `documents`: those shared by nodes. `checksums`: of objects
