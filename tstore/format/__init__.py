@@ -3,10 +3,10 @@
 1. `layout`: the names of all objects. `bounds`: the maximum size of each object and of its parts.
    `arguments`: what callers may store.
 2. `frame`: the kind, format version and checksum around every metadata object. `records`: records, roots and
-   fragments. `references`: manifests; `short_manifests`: those of few chunks. `object_ref`: references to
-   manifests that are objects; `pages`: those of long ones, which are cut by path. `encoding`: all as bytes;
-   `roots`: roots, long ones with pages. `wellformed`: checks of decoded values. `tree_document`: the structure of
-   a saved tree; `tree_parts`: parts of it.
+   fragments. `references`: manifests; `manifest_checks`: checks of their columns; `short_manifests`: those of few
+   chunks. `object_ref`: references to manifests that are objects; `pages`: those of long ones, which are cut by
+   path. `encoding`: all as bytes; `roots`: roots, long ones with pages. `wellformed`: checks of decoded values.
+   `tree_document`: the structure of a saved tree; `tree_parts`: parts of it.
 3. `grid`: chunk grids and ranges of them. `indices`: the items of an index; `views`: chains of indices;
    `points`: what index arrays select, by chunk. `dtypes`: data types and fill values; `variable`: those of
    variable length. `codecs`: the codec chain

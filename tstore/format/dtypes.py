@@ -132,7 +132,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 def has_nonfinite(dtype: np.dtype[Any]) -> bool:
     """Return whether a float dtype has NaN; those of fewer than 8 bits have neither NaN nor infinity."""
-    return dtype.name not in _SUB_BYTE
+    return dtype.kind != "V" or dtype.name not in _SUB_BYTE  # the name takes NumPy a while
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
