@@ -29,11 +29,11 @@ LAYERS: list[tuple[str, ...]] = [
     ("store",),
     ("steps", "conformance", "pickling"),
     ("quantization", "tags"),
-    ("checkpoint",),
+    ("statistics", "checkpoint"),
     ("convert", "copying", "jax", "torch", "zarr"),
     ("",),
     ("sync", "server"),
-    ("hosts", "simulation"),
+    ("hosts", "page", "simulation"),
     ("cli",),
     ("__main__",),
 ]

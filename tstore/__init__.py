@@ -30,6 +30,10 @@ from tstore.quantization.policy import Bits, MinSqnr
 from tstore.quantization.quantize import quantize, quantize_report
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.snapshot import Snapshot
+from tstore.statistics.baseline import baseline
+from tstore.statistics.heat_map import HeatMap, heat_map
+from tstore.statistics.loss import QuantizationLoss, quantization_loss
+from tstore.statistics.summary import Summary, summarize
 from tstore.steps import Step, steps
 from tstore.storage.cache import Cache
 from tstore.store import Store
@@ -50,11 +54,13 @@ __all__ = [
     "Diff",
     "EverySeconds",
     "EverySteps",
+    "HeatMap",
     "Keep",
     "MinSqnr",
     "OnPreemption",
     "PackedShards",
     "PendingTransaction",
+    "QuantizationLoss",
     "QuantizeReport",
     "QuantizedArray",
     "RestorePlan",
@@ -63,11 +69,15 @@ __all__ = [
     "Snapshot",
     "Step",
     "Store",
+    "Summary",
     "Transaction",
+    "baseline",
     "copy",
     "errors",
     "explain",
+    "heat_map",
     "open",
+    "quantization_loss",
     "quantize",
     "quantize_report",
     "restore",
@@ -75,6 +85,7 @@ __all__ = [
     "save_async",
     "sharding",
     "steps",
+    "summarize",
 ]
 
 __version__ = "0.1.0"

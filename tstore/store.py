@@ -7,7 +7,7 @@ import contextlib
 import datetime
 import os
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,7 @@ from tstore.log.reader import LogReader, read_hint
 from tstore.maintenance.diff import Diff, diff_snapshots
 from tstore.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
 from tstore.maintenance.repair import RepairReport, repair_store
-from tstore.maintenance.verify import VerifyReport, verify_store
+from tstore.maintenance.verify import VerifyProgress, VerifyReport, verify_store
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.storage.base import Storage
 from tstore.storage.cache import Cache, CachedStorage, without_cache
@@ -39,10 +39,12 @@ from tstore.transactions.staged_tree import TagEdits
 from tstore.transactions.staging import Isolation
 from tstore.transactions.transaction import Transaction
 
-__all__ = ["Mode", "Store", "close_after", "open", "opened"]
+__all__ = ["Mode", "Moment", "Store", "close_after", "open", "opened"]
 
 Mode = Literal["r", "r+", "a", "x"]
 """How to open a store: "r" reads, "r+" reads and writes, "a" also creates a missing store, "x" only creates."""
+
+Moment = int | str | datetime.datetime  # of a version: its number, a tag, or the time of its commit
 
 
 async def open(
@@ -228,7 +230,7 @@ class Store:
             self._cooperating[member.transaction, host] = transaction
         return transaction
 
-    async def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
+    async def snapshot(self, at: Moment | None = None) -> Snapshot:
         """Return the state at a version, a tag or a time; by default the newest.
 
         Raise `NotFound` if there is no such version or tag, or nothing was committed by that time, and its
@@ -255,15 +257,14 @@ class Store:
                 await check_tag_alive(self._log.reader, at)
             raise
 
-    async def diff(
-        self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
-    ) -> Diff:
+    async def diff(self, before: Moment, after: Moment | None = None, *, budget: int | None = None) -> Diff:
         """Return how the arrays of two versions differ; `before` and `after` take what `snapshot` takes as `at`.
 
-        Only chunks of float arrays are read, and of these only the chunks that differ. Raise `NotFound` as
-        `snapshot` does.
+        Only chunks of float arrays that differ are read; with a budget, about as many bytes of their values: small
+        arrays whole, and samples of others. Raise `NotFound` as `snapshot` does.
         """
-        return await diff_snapshots(self._log.storage, await self.snapshot(before), await self.snapshot(after))
+        snapshots = await self.snapshot(before), await self.snapshot(after)
+        return await diff_snapshots(self._log.storage, *snapshots, budget)
 
     def history(self) -> AsyncIterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.
@@ -308,12 +309,12 @@ class Store:
         member = await find_pending(self._log.reader, transaction)
         return await CooperativeCommit(self._log, member, Durability.FSYNC).finish()
 
-    async def verify(self) -> VerifyReport:
+    async def verify(self, progress: Callable[[VerifyProgress], object] | None = None) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
 
-        The cache is bypassed.
+        The cache is bypassed. `progress` is called with the work done, often and from any thread.
         """
-        return await verify_store(LogReader.strict(without_cache(self._log.storage)))
+        return await verify_store(LogReader.strict(without_cache(self._log.storage)), progress)
 
     async def repair(self, void: Sequence[int] = (), *, void_intact: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.

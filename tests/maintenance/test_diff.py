@@ -19,7 +19,7 @@ import tstore
 import tstore.sync as blocking
 from tstore.cli import main
 from tstore.conformance.faults import open_faulty
-from tstore.errors import NotFound
+from tstore.errors import InvalidArgument, NotFound
 from tstore.format.layout import ROOT_EVERY, root_key
 
 VALUES = np.random.default_rng(0).standard_normal((8, 8)).astype("f4")
@@ -223,6 +223,41 @@ def test_chunks_and_distances_are_those_of_the_arrays(writes: list[tuple[int, in
         assert w_diff.distance.noise == ((a.astype("f8") - b) ** 2).sum()
 
 
+async def test_a_budget_reads_small_arrays_whole_and_samples_of_others(url: str) -> None:
+    store = await tstore.open(url)
+    generator = np.random.default_rng(0)
+    large, small = generator.standard_normal((64, 4096)).astype("f4"), generator.standard_normal(50).astype("f4")
+    async with store.transaction() as tx:
+        await (await tx.create_array("large", large.shape, "float32", (1, 4096))).write(large)
+        await (await tx.create_array("one", large.shape, "float32")).write(large)
+        await (await tx.create_array("small", small.shape, "float32")).write(small)
+        await (await tx.create_array("same", small.shape, "float32")).write(small)
+    async with store.transaction() as tx:
+        await (await tx.array("large")).write(large * 1.01)
+        await (await tx.array("one")).write(large * 1.1)
+        await (await tx.array("small")).write(small * 2)
+    faulty, faults = await open_faulty(url, "r")
+    diff = await faulty.diff(1, 2, budget=1 << 18)
+    read = faults.bytes_read
+    assert read < large.nbytes * 3
+    rows = {a.path: a for a in diff.arrays}
+    assert rows.keys() == {"large", "one", "small"}
+    norms = [rows[path].relative_norm for path in ("large", "one", "small")]
+    assert norms == pytest.approx([0.01, 0.1, 1], rel=0.01)
+    counts = {path: a.distance.count for path, a in rows.items() if a.distance is not None}
+    assert counts["small"] == 50
+    assert 8192 <= counts["large"] <= 1 << 14
+    assert 8192 <= counts["one"] <= 1 << 14  # a part of the only chunk
+    assert {path: a.values for path, a in rows.items()} == {"large": 1 << 18, "one": 1 << 18, "small": 50}
+    assert [a.path for a in diff.by_change] == ["small", "one", "large"]
+    assert diff.table().splitlines()[1].split()[:2] == ["small", "changed"]
+    exact = {a.path: a.distance for a in (await store.diff(1, 2)).arrays}
+    assert exact == {a.path: a.distance for a in (await store.diff(1, 2, budget=1 << 30)).arrays}
+    for budget in (0, -1, True, "1"):
+        with pytest.raises(InvalidArgument, match="budget="):
+            await store.diff(1, 2, budget=budget)  # type: ignore[arg-type]
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = blocking.open(tmp_path / "s")
     with store.transaction(tag="one") as tx:
@@ -247,7 +282,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "version 1 → version 2: 1 array added, 1 removed, 2 changed"
     rows = {line.split()[0]: line.split()[1:] for line in lines[2:-1]}
-    assert rows["w"] == ["values", "1", "2", "-3.0", "dB"]
+    assert rows["w"] == ["values", "1", "1.41", "2", "-3.0", "dB"]
     assert rows["same"] == ["values", "1", "not", "finite"]
     assert rows["new"] == ["added:", "int8", "4,", "4", "B", "2"]
     assert main(["diff", str(tmp_path / "s"), "one", "nine"]) == 1

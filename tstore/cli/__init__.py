@@ -4,7 +4,7 @@
    result.
 2. `console`: running a command, showing its progress, printing its result, and reporting errors.
 3. `commands`: `main` and the group of all commands. `reading`, `tags`, `transfer`, `maintenance`, `quantize`,
-   `serve`: the commands. `demo`: the job that `tstore demo` runs.
+   `serve` (with `view`), `statistics`: the commands. `demo`: the job that `tstore demo` runs.
 """
 
 from __future__ import annotations

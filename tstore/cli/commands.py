@@ -33,7 +33,8 @@ from tstore.cli.console import (
 from tstore.cli.maintenance import bench, finish, gc, probe, repair, verify
 from tstore.cli.quantize import quantize, report
 from tstore.cli.reading import diff, log, ls, show
-from tstore.cli.serve import serve
+from tstore.cli.serve import serve, view
+from tstore.cli.statistics import stats
 from tstore.cli.tables import show_demo
 from tstore.cli.tags import remove, tag
 from tstore.cli.text import adapt_streams
@@ -130,7 +131,9 @@ for _command in (
     report,
     serve,
     show,
+    stats,
     tag,
     verify,
+    view,
 ):
     cli.add_command(_command)

@@ -47,7 +47,7 @@ def show_log(log: Document) -> None:
 def show_diff(diff: Document) -> None:
     """Print a row for each array that differs, and the counts."""
     rows = []
-    for a in diff["arrays"]:
+    for a in sorted(diff["arrays"], key=_change_order):
         before, after = a["before"], a["after"]
         if (change := a["change"]) == "changed":
             change = ", ".join(_field_change(field, before, after) for field in a["fields"]) or "values"
@@ -56,12 +56,17 @@ def show_diff(diff: Document) -> None:
             change += f": {info['dtype']} {format_shape(info['shape'])}, {format_size(info['stored_bytes'])}"
         row = [a["path"], change, f"{a['chunks']:,}"]
         if a["values_compared"]:
-            row += ["not finite", ""] if a["largest"] is None else [f"{a['largest']:.3g}", _diff_sqnr(a)]
-        rows.append([*row, *[""] * (5 - len(row))])
+            if a["largest"] is None:
+                row += ["", "not finite"]
+            else:
+                row += ["" if (norm := a["relative_norm"]) is None else f"{norm:.3g}", f"{a['largest']:.3g}"]
+                row.append(_diff_sqnr(a))
+        rows.append([*row, *[""] * (6 - len(row))])
     columns = [
         PATH_COLUMN,
         Column("change", preferred_width=16),
         Column("chunks", align_right=True, rank=1),
+        Column("relative norm", align_right=True, rank=3),
         Column("max difference", align_right=True, rank=2),
         Column("SQNR", align_right=True),
     ]
@@ -71,6 +76,16 @@ def show_diff(diff: Document) -> None:
     counts = f"{pluralize(added, 'array')} added, {removed} removed, {changed} changed"
     groups = f"; groups changed: {abbreviate([g or '/' for g in diff['groups']])}" if diff["groups"] else ""
     print(escape(f"version {diff['before']} → version {diff['after']}: {counts}{groups}"))
+    values, compared = (sum(a[key] for a in diff["arrays"]) for key in ("values", "values_compared"))
+    if compared < values:
+        print(f"norms and differences are of {compared:,} of {values:,} values in chunks that differ")
+
+
+def _change_order(array: Document) -> tuple[int, float]:
+    """Return a key by which the arrays that changed most come first, and those without compared values last."""
+    if not array["values_compared"]:
+        return 2, 0.0
+    return (0, 0.0) if array["relative_norm"] is None else (1, -array["relative_norm"])
 
 
 def show_ls(listing: Document) -> None:

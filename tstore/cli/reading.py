@@ -9,6 +9,7 @@ from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
 from tstore.cli.console import Document, Progress, at_options, json_option, run, store_argument, version_or_tag
 from tstore.cli.listings import show_diff, show_log, show_ls, show_pending
+from tstore.cli.statistics import budget_option
 from tstore.cli.tree import show_tree
 from tstore.maintenance.contents import detailed_listing, listing, selected_by
 from tstore.runtime import pool
@@ -98,17 +99,19 @@ async def _scalars(snapshot: Snapshot) -> list[Document]:
 @store_argument
 @click.argument("before", callback=version_or_tag, metavar="A")
 @click.argument("after", callback=version_or_tag, metavar="B")
+@budget_option("all", "How many bytes of values to compare, such as 100MB: of samples, if more differ.")
 @json_option
-def diff(store: str, before: int | str, after: int | str, as_json: bool) -> int:
+def diff(store: str, before: int | str, after: int | str, budget: int | None, as_json: bool) -> int:
     """Show what changed between two versions.
 
     A and B are version numbers or tags. The output lists the arrays that differ, how many of their chunks differ,
-    and for float arrays the largest difference between values and the SQNR (see `tstore quantize --help`).
+    and for float arrays, of the values in these chunks: the norm of the difference relative to that of the values,
+    the largest difference, and the SQNR (see `tstore quantize --help`). The arrays that changed most come first.
     """
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"comparing {before} and {after} of {store}")
         async with await tstore.open(store, "r") as opened:
-            return {"store": opened.url, **(await opened.diff(before, after)).document()}
+            return {"store": opened.url, **(await opened.diff(before, after, budget=budget)).document()}
 
     return run(work, show_diff, as_json)

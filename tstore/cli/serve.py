@@ -1,15 +1,20 @@
-"""The command `tstore serve`."""
+"""The commands `tstore serve` and `tstore view`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import importlib.util
 import json
 import logging
 import os
 import resource
+import secrets
 import signal
+import sys
+import threading
+import webbrowser
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -17,13 +22,14 @@ import click
 
 import tstore
 from tstore.cli.console import Progress, json_option, number_option, path_or_url, print_now, run, store_argument
-from tstore.errors import NotAStore, TStoreError
+from tstore.errors import InvalidArgument, NotAStore, TStoreError
 from tstore.runtime.budget import return_large_buffers
 
 if TYPE_CHECKING:
+    from tstore.page import Site
     from tstore.server import Access, Server
 
-__all__ = ["serve"]
+__all__ = ["serve", "view"]
 
 _TOKENS_VARIABLE = "TSTORE_SERVER_TOKENS"
 _STDERR_FD = 2
@@ -104,9 +110,9 @@ def serve(
 ) -> int:
     """Serve a store over HTTP.
 
-    The command prints a URL that any tstore client can open, and serves the store until SIGTERM or Ctrl-C. Each
-    request is logged as a line of JSON on standard error. Deleting data, as gc does, needs a token with the
-    scope admin.
+    The command prints a URL that any tstore client can open, and serves the store until SIGTERM or Ctrl-C. With
+    the extra "view", browsers see the page of `tstore view` at the same URL. Each request is logged as a line of
+    JSON on standard error. Deleting data, as gc does, needs a token with the scope admin.
     """
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key belong together; pass both or none")
@@ -127,25 +133,84 @@ def serve(
             names=names,
             hostnames=hostname,
             limits=Limits(connections, requests, max_pack << 20, drain=drain, rate=min_rate << 10),
+            page=None if names == "any" else _page_if_installed(),
         )
         if not (create or read_only) and names == "layout":
             await _check_store(store)
         reload = None if token_file is None else functools.partial(_reload_tokens, server, token_file, anonymous)
-        await _serve_until_signal(server, reload, as_json)
+
+        def announce() -> None:
+            document = {"store": server.store, "url": server.url}
+            print_now(json.dumps(document) if as_json else f"serving {server.store} at {server.url}")
+
+        await _serve_until_signal(server, reload, announce)
 
     with logging_to(_STDERR_FD):
         return run(work, lambda document: None, as_json)
 
 
-async def _serve_until_signal(server: Server, reload: Callable[[], None] | None, as_json: bool) -> None:
-    """Serve until SIGTERM or Ctrl-C; call `reload` on SIGHUP."""
+@click.command("view")
+@store_argument
+@number_option("--port", "P", click.IntRange(0, 65535), 0, "The port; 0 picks a free one.")
+@click.option("--no-browser", is_flag=True, help="Only print the address; start no browser.")
+@json_option
+def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
+    """Show a store in a browser.
+
+    The page shows steps with their metrics, hosts under way, arrays, and faults; it changes nothing. The command
+    serves it to this machine alone, until SIGTERM or Ctrl-C. It prints an address that works once, for one
+    browser, and starts a browser if there is one. Needs the extra "view".
+    """
+    from tstore.server import Access, Server
+
+    async def work(progress: Progress) -> None:
+        progress.doing(f"opening {store}")
+        async with await tstore.open(store, "r") as opened:
+            address = opened.url  # raises `NotAStore` before a server starts
+        site, token = _page(address), secrets.token_urlsafe(32)
+        server = Server(store, mode="r", port=port, access=Access({token: "read"}), page=site)
+        progress.stop()
+
+        def announce() -> None:
+            entrance = site.entrance(server.url, token)
+            document = {"store": store, "url": server.url, "entrance": entrance}
+            print_now(json.dumps(document) if as_json else f"showing {store} at {entrance}")
+            if not no_browser and _has_display():
+                threading.Thread(target=webbrowser.open, args=[entrance], daemon=True).start()
+
+        await _serve_until_signal(server, None, announce)
+
+    return run(work, lambda document: None, as_json)
+
+
+def _page(address: str | None = None) -> Site:
+    """Return the page; raise `InvalidArgument` if the extra is not installed."""
+    try:
+        from tstore.page import Site
+    except ModuleNotFoundError as error:
+        raise InvalidArgument(f"the page needs {error.name}: pip install 'tstore[view]'") from None
+    return Site(address)
+
+
+def _page_if_installed() -> Site | None:
+    return _page() if importlib.util.find_spec("jinja2") else None
+
+
+def _has_display() -> bool:
+    """Return whether a graphical browser can appear; one for terminals would take over this terminal."""
+    return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+async def _serve_until_signal(
+    server: Server, reload: Callable[[], None] | None, announce: Callable[[], None]
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; call `announce` once the server is ready, and `reload` on SIGHUP."""
     shutdown = asyncio.Event()
     with _shutdown_signals(shutdown):
         async with server:
             if reload is not None:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-            document = {"store": server.store, "url": server.url}
-            print_now(json.dumps(document) if as_json else f"serving {server.store} at {server.url}")
+            announce()
             await shutdown.wait()
 
 

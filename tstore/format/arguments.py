@@ -29,6 +29,7 @@ from tstore.format.bounds import (
 __all__ = [
     "STEP_TAG",
     "checked_attributes",
+    "checked_budget",
     "checked_duration",
     "checked_index",
     "checked_indices",
@@ -114,6 +115,15 @@ def checked_index(argument: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise InvalidArgument(f"{argument}={quote(value)}: expected an integer") from None
+
+
+def checked_budget(budget: Any) -> int | None:
+    """Return a number of bytes to read, or None for all; raise `InvalidArgument` for anything else."""
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 1:
+        raise InvalidArgument(f"budget={quote(budget)}: expected a number of bytes, at least 1, or None for all")
+    return int(budget)
 
 
 def checked_indices(argument: str, values: Any) -> list[int]:

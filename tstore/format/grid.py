@@ -19,6 +19,7 @@ __all__ = [
     "Selection",
     "axis_projections",
     "axis_runs",
+    "box_sides",
     "boxes",
     "chunk_coordinates",
     "chunk_counts",
@@ -308,15 +309,20 @@ def view_as_chunks(values: npt.NDArray[Any], chunks: Sequence[int]) -> npt.NDArr
     return values.reshape(sides).transpose(*range(0, len(sides), 2), *range(1, len(sides), 2))
 
 
-def boxes(counts: Sequence[int], max_cells: int) -> Iterator[tuple[range, ...]]:
-    """Yield boxes that partition a grid, each of at most `max_cells` cells that are consecutive in C order."""
+def box_sides(counts: Sequence[int], max_cells: int) -> tuple[int, ...]:
+    """Return the sides of boxes of at most `max_cells` cells that are consecutive in C order."""
     sides: list[int] = []
     room = max(1, max_cells)
     for n in reversed(counts):
         side = max(1, min(n, room))
         sides.append(side)
         room = room // side if side == n else 1
-    sides.reverse()
+    return tuple(reversed(sides))
+
+
+def boxes(counts: Sequence[int], max_cells: int) -> Iterator[tuple[range, ...]]:
+    """Yield boxes that partition a grid, each of at most `max_cells` cells that are consecutive in C order."""
+    sides = box_sides(counts, max_cells)
     steps = [[range(i, min(i + s, n)) for i in range(0, n, s)] for n, s in zip(counts, sides, strict=True)]
     yield from itertools.product(*steps)
 

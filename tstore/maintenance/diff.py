@@ -2,8 +2,8 @@
 
 1. Compare the nodes of both trees by path. The trees share the nodes that are unchanged.
 2. Compare each array that both versions have by its metadata, and its chunks by the checksums in their references.
-3. If both arrays have float values and the same shape, read the chunks that differ, and measure the distance of
-   their values, in batches that bound the memory.
+3. If both arrays have float values and the same shape, read the chunks that differ, or as many of them as a budget
+   allows, and measure the distance of their values, in batches that bound the memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import numpy.typing as npt
 
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
+from tstore.format.arguments import checked_budget
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
 from tstore.format.dtypes import is_float
-from tstore.format.grid import Selection, chunk_coordinates
+from tstore.format.grid import Selection, box_sides, chunk_coordinates
 from tstore.format.node import Node, same_metadata
+from tstore.format.samples import spread_indices
 from tstore.maintenance.contents import ArrayInfo, array_info
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
@@ -42,6 +44,7 @@ class ArrayDiff(NamedTuple):
     `fields` names the metadata fields that differ. `chunks` counts the chunks that were added, removed or changed;
     if dtype, codecs or chunk shape differ, it counts all chunks of the later version. `distance` compares the
     values of those chunks before and after; it is None unless both arrays have float dtypes and the same shape.
+    With a budget it is that of a sample, `distance.count` of the `values` in those chunks.
     """
 
     path: str
@@ -51,10 +54,23 @@ class ArrayDiff(NamedTuple):
     fields: tuple[str, ...]
     chunks: int
     distance: exmy.Difference | None
+    values: int = 0
+
+    @property
+    def relative_norm(self) -> float:
+        """The norm of the difference, relative to the norm of the values before; NaN if no values were compared.
+
+        Both norms are of the values that were compared: those of chunks that differ.
+        """
+        if self.distance is None or not self.distance.count:
+            return math.nan
+        noise, signal = self.distance.noise, self.distance.signal
+        return math.sqrt(noise / signal) if signal else (math.inf if noise else 0.0)
 
     def __repr__(self) -> str:
         fields = f" fields={self.fields}" if self.fields else ""
-        return f"<tstore.ArrayDiff {self.path!r} {self.change}{fields} chunks={self.chunks}>"
+        norm = "" if math.isnan(self.relative_norm) else f" relative_norm={self.relative_norm:.3g}"
+        return f"<tstore.ArrayDiff {self.path!r} {self.change}{fields} chunks={self.chunks}{norm}>"
 
     def document(self) -> dict[str, Any]:
         """Return the difference as JSON values, with None for infinity and NaN."""
@@ -66,7 +82,9 @@ class ArrayDiff(NamedTuple):
             "after": _array_document(self.after),
             "fields": list(self.fields),
             "chunks": self.chunks,
+            "values": self.values,
             "values_compared": 0 if distance is None else distance.count,
+            "relative_norm": _finite(self.relative_norm),
             "largest": None if distance is None else _finite(distance.largest_error),
             "sqnr_db": None if distance is None else _finite(distance.sqnr),
         }
@@ -87,6 +105,27 @@ class Diff(NamedTuple):
         counts = f"{len(self.arrays)} arrays, {len(self.groups)} groups"
         return f"<tstore.Diff before={self.before} after={self.after}: {counts}>"
 
+    @property
+    def by_change(self) -> list[ArrayDiff]:
+        """The arrays by the relative norm of their difference, the largest first; those not compared come last.
+
+        Arrays with values that are not finite come first.
+        """
+        return sorted(self.arrays, key=_change_order)
+
+    def table(self) -> str:
+        """Return a line of text for each array, by the relative norm of the difference, and the counts."""
+        rows = [("array", "change", "chunks", "relative norm", "largest")]
+        for a in self.by_change:
+            measured = (f"{a.relative_norm:.3g}", f"{a.distance.largest_error:.3g}") if a.distance else ("", "")
+            rows.append((a.path, a.change, f"{a.chunks:,}", *measured))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = [
+            [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+            for row in rows
+        ]
+        return "\n".join(["  ".join(row).rstrip() for row in cells] + [repr(self)])
+
     def document(self) -> dict[str, Any]:
         """Return the differences as JSON values."""
         return {
@@ -97,12 +136,20 @@ class Diff(NamedTuple):
         }
 
 
-async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) -> Diff:
-    """Compare two snapshots of one store."""
+def _change_order(array: ArrayDiff) -> tuple[int, float]:
+    if array.distance is None or not array.distance.count:
+        return 2, 0.0
+    norm = array.relative_norm
+    return (1, -norm) if math.isfinite(norm) else (0, 0.0)
+
+
+async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot, budget: int | None = None) -> Diff:
+    """Compare two snapshots of one store; read about `budget` bytes of values, or all that differ."""
+    budget = checked_budget(budget)
     for snapshot in (before, after):
         await snapshot.read_nodes()
     arrays, pairs, groups = await run(_compare, before, after)
-    distances = await _distances(storage, pairs)
+    distances = await _distances(storage, pairs, budget)
     arrays += await run(lambda: [p.difference(distances.get(p.path)) for p in pairs if p.differs])
     arrays.sort(key=lambda diff: diff.path)
     return Diff(before.version, after.version, tuple(arrays), tuple(groups))
@@ -165,16 +212,47 @@ class _ArrayPair:
     def difference(self, distance: exmy.Difference | None) -> ArrayDiff:
         """Return the difference, with the distance between the values."""
         before, after = (array_info(self.path, node) for node in self.nodes)
-        return ArrayDiff(self.path, "changed", before, after, self.fields, len(self.differing), distance)
+        chunks, values = len(self.differing), self.values
+        return ArrayDiff(self.path, "changed", before, after, self.fields, chunks, distance, values)
 
-    def regions(self) -> Iterator[Selection]:
-        """Yield the regions to read from both versions; none if the shapes differ or a dtype is not a float."""
+    @functools.cached_property
+    def readable(self) -> npt.NDArray[np.uint64]:
+        """The differing chunks to read; none if the shapes differ or a dtype is not a float."""
         a, b = self.metas
-        if a.shape != b.shape or not (is_float(a.dtype) and is_float(b.dtype)):
-            return
-        for number in self._readable_chunks().tolist():
-            axes = zip(chunk_coordinates(number, b.counts), b.chunks, b.shape, strict=True)
-            yield Selection(tuple(range(i * c, min((i + 1) * c, n)) for i, c, n in axes))
+        comparable = a.shape == b.shape and is_float(a.dtype) and is_float(b.dtype)
+        return self._readable_chunks() if comparable else np.empty(0, np.uint64)
+
+    @property
+    def width(self) -> int:
+        """The bytes of a value in both versions together."""
+        return sum(meta.dtype.itemsize for meta in self.metas)
+
+    @property
+    def values(self) -> int:
+        """The number of values in the chunks to read."""
+        b = self.metas[1]
+        if not len(self.readable):
+            return 0
+        if len(self.readable) == b.chunk_count:
+            return b.size
+        at = np.unravel_index(self.readable.astype(np.int64), b.counts)
+        sides = [np.minimum(c, n - i * c) for i, c, n in zip(at, b.chunks, b.shape, strict=True)]
+        return int(np.prod(sides, axis=0).sum())
+
+    def regions(self, share: float) -> Iterator[Selection]:
+        """Yield the regions to read from both versions: of chunks spread over those that differ, or all of them.
+
+        They have about `share` bytes of values, at least one value.
+        """
+        b, numbers = self.metas[1], self.readable
+        chunk = b.chunk_size * self.width
+        most = math.inf if share >= len(numbers) * chunk else max(1, share // chunk)
+        sides = b.chunks
+        if most == 1 and share < chunk:
+            sides = box_sides(b.chunks, int(share) // self.width)
+        for i in spread_indices(len(numbers), int(min(len(numbers), most))):
+            axes = zip(chunk_coordinates(int(numbers[i]), b.counts), b.chunks, sides, b.shape, strict=True)
+            yield Selection(tuple(range(k * c, min(k * c + s, n)) for k, c, s, n in axes))
 
     def _readable_chunks(self) -> npt.NDArray[np.uint64]:
         """Return the differing chunks without those that are missing from an array that is not sparse.
@@ -196,10 +274,12 @@ class _ArrayPair:
 _Regions = list[tuple[_ArrayPair, Selection]]
 
 
-async def _distances(storage: Storage, pairs: Sequence[_ArrayPair]) -> dict[str, exmy.Difference]:
+async def _distances(
+    storage: Storage, pairs: Sequence[_ArrayPair], budget: int | None
+) -> dict[str, exmy.Difference]:
     """Return the distance between the values of each pair, by path; omit pairs that have no regions to read."""
     distances: dict[str, exmy.Difference] = {}
-    batches = _batches(pairs)
+    batches = _batches(pairs, await run(_largest_share, pairs, budget))
     while batch := await run(next, batches, None):
         outs, jobs = [], []
         for pair, region in batch:
@@ -211,15 +291,28 @@ async def _distances(storage: Storage, pairs: Sequence[_ArrayPair]) -> dict[str,
     return distances
 
 
-def _batches(pairs: Sequence[_ArrayPair]) -> Iterator[_Regions]:
+def _largest_share(pairs: Sequence[_ArrayPair], budget: int | None) -> float:
+    """Return how many bytes of each pair to read at most, so that all stay within the budget."""
+    if budget is None:
+        return math.inf
+    sizes = sorted(size for pair in pairs if (size := pair.values * pair.width))
+    room = float(budget)
+    for i, size in enumerate(sizes):
+        share = room / (len(sizes) - i)
+        if size > share:
+            return share
+        room -= size
+    return math.inf
+
+
+def _batches(pairs: Sequence[_ArrayPair], share: float) -> Iterator[_Regions]:
     """Yield the regions of all pairs in batches, whose values take about `_BATCH_BYTES` in memory."""
     batch: _Regions = []
     size = 0
     for pair in pairs:
-        width = sum(meta.dtype.itemsize for meta in pair.metas)
-        for region in pair.regions():
+        for region in pair.regions(share):
             batch.append((pair, region))
-            size += math.prod(region.shape) * width
+            size += math.prod(region.shape) * pair.width
             if size >= _BATCH_BYTES:
                 yield batch
                 batch, size = [], 0

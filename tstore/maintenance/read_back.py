@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from tstore.data.reader import pack_reader
@@ -30,13 +30,19 @@ class LabeledChunk(NamedTuple):
     label: str
 
 
-async def read_back(storage: Storage, chunks: Iterable[LabeledChunk]) -> list[str]:
-    """Return a sentence for each chunk that can't be read or does not have its checksums."""
+async def read_back(
+    storage: Storage, chunks: Iterable[LabeledChunk], report: Callable[[int, int], object]
+) -> list[str]:
+    """Return a sentence for each chunk that can't be read or does not have its checksums.
+
+    Call `report`, in worker threads, with the number of chunks read and their bytes after each read.
+    """
     in_order = sorted(chunks, key=lambda c: (isinstance(c.row.pack, bytes), str(c.row.pack), c.row.offset))
     faults: list[str] = []
 
     def check(batch: list[LabeledChunk]) -> None:
         faults.extend(list(_faults(storage, batch)))
+        report(len(batch), sum(chunk.row.length for chunk in batch))
 
     await each(check, _batches(in_order, storage.tuning), storage.tuning.streams)
     return faults

@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
@@ -47,7 +48,7 @@ from tstore.runtime.concurrency import together
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 
-__all__ = ["VerifyReport", "verify_store"]
+__all__ = ["VerifyProgress", "VerifyReport", "verify_store"]
 
 _Reference = tuple[str | bytes, int, int, bytes]
 """Pack, offset, length and checks of a chunk; chunks in which all four are equal are verified once."""
@@ -80,12 +81,27 @@ class VerifyReport(NamedTuple):
         return not self.faults
 
 
-async def verify_store(log: LogReader) -> VerifyReport:
-    """Read and check everything that living versions refer to; a chunk shared by versions is read once."""
+class VerifyProgress(NamedTuple):
+    """How much of a verification is done. The chunks and bytes to read are 0 until all versions have been read."""
+
+    versions: int
+    total_versions: int
+    chunks: int = 0
+    total_chunks: int = 0
+    bytes: int = 0
+    total_bytes: int = 0
+    faults: int = 0
+
+
+async def verify_store(log: LogReader, progress: Callable[[VerifyProgress], object] | None = None) -> VerifyReport:
+    """Read and check everything that living versions refer to; a chunk shared by versions is read once.
+
+    Call `progress` after each version and each read, also from worker threads.
+    """
     while True:
         newest = await log.newest()
         known = await known_expiry(log, newest)
-        report = await _Verification(log, newest, known).run()
+        report = await _Verification(log, newest, known, progress).run()
         if report.ok:
             return report
         collection, _ = await last_readable_collection(log, await log.newest())
@@ -96,9 +112,18 @@ async def verify_store(log: LogReader) -> VerifyReport:
 class _Verification:
     """One verification of the versions up to the newest."""
 
-    def __init__(self, log: LogReader, newest: int, known: KnownExpiry) -> None:
+    def __init__(
+        self,
+        log: LogReader,
+        newest: int,
+        known: KnownExpiry,
+        progress: Callable[[VerifyProgress], object] | None,
+    ) -> None:
         self._log = log
         self._newest = newest
+        self._progress = VerifyProgress(0, newest)
+        self._report_progress = progress or (lambda progress: None)
+        self._lock = threading.Lock()  # of the progress, which worker threads add to
         self._known = known
         self._replayed = _ReplayedTree(log)
         self._last_collection: int | None = 0  # None after a damaged record, which may be that of a collection
@@ -124,14 +149,26 @@ class _Verification:
             for manifest in [*manifests, *await self._inherited(version, record)]:
                 with self._reporting(f"version {version}: "):
                     await run(self._list_chunks, version, manifest)
+            self._progress = self._progress._replace(versions=version, faults=len(faults))
+            self._report_progress(self._progress)
         for missing in (await missing_records(log, self._newest))[:1]:
             reason = f"{log.storage.url}: {commit_key(missing)} is missing although later commits exist"
             faults.append(f"{reason}; restore it from a copy: until then the later commits can't be read")
         faults += self._merge_faults.values()
-        faults += await read_back(log.storage, self._chunks.values())
         size = sum(chunk.row.length for chunk in self._chunks.values())
+        self._progress = self._progress._replace(
+            total_chunks=len(self._chunks), total_bytes=size, faults=len(faults)
+        )
+        faults += await read_back(log.storage, self._chunks.values(), self._add_read)
         counts = self._newest, len(self._arrays), len(self._chunks), size
         return VerifyReport(*counts, sorted(faults), await _foreign_keys(log.storage), sorted(self._unchecked))
+
+    def _add_read(self, chunks: int, size: int) -> None:
+        """Report that chunks have been read."""
+        with self._lock:
+            done = self._progress
+            self._progress = done._replace(chunks=done.chunks + chunks, bytes=done.bytes + size)
+            self._report_progress(self._progress)
 
     @contextlib.contextmanager
     def _reporting(self, prefix: str) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """An HTTP/1.1 server for a store: `tstore serve STORE`, or `async with Server("folder") as server: …`.
 
-1. `app`: the protocol, request by request.
+1. `app`: the protocol, request by request. `browsers`: the page for browsers, which `tstore.page` implements.
 2. `access`: tokens and scopes; `kinds`: the keys and metadata that a server accepts.
 3. `writes`: writes and deletions. `admission` validates them against the log (`log_state`), with the `manifests`
    of a record; `chunk_checks` validates chunks. `served`: the storage behind the server; `folder`: the same for a
@@ -14,7 +14,19 @@ from __future__ import annotations
 
 from tstore.server.access import Access, Scope
 from tstore.server.access_log import JsonLines, logging_to
+from tstore.server.browsers import PAGE, Page, Visit
 from tstore.server.limits import Limits
 from tstore.server.server import Certificate, Server
 
-__all__ = ["Access", "Certificate", "JsonLines", "Limits", "Scope", "Server", "logging_to"]
+__all__ = [
+    "PAGE",
+    "Access",
+    "Certificate",
+    "JsonLines",
+    "Limits",
+    "Page",
+    "Scope",
+    "Server",
+    "Visit",
+    "logging_to",
+]

@@ -117,6 +117,10 @@ class Access:
                 match = known, scope
         return match if scheme.lower() == "bearer" else None
 
+    def scope_of(self, digest: bytes) -> Scope | None:
+        """Return the scope of the token with a digest that `match` returned, None if it is no longer accepted."""
+        return self._scopes.get(digest) if digest else self.anonymous
+
     def _add(self, token: str, scope_name: str, source: str) -> None:
         scope = _scope(scope_name, source)
         if scope is Scope.NONE:

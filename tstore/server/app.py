@@ -18,7 +18,9 @@
    `{"entries": [{"key", "size", "age"}], "folders": […], "next": NAME or null}`; a folder ends in "/", and `next`
    is the `after` of the next page.
 5. `GET /-/health`: 200, or 503 while the server is shutting down.
-6. Other statuses: 400 for a malformed request, 401 without a known token, 403 for insufficient scope, 405 for
+6. `/-/page/…`, if the server has a page (`browsers`): what the page responds. Browsers are redirected there from
+   `/`.
+7. Other statuses: 400 for a malformed request, 401 without a known token, 403 for insufficient scope, 405 for
    other methods, 408 for a body that is too slow, 411 for one of unknown length, 413 for one too long, 415 for an
    encoded or partial one, 500 if the storage fails, 503 with `Retry-After` under overload, 507 if the storage is
    full.
@@ -41,9 +43,10 @@ from tstore.errors import InvalidArgument, TStoreError
 from tstore.server.access import Access, Scope, Sender
 from tstore.server.access_log import current_tally
 from tstore.server.bodies import send
+from tstore.server.browsers import PAGE, Page, Visit, is_browser
 from tstore.server.kinds import Kind, ServedKeys, key_of, kind_of
 from tstore.server.limits import Limits
-from tstore.server.responses import Refused, json_response, refusal_from
+from tstore.server.responses import Refused, common_headers, json_response, refusal_from
 from tstore.server.served import ServedStorage
 from tstore.server.transfers import Transfers, client_at
 from tstore.server.writes import Writes
@@ -76,8 +79,10 @@ class App:
         names: ServedKeys,
         limits: Limits,
         hostnames: Collection[str],
+        page: Page | None = None,
     ) -> None:
         self.draining = False
+        self._page = page
         self._served = served
         self._transfers = Transfers(limits)
         self._writes = Writes(served, limits, self._transfers)
@@ -123,8 +128,12 @@ class App:
             return json_response(status, {"status": text})
         if self.draining:
             raise Refused(503, "the server is shutting down", {"Retry-After": "1", "Connection": "close"})
+        if self._page is not None and path.startswith(PAGE[:-1]):
+            return await self._show_page(self._page, request)
         if request.method not in _REQUIRED_SCOPES:
             raise Refused(405, f"this server supports {_METHODS}", {"Allow": _METHODS})
+        if self._page is not None and path == "/" and not query and is_browser(request):
+            return web.Response(status=303, headers=common_headers(Location=PAGE, Vary="Accept"))
         _check_headers(request)
         sender = self._authorize(request)  # first: a request that is refused must not end another's transfer
         if self._active > self._limits.requests and not self._transfers.make_room(sender.client):
@@ -140,6 +149,15 @@ class App:
             raise Refused(400, str(error)) from error
         except TStoreError as error:
             raise refusal_from(error) from error
+
+    async def _show_page(self, page: Page, request: web.BaseRequest) -> web.StreamResponse:
+        """Return the response of the page; the Host must name this server even if there is a token."""
+        _check_headers(request)
+        if not request.secure and not self._names_this_server(request.host):
+            raise Refused(403, "the Host must be an address, localhost or a --hostname of the server")
+        if self._active > self._limits.requests:
+            raise Refused(503, "too many requests at once; try again", {"Retry-After": "1"})
+        return await page.respond(Visit(request, self._access, self._max_scope))
 
     def _authorize(self, request: web.BaseRequest) -> Sender:
         """Return the sender of a request; raise `Refused` if its scope is insufficient for the method."""

@@ -18,6 +18,7 @@ from tstore.format.arguments import quote
 from tstore.format.layout import MARKER
 from tstore.server.access import Access, Scope
 from tstore.server.app import App
+from tstore.server.browsers import Page
 from tstore.server.connections import Connections
 from tstore.server.folder import ServedFolder
 from tstore.server.kinds import ServedKeys
@@ -50,9 +51,10 @@ class Server:
     serves it read-only; `storage_options` are those of `tstore.open`. `access` holds the tokens; without it
     everyone who can connect may read and write, so the server must listen on a loopback address. Port 0 selects a
     free port: see `url`. `names="any"` serves any keys, not only those of a store's layout. The Host of a request
-    without a token must be an address, localhost, `host`, or one of `hostnames`, which are names without scheme
-    or port. At the end of the block, requests under way have `limits.drain` seconds to complete. Raise
-    `InvalidArgument`, `NotAStore`, `Denied` (no permission for the port), `Unavailable` (port in use).
+    without a token must be an address, localhost, `host`, or one of `hostnames`, which are names without scheme or
+    port. `page` is what browsers see (`tstore.page`); without one they see nothing. At the end of the block,
+    requests under way have `limits.drain` seconds to complete. Raise `InvalidArgument`, `NotAStore`, `Denied` (no
+    permission for the port), `Unavailable` (port in use).
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Server:
         names: ServedKeys = "layout",
         hostnames: Collection[str] = (),
         limits: Limits = LIMITS,
+        page: Page | None = None,
     ) -> None:
         if not isinstance(mode, str) or mode not in ("r", "a"):
             raise InvalidArgument(f"mode={quote(mode)}: expected 'r' (read) or 'a' (write)")
@@ -84,6 +87,7 @@ class Server:
         self._names = names
         self._hostnames = {host, *map(_checked_hostname, hostnames)}
         self._limits = checked_limits(limits)
+        self._page = page
 
     @property
     def url(self) -> str:
@@ -106,7 +110,11 @@ class Server:
         if self._mode == "a":
             await self._served.remove_unfinished()
         max_scope = Scope.READ if self._mode == "r" else Scope.ADMIN
-        self._app = App(self._served, self._access, max_scope, self._names, self._limits, self._hostnames)
+        self._app = App(
+            self._served, self._access, max_scope, self._names, self._limits, self._hostnames, self._page
+        )
+        if self._page is not None:
+            await self._page.open(self._served.storage)
         self._connections = Connections(self._app.handle, _with_capped_connections(self._limits))
         self._listener = Listener(self._connections, self._tls)
         await self._listener.open(self._host, self._port)
@@ -119,6 +127,8 @@ class Server:
                 await self._app.drain()
         await self._connections.close()
         await self._listener.close()
+        if self._page is not None:
+            await self._page.close()
         await self._served.storage.close()
 
     async def _check_store(self, storage: Storage) -> None:

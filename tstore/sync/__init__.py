@@ -231,6 +231,10 @@ steps = blocking(_async.steps)
 copy = blocking(_async.copy)
 quantize = blocking(_async.quantize)
 quantize_report = blocking(_async.quantize_report)
+summarize = blocking(_async.summarize)
+heat_map = blocking(_async.heat_map)
+quantization_loss = blocking(_async.quantization_loss)
+baseline = blocking(_async.baseline)
 
 
 def __getattr__(name: str) -> Any:

@@ -22,17 +22,20 @@ from tstore import (
     Diff,
     EverySeconds,
     EverySteps,
+    HeatMap,
     Keep,
     MinSqnr,
     OnPreemption,
     PackedShards,
     PendingTransaction,
+    QuantizationLoss,
     QuantizedArray,
     QuantizeReport,
     RestorePlan,
     Retry,
     Shards,
     Step,
+    Summary,
     errors,
     sharding,
 )
@@ -47,13 +50,13 @@ from tstore.data.planning import ReadPlan
 from tstore.format.codecs import Codecs
 from tstore.format.indices import Index, IndexItem
 from tstore.maintenance.repair import RepairReport
-from tstore.maintenance.verify import VerifyReport
+from tstore.maintenance.verify import VerifyProgress, VerifyReport
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.quantization.sensitivity import Sensitivity
 from tstore.quantization.work import ProgressCallback
 from tstore.storage.base import Storage
 from tstore.storage.objects import Traffic
-from tstore.store import Mode
+from tstore.store import Mode, Moment
 from tstore.sync import jax as jax
 from tstore.sync import torch as torch
 from tstore.transactions.staging import Isolation
@@ -72,11 +75,13 @@ __all__ = [
     "Diff",
     "EverySeconds",
     "EverySteps",
+    "HeatMap",
     "Keep",
     "MinSqnr",
     "OnPreemption",
     "PackedShards",
     "PendingTransaction",
+    "QuantizationLoss",
     "QuantizeReport",
     "QuantizedArray",
     "RestorePlan",
@@ -85,11 +90,15 @@ __all__ = [
     "Snapshot",
     "Step",
     "Store",
+    "Summary",
     "Transaction",
+    "baseline",
     "copy",
     "errors",
     "explain",
+    "heat_map",
     "open",
+    "quantization_loss",
     "quantize",
     "quantize_report",
     "restore",
@@ -97,6 +106,7 @@ __all__ = [
     "save_async",
     "sharding",
     "steps",
+    "summarize",
 ]
 
 class Array:
@@ -450,7 +460,7 @@ class Store:
         `Denied` on a store opened with mode "r", `InvalidArgument` if the arguments contradict each other,
         `Misuse` if this host already has the same transaction open in this `Store`."""
 
-    def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
+    def snapshot(self, at: Moment | None = None) -> Snapshot:
         """Return the state at a version, a tag or a time; by default the newest.
 
         Raise `NotFound` if there is no such version or tag, or nothing was committed by that time, and its
@@ -479,18 +489,16 @@ class Store:
         `Checkpointer` gave up and withdrew the transaction. Also raise `NotFound`, `InvalidArgument` (several
         attempts have that name), `Inconsistent`, `Conflict` or `Denied`."""
 
-    def diff(
-        self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
-    ) -> Diff:
+    def diff(self, before: Moment, after: Moment | None = None, *, budget: int | None = None) -> Diff:
         """Return how the arrays of two versions differ; `before` and `after` take what `snapshot` takes as `at`.
 
-        Only chunks of float arrays are read, and of these only the chunks that differ. Raise `NotFound` as
-        `snapshot` does."""
+        Only chunks of float arrays that differ are read; with a budget, about as many bytes of their values: small
+        arrays whole, and samples of others. Raise `NotFound` as `snapshot` does."""
 
-    def verify(self) -> VerifyReport:
+    def verify(self, progress: Callable[[VerifyProgress], object] | None = None) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
 
-        The cache is bypassed."""
+        The cache is bypassed. `progress` is called with the work done, often and from any thread."""
 
     def repair(self, void: Sequence[int] = ..., *, void_intact: Sequence[int] = ...) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
@@ -619,6 +627,12 @@ class Transaction:
     def __enter__(self) -> Transaction: ...
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None: ...
 
+def baseline(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> int:
+    """Return the version with which to compare another, by default the newest.
+
+    It is the source of a quantized copy, the step before a step, and the living version before any other. If the
+    source has expired, its number is returned all the same. Raise `NotFound` if there is no version before."""
+
 def copy(
     source: str | os.PathLike[str] | Store,
     destination: str | os.PathLike[str] | Store,
@@ -650,6 +664,25 @@ def explain(
     """Return what `restore` with the same arguments would read, without reading any chunk.
 
     Raise what `restore` raises, except `Corrupt` for damaged chunks."""
+
+def heat_map(view: Array, *, cells: tuple[int, int] = ..., budget: int | None = ...) -> HeatMap:
+    """Return the mean and the root mean square of the values of a matrix, cell by cell.
+
+    To zoom, index the array: `heat_map(array[0, 512:768, :256])`. Results are cached like those of `summarize`.
+
+    Parameters
+    ----------
+    view
+        An array or a view of at most two axes. A vector is one row.
+    cells
+        The number of rows and columns of cells, at most 1,024 each. There are fewer if the view is smaller, or if
+        a sample has no values for some of them: then neighbouring cells are joined until each has some.
+    budget
+        Bytes of values to read, by default 64 MiB; None reads all.
+
+    Raises
+    ------
+    As `summarize` does; `InvalidArgument` for more than two axes."""
 
 @overload
 def open(
@@ -698,6 +731,26 @@ def open(
     In place of a URL, pass the spec of a plain Zarr array, v3 or v2, as TensorStore takes it: `{"driver": "zarr3",
     "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not
     exist have the fill value; others have no checksums, so a damaged one is noticed only if it does not decode."""
+
+def quantization_loss(
+    store: str | os.PathLike[str] | Store, path: str, at: int | str | None = None, *, budget: int | None = ...
+) -> QuantizationLoss:
+    """Return the error of an array of a quantized copy against the version from which it was quantized.
+
+    The region with the lowest SQNR, and that of each row and column, are found among the values that are read;
+    other formats of the same size are measured on some of them. Results are cached by the checksums of the chunks.
+
+    Parameters
+    ----------
+    path, at
+        The array, and the version or tag of the quantized copy, by default the newest version.
+    budget
+        Bytes of values of the array to read, by default 8 MiB, and as many values of the source; None reads all.
+
+    Raises
+    ------
+    `NotFound` if the version is not a quantized copy or has no such array, its subclass `SnapshotExpired` if the
+    source has expired, `InvalidArgument` if the array is not quantized, and what `summarize` raises."""
 
 def quantize(
     store: str | os.PathLike[str] | Store,
@@ -928,3 +981,28 @@ def save_async(
 
 def steps(store: str | os.PathLike[str] | Store) -> list[int]:
     """Return the saved steps, in increasing order; raise `NotAStore` if there is no store."""
+
+def summarize(
+    array: Array, *, budget: int | None = ..., rows: int | None = None, columns: int | None = None, bins: int = 64
+) -> Summary:
+    """Return the statistics of an array or a view: counts, extremes, mean, histograms, norms of rows and columns.
+
+    Memory is bounded, and so is the time if there is a budget. Results are cached by the checksums of the chunks.
+
+    Parameters
+    ----------
+    array
+        An array of numbers or booleans. Complex numbers count by their magnitude.
+    budget
+        Bytes of values to read, by default 8 MiB: tiles of chunks that are spread over the array, always the same
+        ones. None reads all values. `Summary.coverage` tells what was read.
+    rows, columns
+        The axes whose norms to return, by default the last two. They come in at most 256 strips of neighbours.
+    bins
+        The number of bins of the histogram of values, at most 4,096. Integers between close bounds have a bin
+        each.
+
+    Raises
+    ------
+    `InvalidArgument` (values that are not numbers, an axis that does not exist, chunks too long to decode for a
+    part), `NotFound` if a chunk was never written and the array is not sparse, `Corrupt`, `SnapshotExpired`."""

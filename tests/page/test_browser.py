@@ -1,0 +1,196 @@
+"""The page in a real browser: what is seen, in both themes and at all widths, by mouse, keys and screen readers.
+
+A test waits for what should appear; none waits for a time.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlencode, urljoin
+
+import numpy as np
+import pytest
+
+import tstore.sync as tstore
+from tests.support.browser import Browser, browser, missing, viewing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+VIEWS = ["", "tree", "tree?group=params", "tree?find=mlp&sort=bytes", "health", "?keep_last=1", "none"]
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as window:
+        yield window
+
+
+@pytest.fixture(autouse=True)
+def fresh(window: Browser) -> None:
+    """Leave the page of the test before, whose server has stopped."""
+    window.driver.get("about:blank")
+    window.complaints()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store that the demo leaves: two steps, two quantized copies, and an attempt whose host was killed."""
+    folder = tmp_path_factory.mktemp("demo") / "store"
+    command = [sys.executable, "-m", "tstore", "demo", "--size", "4", "--store", str(folder)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A store with three steps that have metrics."""
+    for step in range(3):
+        save(tmp_path / "run", step)
+    return tmp_path / "run"
+
+
+def save(store: Path, step: int) -> None:
+    tree = {"params": {"dense": {"w": np.full((32, 16), step, "float32")}, "b": np.zeros(16)}}
+    tstore.save(store, tree, step=step, metrics={"loss": 1 / (step + 1)})
+
+
+def clean(window: Browser) -> None:
+    """Check that no script or style was refused, that nothing is a barrier, and that nothing is cut off."""
+    assert window.complaints() == []
+    assert window.overflow() <= 0
+    assert window.barriers() == []
+
+
+def test_every_view_of_the_demo(window: Browser, demo: Path) -> None:
+    with viewing(demo) as entrance:
+        window.show(entrance)
+        for theme, width in (("light", 1280), ("dark", 1280), ("light", 360)):
+            for view in VIEWS:
+                window.complaints()
+                window.show(urljoin(entrance, f"/-/page/{view}"), width=width, theme=theme)
+                if view == "none":
+                    window.sees("Not found")
+                    window.complaints()  # of the status 404
+                clean(window)
+        window.show(urljoin(entrance, "/-/page/"))
+        window.sees("31.", "[data-sqnr]")  # fetched when the row is seen
+        window.sees("1 missing", "#hosts")
+        window.sees("step/1/e4m3", ".steps")
+
+
+def test_a_commit_appears_by_itself(window: Browser, run: Path) -> None:
+    with viewing(run) as entrance:
+        window.show(entrance)
+        window.sees("newest step 2")
+        save(run, 3)
+        window.sees("newest step 3")
+        window.sees("3", ".steps .new th")
+        clean(window)
+
+
+def test_a_waiting_host_appears_and_leaves(window: Browser, run: Path) -> None:
+    with viewing(run) as entrance, tstore.open(run) as store:
+        window.show(entrance)
+        window.sees("newest step 2")
+        members = [store.transaction(name="step/7", host=h, hosts=2, attempt="a.0", tag="step/7") for h in (0, 1)]
+        for host, member in enumerate(members):
+            member.create_array(f"host/{host}", shape=(4,), dtype="int32").write(np.arange(4, dtype="int32"))
+        waiting = threading.Thread(target=members[0].commit, kwargs={"timeout": 30.0}, daemon=True)
+        waiting.start()
+        window.sees("1 delivered", "#hosts")
+        window.sees("Missing: host 1", "#hosts")
+        clean(window)
+        members[1].commit()
+        waiting.join()
+        window.sees("newest step 7")
+        window.wait(lambda: window.text("#hosts") == "")
+
+
+BELL, OVERRIDE = "\a", "\u202e"
+MARKUP = "<img src=x onerror='document.title=1'><script>document.title=1</script>"
+
+
+def test_text_of_a_hostile_store_is_text(window: Browser, tmp_path: Path) -> None:
+    names = [MARKUP.replace("/", ""), f"right{OVERRIDE}left", "n" * 4000, "größe", "重み", "{{7*7}}", "a'b\"c"]
+    with tstore.open(tmp_path / "hostile") as store:
+        for number, name in enumerate(names):
+            tag = f"{name[:200]} tag"
+            with store.transaction(f"{name}{BELL}\n{MARKUP}", tag, metadata={"metrics": {name: 0.5}}) as tx:
+                tx.create_array(f"{name}/w", shape=(4,), dtype="float32").write(float(number))
+        with store.transaction(tag="step/1", metadata={"metrics": {MARKUP: 1.5, "ü" * 300: 2.5}}) as tx:
+            tx.create_array("w", shape=(4,), dtype="float32").write(1.0)
+    with viewing(tmp_path / "hostile") as entrance:
+        window.show(entrance)
+        for view in ("", "tree", "tree?" + urlencode({"group": names[0]}), "tree?" + urlencode({"find": MARKUP})):
+            window.show(urljoin(entrance, f"/-/page/{view}"), width=360)
+            assert window.script("return document.title") != "1"
+            assert OVERRIDE not in window.driver.page_source
+            assert window.all("img, main script") == []
+            clean(window)
+        window.show(urljoin(entrance, "/-/page/tree"))
+        text = window.text("main")
+        assert "right\\u202eleft" in text
+        assert "größe" in text
+        assert "重み" in text
+        assert "{{7*7}}" in text
+        assert "n" * 200 not in text
+
+
+def test_everything_is_reached_by_keys(window: Browser, run: Path) -> None:
+    with viewing(run) as entrance:
+        window.show(entrance)
+        window.press("TAB")
+        assert window.focus().text == "Skip to the content"
+        window.press("TAB", "TAB", "TAB")
+        assert window.focus().text == "Tree"
+        window.press("ENTER")
+        window.wait(lambda: window.driver.current_url.endswith("/tree"))
+        twist = window.wait(lambda: window.all(".twist[aria-expanded]"))[0]
+        while window.focus() != twist:
+            window.press("TAB")
+        window.press("ENTER")
+        window.sees("dense", ".tree")
+        assert twist.get_attribute("aria-expanded") == "true"
+        window.press("TAB", "TAB", "ENTER")  # the group that appeared below: it unfolds too
+        window.sees("32 × 16", ".tree")
+        window.show(urljoin(entrance, "/-/page/"))
+        plot = window.all("[data-plot]")[0]
+        while window.focus() != plot:
+            window.press("TAB")
+        window.press("ARROW_LEFT")
+        assert window.text(".tip").strip() == "step 1: 0.5"
+        assert "step 1: 0.5" in window.script("return document.querySelector('#announcement').textContent")
+
+
+def test_a_theme_is_chosen_and_stays(window: Browser, run: Path) -> None:
+    with viewing(run) as entrance:
+        window.show(entrance)
+        light = window.script("return getComputedStyle(document.body).backgroundColor")
+        window.all("#theme")[0].click()
+        assert window.script("return getComputedStyle(document.body).backgroundColor") != light
+        window.show(urljoin(entrance, "/-/page/health"))
+        assert window.script("return document.documentElement.dataset.theme") == "dark"
+        window.driver.delete_all_cookies()
+
+
+def test_verify_is_started_and_names_the_fault(window: Browser, run: Path) -> None:
+    tstore.save(run, {"params": {"w": np.ones((64, 512))}}, step=9)  # too long to be in a record
+    with viewing(run) as entrance:
+        window.show(entrance)
+        window.show(urljoin(entrance, "/-/page/health"))
+        window.sees("has not been verified")
+        window.all("#job button")[0].click()
+        window.sees("No fault", "#job .verdict")
+        pack = max(run.glob("txn/*/pack-*"), key=lambda path: path.stat().st_mtime)
+        damaged = bytearray(pack.read_bytes())
+        damaged[0] ^= 1
+        pack.write_bytes(damaged)
+        window.all("#job button")[0].click()
+        window.wait(lambda: "fault" in window.text(".verdict") and "No" not in window.text(".verdict"))
+        assert "params/" in window.text(".faults")
+        assert "chunk (0" in window.text(".faults")
+        clean(window)

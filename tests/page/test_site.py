@@ -1,0 +1,128 @@
+"""The requests of browsers: who sees the page, what every response forbids, and what no request can do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from tests.support.http_server import READ, Client, client_of, everybody
+from tstore.page import Site
+from tstore.server import Access, Server
+
+HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+async def sign_in(client: Client, token: str) -> None:
+    """Sign in as a browser does; the session keeps the cookie."""
+    client.session.cookie_jar._unsafe = True  # type: ignore[attr-defined]  # accepts cookies from an address
+    response = await client("POST", "/-/page/login", {"token": token}, Accept=HTML["Accept"])
+    assert response.status == 200, response.body
+
+
+async def test_a_browser_is_sent_to_the_page_and_a_client_is_not(server: Server) -> None:
+    async with client_of(server, READ) as client:
+        async with client.session.get("/", headers=HTML, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (303, "/-/page/")
+        assert (await client("GET", "/")).status == 404
+        assert (await client("GET", "/?list", Accept=HTML["Accept"])).status == 200
+
+
+async def test_a_view_is_a_page_or_its_document(server: Server) -> None:
+    async with client_of(server, READ) as client:
+        page = await client("GET", "/-/page/", Accept=HTML["Accept"])
+        assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert b"/-/page/tree?at=2" in page.body
+        document = await client("GET", "/-/page/", Accept="application/json")
+        assert json.loads(document.body)["command"] == f"tstore log {server.url}"
+
+
+async def test_every_response_forbids_scripts_frames_and_caches(server: Server) -> None:
+    async with client_of(server) as client:
+        for path in ("/-/page/", "/-/page/none", "/-/page/static/page.css", "/-/page/enter?code=x", "/-/page"):
+            response = await client("GET", path, Accept=HTML["Accept"])
+            policy = response.headers["Content-Security-Policy"]
+            assert "default-src 'none'" in policy
+            assert "frame-ancestors 'none'" in policy
+            assert "unsafe" not in policy
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+            assert "static" in path or response.headers["Cache-Control"] == "no-store"
+
+
+async def test_without_a_token_there_is_only_the_form(server: Server) -> None:
+    async with client_of(server) as client:
+        response = await client("GET", "/-/page/", Accept=HTML["Accept"])
+        assert response.status == 401
+        assert b'name="token"' in response.body
+        assert b"tree?at=2" not in response.body
+        response = await client("GET", "/-/page/", Accept="application/json")
+        assert response.status == 401
+        assert response.headers["WWW-Authenticate"].startswith("Bearer")
+
+
+async def test_a_session_stands_for_the_token_until_it_is_withdrawn(server: Server) -> None:
+    async with client_of(server) as client:
+        await sign_in(client, READ)
+        [cookie] = client.session.cookie_jar
+        assert READ not in cookie.value
+        assert cookie["httponly"]
+        assert cookie["samesite"] == "Strict"
+        assert cookie["path"] == "/-/page/"
+        assert (await client("GET", "/-/page/")).status == 200
+        assert (await client("GET", "/?list")).status == 401  # a session is for the page only
+        server.set_access(Access({"another-token-012345": "read"}))
+        assert (await client("GET", "/-/page/")).status == 401
+
+
+async def test_an_unknown_token_signs_nobody_in(server: Server) -> None:
+    async with client_of(server) as client:
+        for token in ("unknown-0123456789", "", "ü" * 20, READ[:-1]):
+            response = await client("POST", "/-/page/login", {"token": token}, Accept=HTML["Accept"])
+            assert response.status == 401
+        assert not list(client.session.cookie_jar)
+
+
+async def test_signing_out_needs_the_form_of_this_session(server: Server) -> None:
+    async with client_of(server) as client:
+        await sign_in(client, READ)
+        page = (await client("GET", "/-/page/", Accept=HTML["Accept"])).body.decode()
+        form_token = re.findall('name="form_token" value="([0-9a-f]+)"', page)[0]
+        assert (await client("POST", "/-/page/logout", {"form_token": "0" * 64})).status == 403
+        assert (await client("GET", "/-/page/")).status == 200
+        forged = {"Origin": "http://evil.example"}
+        assert (await client("POST", "/-/page/logout", {"form_token": form_token}, **forged)).status == 403
+        assert (await client("POST", "/-/page/logout", {"form_token": form_token})).status == 401  # the form again
+        assert (await client("GET", "/-/page/")).status == 401
+
+
+async def test_an_entrance_works_once(store: Path) -> None:
+    site, token = Site(), "a-token-of-one-view"
+    async with Server(store, mode="r", access=Access({token: "read"}), page=site) as server:
+        entrance = urlsplit(site.entrance(server.url, token))
+        jar = aiohttp.CookieJar(unsafe=True)
+        async with client_of(server, cookie_jar=jar) as client, client_of(server) as other:
+            assert (await client("GET", f"{entrance.path}?{entrance.query}")).status == 200
+            assert (await client("GET", "/-/page/")).status == 200
+            assert (await other("GET", f"{entrance.path}?{entrance.query}")).status == 401
+
+
+async def test_the_host_must_be_this_server(store: Path) -> None:
+    async with Server(store, access=everybody(), page=Site()) as server, client_of(server, READ) as client:
+        response = await client("GET", "/-/page/", Host="rebound.example")
+        assert response.status == 403
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS"])
+async def test_other_methods_are_refused(server: Server, method: str) -> None:
+    async with client_of(server, READ) as client:
+        assert (await client(method, "/-/page/")).status == 405
+
+
+async def test_a_server_without_a_page_shows_none(store: Path) -> None:
+    async with Server(store, access=everybody()) as server, client_of(server, READ) as client:
+        assert (await client("GET", "/", Accept=HTML["Accept"])).status == 404
+        assert (await client("GET", "/-/page/", Accept=HTML["Accept"])).status == 400

@@ -1,0 +1,18 @@
+"""The view Health: the verification of the whole store, as a job that the page can start and stop."""
+
+from __future__ import annotations
+
+import shlex
+
+from tstore.page.views import Document, Query
+
+__all__ = ["load"]
+
+
+async def load(query: Query) -> Document:
+    """Return the state of the job, and the report of the last one."""
+    return {
+        "command": f"tstore verify {shlex.quote(query.address)}",
+        "python": f"import tstore.sync as tstore\n\nprint(tstore.open({query.address!r}, 'r').verify())",
+        **query.verification.document(),
+    }

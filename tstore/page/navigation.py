@@ -1,0 +1,18 @@
+"""The views of the page, in the order of the navigation."""
+
+from __future__ import annotations
+
+from tstore.page import compare, health, hosts, run, tensor, tree
+from tstore.page.views import View
+
+__all__ = ["VIEWS"]
+
+VIEWS = [
+    View("", "Run", "run.html", run.load),
+    View("tree", "Tree", "tree.html", tree.load),
+    View("compare", "Compare", "compare.html", compare.load),
+    View("tensor", "", "tensor.html", tensor.load),
+    View("health", "Health", "health.html", health.load),
+    View("hosts", "", "hosts.html", hosts.load),
+    View("version", "", "", run.load_version),
+]

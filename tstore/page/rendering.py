@@ -1,0 +1,122 @@
+"""Templates, and how text and numbers are shown in them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from tstore.page.distributions import exponent_plot, heat_image, value_plot
+from tstore.page.plots import bars, line, treemap
+
+__all__ = ["asset", "render", "visible"]
+
+LONGEST = 160
+"""Characters of a text that a page shows; JSON has all."""
+
+_ASSETS = {
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+
+
+def visible(text: object, longest: int = LONGEST) -> str:
+    """Return a text on one line, with control and formatting characters escaped, and its middle cut if it is long.
+
+    Overrides of the direction of text are formatting characters, so no text can change how its surroundings are
+    read.
+    """
+    string = str(text)
+    if len(string) > longest:
+        kept = longest * 2 // 3
+        string = f"{string[:kept]}…{string[kept - longest + 1 :]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in string)
+
+
+def _text(text: object, longest: int = LONGEST) -> Markup:
+    """Return a text from a store as HTML: isolated from the direction of the text around it."""
+    string = str(text)
+    shown = visible(string, longest)
+    if len(string) <= longest:
+        return Markup("<bdi>{}</bdi>").format(shown)
+    return Markup('<bdi title="{:,} characters; JSON has all">{}</bdi>').format(len(string), shown)
+
+
+def format_size(size: float) -> str:
+    """Format a number of bytes with units of powers of 1000."""
+    if size < 1000:
+        return f"{size:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 999.95:  # above, rounding would show 1000.0
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"
+
+
+def format_number(value: float | None) -> str:
+    """Format a metric with four significant digits."""
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Format a duration with one or two units."""
+    if seconds is None:
+        return "–"
+    if abs(seconds) < 0.95:
+        return f"{1000 * seconds:.0f} ms"
+    if abs(seconds) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+@functools.cache
+def asset(name: str) -> tuple[bytes, str, str] | None:
+    """Return the bytes, the type and the digest of a static file, None if there is no such file."""
+    if name not in _ASSETS:
+        return None
+    data = files("tstore.page").joinpath("static", name).read_bytes()
+    return data, _ASSETS[name], hashlib.sha256(data).hexdigest()[:16]
+
+
+def _asset_url(name: str) -> str:
+    found = asset(name)
+    assert found is not None
+    return f"/-/page/static/{name}?{found[2]}"
+
+
+@functools.cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("tstore.page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "text": _text,
+        "size": format_size,
+        "number": format_number,
+        "seconds": format_seconds,
+        "visible": visible,
+    }
+    environment.globals |= {"asset": _asset_url, "line": line, "bars": bars, "treemap": treemap}
+    environment.globals |= {"value_plot": value_plot, "exponent_plot": exponent_plot, "heat_image": heat_image}
+    return environment
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template as HTML."""
+    return _environment().get_template(template).render(**values)

@@ -1,0 +1,205 @@
+"""The view Run: the steps of a store on a time line, their copies in low bits, and what retention would remove."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from tstore.errors import InvalidArgument, NotFound
+from tstore.format.arguments import quote
+from tstore.format.retention import Best, Keep
+from tstore.log.history import Commit
+from tstore.maintenance.contents import detailed_listing
+from tstore.page.views import Document, Query
+from tstore.quantization.report import read_report
+from tstore.steps import QUANTIZED, steps_of
+from tstore.store import Store
+
+__all__ = ["load", "load_version"]
+
+_ROWS = 50
+_MOST_VERSIONS = 512  # whose details are kept in memory
+
+
+async def load(query: Query) -> Document:
+    """Return the steps of the store, the other commits, and what rules for retention would remove.
+
+    A store without steps has its versions in their place. Rows and other commits are those of one page: the newest
+    by default, or those before the version `before`; series have all.
+    """
+    snapshot = await query.store.snapshot()
+    commits, tags = await query.results.get(
+        "history", (query.store.uuid, snapshot.version), lambda: _history(query.store), most=1
+    )
+    rows = _rows(commits, tags)
+    keep = _keep(query)
+    removed = None if keep is None else await _removed(query.store, keep)
+    expiring = set(removed["versions"]) if removed else set()
+    before = query.number("before") or math.inf
+    page = [row for row in rows if row["version"] < before]
+    shown = page[-_ROWS:][::-1]
+    main = {row["version"] for row in rows} | {copy["version"] for row in rows for copy in row["copies"]}
+    others = [_entry(commit, tags) for commit in commits if commit.version not in main and commit.version < before]
+    flags = _flags(query)
+    return {
+        "command": f"tstore log {shlex.quote(query.address)}"
+        if removed is None
+        else f"tstore gc {shlex.quote(query.address)} {flags} --dry-run",
+        "python": _python(query, keep),
+        "version": snapshot.version,
+        "unit": "step" if steps_of(tags) else "version",
+        "count": len(rows),
+        "rows": [row | {"expiring": row["version"] in expiring} for row in shown],
+        "older": shown[-1]["version"] if len(page) > len(shown) else None,
+        "newer": None if math.isinf(before) else True,
+        "series": _series(rows),
+        "others": others[:_ROWS],
+        "other_count": len(others),
+        "keep": {name: query.text(name) for name in _RULES},
+        "removed": removed,
+    }
+
+
+async def load_version(query: Query) -> Document:
+    """Return what one version stores, and shares with earlier ones; for a quantized one also its error."""
+    version = query.number("at")
+    if version is None:
+        raise InvalidArgument("at: expected a version")
+    return await query.results.get(
+        "version", (query.store.uuid, version), lambda: _details(query.store, version), most=_MOST_VERSIONS
+    )
+
+
+async def _details(store: Store, version: int) -> Document:
+    snapshot = await store.snapshot(version)
+    total = (await detailed_listing(store.log.reader, snapshot))["total"]
+    details: Document = {"version": version, **total, "sqnr_db": None, "quantized": False}
+    try:
+        report = read_report(snapshot).document()["total"]
+    except NotFound:
+        return details
+    return details | {"sqnr_db": report["sqnr_db"], "bits_per_value": report["bits_per_value"], "quantized": True}
+
+
+async def _history(store: Store) -> tuple[list[Commit], dict[str, int]]:
+    return [commit async for commit in store.history()], await store.tags()
+
+
+def _rows(commits: Sequence[Commit], tags: dict[str, int]) -> list[dict[str, Any]]:
+    """Return a row for each step, the oldest first, with its quantized copies; without steps, for each commit."""
+    steps = steps_of(tags)
+    by_version: dict[int, Commit] = {}
+    by_tag = {tag: commit for commit in reversed(commits) for tag in commit.tags}
+    copies: dict[int, list[Document]] = {}
+    for commit in commits:
+        by_version[commit.version] = commit
+        if (source := commit.metadata.get(QUANTIZED)) is not None:
+            copies.setdefault(source, []).append(_entry(commit, tags))
+    chosen: list[tuple[int | None, Commit]]
+    if steps:
+        tagged = [(step, tags[f"step/{step}"]) for step in steps]
+        chosen = [
+            (step, by_tag.get(f"step/{step}") or by_version[version])
+            for step, version in tagged
+            if version in by_version
+        ]
+    else:
+        chosen = [(None, c) for c in reversed(commits) if QUANTIZED not in c.metadata and c.bytes_added]
+    rows = []
+    previous: Commit | None = None
+    for step, commit in chosen:
+        row = _entry(commit, tags)
+        row["step"] = step
+        row["seconds"] = None if previous is None else (commit.time - previous.time).total_seconds()
+        row["copies"] = sorted(copies.get(commit.version, []), key=lambda copy: copy["version"])
+        rows.append(row)
+        previous = commit
+    return sorted(rows, key=lambda row: row["version"])
+
+
+def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
+    metrics = commit.metadata.get("metrics")
+    return {
+        "version": commit.version,
+        "time": commit.time.isoformat(),
+        "message": commit.message,
+        "tags": [tag for tag in commit.tags if tags.get(tag) == commit.version],
+        "tagged": dict(commit.tagged),
+        "dropped": list(commit.dropped),
+        "bytes_added": commit.bytes_added,
+        "expired": commit.expired,
+        "metrics": {k: v for k, v in metrics.items() if _is_number(v)} if isinstance(metrics, dict) else {},
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _series(rows: Sequence[Document]) -> Document:
+    """Return columns over all rows: the steps or versions, their metrics, bytes and seconds."""
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    return {
+        "x": [row["version"] if row["step"] is None else row["step"] for row in rows],
+        "versions": [row["version"] for row in rows],
+        "bytes_added": [row["bytes_added"] for row in rows],
+        "seconds": [row["seconds"] for row in rows],
+        "metrics": {name: [row["metrics"].get(name) for row in rows] for name in names},
+    }
+
+
+_RULES = ("keep_last", "keep_every", "keep_best", "keep_tags", "keep_days")
+
+
+def _keep(query: Query) -> Keep | None:
+    """Return the rules in the parameters, None without any."""
+    best: Best | None = None
+    if text := query.text("keep_best"):
+        count, _, metric = text.partition(":")
+        if not (count.isascii() and count.isdigit() and len(count) < 10 and metric):
+            raise InvalidArgument(f"keep_best={quote(text)}: expected N:METRIC or N:METRIC:max, such as 3:loss")
+        highest = metric.endswith(":max")
+        best = (int(count), metric.removesuffix(":max"), "max" if highest else "min")
+    days = query.number("keep_days")
+    tags = tuple(tag for tag in (part.strip() for part in query.text("keep_tags").split(",")) if tag)
+    if not any(query.text(name) for name in _RULES):
+        return None
+    return Keep(
+        last=query.number("keep_last"),
+        every=query.number("keep_every"),
+        best=best,
+        newer_than=None if days is None else datetime.timedelta(days=min(days, 100_000)),
+        tags=tags,
+    )
+
+
+async def _removed(store: Store, keep: Keep) -> Document:
+    """Return what a collection with these rules would remove; nothing is removed."""
+    report = await store.collect(keep, dry_run=True)
+    return {name: getattr(report, name) for name in ("versions", "tags", "abandoned", "objects", "bytes")}
+
+
+def _flags(query: Query) -> str:
+    """Return the rules as options of `tstore gc`."""
+    flags = [f"--{name.replace('_', '-')} {query.text(name)}" for name in _RULES[:2] if query.text(name)]
+    if best := query.text("keep_best"):
+        flags.append(f"--keep-best {shlex.quote(best)}")
+    flags += [
+        f"--keep-tag {shlex.quote(tag.strip())}" for tag in query.text("keep_tags").split(",") if tag.strip()
+    ]
+    if days := query.text("keep_days"):
+        flags.append(f"--keep-days {days}")
+    return " ".join(flags)
+
+
+def _python(query: Query, keep: Keep | None) -> str:
+    opening = f"import tstore.sync as tstore\n\nstore = tstore.open({query.address!r}, 'r')\n"
+    if keep is None:
+        return opening + "for commit in store.history():\n    print(commit)"
+    rules = {name: value for name, value in vars(keep).items() if value}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in rules.items())
+    imports = "import datetime\n" if "newer_than" in rules else ""
+    return f"{imports}{opening}print(store.collect(tstore.Keep({arguments}), dry_run=True))"

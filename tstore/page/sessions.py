@@ -1,0 +1,69 @@
+"""Browsers that have signed in: a session stands for a token, so that no browser stores a token.
+
+A session ends with the browser, when its owner signs out, after `_IDLE` seconds without a request, when the server
+stops, or when the server no longer accepts the token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections import OrderedDict
+
+__all__ = ["Sessions"]
+
+_IDLE = 12 * 3600.0  # seconds
+_MAX_SESSIONS = 1000  # beyond these, the one that was used longest ago ends
+
+
+class Sessions:
+    """The sessions of one server, by identifier, each with the digest of its token."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._open: OrderedDict[bytes, tuple[bytes, float]] = (
+            OrderedDict()
+        )  # by hash: digest of the token, last use
+        self._links: dict[bytes, bytes] = {}  # the digests of tokens by the hash of a code
+
+    def start(self, token_digest: bytes) -> str:
+        """Return the identifier of a new session for a token."""
+        identifier = secrets.token_urlsafe(32)
+        self._open[_hash(identifier)] = token_digest, time.monotonic()
+        if len(self._open) > _MAX_SESSIONS:
+            self._open.popitem(last=False)
+        return identifier
+
+    def token_digest(self, identifier: str) -> bytes | None:
+        """Return the digest of the token of a session, or None if the session has ended; note its use."""
+        key, now = _hash(identifier), time.monotonic()
+        digest, used = self._open.pop(key, (b"", 0.0))
+        if not digest or now - used > _IDLE:
+            return None
+        self._open[key] = digest, now
+        return digest
+
+    def end(self, identifier: str) -> None:
+        """End a session, if it is open."""
+        self._open.pop(_hash(identifier), None)
+
+    def add_link(self, token_digest: bytes) -> str:
+        """Return a code with which one browser can start a session for a token without knowing it."""
+        code = secrets.token_urlsafe(32)
+        self._links[_hash(code)] = token_digest
+        return code
+
+    def redeem(self, code: str) -> bytes | None:
+        """Return the digest of the token for which a code was made, the first time; otherwise None."""
+        return self._links.pop(_hash(code), None)
+
+    def form_token(self, identifier: str) -> str:
+        """Return what the forms of a session (or of visitors without one, "") contain, and no other site knows."""
+        return hmac.new(self._secret, identifier.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
+
+
+def _hash(secret: str) -> bytes:
+    """Return the key for a secret, so that the time of a look-up reveals nothing of it."""
+    return hashlib.sha256(secret.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,250 @@
+"""The view Tree: the groups and arrays of a version, folded, searched, sorted, and as a treemap of their bytes."""
+
+from __future__ import annotations
+
+import heapq
+import os.path
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tstore.errors import NotFound
+from tstore.format.paths import checked_path
+from tstore.format.patterns import compile_patterns
+from tstore.maintenance.contents import ArrayInfo, contents
+from tstore.page.views import Document, Query
+from tstore.runtime.pool import run
+from tstore.snapshot import Snapshot
+
+__all__ = ["load"]
+
+_ROWS = 100
+_TILES = 120  # of the treemap
+_MOST_TREES = 4  # kept in memory
+_DIGITS = re.compile(r"([0-9]+)")
+_SORTS = ("name", "bytes", "values", "bits", "dtype", "codec")
+
+
+async def load(query: Query) -> Document:
+    """Return the rows of one group of a version, those of one page in the order asked for.
+
+    `at` is a version or a tag, `group` a path, `find` a pattern as in `tstore ls`, or a part of a name (then the
+    rows are the arrays that match, below all groups), `sort` one of the columns, `order` "up" or "down", `first`
+    the number of the first row, and `level` how deep the page indents the rows.
+    """
+    snapshot = await query.store.snapshot(query.version("at"))
+    index = await query.results.get(
+        "tree", (query.store.uuid, snapshot.version), lambda: _read(snapshot), most=_MOST_TREES
+    )
+    group, find, sort = query.text("group").strip("/"), query.text("find"), query.choice("sort", _SORTS)
+    order = query.choice("order", ("up", "down") if sort in ("name", "dtype", "codec") else ("down", "up"))
+    first = query.number("first") or 0
+    rows, total = await run(_select, index, group, find, sort, order)
+    at = query.parameters.get("at", "")
+    path = find if _is_pattern(find) else f"**/*{find}*/**" if find else group
+    return {
+        "command": _command(query.address, at, path),
+        "python": _python(query.address, at, path),
+        "version": snapshot.version,
+        "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
+        "at": at,
+        "group": group,
+        "find": find,
+        "sort": sort,
+        "order": order,
+        "level": query.number("level") or 0,
+        "total": total,
+        "first": first,
+        "count": len(rows),
+        "rows": [row.document() for row in rows[first : first + _ROWS]],
+        "next": first + _ROWS if first + _ROWS < len(rows) else None,
+        "tiles": await run(_tiles, index, rows) if first == 0 and not query.number("level") else [],
+    }
+
+
+class Row(NamedTuple):
+    """A group with the totals of the arrays below it, or one array (`info`)."""
+
+    name: str
+    path: str
+    arrays: int
+    values: int
+    stored_bytes: int
+    info: ArrayInfo | None = None
+
+    @property
+    def bits(self) -> float:
+        """Stored bits per value."""
+        return 8 * self.stored_bytes / self.values if self.values else 0.0
+
+    def document(self) -> dict[str, Any]:
+        """Return the row as JSON values."""
+        info = self.info
+        return {
+            "name": self.name,
+            "path": self.path,
+            "kind": "group" if info is None else "array",
+            "arrays": self.arrays,
+            "dtype": None if info is None else info.dtype,
+            "shape": None if info is None else list(info.shape),
+            "chunks": None if info is None else list(info.chunks),
+            "codec": None if info is None else info.codec,
+            "values": self.values,
+            "stored_bytes": self.stored_bytes,
+            "bits_per_value": self.bits,
+        }
+
+
+class Index(NamedTuple):
+    """The arrays of a version, and the totals of each group by its path: arrays, values and stored bytes."""
+
+    arrays: list[ArrayInfo]
+    groups: dict[str, tuple[int, int, int]]
+    children: dict[str, list[str]]
+    """The groups directly in each group."""
+    members: dict[str, list[ArrayInfo]]
+    """The arrays directly in each group."""
+
+
+async def _read(snapshot: Snapshot) -> Index:
+    await snapshot.read_nodes()
+    return await run(_index, snapshot)
+
+
+def _index(snapshot: Snapshot) -> Index:
+    arrays = contents(snapshot)
+    totals: dict[str, list[int]] = {"": [0, 0, 0]}
+    children: dict[str, list[str]] = {}
+    members: dict[str, list[ArrayInfo]] = {}
+    for array in arrays:
+        group = array.path.rpartition("/")[0]
+        members.setdefault(group, []).append(array)
+    for group, direct in members.items():
+        sizes = len(direct), sum(array.size for array in direct), sum(array.stored_bytes for array in direct)
+        above = group
+        while True:
+            if above not in totals:
+                totals[above] = [0, 0, 0]
+                children.setdefault(above.rpartition("/")[0], []).append(above)
+            totals[above] = [a + b for a, b in zip(totals[above], sizes, strict=True)]
+            if not above:
+                break
+            above = above.rpartition("/")[0]
+    for paths in children.values():
+        paths.sort(key=_natural)
+    for direct in members.values():
+        direct.sort(key=lambda array: _natural(array.path))
+    return Index(arrays, {group: (n, v, b) for group, (n, v, b) in totals.items()}, children, members)
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts "layers/2" before "layers/10"."""
+    return [(len(part.lstrip("0")), part) if i % 2 else (0, part) for i, part in enumerate(_DIGITS.split(path))]
+
+
+def _is_pattern(find: str) -> bool:
+    return any(wildcard in find for wildcard in "*?")
+
+
+def _select(index: Index, group: str, find: str, sort: str, order: str) -> tuple[list[Row], Document]:
+    """Return the sorted rows of a group, or of the arrays that are found, and their total."""
+    if find:
+        matches = compile_patterns(find) if _is_pattern(find) else lambda path: find in path
+        chosen = [array for array in index.arrays if matches(array.path)]
+        rows = [_array_row(array, array.path) for array in chosen]
+    else:
+        if group and group not in index.groups:
+            raise NotFound(f"there is no group {checked_path(group)!r} in this version")
+        skip = len(group) + 1 if group else 0
+        rows = [Row(path[skip:], path, *index.groups[path]) for path in index.children.get(group, ())]
+        rows += [_array_row(array, array.path[skip:]) for array in index.members.get(group, ())]
+    total = {
+        "arrays": sum(row.arrays for row in rows),
+        "values": sum(row.values for row in rows),
+        "stored_bytes": sum(row.stored_bytes for row in rows),
+    }
+    if sort != "name":
+        keys: dict[str, Any] = {
+            "bytes": lambda row: row.stored_bytes,
+            "values": lambda row: row.values,
+            "bits": lambda row: row.bits,
+            "dtype": lambda row: row.info.dtype if row.info else "",
+            "codec": lambda row: row.info.codec if row.info else "",
+        }
+        rows.sort(key=keys[sort])
+    if order == "down":
+        rows.reverse()
+    return rows, total
+
+
+def _array_row(array: ArrayInfo, name: str) -> Row:
+    return Row(name, array.path, 1, array.size, array.stored_bytes, array)
+
+
+def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
+    """Return what the treemap shows: the rows, of which the largest groups are replaced by what they contain.
+
+    Names begin below the group that all tiles share; `part` numbers the groups after it. The smallest rows are
+    joined to one tile.
+    """
+    heap = [(-row.stored_bytes, part, row) for part, row in enumerate(rows) if row.stored_bytes]
+    if len(heap) > _TILES:
+        heap.sort(key=lambda entry: entry[0])
+    heap, rest = heap[:_TILES], heap[_TILES:]
+    heapq.heapify(heap)
+    done = []
+    while heap and len(heap) + len(done) < _TILES:
+        size, part, row = heapq.heappop(heap)
+        inner = [] if row.info is not None else _inner(index, row)
+        if not inner or len(heap) + len(done) + len(inner) > _TILES:
+            done.append((size, part, row))
+            continue
+        for below in inner:
+            if below.stored_bytes:
+                heapq.heappush(heap, (-below.stored_bytes, part, below))
+    shown = [row for _, _, row in sorted([*done, *heap], key=lambda entry: entry[0])]
+    common = len(os.path.commonpath([row.name for row in shown])) + 1 if len(shown) > 1 else 0
+    common = common if common > 1 else 0  # without a common group
+    tops = list(dict.fromkeys(row.name[common:].partition("/")[0] for row in shown))
+    tiles = [
+        {
+            "name": row.name[common:],
+            "path": row.path,
+            "kind": "group" if row.info is None else "array",
+            "part": tops.index(row.name[common:].partition("/")[0]),
+            "stored_bytes": row.stored_bytes,
+        }
+        for row in shown
+    ]
+    if rest:
+        size = -sum(entry[0] for entry in rest)
+        tiles.append(
+            {"name": f"{len(rest):,} others", "path": "", "kind": "rest", "part": 0, "stored_bytes": size}
+        )
+    return tiles
+
+
+def _inner(index: Index, row: Row) -> list[Row]:
+    """Return what a group contains directly, with names that begin with that of the row."""
+    groups = [
+        Row(f"{row.name}{path[len(row.path) :]}", path, *index.groups[path])
+        for path in index.children.get(row.path, ())
+    ]
+    arrays = [_array_row(a, f"{row.name}{a.path[len(row.path) :]}") for a in index.members.get(row.path, ())]
+    return groups + arrays
+
+
+def _command(address: str, at: str, path: str) -> str:
+    words = ["tstore", "ls", shlex.quote(address), *([shlex.quote(path)] if path else [])]
+    return " ".join([*words, *(["--at", shlex.quote(at)] if at else [])])
+
+
+def _python(address: str, at: str, path: str) -> str:
+    version = "" if not at else at if at.isdigit() else repr(at)
+    lines = ["import tstore.sync as tstore", "", f"snapshot = tstore.open({address!r}, 'r').snapshot({version})"]
+    if path and not _is_pattern(path):
+        return "\n".join(
+            [*lines, f"print([path for path in snapshot.paths() if path.startswith({path + '/'!r})])"]
+        )
+    return "\n".join([*lines, "print(snapshot.paths())"])

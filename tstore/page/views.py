@@ -1,0 +1,78 @@
+"""What a view is: a name, a template, and a function from a query to a document."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from tstore.errors import InvalidArgument
+from tstore.format.arguments import quote
+from tstore.page.results import Results
+from tstore.page.verification import Verification
+from tstore.store import Store
+
+__all__ = ["Document", "Query", "View", "at_argument"]
+
+Document: TypeAlias = dict[str, Any]
+"""What a view shows, as plain JSON values."""
+
+_MAX_DIGITS = 20
+
+
+class Query(NamedTuple):
+    """A request for a view: the open store, how commands name it, and the parameters of the URL.
+
+    `address` is a path or the URL of the server. The methods raise `InvalidArgument` for a value that can't be
+    read.
+    """
+
+    store: Store
+    address: str
+    parameters: Mapping[str, str]
+    results: Results
+    """What other requests have computed."""
+    verification: Verification
+    """The job that verifies the store."""
+
+    def text(self, name: str) -> str:
+        """Return a parameter, "" if it is absent."""
+        return self.parameters.get(name, "").strip()
+
+    def version(self, name: str) -> int | str | None:
+        """Return a parameter that is a version or a tag, None if it is absent: digits are a version."""
+        value = self.parameters.get(name, "")
+        return self.number(name) if value.isascii() and value.isdigit() else value or None
+
+    def number(self, name: str, default: int | None = None) -> int | None:
+        """Return a parameter that is a number of at least 0, or the default."""
+        value = self.text(name)
+        if not value:
+            return default
+        if not (value.isascii() and value.isdigit() and len(value) <= _MAX_DIGITS):
+            raise InvalidArgument(f"{name}={quote(value)}: expected a number")
+        return int(value)
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        """Return a parameter that is one of the choices, by default the first."""
+        value = self.text(name) or choices[0]
+        if value not in choices:
+            raise InvalidArgument(f"{name}={quote(value)}: expected {', '.join(choices)}")
+        return value
+
+
+class View(NamedTuple):
+    """A view of the store.
+
+    `name` is the end of its URL, `title` its name in the navigation ("" if it is not listed there). `template` is
+    "" for a view that exists as JSON only, for scripts of the page.
+    """
+
+    name: str
+    title: str
+    template: str
+    load: Callable[[Query], Awaitable[Document]]
+
+
+def at_argument(at: str) -> str:
+    """Return a version or a tag, as a URL has it, as an argument in Python; "" for the newest."""
+    return at if at.isascii() and at.isdigit() else repr(at) if at else ""

@@ -1,0 +1,39 @@
+"""The version with which to compare another: a quantized copy's source, the step before, or the version before."""
+
+from __future__ import annotations
+
+import os
+
+from tstore.errors import NotFound
+from tstore.log.expiry import living_versions
+from tstore.steps import QUANTIZED, step_tag, steps_of
+from tstore.store import Store, opened
+
+__all__ = ["baseline"]
+
+
+async def baseline(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> int:
+    """Return the version with which to compare another, by default the newest.
+
+    It is the source of a quantized copy, the step before a step, and the living version before any other. If the
+    source has expired, its number is returned all the same. Raise `NotFound` if there is no version before.
+    """
+    async with opened(store, "r") as target:
+        newest = await target.snapshot()
+        version = newest.version if at is None else (await target.snapshot(at)).version
+        if version == 0:
+            raise NotFound(f"{target.url} has no commit yet; save one first")
+        record = await target.log.reader.record(version)
+        for metadata in (record.metadata, *(part.metadata for part in record.parts or ())):
+            source = metadata.get(QUANTIZED)
+            if type(source) is int and 0 < source < version:
+                return source
+        saved = steps_of(newest.tags)
+        before = [s for s in saved if newest.tags[step_tag(s)] < version]
+        if any(newest.tags[step_tag(s)] == version for s in saved) and before:
+            return newest.tags[step_tag(before[-1])]
+        alive, last_gc = await living_versions(target.log.reader, newest.version)
+        for earlier in range(version - 1, 0, -1):
+            if earlier > last_gc or earlier in alive:
+                return earlier
+        raise NotFound(f"{target.url}: no version before {version} is alive; pass the one to compare with")

@@ -1,0 +1,69 @@
+"""Results by the checksums of the chunks from which they were computed, in a bounded number of bytes.
+
+Equal chunks have equal statistics, whichever version, path or store they are of. So a result that was computed
+once is there for every version that shares the array's chunks, and none is ever out of date.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["RESULTS", "ResultCache", "digest"]
+
+
+def digest(parts: Iterable[bytes]) -> bytes:
+    """Return a digest of the parts, of which none can be taken for a part of its neighbours."""
+    hashed = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little"))
+        hashed.update(part)
+    return hashed.digest()
+
+
+class ResultCache:
+    """At most `limit` bytes of results; those that were not used for the longest time are dropped."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._size = 0
+        self._results: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        self._lock = threading.Lock()  # event loops of several threads may use it
+
+    def get(self, key: bytes) -> Any:
+        """Return the result with this key, or None."""
+        with self._lock:
+            if key not in self._results:
+                return None
+            self._results.move_to_end(key)
+            return self._results[key][0]
+
+    def put(self, key: bytes, result: Any, size: int) -> None:
+        """Keep a result of about `size` bytes, unless it is larger than the limit."""
+        with self._lock:
+            if key in self._results:
+                self._size -= self._results.pop(key)[1]
+            if size > self._limit:
+                return
+            self._results[key] = (result, size)
+            self._size += size
+            while self._size > self._limit:
+                self._size -= self._results.popitem(last=False)[1][1]
+
+    def clear(self) -> None:
+        """Drop all results."""
+        with self._lock:
+            self._results.clear()
+            self._size = 0
+
+    @property
+    def size(self) -> int:
+        """The bytes of all results."""
+        return self._size
+
+
+RESULTS = ResultCache(16 << 20)
+"""The results of this process."""

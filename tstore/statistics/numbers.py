@@ -1,0 +1,56 @@
+"""Values of every number type as float32 or float64, and their JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import InvalidArgument
+from tstore.format.dtypes import dtype_text, is_integer, is_ml_dtype
+
+__all__ = ["Floats", "as_floats", "check_numbers", "finite_or_none", "text_table"]
+
+Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+
+_EXACT_IN_FLOAT32 = 2  # bytes of an integer
+
+
+def check_numbers(path: str, dtype: np.dtype[Any]) -> None:
+    """Raise `InvalidArgument` unless values of this dtype are numbers or booleans."""
+    if not (dtype.kind in "biufc" or is_ml_dtype(dtype)):
+        raise InvalidArgument(
+            f"{path} has dtype {dtype_text(dtype)}, whose values are not numbers; statistics are of numbers only"
+        )
+
+
+def as_floats(values: npt.NDArray[Any]) -> Floats:
+    """Return values as floats: the magnitudes of complex ones; integers beyond 2^53 are rounded."""
+    dtype = values.dtype
+    if dtype.kind == "c":
+        with np.errstate(all="ignore"):
+            values = np.abs(values)
+    if values.dtype in (np.float32, np.float64):
+        return values
+    wide = is_integer(dtype) and dtype.itemsize > _EXACT_IN_FLOAT32
+    return values.astype(np.float64) if wide else values.astype(np.float32)
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return a number as JSON can express it: None for infinity and NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def text_table(rows: Sequence[tuple[str, ...]], left: int = 1) -> str:
+    """Return rows of cells as lines of text, the first `left` columns aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
