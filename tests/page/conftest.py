@@ -19,7 +19,8 @@ async def store(tmp_path: Path) -> Path:
     """A store with two steps."""
     folder = tmp_path / "store"
     for step in (10, 20):
-        tree = {"params": {"w": np.full((64, 32), step, "float32"), "b": np.zeros(32)}, "epoch": step}
+        w = np.random.default_rng(step).normal(size=(64, 32)).astype("float32")
+        tree = {"params": {"w": w, "b": np.zeros(32)}, "epoch": step}
         await tstore.save(folder, tree, step=step, metrics={"loss": 1 / step})
     return folder
 

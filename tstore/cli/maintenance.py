@@ -19,10 +19,12 @@ from tstore.cli.tables import (
     show_repaired,
     show_verified,
 )
+from tstore.cli.text import format_size
 from tstore.errors import InvalidArgument
 from tstore.format.retention import Best, Keep
 from tstore.log.marker import read_marker
 from tstore.maintenance.gc import ABANDONED_AFTER
+from tstore.maintenance.verify import VerifyProgress
 from tstore.storage.connect import connect
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.objects import Durability
@@ -43,8 +45,16 @@ def verify(store: str, as_json: bool) -> int:
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"verifying {store}")
+
+        def show(done: VerifyProgress) -> None:
+            if done.total_bytes:
+                sizes = f"{format_size(done.bytes)} of {format_size(done.total_bytes)}"
+            else:
+                sizes = f"version {done.versions:,} of {done.total_versions:,}"
+            progress.doing(f"verifying {store}: {sizes}")
+
         async with await tstore.open(store, "r") as opened:
-            report = await opened.verify()
+            report = await opened.verify(show)
         return {"store": opened.url, "ok": report.ok, **report._asdict()}
 
     return run(work, show_verified, as_json)

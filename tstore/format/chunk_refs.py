@@ -326,7 +326,7 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
     def latest(self) -> ChunkTable:
         """Return the last row of each chunk, sorted by number."""
         number = self.number
-        if bool(np.all(number[1:] > number[:-1])):
+        if len(number) < 2 or bool(np.all(number[1:] > number[:-1])):
             return self
         _, first = np.unique(number[::-1], return_index=True)  # in reverse order the last comes first
         return self.take(len(self) - 1 - first)

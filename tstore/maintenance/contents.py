@@ -68,7 +68,8 @@ def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) 
     nodes = snapshot.tree.nodes
     nearby = nodes if _is_pattern(snapshot, top) else nodes.at_or_below(top)
     selected = depth_first_order(filter(selects, nearby))  # before a node is looked up
-    arrays = [array_info(p, nodes[p]) for p in selected if nodes[p].is_array]
+    found = nodes.many(selected)
+    arrays = [array_info(p, node) for p in selected if (node := found[p]).is_array]
     if not arrays and top and top not in nodes and not any(map(selects, scalars)):
         paths = [*(p for p, node in nodes.items() if node.is_array), *scalars]
         names = list(dict.fromkeys(p.partition("/")[0] for p in paths))

@@ -53,6 +53,7 @@ def _describe(transaction: PendingTransaction) -> Document:
         "transaction": transaction.transaction,
         "name": transaction.name,
         "hosts": transaction.hosts,
+        "active": any(age <= recent for age in transaction.heartbeats.values()),
         "withdrawn_by": transaction.withdrawn_by,
         "counts": counts,
         "states": states[:_MOST_SQUARES],

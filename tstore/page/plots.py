@@ -44,7 +44,7 @@ class Bars(NamedTuple):
 class Tile(NamedTuple):
     """A tile of a treemap, in percent of its width and height."""
 
-    index: int
+    item: int
     x: float
     y: float
     width: float
@@ -151,11 +151,8 @@ def _thinned(points: list[tuple[float, float | None]]) -> list[tuple[float, floa
     kept = []
     for start in range(0, len(points), stretch):
         part = points[start : start + stretch]
-        known = [i for i, (_, y) in enumerate(part) if y is not None and math.isfinite(y)]
-        chosen = {
-            0,
-            *((min(known, key=lambda i: part[i][1]), max(known, key=lambda i: part[i][1])) if known else ()),
-        }
+        known = [(y, i) for i, (_, y) in enumerate(part) if y is not None and math.isfinite(y)]
+        chosen = {0, min(known)[1], max(known)[1]} if known else {0}
         kept += [part[i] for i in sorted(chosen)]
     return [*kept, points[-1]]
 

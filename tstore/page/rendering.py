@@ -13,7 +13,7 @@ from markupsafe import Markup
 from tstore.page.distributions import exponent_plot, heat_image, value_plot
 from tstore.page.plots import bars, line, treemap
 
-__all__ = ["asset", "render", "visible"]
+__all__ = ["asset", "load_templates", "render", "visible"]
 
 LONGEST = 160
 """Characters of a text that a page shows; JSON has all."""
@@ -115,6 +115,12 @@ def _environment() -> Environment:
     environment.globals |= {"asset": _asset_url, "line": line, "bars": bars, "treemap": treemap}
     environment.globals |= {"value_plot": value_plot, "exponent_plot": exponent_plot, "heat_image": heat_image}
     return environment
+
+
+def load_templates() -> None:
+    """Compile all templates."""
+    for name in _environment().list_templates():
+        _environment().get_template(name)
 
 
 def render(template: str, **values: Any) -> str:

@@ -25,11 +25,12 @@ from aiohttp import web
 from tstore.errors import InvalidArgument, NotAStore, NotFound, TStoreError
 from tstore.page.navigation import VIEWS
 from tstore.page.opening import OpenStore, start_apart, wait_apart
-from tstore.page.rendering import asset, render
+from tstore.page.rendering import asset, load_templates, render
 from tstore.page.results import Results
 from tstore.page.sessions import Sessions
 from tstore.page.verification import Verification
 from tstore.page.views import Document, Query, View
+from tstore.runtime.pool import run
 from tstore.server import PAGE, Access, Scope, Visit
 from tstore.server.access_log import current_tally
 from tstore.server.responses import Refused, common_headers
@@ -88,8 +89,9 @@ class Site:
         self._store: OpenStore | None = None
 
     async def open(self, storage: Storage) -> None:
-        """Prepare for requests."""
+        """Prepare for requests, and the templates, so that the first view need not wait for them."""
         self._store = OpenStore(storage)
+        await run(load_templates)
 
     async def close(self) -> None:
         """End all work in the background."""
@@ -285,7 +287,7 @@ async def _read_form(request: web.BaseRequest) -> dict[str, str]:
         raise Refused(413, f"a form has at most {_MAX_FORM} bytes", {"Connection": "close"})
     try:
         async with asyncio.timeout(_FORM_TIMEOUT):
-            body = await request.content.readexactly(length)
+            body = await request.content.readexactly(length) if length else b""
     except (TimeoutError, asyncio.IncompleteReadError, web.RequestPayloadError):
         raise Refused(408, "the form was not received completely", {"Connection": "close"}) from None
     return _parsed(body.decode(errors="replace"))

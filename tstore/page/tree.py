@@ -188,22 +188,23 @@ def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
     Names begin below the group that all tiles share; `part` numbers the groups after it. The smallest rows are
     joined to one tile.
     """
-    heap = [(-row.stored_bytes, part, row) for part, row in enumerate(rows) if row.stored_bytes]
+    heap = [(-row.stored_bytes, row.path, row) for row in rows if row.stored_bytes]
     if len(heap) > _TILES:
-        heap.sort(key=lambda entry: entry[0])
+        heap.sort()
     heap, rest = heap[:_TILES], heap[_TILES:]
     heapq.heapify(heap)
-    done = []
+    done: list[tuple[int, str, Row]] = []
     while heap and len(heap) + len(done) < _TILES:
-        size, part, row = heapq.heappop(heap)
+        entry = heapq.heappop(heap)
+        row = entry[2]
         inner = [] if row.info is not None else _inner(index, row)
         if not inner or len(heap) + len(done) + len(inner) > _TILES:
-            done.append((size, part, row))
+            done.append(entry)
             continue
         for below in inner:
             if below.stored_bytes:
-                heapq.heappush(heap, (-below.stored_bytes, part, below))
-    shown = [row for _, _, row in sorted([*done, *heap], key=lambda entry: entry[0])]
+                heapq.heappush(heap, (-below.stored_bytes, below.path, below))
+    shown = [row for _, _, row in sorted([*done, *heap])]
     common = len(os.path.commonpath([row.name for row in shown])) + 1 if len(shown) > 1 else 0
     common = common if common > 1 else 0  # without a common group
     tops = list(dict.fromkeys(row.name[common:].partition("/")[0] for row in shown))

@@ -139,7 +139,7 @@ async function fillDetails(row) {
   $("[data-shared]", row).textContent = formats.size(found.shared_bytes);
   $("[data-bits]", row).textContent = found.bits_per_value.toFixed(2);
   const sqnr = $("[data-sqnr]", row);
-  if (sqnr) sqnr.textContent = found.sqnr_db === null ? "–" : `${found.sqnr_db.toFixed(1)} dB`;
+  if (sqnr) sqnr.textContent = found.sqnr_db === null ? "exact" : `${found.sqnr_db.toFixed(1)} dB`;
 }
 
 function setUpDetails(root) {
@@ -255,6 +255,7 @@ function setUpJob() {
     const after = $("#job", page);
     if (!after) return;
     $("#job").replaceWith(document.adoptNode(after));
+    showLocalTimes($("#job"));
     if (after.hasAttribute("data-running")) setTimeout(poll, 700);
     else announce($("#job .verdict") ? $("#job .verdict").textContent.replace(/\s+/g, " ").trim() : "");
   };

@@ -1,0 +1,233 @@
+"""The documents of the views: what they count, in which order, and what they would remove."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.http_server import READ, WRITE, client_of, everybody
+from tstore.page import Site
+from tstore.page.plots import bars, line, treemap
+from tstore.server import Access, Server
+
+
+async def document(server: Server, view: str, token: str = READ, **parameters: Any) -> dict[str, Any]:
+    async with client_of(server, token) as client:
+        query = urlencode({name: value for name, value in parameters.items() if value is not None})
+        response = await client("GET", f"/-/page/{view}?{query}", Accept="application/json")
+        found: dict[str, Any] = json.loads(response.body)
+        return {"status": response.status, **found}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_the_run_has_the_figures_of_the_history(server: Server, store: Path) -> None:
+    async with await tstore.open(store, "r") as opened:
+        commits = [commit async for commit in opened.history()]
+    run = await document(server, "")
+    assert [row["step"] for row in run["rows"]] == [20, 10]
+    assert [row["bytes_added"] for row in run["rows"]] == [commit.bytes_added for commit in commits]
+    assert run["rows"][0]["seconds"] == (commits[0].time - commits[1].time).total_seconds()
+    assert run["series"]["metrics"] == {"loss": [0.1, 0.05]}
+    assert run["rows"][1]["seconds"] is None
+
+
+async def test_a_copy_stands_beside_its_source(server: Server, store: Path) -> None:
+    report = await tstore.quantize(store, {"**/w": "e4m3"}, tag="small")
+    run = await document(server, "")
+    [copy] = run["rows"][0]["copies"]
+    assert (copy["version"], copy["tags"]) == (report.version, ["small"])
+    version = await document(server, "version", at=report.version)
+    assert version["sqnr_db"] == pytest.approx(report.sqnr)
+    assert version["bits_per_value"] == pytest.approx(report.bits_per_value)
+    shared = await document(server, "version", at=2)
+    assert shared["shared_bytes"] == 32 * 8  # b is the same in both steps
+    assert not shared["quantized"]
+
+
+async def test_retention_is_shown_and_nothing_is_removed(server: Server, store: Path) -> None:
+    before = files(store)
+    run = await document(server, "", keep_last=1)
+    assert run["removed"]["versions"] == [1]
+    assert [row["expiring"] for row in run["rows"]] == [False, True]
+    assert run["command"] == f"tstore gc {server.url} --keep-last 1 --dry-run"
+    assert (await document(server, "", keep_best="1:loss:max"))["removed"]["versions"] == []
+    assert (await document(server, "", keep_best="1:accuracy"))["status"] == 404
+    for wrong in ("loss", "0:loss", "1:", "-1"):
+        assert (await document(server, "", keep_best=wrong))["status"] == 400
+    assert files(store) == before
+
+
+async def test_pages_of_a_long_run_follow_each_other(tmp_path: Path) -> None:
+    async with await tstore.open(tmp_path / "long") as store:
+        for step in range(120):
+            await tstore.save(store, {"w": [float(step)]}, step=step, durability="none")
+    async with Server(tmp_path / "long", access=everybody(), page=Site()) as server:
+        seen: list[int] = []
+        before = None
+        while True:
+            run = await document(server, "", before=before)
+            seen += [row["step"] for row in run["rows"]]
+            before = run["older"]
+            if before is None:
+                break
+        assert seen == list(range(119, -1, -1))
+        assert len(run["series"]["x"]) == 120
+
+
+async def test_a_store_without_steps_shows_its_versions(tmp_path: Path) -> None:
+    async with await tstore.open(tmp_path / "plain") as store:
+        for value in range(3):
+            async with store.transaction(f"set {value}", f"tag{value}") as tx:
+                w = await (tx.array("w") if value else tx.create_array("w", shape=(64,), dtype="int64"))
+                await w.write(value)
+    async with Server(tmp_path / "plain", access=everybody(), page=Site()) as server:
+        run = await document(server, "")
+        assert run["unit"] == "version"
+        assert [row["version"] for row in run["rows"]] == [3, 2, 1]
+
+
+async def test_hosts_under_way_have_their_states(server: Server, store: Path) -> None:
+    async with await tstore.open(store) as opened:
+        members = [opened.transaction(name="step/30", host=h, hosts=3, attempt="a.0") for h in (0, 1)]
+        for host, member in enumerate(members):
+            w = await member.create_array(f"host/{host}", shape=(4,), dtype="int32")
+            await w.write(np.arange(4, dtype="int32"))
+        with pytest.raises(tstore.errors.DeadlineExceeded):
+            await members[0].commit(timeout=0.05)
+        [pending] = (await document(server, "hosts"))["pending"]
+        assert pending["states"] == ["delivered", "missing", "missing"]
+        assert pending["counts"] == {"delivered": 1, "working": 0, "silent": 0, "missing": 2}
+        await members[1].abort()
+
+
+TREE = {
+    "layers": {str(i): {"w": np.zeros((4, i + 1), "float32")} for i in range(12)},
+    "größe": np.zeros(3, "int8"),
+    "重み": {"w": np.zeros(100, "float64")},
+}
+
+
+@pytest.fixture
+async def tree(tmp_path: Path) -> Path:
+    await tstore.save(tmp_path / "tree", TREE, step=1)
+    return tmp_path / "tree"
+
+
+async def test_groups_are_folded_and_add_up(tree: Path) -> None:
+    async with Server(tree, access=everybody(), page=Site()) as server:
+        top = await document(server, "tree")
+        rows = {row["path"]: row for row in top["rows"]}
+        assert set(rows) == {"layers", "größe", "重み"}
+        assert rows["layers"]["arrays"] == 12
+        assert rows["layers"]["stored_bytes"] == 16 * sum(range(1, 13))
+        assert top["total"]["values"] == sum(row["values"] for row in top["rows"])
+        inner = await document(server, "tree", group="layers")
+        assert [row["name"] for row in inner["rows"]] == [str(i) for i in range(12)]  # 2 before 10
+        leaf = (await document(server, "tree", group="layers/3"))["rows"]
+        assert [(row["kind"], row["shape"], row["dtype"]) for row in leaf] == [("array", [4, 4], "float32")]
+        assert (await document(server, "tree", group="none"))["status"] == 404
+
+
+async def test_arrays_are_found_and_sorted(tree: Path) -> None:
+    async with Server(tree, access=everybody(), page=Site()) as server:
+        found = await document(server, "tree", find="layers/**/w", sort="bytes")
+        assert [row["path"] for row in found["rows"]] == [f"layers/{i}/w" for i in range(11, -1, -1)]
+        assert [row["path"] for row in (await document(server, "tree", find="重"))["rows"]] == ["重み/w"]
+        up = await document(server, "tree", sort="bytes", order="up")
+        assert [row["path"] for row in up["rows"]] == ["größe", "重み", "layers"]
+        assert (await document(server, "tree", sort="secrets"))["status"] == 400
+        assert (await document(server, "tree", first="x"))["status"] == 400
+
+
+async def test_rows_come_in_pages(tmp_path: Path) -> None:
+    await tstore.save(tmp_path / "many", {f"w{i}": np.zeros(1) for i in range(250)}, step=1)
+    async with Server(tmp_path / "many", access=everybody(), page=Site()) as server:
+        names, first = [], 0
+        while first is not None:
+            page = await document(server, "tree", first=first)
+            assert len(page["rows"]) <= 100
+            names += [row["name"] for row in page["rows"]]
+            first = page["next"]
+        assert names == [f"w{i}" for i in range(250)]
+
+
+async def test_a_verification_is_started_by_whoever_may(store: Path) -> None:
+    async with Server(store, access=Access({WRITE: "write"}, anonymous="read"), page=Site()) as server:
+        async with client_of(server) as client:
+            page = (await client("GET", "/-/page/health", Accept="text/html")).body.decode()
+            assert "sign in with a token" in page
+            assert (await client("POST", "/-/page/health/start", {})).status == 403
+            form_token = Site()._sessions.form_token("")  # of another server
+            assert (await client("POST", "/-/page/health/start", {"form_token": form_token})).status == 403
+        assert (await document(server, "health", token=WRITE))["running"] is False
+
+
+async def test_a_store_that_does_not_exist_yet_is_named(tmp_path: Path) -> None:
+    async with Server(tmp_path / "later", access=everybody(), page=Site()) as server:
+        assert (await document(server, ""))["status"] == 404
+        await tstore.save(tmp_path / "later", {"w": [1.0]}, step=1)
+        assert (await document(server, ""))["count"] == 1
+
+
+async def test_an_error_names_no_path_of_the_server(server: Server, store: Path) -> None:
+    missing = await document(server, "tree", at=99)
+    assert missing["status"] == 404
+    assert str(store) not in missing["error"]
+    assert "has no version 99" in missing["error"]
+
+
+# ---- plots
+
+
+def test_a_line_encloses_its_values_and_leaves_gaps() -> None:
+    drawn = line([0, 10, 20, 30], [1.0, None, 3.0, math.nan])
+    assert drawn.path.count("M") == 2
+    assert [(x, y) for _, _, x, y in drawn.positions] == [(0, 1.0), (20, 3.0)]
+    assert float(drawn.y_labels[0]) <= 1.0
+    assert float(drawn.y_labels[-1]) >= 3.0
+
+
+@pytest.mark.parametrize(
+    "values", [[], [0.0], [5.0, 5.0], [-1e300, 1e300], [1e-320, 1.0], [None, math.inf], list(range(5000))]
+)
+def test_any_values_have_finite_places(values: list[float | None]) -> None:
+    xs = list(range(len(values)))
+    drawn = line(xs, values)
+    assert "nan" not in drawn.path
+    assert "inf" not in drawn.path
+    assert len(drawn.positions) <= 610
+    assert all(0 <= x <= 1000 and -0.1 <= y <= 1000.1 for x, y, _, _ in drawn.positions)
+
+
+def test_values_over_many_decades_have_a_logarithmic_axis() -> None:
+    drawn = line([0, 1, 2], [1e-6, 1e-3, 1.0])
+    assert drawn.logarithmic
+    assert [y for _, y, _, _ in drawn.positions] == pytest.approx([1000, 500, 0])
+
+
+def test_bars_begin_at_zero_and_keep_the_highest_of_many() -> None:
+    values = [1.0] * 3000
+    values[1234] = 7.0
+    drawn = bars(list(range(3000)), values)
+    assert max(y for _, _, _, y in drawn.positions) == 7.0
+    assert drawn.y_labels[0] == "0"
+
+
+def test_tiles_have_areas_in_proportion_and_fill_the_map() -> None:
+    sizes = [60, 0, 25, 10, 5]
+    tiles = treemap(sizes)
+    assert [tile.item for tile in tiles] == [0, 2, 3, 4]
+    for tile in tiles:
+        assert tile.width * tile.height == pytest.approx(100 * sizes[tile.item])
+        assert tile.x + tile.width <= 100 + 1e-9
+        assert tile.y + tile.height <= 100 + 1e-9
