@@ -30,10 +30,10 @@ LAYERS: list[tuple[str, ...]] = [
     ("steps", "conformance", "pickling"),
     ("quantization", "tags"),
     ("statistics", "checkpoint"),
-    ("convert", "copying", "jax", "torch"),
+    ("convert", "copying", "jax", "torch", "zarr"),
     ("",),
     ("sync", "server"),
-    ("hosts", "page", "simulation", "zarr"),
+    ("hosts", "page", "simulation"),
     ("cli",),
     ("__main__",),
 ]

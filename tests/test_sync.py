@@ -110,6 +110,13 @@ def test_an_editor_shows_signatures_and_docstrings(expression: str, parameter: s
     assert expression.rpartition(".")[2] in [c.name for c in complete]
 
 
+@pytest.mark.parametrize("module", ["tstore", "tstore.sync"])
+@pytest.mark.parametrize("name", ["zarr.ZarrStore", "jax.save", "torch.save"])
+def test_modules_are_imported_when_they_are_first_used(module: str, name: str) -> None:
+    script = f"import sys, {module} as tstore; assert 'zarr' not in vars(tstore); tstore.{name}"
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
 def test_a_function_can_be_sent_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(blocking.save)) is blocking.save
 

@@ -1,7 +1,7 @@
 """An asynchronous, transactional store of chunked arrays for ML checkpoints.
 
 Functions and methods that do I/O are coroutines; `tstore.sync` has blocking ones with the same names.
-`tstore.jax` and `tstore.torch` are imported when they are first used.
+`tstore.jax`, `tstore.torch` and `tstore.zarr` are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -92,6 +92,6 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("jax", "torch"):
+    if name in ("jax", "torch", "zarr"):
         return importlib.import_module(f"tstore.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -68,9 +68,10 @@ DEFINE_CODES64(codes8_f64, uint8_t)
 DEFINE_CODES64(codes16_f64, code16)
 #undef DEFINE_CODES64
 
-/* Decodes n codes to float32, exact where the format lies within float32 (spec.exact32). */
-#define DEFINE_VALUES32(NAME, CODE)                                                                          \
-    static void LANE(NAME)(const CODE *codes, size_t n, const spec *s, float32_bits *out)                    \
+/* Decodes n codes to float32, exact where the format lies within float32 (spec.exact32). `scaled` also multiplies the
+ * values by a factor, which rounds each product once. */
+#define DEFINE_VALUES32(NAME, CODE, PARAMETERS, PRODUCT)                                                     \
+    static void LANE(NAME)PARAMETERS                                                                         \
     {                                                                                                        \
         const uint32_t rise = 23u - (uint32_t)s->mantissa_bits;                                              \
         const int32_t magnitude = (1 << (s->bits - 1)) - 1, normal = 1 << s->mantissa_bits;                  \
@@ -83,12 +84,16 @@ DEFINE_CODES64(codes16_f64, code16)
             float32_word value, implicit;                                                                    \
             value.i = (int32_t)((uint32_t)w << rise) + tiny - (one & ~below);                                \
             implicit.i = tiny & below;                                                                       \
-            value.f -= implicit.f;                                                                           \
+            value.f = (value.f - implicit.f)PRODUCT;                                                         \
             out[i] = (uint32_t)value.i | ((code << sign_shift) & 0x80000000u);                               \
         }                                                                                                    \
     }
-DEFINE_VALUES32(values8_f32, uint8_t)
-DEFINE_VALUES32(values16_f32, code16)
+DEFINE_VALUES32(values8_f32, uint8_t, (const uint8_t *codes, size_t n, const spec *s, float32_bits *out), )
+DEFINE_VALUES32(values16_f32, code16, (const code16 *codes, size_t n, const spec *s, float32_bits *out), )
+DEFINE_VALUES32(scaled8_f32, uint8_t,
+                (const uint8_t *codes, size_t n, const spec *s, float factor, float32_bits *out), * factor)
+DEFINE_VALUES32(scaled16_f32, code16,
+                (const code16 *codes, size_t n, const spec *s, float factor, float32_bits *out), * factor)
 #undef DEFINE_VALUES32
 
 /* Encode and decode e8mY with the bias of float32. Values with the highest exponent exceed float32: they decode to
@@ -162,6 +167,32 @@ static void LANE(look_up)(const uint8_t *codes, size_t n, const code16 *table, c
     }
     for (; i < n; i++)
         out[i] = (uint16_t)(table[codes[i] & 127] | (codes[i] & 128) << 8);
+}
+#endif
+
+/* Decodes n codes of up to 4 bits to float32, times a factor: the values of the codes 0 ... 7 without their sign bits are
+ * in the table. */
+#if LANE_HAS_F16C
+static void LANE(look_up_f32)(const uint8_t *codes, size_t n, const float *table, int bits, float factor,
+                              float32_bits *out)
+{
+    const __m256 values = _mm256_mul_ps(_mm256_loadu_ps(table), _mm256_set1_ps(factor));
+    const __m128i sign_shift = _mm_cvtsi32_si128(32 - bits);
+    const __m256i sign = _mm256_set1_epi32((int)0x80000000u);
+    float scaled[8];
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(codes + i)));
+        const __m256 value = _mm256_permutevar8x32_ps(values, code);
+        const __m256i minus = _mm256_and_si256(_mm256_sll_epi32(code, sign_shift), sign);
+        _mm256_storeu_ps((float *)(out + i), _mm256_or_ps(value, _mm256_castsi256_ps(minus)));
+    }
+    _mm256_storeu_ps(scaled, values);
+    for (; i < n; i++) {
+        float32_word value;
+        value.f = scaled[codes[i] & 7];
+        out[i] = (uint32_t)value.i | (((uint32_t)codes[i] << (32 - bits)) & 0x80000000u);
+    }
 }
 #endif
 
@@ -318,9 +349,15 @@ DEFINE_PLANE(1, 0x0101010101010101u)
 static const lanes LANE(table) = {
     LANE(codes8_f32),   LANE(codes16_f32),  LANE(codes8_f64),  LANE(codes16_f64),
     LANE(values8_f32),  LANE(values16_f32), LANE(values8_f64), LANE(values16_f64),
+    LANE(scaled8_f32),  LANE(scaled16_f32),
     LANE(top8),         LANE(top16),        LANE(untop8),      LANE(untop16),
 #if LANE_HAS_AVX512
     LANE(look_up),
+#else
+    NULL,
+#endif
+#if LANE_HAS_F16C
+    LANE(look_up_f32),
 #else
     NULL,
 #endif

@@ -56,11 +56,14 @@ typedef struct {
     void (*values16_f32)(const code16 *, size_t, const spec *, float32_bits *);
     void (*values8_f64)(const uint8_t *, size_t, const spec *, float64_bits *);
     void (*values16_f64)(const code16 *, size_t, const spec *, float64_bits *);
+    void (*scaled8_f32)(const uint8_t *, size_t, const spec *, float, float32_bits *);
+    void (*scaled16_f32)(const code16 *, size_t, const spec *, float, float32_bits *);
     uint32_t (*top8)(const float32_bits *, size_t, const spec *, uint8_t *);
     uint32_t (*top16)(const float32_bits *, size_t, const spec *, code16 *);
     void (*untop8)(const uint8_t *, size_t, const spec *, float32_bits *);
     void (*untop16)(const code16 *, size_t, const spec *, float32_bits *);
     void (*look_up)(const uint8_t *, size_t, const code16 *, code16 *); /* NULL if it would not pay */
+    void (*look_up_f32)(const uint8_t *, size_t, const float *, int, float, float32_bits *); /* NULL if there is none */
     void (*widen_f16)(const code16 *, size_t, float32_bits *);
     void (*widen_bf16)(const code16 *, size_t, float32_bits *);
     void (*widen_f32)(const float32_value *, size_t, float64_value *);

@@ -79,7 +79,10 @@ static void decode_groups(const lanes *l, spec s, int kind, const groups *g, con
     uint64_t values[BLOCK], scaled[BLOCK];
     const size_t size = kind_size(kind);
     const int streaming = n * size >= STREAM_BYTES, direct = kind == (g->wide ? FLOAT64 : FLOAT32);
+    const int fused = g->inner == 1 && kind == FLOAT32 && !g->wide && s.exact32 && !s.top32;
+    float small[8];
     const unsigned mode = enter_float_mode();
+    const int is_small = fused && small_table(l, &s, &r, small);
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK, step = streaming ? TILE : BLOCK;
         unpack_block(l, src + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
@@ -87,6 +90,19 @@ static void decode_groups(const lanes *l, spec s, int kind, const groups *g, con
             const size_t k = m - j < step ? m - j : step;
             const uint8_t *codes = (const uint8_t *)r.codes + j * (s.bits <= 8 ? 1 : 2);
             uint8_t *to = dst + (i + j) * size, *out = streaming ? (uint8_t *)values : to;
+            const size_t at = g->first + i + j, group = at / g->length;
+            if (fused && (at + k - 1) / g->length == group) {
+                const float scale = ((const float32_value *)g->scales)[group];
+                if (is_small)
+                    l->look_up_f32(codes, k, small, s.bits, scale, (float32_bits *)out);
+                else if (s.bits <= 8)
+                    l->scaled8_f32(codes, k, &s, scale, (float32_bits *)out);
+                else
+                    l->scaled16_f32((const code16 *)codes, k, &s, scale, (float32_bits *)out);
+                if (streaming)
+                    stream(to, out, k * size);
+                continue;
+            }
             decode_block(l, &s, g->wide ? FLOAT64 : FLOAT32, codes, k, &r, (uint8_t *)values);
             scale_block(l, g, i + j, (uint8_t *)values, k, direct ? out : (uint8_t *)scaled);
             if (!direct && g->wide)

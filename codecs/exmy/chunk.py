@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from exmy import kernels
 from exmy.codes import encode_packed
-from exmy.elements import Array, Kind, builtin_view, clamp_infinities, kind_of, output_dtype
+from exmy.elements import Array, Kind, builtin_view, clamp_infinities, kind_of, output_dtype, output_kind
 from exmy.errors import DtypeError, FormatError, SizeError
 from exmy.fit import BIAS_LIMIT
 from exmy.format import Format, as_format
@@ -143,14 +143,14 @@ class ChunkCodec:
         """
         groups = self._groups(shape)
         view = _bytes(data)
-        header_size, size = self._header_size(groups), self.size(shape)
+        header_size = self._header_size(groups)
+        size = header_size + packed_size(math.prod(shape), self.format.bits)
         if view.size != size:
             fault = "truncated" if view.size < size else "too long"
             raise SizeError(
                 f"a chunk of shape {tuple(shape)} in {self} is {fault}: {view.size} bytes, expected {size}"
             )
-        name = output_dtype(dtype).name
-        return self._parse(view[:header_size], view[header_size:], groups, name)
+        return self._parse(view[:header_size], view[header_size:], groups, output_kind(dtype).name.lower())
 
     def slice(self, shape: tuple[int, ...], start: int, stop: int) -> ChunkSlice:
         """Return the position in a chunk of the elements start ... stop-1 (in C order), widened to whole tiles.
@@ -198,7 +198,8 @@ class ChunkCodec:
             end += count
             deltas = header[_HEADER.size : end].astype(np.int32).reshape(groups.counts)
             valid = -BIAS_LIMIT <= bias <= bias + int(deltas.max(initial=0)) <= BIAS_LIMIT
-        if not valid or header[2 : _HEADER.size].any() or header[end:].any():
+        unused = header[2 : _HEADER.size].tobytes() + header[end:].tobytes()
+        if not valid or unused.strip(b"\0"):
             raise FormatError(
                 f"these bytes are not a chunk in {self}: the header has bias {bias} and reserved bytes "
                 f"{header[2:8].tobytes().hex()}; check that the chunk was encoded with this configuration"

@@ -28,6 +28,7 @@ __all__ = [
     "clamp_infinities",
     "kind_of",
     "output_dtype",
+    "output_kind",
     "saturates",
 ]
 
@@ -96,6 +97,13 @@ def output_dtype(dtype: Any) -> np.dtype[Any]:
         raise DtypeError(f"{dtype!r} is not a dtype; expected float16, bfloat16, float32 or float64") from cause
     kind_of(native)
     return native
+
+
+def output_kind(dtype: Any) -> Kind:
+    """Return the kind of `output_dtype(dtype)`."""
+    if isinstance(dtype, np.dtype) and (kind := _KIND_CACHE.get(dtype)) is not None:
+        return kind
+    return kind_of(output_dtype(dtype))
 
 
 def as_flat(x: Any) -> tuple[Array, Kind, tuple[int, ...]]:

@@ -305,7 +305,7 @@ def needs_clamping(q: Quantized, kind: Kind) -> bool:
         return False
     f = q.format
     if q.scales is not None:
-        scale_exponent = math.frexp(q.scales.max())[1]
+        scale_exponent = math.frexp(q.scales.max() if q.scales.ndim else q.scales)[1]
     else:
         scale_exponent = -int(q.offsets.min() if q.offsets.ndim else q.offsets)
     return max(1 << f.exponent_bits, 2) - f.bias + scale_exponent >= EXPONENT_LIMIT[kind]

@@ -10,6 +10,7 @@ FORMAT.md, section 8, has the bytes. NVFP4 stores scales like "e4m3", and the K-
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, NamedTuple, TypeAlias, TypeGuard
 
@@ -66,7 +67,19 @@ def is_float_scale(scale: object) -> TypeGuard[FloatScale]:
 
 def fixed_scale(scale: float, groups: Groups) -> GroupScales:
     """Return the same scale for all groups."""
-    return GroupScales.from_values(np.full(groups.counts, scale, np.float32))
+    return _one_scale(scale) if groups.axis is None else _equal_scales(scale, groups.counts)
+
+
+def _equal_scales(scale: float, counts: tuple[int, ...]) -> GroupScales:
+    return GroupScales.from_values(np.full(counts, scale, np.float32))
+
+
+@functools.lru_cache
+def _one_scale(scale: float) -> GroupScales:
+    """Return the scale of a whole array; decoding a chunk would spend a tenth of its time on making it again."""
+    scales = _equal_scales(scale, ())
+    scales.values.flags.writeable = scales.stored.flags.writeable = False
+    return scales
 
 
 def scales_size(encoding: FloatScale, groups: Groups) -> int:

@@ -532,6 +532,15 @@ def test_huge_shapes_are_checked_without_memory() -> None:
         ArrayMeta.new((1 << 59,), "u1", (1 << 59,), [numcodec("astype", encode_dtype="<i8"), LITTLE])
 
 
+@pytest.mark.parametrize("codecs", [["bytes", "zstd"], ["bytes", "gzip"], ["numcodecs.pcodec"]], ids=str)
+def test_zarr_reads_the_metadata_of_codecs_that_are_named_only(codecs: Any) -> None:
+    """zarr-python requires their configuration."""
+    document = json.loads(ArrayMeta.new((4,), "int32", (2,), codecs).document)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that numcodecs' names have no specification
+        assert ArrayV3Metadata.from_dict(document).shape == (4,)
+
+
 # ---- metadata
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tstore
-from tests.support.indices import numpy_indices, orthogonal_indices, select_orthogonally, select_points
+from tests.support.indices import draw_view
 from tstore.data.reader import pack_reader
 from tstore.errors import Conflict, Corrupt, InvalidArgument, InvalidIndex, Misuse, NotFound
 
@@ -38,27 +38,6 @@ async def stored(values: npt.NDArray[Any], chunks: Any, **options: Any) -> tuple
 async def read_back(store: tstore.Store) -> npt.NDArray[Any]:
     """Return the values of the newest version."""
     return await (await (await store.snapshot()).array("a")).read()
-
-
-def draw_view(data: st.DataObject, array: tstore.Array, numbers: Any, most: int = 3) -> tuple[tstore.Array, Any]:
-    """Draw a chain of indices; return the view and the numbers of the elements that it selects."""
-    view = array
-    for _ in range(data.draw(st.integers(1, most))):
-        kind = data.draw(st.sampled_from(["index", "index", "oindex", "vindex", "transpose"]))
-        try:
-            if kind == "transpose":
-                axes = data.draw(st.permutations(range(numbers.ndim)))
-                view, numbers = view.transpose(*axes) if axes else view.T, numbers.transpose(axes)
-            elif kind == "oindex":
-                orthogonal = data.draw(orthogonal_indices(numbers.shape))
-                view, numbers = view.oindex[orthogonal], select_orthogonally(numbers, orthogonal)
-            else:
-                index = data.draw(numpy_indices(numbers.shape))
-                selected = np.asarray(numbers[index]) if kind == "index" else select_points(numbers, index)
-                view, numbers = view[index] if kind == "index" else view.vindex[index], selected
-        except IndexError:  # of NumPy or, if the result is empty, of tstore alone
-            pass
-    return view, numbers
 
 
 DTYPES = st.sampled_from(["u1", "i8", "f4", "c16"])

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+import tstore
+
 MAX_SIZE = 400
 """Views of more elements are not indexed by more arrays."""
 
@@ -111,3 +113,24 @@ def select_points(values: np.ndarray[Any, Any], index: Any) -> np.ndarray[Any, A
     items = index if isinstance(index, tuple) else (index,)
     marked = np.broadcast_to(values, (1, 101, *values.shape))[(0, slice(None), *items)]
     return np.asarray(np.take(marked, 0, marked.shape.index(101)))
+
+
+def draw_view(data: st.DataObject, array: tstore.Array, numbers: Any, most: int = 3) -> tuple[tstore.Array, Any]:
+    """Draw a chain of indices; return the view and the numbers of the elements that it selects."""
+    view = array
+    for _ in range(data.draw(st.integers(1, most))):
+        kind = data.draw(st.sampled_from(["index", "index", "oindex", "vindex", "transpose"]))
+        try:
+            if kind == "transpose":
+                axes = data.draw(st.permutations(range(numbers.ndim)))
+                view, numbers = view.transpose(*axes) if axes else view.T, numbers.transpose(axes)
+            elif kind == "oindex":
+                orthogonal = data.draw(orthogonal_indices(numbers.shape))
+                view, numbers = view.oindex[orthogonal], select_orthogonally(numbers, orthogonal)
+            else:
+                index = data.draw(numpy_indices(numbers.shape))
+                selected = np.asarray(numbers[index]) if kind == "index" else select_points(numbers, index)
+                view, numbers = view[index] if kind == "index" else view.vindex[index], selected
+        except IndexError:  # of NumPy or, if the result is empty, of tstore alone
+            pass
+    return view, numbers

@@ -23,6 +23,7 @@ import tstore.sync
 
 PACKAGE = Path(tstore.__file__).parent
 MODULES = ["tstore.sync", "tstore.sync.jax", "tstore.sync.torch"]
+LAZY = "from tstore import zarr as zarr\nfrom tstore.sync import jax as jax, torch as torch"  # by `__getattr__`
 HEADER = '"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""\n'
 BLOCKING = {"AsyncIterator": "Iterator"}
 
@@ -55,7 +56,8 @@ def sync_stub(module: str) -> str:
     others = sorted(set(members) - own)
     shared = ast.parse(f"from {module.replace('.sync', '')} import {', '.join(others)}").body if others else []
     listed = ast.parse(f"__all__ = {names!r}").body
-    tree = ast.Module([*imports, *shared, *listed, *definitions], [])
+    lazy = ast.parse(LAZY).body if module == "tstore.sync" else []
+    tree = ast.Module([*imports, *shared, *lazy, *listed, *definitions], [])
     return _formatted(HEADER + ast.unparse(ast.fix_missing_locations(tree)))
 
 

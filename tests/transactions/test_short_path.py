@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tstore
 from tstore.data.writer import PackSet
+from tstore.errors import Corrupt
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.references import Manifest
 from tstore.format.short_manifests import short_manifest
@@ -42,6 +44,50 @@ def test_a_short_manifest_is_the_one_of_its_table(
     heads, counts = [head for head, _ in nodes], [len(rows) for _, rows in nodes]
     rows = [row for _, rows in nodes for row in rows]
     assert short_manifest(heads, counts, rows) == Manifest.from_table(heads, counts, ChunkTable.from_rows(rows))
+
+
+PACKS = st.sampled_from([("",), ("", ""), ("txn/a/pack-1",), ()])
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "packs": PACKS,
+        "inline": st.lists(st.binary(max_size=3), max_size=2).map(tuple),
+        "documents": st.lists(st.sampled_from([b"{}", b"[" * 800, b"{" * 600]), max_size=2).map(tuple),
+        "paths": st.lists(st.sampled_from(["", "a", "a/b", "b", "a//b", "a/zarr.json"]), max_size=3).map(tuple),
+        "document": st.binary(max_size=8) | st.just(b"\0" * 4),
+        "replaces_node": st.binary(max_size=2),
+        "count": st.integers(0, 3).map(lambda count: count.to_bytes(8, "little")) | st.binary(max_size=16),
+        "number": st.lists(st.integers(0, 2), max_size=2).map(lambda n: np.array(n, "<u8").tobytes()),
+        "pack": st.lists(st.integers(0, 2), max_size=2).map(lambda n: np.array(n, "<u4").tobytes()),
+        "offset": st.sampled_from([b"", b"\0" * 8, b"\xff" * 8, b"\0" * 16]),
+        "length": st.lists(st.integers(0, 1 << 21), max_size=2).map(lambda n: np.array(n, "<u8").tobytes()),
+        "checks": st.sampled_from([b"", b"\0" * 16, b"\0" * 32]),
+        "segment_count": st.sampled_from([b"", b"\0" * 4]),
+    },
+)
+
+
+def is_valid(manifest: Manifest) -> bool:
+    try:
+        manifest.validate()
+    except Corrupt:
+        return False
+    return True
+
+
+@given(FIELDS)
+@example(
+    {"paths": ("a", "b"), "document": b"\0" * 8, "replaces_node": b"\0\1", "count": bytes([0] * 8 + [1] + [0] * 7)}
+)
+def test_the_quick_check_of_a_short_manifest_accepts_nothing_that_the_other_refuses(
+    fields: dict[str, Any],
+) -> None:
+    one = short_manifest([("a", b"{}", 0)], [1], [ChunkRow(1, b"12", 0, 2, bytes(16))])
+    forged = msgspec.structs.replace(one, **fields)
+    with pytest.MonkeyPatch.context() as patch:
+        quick = is_valid(forged)
+        patch.setattr("tstore.format.references.are_surely_valid", lambda *_: False)
+        assert quick == is_valid(msgspec.structs.replace(forged))
 
 
 class Repeated(World):

@@ -15,6 +15,7 @@ from tstore.data.writer import WriteJob
 from tstore.errors import InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import Codecs
+from tstore.format.dtypes import dtype_named
 from tstore.format.grid import chunk_coordinates, chunk_counts, chunk_numbers, default_chunks, region_text
 from tstore.quantization.policy import Rules
 
@@ -107,7 +108,7 @@ class _JobBuilder:
         if meta is None:
             chunks = default_chunks(shape, dtype.itemsize, shard_shape)
             try:
-                meta = self._metas[key] = ArrayMeta.new(shape, dtype, chunks, codecs)
+                meta = self._metas[key] = ArrayMeta.new(shape, dtype_named(dtype), chunks, codecs)
             except InvalidArgument as error:
                 raise InvalidArgument(f"{path}: {error}") from None
         return meta

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tstore.array import Appended
 from tstore.convert.files import open_file
 from tstore.convert.zarr_v2 import v3_array, v3_attributes
+from tstore.data.chunk_memory import chunk_memory
 from tstore.data.planning import ByteRange, ReadPlan
 from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, Unavailable, UnsupportedFormat
 from tstore.format.arguments import quote
@@ -24,7 +25,6 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_names import ChunkNames
 from tstore.format.grid import Selection, chunk_number, part_of, projections
 from tstore.format.points import PointProjection, PointSelection, point_projections
-from tstore.runtime.budget import scratch
 from tstore.runtime.pool import WORKERS, each, run
 from tstore.storage.local.atomic_file import mapped_errors
 
@@ -154,14 +154,13 @@ class ZarrArray:
             if data is None:
                 out[projection.result] = meta.fill_value
                 return
-            with scratch(meta.chunk_size * meta.dtype.itemsize) as buffer:
-                values = buffer.view(meta.dtype)
-                self.decode(projection.chunk, data, values.reshape(meta.chunks))
+            with chunk_memory(meta) as values:
+                self.decode(projection.chunk, data, values)
                 if isinstance(projection, PointProjection):
-                    projection.read(values, 0, out)
+                    projection.read(values.reshape(-1), 0, out)
                 else:
                     target = part_of(out, projection.result)
-                    np.copyto(target, values.reshape(meta.chunks)[projection.inside], casting="unsafe")
+                    np.copyto(target, values[projection.inside], casting="unsafe")
 
         await each(read, _projections(selection, meta), self._folder.workers)
 

@@ -16,10 +16,10 @@ from tstore.convert.exporting import ProgressCallback
 from tstore.convert.files import StrPath
 from tstore.convert.importing import ImportReport, SourceKind
 from tstore.convert.zarr_folder import Folder, ZarrArray, read_nodes
+from tstore.data.chunk_memory import chunk_memory
 from tstore.format.checksums import block_checks
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.grid import chunk_coordinates
-from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each
 from tstore.store import Store, opened
 from tstore.transactions.encoded import EncodedStaging
@@ -86,8 +86,8 @@ async def _copy(staging: Staging, path: str, array: ZarrArray) -> None:
             data = array.encoded(at)
             if data is None:
                 return
-            with scratch(meta.chunk_size * meta.dtype.itemsize) as buffer:
-                array.decode(at, data, buffer.view(meta.dtype).reshape(meta.chunks))
+            with chunk_memory(meta) as values:
+                array.decode(at, data, values)
             loaded[number] = data, block_checks(memoryview(data))
 
         await each(load, batch, array.workers)

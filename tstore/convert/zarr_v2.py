@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from tstore.errors import UnsupportedFormat
-from tstore.format.dtypes import dtype_named, dtype_to_json, fill_to_json
+from tstore.format.dtypes import array_dtype, dtype_named, dtype_to_json, fill_to_json
+from tstore.format.variable import is_variable, variable_dtype
 
 __all__ = ["v3_array", "v3_attributes"]
 
 _DIMENSIONS = "_ARRAY_DIMENSIONS"  # the attribute in which xarray stores dimension names
 _ARRAY_FILTERS = frozenset(("delta", "fixedscaleoffset", "quantize", "bitround", "astype", "packbits"))
 _ARRAY_COMPRESSORS = frozenset(("pcodec", "zfpy"))  # from numbers to bytes; in v3 they take the place of `bytes`
+_VARIABLE = {"vlen-utf8": "string", "vlen-bytes": "variable_length_bytes"}  # which take the place of `bytes`
 _SHUFFLES = {0: "noshuffle", 1: "shuffle", 2: "bitshuffle"}
 
 
@@ -35,14 +37,14 @@ def v3_array(fields: Mapping[str, Any], attributes: Mapping[str, Any]) -> dict[s
         raise UnsupportedFormat(
             f"expected the metadata of a Zarr v2 array, not of Zarr {fields['zarr_format']!r:.40}"
         )
-    dtype, order = _dtype(fields["dtype"]), fields.get("order", "C")
+    dtype, order = _dtype(fields["dtype"], fields.get("filters")), fields.get("order", "C")
     if order not in ("C", "F"):
         raise UnsupportedFormat(f"order {order!r:.40} is not supported: expected 'C' or 'F'")
     shape = list(fields["shape"])
     names = attributes.get(_DIMENSIONS)
     named = isinstance(names, list) and len(names) == len(shape) and all(isinstance(name, str) for name in names)
     kept = v3_attributes({k: v for k, v in attributes.items() if not (named and k == _DIMENSIONS)})
-    native = dtype_named(dtype)
+    native = array_dtype(dtype)
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -71,8 +73,16 @@ def v3_attributes(value: Any) -> Any:
     return value
 
 
-def _dtype(name: Any) -> np.dtype[Any]:
-    """Return the dtype, in its stored byte order."""
+def _dtype(name: Any, filters: Any) -> np.dtype[Any]:
+    """Return the dtype, in its stored byte order; a filter says what the objects of an array are."""
+    if name == "|O":
+        ids = [each["id"] for each in filters or ()]
+        variable = variable_dtype(_VARIABLE[ids[-1]]) if ids and ids[-1] in _VARIABLE else None
+        if variable is None:
+            raise UnsupportedFormat(
+                f"dtype '|O' with the filters {ids} is not supported: expected the filter {' or '.join(_VARIABLE)}"
+            )
+        return variable
     if isinstance(name, list):
         name = [tuple(field) for field in name]
     try:
@@ -86,8 +96,8 @@ def _dtype(name: Any) -> np.dtype[Any]:
 
 def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return a fill value as a v3 `zarr.json` has it."""
-    if value is None or (dtype.kind in "USV" and value in (0, "")):
-        return fill_to_json(np.zeros((), dtype)[()], dtype)
+    if value is None or (dtype.kind in "USVTO" and value in (0, "")):
+        return "" if is_variable(dtype) else fill_to_json(np.zeros((), dtype)[()], dtype)
     if dtype.kind == "b":
         return bool(value)
     if dtype.kind in "iu" and isinstance(value, float) and value.is_integer():
@@ -116,7 +126,9 @@ def _codecs(fields: Mapping[str, Any], dtype: np.dtype[Any], ndim: int, transpos
     endian = "big" if stage.byteorder == ">" else "little"
     compressor = fields.get("compressor")
     rest = [*filters, *([] if compressor is None else [compressor])]
-    if not (rest and rest[0]["id"] in _ARRAY_COMPRESSORS):
+    if is_variable(dtype):
+        codecs.append({"name": rest.pop(0)["id"]})
+    elif not (rest and rest[0]["id"] in _ARRAY_COMPRESSORS):
         codecs.append({"name": "bytes", **({"configuration": {"endian": endian}} if stage.itemsize > 1 else {})})
     codecs += [_bytes_codec(settings, dtype.itemsize) for settings in rest]
     return codecs

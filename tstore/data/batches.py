@@ -21,6 +21,7 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK
 from tstore.format.gather import Source, copy_chunks, gather
 from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
+from tstore.format.variable import bytes_in, is_variable
 from tstore.runtime.budget import aligned_offset, scratch
 
 __all__ = [
@@ -36,7 +37,6 @@ __all__ = [
     "WriteJob",
     "batches",
     "box_numbers",
-    "bytes_of",
     "encoded_chunks",
 ]
 
@@ -264,23 +264,26 @@ def batches(jobs: Iterable[WriteJob], limits: Limits = BATCH) -> Iterator[Batch]
 def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values, batch_size: int) -> Iterator[ChunkBox]:
     meta = job.meta
     if values.shape == meta.chunks:
-        yield ChunkBox(job, origin, values, 1, aligned_offset(values.size * meta.dtype.itemsize))
+        yield ChunkBox(job, origin, values, 1, _scratch_size(meta, values, 1))
         return
     counts = chunk_counts(values.shape, meta.chunks)
     size = meta.chunk_size * meta.dtype.itemsize
-    max_chunks = max(1, min(_BATCH_CHUNKS, batch_size // max(1, size)))
+    # a chunk of values of variable length may be of any size
+    max_chunks = 1 if is_variable(meta.dtype) else max(1, min(_BATCH_CHUNKS, batch_size // max(1, size)))
     for box in boxes(counts, max_chunks):
         region = tuple(
             slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, meta.chunks, values.shape, strict=True)
         )
         first = tuple(o + r.start for o, r in zip(origin, box, strict=True))
         chunk_count = math.prod(len(r) for r in box)
-        yield ChunkBox(job, first, values[region], chunk_count, aligned_offset(chunk_count * size))
+        part = values[region]
+        yield ChunkBox(job, first, part, chunk_count, _scratch_size(meta, part, chunk_count))
 
 
-def bytes_of(values: Values) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a contiguous array as a view."""
-    return values.reshape(-1).view(np.uint8)
+def _scratch_size(meta: ArrayMeta, values: Values, chunk_count: int) -> int:
+    """Return the bytes that a copy of the values needs, or if these have variable length, at least as chunks."""
+    variable = is_variable(meta.dtype)
+    return aligned_offset(bytes_in(values) if variable else chunk_count * meta.chunk_size * meta.dtype.itemsize)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 from tstore.format.dtypes import as_records, has_nonfinite, is_float, is_integer, is_ml_dtype
+from tstore.format.variable import as_variable, is_variable
 
 __all__ = ["Casting", "as_castable", "can_cast"]
 
@@ -50,6 +51,8 @@ def as_castable(path: str, values: npt.ArrayLike, dtype: np.dtype[Any], casting:
 
 def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) -> npt.NDArray[Any] | None:
     """Return the values as an array that can be cast to `dtype`, or None if they must be refused."""
+    if is_variable(dtype):
+        return as_variable(values, dtype)
     array = np.asarray(values)
     if casting == "unsafe" and array.dtype != dtype:
         if array.dtype.kind not in "biufcV" and array.dtype.kind != dtype.kind:

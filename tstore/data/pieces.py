@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tstore.data.chunk_memory import chunk_memory
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
@@ -32,7 +33,6 @@ from tstore.format.grid import (
 )
 from tstore.format.node import Node
 from tstore.format.points import PointSelection
-from tstore.runtime.budget import scratch
 
 __all__ = [
     "Bytes",
@@ -242,8 +242,7 @@ class ChunkPiece(Piece):
         if meta.chain.has_parts:
             meta.chain.decode_part(data.data, inside, target)
             return
-        with scratch(meta.chunk_size * meta.dtype.itemsize) as buffer:
-            decoded = buffer.view(meta.dtype).reshape(meta.chunks)
+        with chunk_memory(meta) as decoded:
             meta.chain.decode(data.data, decoded)
             np.copyto(target, decoded[inside], casting="unsafe")
 

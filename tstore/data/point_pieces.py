@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tstore.data.chunk_memory import chunk_memory
 from tstore.data.pieces import Bytes, ChunkPiece, ReadJob
 from tstore.format.checksums import BLOCK
 from tstore.format.chunk_refs import ChunkRow
 from tstore.format.points import PointProjection
-from tstore.runtime.budget import scratch
 
 __all__ = ["PointPiece", "point_pieces"]
 
@@ -38,10 +38,9 @@ class PointPiece(ChunkPiece):
 
     def _decode(self, data: Bytes) -> None:
         meta = self.job.meta
-        with scratch(meta.chunk_size * meta.dtype.itemsize) as buffer:
-            decoded = buffer.view(meta.dtype)
-            meta.chain.decode(data.data, decoded.reshape(meta.chunks))
-            self.points.read(decoded, 0, self.job.out)
+        with chunk_memory(meta) as decoded:
+            meta.chain.decode(data.data, decoded)
+            self.points.read(decoded.reshape(-1), 0, self.job.out)
 
 
 def point_pieces(job: ReadJob, row: ChunkRow, points: PointProjection) -> Iterator[PointPiece]:

@@ -13,6 +13,7 @@ with a few threads, a remote server with many requests.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ import numpy as np
 from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.data.planning import batches_of, parts_of, pieces_of
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.runtime.budget import aligned_offset, scratch
+from tstore.format.variable import is_variable
+from tstore.runtime.budget import aligned_offset, page_aligned, scratch
 from tstore.runtime.pool import each, run
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache import forget
@@ -29,13 +31,17 @@ from tstore.storage.cache import forget
 __all__ = ["new_values", "pack_reader", "read_chunks"]
 
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
+_MIN_ALIGNED = 64 << 10  # bytes of a result that begins at a page
 
 
 def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
     """Return an uninitialized array to read into; raise `InvalidArgument` if it does not fit in memory."""
+    size = math.prod(shape) * dtype.itemsize
     try:
-        return np.empty(shape, dtype)
-    except MemoryError as error:
+        if size < _MIN_ALIGNED or is_variable(dtype):
+            return np.empty(shape, dtype)
+        return page_aligned(size).view(dtype).reshape(shape)
+    except (MemoryError, ValueError, OverflowError) as error:  # of sizes that no memory has
         raise InvalidArgument(f"{path} does not fit in memory ({error}); read a part of it") from error
 
 

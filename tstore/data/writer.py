@@ -2,8 +2,8 @@
 
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: values are
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
-caches. Short chunks are written in batches (`batches`). A long unencoded chunk that is contiguous in memory is
-copied, hashed and written block by block. A save in the background takes the interpreter's lock less often: its
+caches. Short chunks are written in batches (`batches`). A long unencoded chunk is copied, hashed and written block
+by block. A save in the background takes the interpreter's lock less often: its
 batches are longer than the caches, long chunks are among them, and one call gathers and hashes a batch. Staged
 chunks, which nothing can change, are not copied. If a chunk has the same checksums as in the earlier version, the
 new version refers to the old bytes, and none are written.
@@ -32,9 +32,9 @@ from tstore.data.batches import (
     StagedRun,
     batches,
     box_numbers,
-    bytes_of,
     encoded_chunks,
 )
+from tstore.data.long_chunks import blocks_of
 from tstore.data.write_job import EncodedRun, Values, WriteJob, joined_checks
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, digest
@@ -222,24 +222,25 @@ class PackSet:
 
     def _write_long(self, box: ChunkBox) -> None:
         """Write a copy of each block of a long chunk, unless the prior chunk has the same bytes."""
-        job, data = box.job, bytes_of(box.values)
+        job, size = box.job, box.meta.encoded_size
         [number] = box_numbers(box)
         prior = None if job.prior_chunks is None else job.prior_chunks.row(number)
-        if prior is not None and prior.length == len(data) and _has_checks(data, prior.checks):
-            job.rows.append(prior)
-            return
         checks: list[bytes] = []
 
-        def blocks(buffer: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
-            for start in range(0, len(data), BLOCK):
-                block = buffer[: len(data) - start]
-                np.copyto(block, data[start : start + BLOCK])
+        def hashed(buffer: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
+            for block in blocks_of(box.values, box.meta.dtype, buffer):
                 checks.append(digest(block.data))
                 yield block.data
 
         with scratch(BLOCK) as buffer:
-            key, offset = self._append_chunks(blocks(buffer), len(data))
-        job.rows.append(ChunkRow(number, key, offset, len(data), b"".join(checks)))
+            if prior is not None and prior.length == size:
+                each_check = zip(hashed(buffer), joined_checks(prior.checks, CHECK_SIZE), strict=True)
+                if all(checks[-1] == check for _, check in each_check):  # stop at the first that differs
+                    job.rows.append(prior)
+                    return
+                checks.clear()
+            key, offset = self._append_chunks(hashed(buffer), size)
+        job.rows.append(ChunkRow(number, key, offset, size, b"".join(checks)))
 
 
 def _reuse_unchanged(encoded: list[EncodedRun]) -> list[tuple[EncodedRun, bytes]]:
@@ -266,20 +267,6 @@ def _reuse_unchanged(encoded: list[EncodedRun]) -> list[tuple[EncodedRun, bytes]
 
 
 def _is_long(box: ChunkBox) -> bool:
-    """Return whether the box is one unencoded chunk, longer than a block and contiguous in the caller's memory."""
-    meta, values = box.job.meta, box.values
-    return (
-        meta.encoded_size > BLOCK
-        and meta.chain.identity
-        and values.shape == meta.chunks
-        and values.dtype == meta.dtype
-        and values.flags.c_contiguous
-    )
-
-
-def _has_checks(data: npt.NDArray[np.uint8], checks: bytes) -> bool:
-    """Return whether bytes have the joined checksums of an equally long chunk; stop at the first that differs."""
-    return all(
-        digest(data[start : start + BLOCK].data) == checks[i * CHECK_SIZE : (i + 1) * CHECK_SIZE]
-        for i, start in enumerate(range(0, len(data), BLOCK))
-    )
+    """Return whether the box is one whole unencoded chunk, longer than a block."""
+    meta = box.job.meta
+    return meta.encoded_size > BLOCK and meta.chain.identity and box.values.shape == meta.chunks

@@ -1,4 +1,7 @@
-"""The array→bytes codecs of a chain, but for shards: `bytes`, `exmy`, and two of numcodecs; pure, no I/O."""
+"""The array→bytes codecs of a chain, but for shards; pure, no I/O.
+
+They are `bytes`, `exmy`, those of values of variable length, and two more of numcodecs.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from tstore.format.compressors import Bytes, max_encoded_size
 from tstore.format.dtypes import is_ml_dtype
 from tstore.format.grid import chunk_number
 from tstore.format.numcodecs_classes import checked_int, new_codec, settings_of, unsupported
+from tstore.format.variable import MAX_ENCODED, bytes_in, is_variable
 
 __all__ = ["FLOATS", "ArrayCodec", "ExmyCodec", "Tiles", "as_array_codec"]
 
@@ -60,7 +64,10 @@ class ArrayCodec:
 
 def as_array_codec(document: Document, dtype: np.dtype[Any], shape: Shape) -> ArrayCodec:
     """Return the array→bytes codec of a `zarr.json`; raise `UnsupportedFormat` for an unknown one."""
-    match document.get("name"):
+    name = document.get("name")
+    if is_variable(dtype) and name in ("bytes", "exmy", *_VARIABLE):
+        return _VariableCodec(document, dtype, shape)
+    match name:
         case "bytes":
             return _BytesCodec(document, dtype, shape)
         case "exmy":
@@ -69,7 +76,7 @@ def as_array_codec(document: Document, dtype: np.dtype[Any], shape: Shape) -> Ar
             return _PCodec(document, dtype, shape)
         case "numcodecs.zfpy":
             return _Zfpy(document, dtype, shape)
-    raise unsupported(document)
+    raise unsupported(document, f"it encodes values of variable length, not {dtype}" if name in _VARIABLE else "")
 
 
 class _BytesCodec(ArrayCodec):
@@ -98,6 +105,48 @@ class _BytesCodec(ArrayCodec):
 
     def decode(self, data: memoryview, out: Values) -> None:
         np.copyto(out.view(self._bits), np.frombuffer(data, self._stored).reshape(out.shape))
+
+
+_VARIABLE = {"vlen-utf8": "T", "vlen-bytes": "O"}
+"""The codecs of variable length, and the kind of dtype that each encodes."""
+_LENGTH_SIZE = 4  # bytes of the number of values, and of the length of each
+
+
+class _VariableCodec(ArrayCodec):
+    """Zarr's `vlen-utf8` and `vlen-bytes`: the number of values, then each with its length, as numcodecs does."""
+
+    def __init__(self, document: Document, dtype: np.dtype[Any], shape: Shape) -> None:
+        name = str(document["name"])
+        if _VARIABLE.get(name) != dtype.kind:
+            fit = next(codec for codec, kind in _VARIABLE.items() if kind == dtype.kind)
+            raise unsupported(document, f"chunks of this dtype are encoded by {fit!r}")
+        self.document = {"name": name, "configuration": settings_of(document)}
+        self.min_size = _LENGTH_SIZE * (1 + math.prod(shape))
+        self.max_size = MAX_ENCODED
+        if self.min_size > MAX_ENCODED:
+            raise InvalidArgument(
+                f"chunks of shape {list(shape)} are too large: a chunk of values of variable length has at most "
+                f"{MAX_ENCODED} bytes, {_LENGTH_SIZE} of them for each value"
+            )
+        self._codec = new_codec(document, {})
+
+    def encode(self, chunk: Values, out: Bytes) -> Any:
+        if (size := self.min_size + bytes_in(chunk)) <= MAX_ENCODED:
+            encoded = self._codec.encode(np.ascontiguousarray(chunk).reshape(-1))
+            if (size := len(encoded)) <= MAX_ENCODED:  # characters may have several bytes
+                return encoded
+        raise InvalidArgument(
+            f"its values need {size} bytes or more, but a chunk of values of variable length has at most "
+            f"{MAX_ENCODED}; choose smaller chunks"
+        )
+
+    def decode(self, data: memoryview, out: Values) -> None:
+        if (count := int.from_bytes(data[:_LENGTH_SIZE], "little")) != out.size:
+            raise Corrupt(f"expected {out.size} values, but the chunk declares {count}")
+        try:
+            np.copyto(out, self._codec.decode(data).reshape(out.shape), casting="unsafe")
+        except ValueError as error:
+            raise Corrupt(f"{self.document['name']} bytes do not decode: {error}") from error
 
 
 class ExmyCodec(ArrayCodec):
@@ -204,7 +253,8 @@ class _Numcodec(ArrayCodec):
     def __init__(
         self, document: Document, settings: Mapping[str, Any], dtype: np.dtype[Any], shape: Shape, probe: Shape
     ) -> None:
-        self.document = document
+        # zarr-python requires a configuration, even an empty one
+        self.document = {"name": document["name"], "configuration": document.get("configuration") or {}}
         self.max_size = max_encoded_size(math.prod(shape) * dtype.itemsize)
         self._dtype = dtype
         self._codec = new_codec(document, settings)

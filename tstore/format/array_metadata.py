@@ -14,6 +14,7 @@ from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 from tstore.format.arguments import checked_attributes, checked_name
 from tstore.format.codecs import Chain, Codecs, chain_documents, without_clipping
 from tstore.format.dtypes import (
+    array_dtype,
     dtype_named,
     dtype_to_json,
     fill_from_argument,
@@ -22,6 +23,7 @@ from tstore.format.dtypes import (
     stored_dtype,
 )
 from tstore.format.grid import chunk_counts, default_chunks
+from tstore.format.variable import NOMINAL_BYTES, is_variable
 
 __all__ = ["SHORT_DOCUMENT", "ArrayMeta", "Codecs", "dtype_named", "short_meta"]
 
@@ -215,10 +217,11 @@ class ArrayMeta:
 
         Raise `InvalidArgument` for values that can't be stored, and `UnsupportedFormat` for unknown codecs.
         """
-        dtype, shape = dtype_named(dtype), _lengths("shape", shape, 0)
+        dtype, shape = array_dtype(dtype), _lengths("shape", shape, 0)
         if len(shape) > _MAX_DIMENSIONS:
             raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MAX_DIMENSIONS}")
-        chunks = default_chunks(shape, dtype.itemsize) if chunks is None else _lengths("chunks", chunks, 1)
+        itemsize = NOMINAL_BYTES if is_variable(dtype) else dtype.itemsize
+        chunks = default_chunks(shape, itemsize) if chunks is None else _lengths("chunks", chunks, 1)
         _check_bytes("shape", shape, dtype)
         _check_bytes("chunks", chunks, dtype)
         if len(chunks) != len(shape):

@@ -29,6 +29,7 @@ __all__ = ["as_bytes_codec"]
 Document = Mapping[str, Any]
 
 _MAX_INT = (1 << 31) - 1
+_DEFAULTS: dict[str, dict[str, Any]] = {"zstd": {"level": 0, "checksum": False}, "gzip": {"level": 5}}
 
 
 def as_bytes_codec(document: Document, itemsize: int) -> Compressor:
@@ -46,8 +47,8 @@ def as_bytes_codec(document: Document, itemsize: int) -> Compressor:
         codec = COMPRESSORS[name](**settings) if name in COMPRESSORS else _CODECS[name](document)
     except TypeError:
         raise unsupported(document, "a setting is absent, unknown or out of range") from None
-    if name.startswith("numcodecs."):  # zarr-python requires a configuration, even an empty one
-        document = {"name": name, "configuration": document.get("configuration") or {}}
+    if name.startswith("numcodecs.") or name in _DEFAULTS:  # zarr-python requires a configuration
+        document = {"name": name, "configuration": {**_DEFAULTS.get(name, {}), **settings}}
     codec.document = document
     return codec
 

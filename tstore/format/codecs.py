@@ -24,6 +24,7 @@ from tstore.format.compressors import Bytes, Compressor, max_encoded_size
 from tstore.format.filters import Filter, Transpose, as_filter
 from tstore.format.numcodecs_classes import settings_of, unsupported
 from tstore.format.sharded import Sharded, inner_counts
+from tstore.format.variable import is_variable
 
 __all__ = [
     "FLOATS",
@@ -218,7 +219,7 @@ def _sharded(
     index = Chain(np.dtype(np.uint64), (*counts, 2), index_codecs, max_nested=0)
     settings |= {"chunk_shape": list(inner_shape), "codecs": inner.documents, "index_codecs": index.documents}
     with np.errstate(all="ignore"):
-        fill = np.asarray(fill_value).astype(dtype)
+        fill = np.full((), fill_value, dtype) if is_variable(dtype) else np.asarray(fill_value).astype(dtype)
     return Sharded({"name": "sharding_indexed", "configuration": settings}, shape, counts, fill, inner, index)
 
 
@@ -241,8 +242,12 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
     uncompressed: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         uncompressed["configuration"] = {"endian": "little"}
+    if is_variable(dtype):
+        uncompressed = {"name": "vlen-utf8" if dtype.kind == "T" else "vlen-bytes"}
     if codecs is None:
         return [uncompressed]
+    if codecs == LOSSLESS and is_variable(dtype):
+        return [uncompressed, {"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
     if codecs == LOSSLESS:
         settings = {
             "typesize": dtype.itemsize,

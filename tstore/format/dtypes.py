@@ -3,6 +3,7 @@
 These are the data types of fixed size: NumPy's numbers, bfloat16 and the floats and integers of up to 8 bits of
 ml_dtypes, strings and bytes of fixed length, times, and structs of these. Structs have no padding, and their
 fields are little-endian. A number of fewer than 8 bits lies in the low bits of a byte; the others mean nothing.
+Those of variable length are in `variable`; only an array as a whole can have them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ import numpy as np
 
 from tstore.errors import InvalidArgument, UnsupportedFormat
 from tstore.format.arguments import quote
+from tstore.format.variable import (
+    is_variable,
+    variable_dtype,
+    variable_fill,
+    variable_fill_from_json,
+    variable_fill_to_json,
+    variable_name,
+)
 
 __all__ = [
+    "array_dtype",
     "as_records",
     "dtype_named",
     "dtype_text",
@@ -45,7 +55,6 @@ _WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
 _UNITS = frozenset(("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"))
 _LENGTHS = {"fixed_length_utf32": "U", "null_terminated_bytes": "S", "raw_bytes": "V"}
 _TIMES = {"numpy.datetime64": "M", "numpy.timedelta64": "m"}
-_VARIABLE = frozenset(("string", "bytes", "variable_length_bytes", "variable_length_utf8"))
 _SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
 """The types of fewer than 8 bits that have names in Zarr."""
 _ML_DTYPES = frozenset(
@@ -53,7 +62,16 @@ _ML_DTYPES = frozenset(
     for name in dir(ml_dtypes)
     if name == "bfloat16" or name.startswith("float8_") or name in _SUB_BYTE
 )
-_ADVICE = "values of variable length are not supported; use a fixed length, such as 'U20' or 'S20'"
+_ADVICE = (
+    "only an array of a transaction can have values of variable length, with the dtype 'string' or "
+    "'variable_length_bytes'; elsewhere use a fixed length, such as 'U20' or 'S20'"
+)
+
+
+def array_dtype(name: Any) -> np.dtype[Any]:
+    """Return the dtype of this name, which may be of variable length; raise `InvalidArgument`."""
+    variable = variable_dtype(name)
+    return dtype_named(name) if variable is None else variable
 
 
 def dtype_named(name: Any) -> np.dtype[Any]:
@@ -114,7 +132,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 def has_nonfinite(dtype: np.dtype[Any]) -> bool:
     """Return whether a float dtype has NaN; those of fewer than 8 bits have neither NaN nor infinity."""
-    return dtype.name not in _SUB_BYTE
+    return dtype.kind != "V" or dtype.name not in _SUB_BYTE  # the name takes NumPy a while
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
@@ -143,6 +161,8 @@ def as_records(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
     """Return a short name for people, such as "float32", "U5" (5 characters), "S5" (5 bytes) or "{x: int8}"."""
+    if is_variable(dtype):
+        return "string" if dtype.kind == "T" else "bytes"
     if dtype.names is not None:
         assert dtype.fields is not None
         return "{" + ", ".join(f"{name}: {dtype_text(dtype.fields[name][0])}" for name in dtype.names) + "}"
@@ -151,6 +171,8 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
 
 def dtype_to_json(dtype: np.dtype[Any]) -> Any:
     """Return the data type of a `zarr.json`: a name, or an object with a name and a configuration."""
+    if is_variable(dtype):
+        return variable_name(dtype)
     if dtype.names is not None:
         assert dtype.fields is not None
         fields = [[name, dtype_to_json(dtype.fields[name][0])] for name in dtype.names]
@@ -167,7 +189,11 @@ def dtype_to_json(dtype: np.dtype[Any]) -> Any:
 
 def stored_dtype(data_type: Any) -> np.dtype[Any]:
     """Return the dtype of a data type in a `zarr.json`; raise `UnsupportedFormat`, or `TypeError`."""
-    return _stored(data_type, _MAX_NESTED)
+    name = data_type
+    if isinstance(data_type, dict) and data_type.keys() <= {"name", "configuration"}:
+        name = data_type.get("name") if not data_type.get("configuration") else None
+    variable = variable_dtype(name) if isinstance(name, str) else None
+    return _stored(data_type, _MAX_NESTED) if variable is None else variable
 
 
 def _stored(data_type: Any, max_nested: int) -> np.dtype[Any]:
@@ -180,7 +206,7 @@ def _stored(data_type: Any, max_nested: int) -> np.dtype[Any]:
     else:
         raise TypeError(f"{data_type!r:.100} is not a data type with a name")
     if dtype is None:
-        reason = f": {_ADVICE}" if name in _VARIABLE else ""
+        reason = f": {_ADVICE}" if variable_dtype(name) is not None else ""
         with_configuration = f" with configuration {configuration!r:.100}" if configuration else ""
         raise UnsupportedFormat(f"data type {name!r:.100}{with_configuration} is not supported{reason}")
     return dtype
@@ -229,6 +255,11 @@ def fill_from_argument(value: Any, dtype: np.dtype[Any]) -> Any:
 
     Zero stands for the zero of every dtype: an empty string, the first moment, a struct of zeros.
     """
+    if is_variable(dtype):
+        try:
+            return variable_fill(value, dtype)
+        except TypeError:
+            raise InvalidArgument(f"fill_value={quote(value)}: expected a value of {dtype_text(dtype)}") from None
     if type(value) is int and value == 0:
         return np.zeros((), dtype)[()]
     with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError, LookupError):
@@ -266,6 +297,8 @@ def _bytes_fill(value: Any, dtype: np.dtype[Any]) -> Any:
 
 def fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return a fill value as it is in a `zarr.json`."""
+    if is_variable(dtype):
+        return variable_fill_to_json(value)
     if dtype.kind == "b":
         return bool(value)
     if is_integer(dtype):
@@ -292,6 +325,8 @@ def _float_to_json(number: float) -> Any:
 
 def fill_from_json(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return the fill value in a `zarr.json`; raise `TypeError`, `ValueError` or `OverflowError`."""
+    if is_variable(dtype):
+        return variable_fill_from_json(value, dtype)
     if dtype.kind == "c":
         real, imaginary = value
         with np.errstate(all="ignore"):

@@ -210,11 +210,15 @@ def _manifests_version(body: Body) -> int:
         return CHAINED
     if isinstance(body, Root) and body.base is not None:
         listed = (body.base,)
-    if any(isinstance(m, Manifest) and max(m.replaces_node, default=0) >= EXTENDS for m in listed):
-        return EXTENDING
-    if any(isinstance(manifest, ObjectRef) and manifest.pages for manifest in listed):
-        return PAGED
-    return SEGMENTED if any(isinstance(m, Manifest) and m.segments for m in listed) else PLAIN
+    return max([_manifest_version(manifest) for manifest in listed], default=PLAIN)
+
+
+def _manifest_version(manifest: object) -> int:
+    """Return the format version that a manifest, or a reference to one, needs."""
+    if isinstance(manifest, Manifest):
+        extends = max(manifest.replaces_node, default=0) >= EXTENDS
+        return EXTENDING if extends else SEGMENTED if manifest.segments else PLAIN
+    return PAGED if isinstance(manifest, ObjectRef) and manifest.pages else PLAIN
 
 
 def encode(body: Body) -> bytes:

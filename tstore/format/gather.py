@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, block_checks
 from tstore.format.grid import chunk_counts, view_as_chunks
+from tstore.format.variable import is_variable
 
 try:
     from tstore.format import _checksums
@@ -56,9 +57,16 @@ def gather(sources: Sequence[Source], buffer: Bytes) -> list[bytes]:
 
 
 def copy_chunks(values: Values, meta: ArrayMeta, buffer: Bytes) -> Values:
-    """Copy the chunks of values in C order to the front of a buffer, padded at the array's edge; return them."""
+    """Copy the chunks of values in C order to the front of a buffer, padded at the array's edge; return them.
+
+    Values of variable length are copied to new memory.
+    """
     chunks = meta.chunks
     counts = chunk_counts(values.shape, chunks)
+    if is_variable(meta.dtype):
+        if values.shape == chunks:
+            return np.array(values, meta.dtype)[np.newaxis]
+        return _copy_padded(values, meta, np.empty((*counts, *chunks), meta.dtype)).reshape(-1, *chunks)
     buffer = buffer[: meta.chunk_size * meta.dtype.itemsize * math.prod(counts)]
     if values.shape == chunks:
         target = buffer.view(meta.dtype).reshape(chunks)
@@ -68,7 +76,13 @@ def copy_chunks(values: Values, meta: ArrayMeta, buffer: Bytes) -> Values:
     if all(n % c == 0 for n, c in zip(values.shape, chunks, strict=True)):
         np.copyto(target, view_as_chunks(values, chunks), casting="same_kind")
         return target.reshape(-1, *chunks)
-    for at in np.ndindex(*counts):
+    return _copy_padded(values, meta, target)
+
+
+def _copy_padded(values: Values, meta: ArrayMeta, target: Values) -> Values:
+    """Copy the chunks of values to `target`, whose first axes are those of their grid."""
+    chunks = meta.chunks
+    for at in np.ndindex(*chunk_counts(values.shape, chunks)):
         part = values[tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, chunks, strict=True))]
         if part.shape != chunks:
             target[at] = meta.fill_value

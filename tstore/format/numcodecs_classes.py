@@ -34,12 +34,15 @@ _CLASSES = {
     "pcodec": ("pcodec", "PCodec"),
     "quantize": ("quantize", "Quantize"),
     "shuffle": ("shuffle", "Shuffle"),
+    "vlen-bytes": ("vlen", "VLenBytes"),
+    "vlen-utf8": ("vlen", "VLenUTF8"),
     "zfpy": ("zfpy", "ZFPY"),
     "zlib": ("zlib", "Zlib"),
     "zstd": ("zstd", "Zstd"),
 }
 _NAMES = {"bytes", "exmy", "sharding_indexed", "transpose", "zstd", "gzip", "blosc", "crc32c"}
-_NAMES |= {f"numcodecs.{name}" for name in (*_CLASSES, "blosc", "gzip")}
+_NAMES |= {"vlen-bytes", "vlen-utf8"}
+_NAMES |= {f"numcodecs.{name}" for name in (*_CLASSES, "blosc", "gzip") if not name.startswith("vlen")}
 _PACKAGES = {"crc32c": "google-crc32c", "numcodecs.crc32c": "google-crc32c"}
 _PACKAGES |= {name: name.partition(".")[2] for name in ("numcodecs.pcodec", "numcodecs.zfpy")}
 _ELSEWHERE = {

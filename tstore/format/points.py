@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.format.grid import AxisProjection, axis_projections, chunk_counts
+from tstore.format.variable import is_variable
 
 __all__ = [
     "NOTHING",
@@ -67,17 +68,28 @@ class Target(NamedTuple):
     lengths: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def window(self, elements: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return an overlapping view of contiguous elements: at each index there begin those that follow it."""
+    def window(self, elements: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Numbers]:
+        """Return a view of contiguous elements, and the index of the target in it.
+
+        The view overlaps itself: at each position there begin those that follow it. Elements of variable length,
+        of which NumPy makes no such views, are indexed one by one.
+        """
         if not self.lengths:
-            return elements
+            return elements, self.starts
+        if is_variable(elements.dtype):
+            index = self.starts
+            for n, stride in zip(self.lengths, self.strides, strict=True):
+                index = index[..., None] + np.arange(n) * stride
+            return elements, index
         beyond = sum((n - 1) * stride for n, stride in zip(self.lengths, self.strides, strict=True))
         strides = [elements.itemsize * stride for stride in (1, *self.strides)]
-        return np.lib.stride_tricks.as_strided(elements, (len(elements) - beyond, *self.lengths), strides)
+        shape = (len(elements) - beyond, *self.lengths)
+        return np.lib.stride_tricks.as_strided(elements, shape, strides), self.starts
 
     def assign(self, chunk: npt.NDArray[Any], values: Any) -> None:
         """Store values in a chunk in C order; of several for one element, the last one stays."""
-        self.window(chunk.reshape(-1))[self.starts] = values
+        window, index = self.window(chunk.reshape(-1))
+        window[index] = values
 
 
 class _Group(NamedTuple):
@@ -137,8 +149,10 @@ class PointProjection(NamedTuple):
     def read(self, elements: npt.NDArray[Any], skipped: int, out: npt.NDArray[Any]) -> None:
         """Store the selected values in the result, of the elements of the chunk from `skipped` on."""
         target = self.target
-        starts = target.starts - skipped if skipped else target.starts
-        out[self.result] = target.window(elements)[starts]
+        if skipped:
+            target = target._replace(starts=target.starts - skipped)
+        window, index = target.window(elements)
+        out[self.result] = window[index]
 
     def patch(self, values: npt.NDArray[Any], dtype: np.dtype[Any]) -> tuple[Target, npt.NDArray[Any]]:
         """Return the elements to change in the chunk, and a copy of their values, which have the result's axes."""

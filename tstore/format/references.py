@@ -23,10 +23,11 @@ from tstore.errors import Corrupt
 from tstore.format.bounds import MAX_NAMES
 from tstore.format.checksums import CHECK_SIZE, as_checks
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
-from tstore.format.columns import largest, parse_column, total
+from tstore.format.columns import parse_column
 from tstore.format.documents import LONG_DOCUMENT, Document
 from tstore.format.layers import Table, layers, overlay_each, segments_first
 from tstore.format.layout import is_pack
+from tstore.format.manifest_checks import NodeColumns, are_surely_valid, check_nodes, check_order
 from tstore.format.merges import Merge, MergeEntry
 from tstore.format.segments import (
     NO_SOURCE,
@@ -37,9 +38,9 @@ from tstore.format.segments import (
     parse_segments,
     segment_columns,
 )
-from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
+from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys
 
-__all__ = ["EXTENDS", "Body", "Checksum", "Manifest", "Message", "Names", "Natural"]
+__all__ = ["EXTENDS", "REPLACES", "Body", "Checksum", "Manifest", "Message", "Names", "Natural"]
 
 Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 """A version, a host, or a number of hosts or bytes."""
@@ -54,8 +55,8 @@ _ROW_BYTES = 28  # of a chunk in a manifest, without its checksums
 
 _path_of = operator.itemgetter(0)
 
-EXTENDS = 2
-"""The flag of an array to which values were appended."""
+REPLACES, EXTENDS = 1, 2
+"""The flags of a node that is new or has new metadata, and of an array to which values were appended."""
 
 _REPLACES = (False, True, False, True)  # by the sum of the flags
 
@@ -108,42 +109,23 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             parse_column(self.length, "<u8"),
             as_checks(self.checks),
         )
+        nodes = NodeColumns(self.documents, self.paths, self.document, self.replaces_node, self.count)
+        chunks = self.number, self.pack, self.offset, self.length, self.checks
+        segments = self.segment_count or self.segments or self.segment_packs or self.merges
+        if not segments and not any(self.packs) and are_surely_valid(nodes, len(self.packs), chunks):
+            return table
         table.validate()
-        self._check_nodes(len(table))
+        check_nodes(nodes, len(table))
         _ = self._segments_by_node
         check_keys(filter(None, self.packs), is_pack, "a pack")
         if len(table) > 1:
-            self._check_order(table.number)
+            check_order(table.number, self._stops)
         check_documents(document for document in self.documents if len(document) <= LONG_DOCUMENT)
         return table
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
         _ = self.table
-
-    def _check_nodes(self, rows: int) -> None:
-        """Raise `Corrupt` if the columns of the nodes are invalid, or their counts do not add up to `rows`."""
-        n = len(self.paths)
-        if len(self.document) != 4 * n or len(self.replaces_node) != n or len(self.count) != 8 * n:
-            raise Corrupt("the columns of a manifest differ in length")
-        if total(parse_column(self.count, "<u8"), rows) != rows:
-            raise Corrupt("the chunk counts in a manifest do not add up to its number of chunks")
-        if n and largest(parse_column(self.document, "<u4")) >= len(self.documents):
-            raise Corrupt("a manifest refers to a metadata document that it does not have")
-        check_paths(list(filter(None, self.paths)))
-        if not all(map(operator.lt, self.paths, itertools.islice(self.paths, 1, None))):
-            raise Corrupt("the nodes of a manifest are out of order, or one is listed twice")
-        if self.replaces_node.translate(None, b"\0\1\2\3"):
-            raise Corrupt("a manifest has a flag that is none of 0, 1, 2 and 3")
-
-    def _check_order(self, number: npt.NDArray[np.uint64]) -> None:
-        rising = number[1:] > number[:-1]
-        if rising.all():
-            return
-        ends = self._stops
-        rising[ends[(ends > 0) & (ends < len(number))] - 1] = True  # where the next node begins
-        if not rising.all():
-            raise Corrupt("the chunks of a node are out of order, or one is listed twice")
 
     def position(self, path: str) -> int | None:
         """Return the position of a node in `paths`, or None if there is none."""
@@ -172,10 +154,19 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         table = self.table
         ends = list(itertools.accumulate(parse_column(self.count, "<u8").tolist()))
         parts = map(table.part, [0, *ends], ends)
-        segments = self._written_segments or itertools.repeat(())
-        tables = map(self._tables, segments, parts)
         flags = map(_REPLACES.__getitem__, self.replaces_node)
+        tables: Iterator[tuple[Table, ...]] = zip(parts)
+        if self.segments:
+            tables = map(self._tables, self._written_segments, parts)
         return list(zip(self.paths, self.metadata(), flags, tables, strict=True))
+
+    def numbers(self) -> Iterator[tuple[str, int, npt.NDArray[np.uint64]]]:
+        """Yield the path, the flags and the numbers of the chunks of each node, without those in segments."""
+        number, start = self.table.number, 0
+        counts = parse_column(self.count, "<u8").tolist()
+        for path, flags, count in zip(self.paths, self.replaces_node, counts, strict=True):
+            yield path, flags, number[start : start + count]
+            start += count
 
     def extended_paths(self) -> set[str]:
         """Return the paths of the arrays to which values were appended."""
@@ -311,7 +302,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     def _shared_documents(self) -> list[Document]:
         return list(map(Document, self.documents))
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """The bytes of all columns, inline packs, documents and names; the encoded manifest is slightly longer."""
         columns = (self.document, self.replaces_node, self.count, self.number, self.pack, self.offset, self.length)

@@ -21,6 +21,7 @@ from tstore.format.array_codecs import ArrayCodec
 from tstore.format.compressors import Bytes
 from tstore.format.grid import Projection, axis_projections, part_of
 from tstore.format.numcodecs_classes import unsupported
+from tstore.format.variable import MAX_ENCODED, is_variable
 
 __all__ = ["InnerChain", "Sharded", "inner_counts"]
 
@@ -95,6 +96,8 @@ class Sharded(ArrayCodec):
         self._fill = fill
         self.min_size = self._index_size
         self.max_size = self._index_size + math.prod(counts) * inner.max_length
+        if is_variable(fill.dtype):
+            self.max_size = min(self.max_size, self._index_size + max(MAX_ENCODED, inner.max_length))
 
     def encode(self, chunk: Values, out: Bytes) -> Any:
         """Return the inner chunks that have values other than the fill value, and the index."""
@@ -112,6 +115,11 @@ class Sharded(ArrayCodec):
             index[coordinates] = at, len(data)
             at += len(data)
             parts.append(data)
+        if (size := self._index_size + sum(map(len, parts))) > self.max_size:
+            raise InvalidArgument(
+                f"a shard of values of variable length has {size} bytes, more than {self.max_size}; choose "
+                "smaller chunks"
+            )
         encoded_index = self._index.encode(index, np.empty(self._index.out_size, np.uint8))
         return b"".join([encoded_index, *parts] if self._index_first else [*parts, encoded_index])
 
@@ -169,6 +177,8 @@ class Sharded(ArrayCodec):
 
 def _is_filled(values: Values, fill: Values) -> bool:
     """Return whether all elements have the bits of the fill value."""
+    if is_variable(fill.dtype):
+        return bool((values == fill).all())
     data, size = values.reshape(-1).view(np.uint8), fill.dtype.itemsize
     return data[:size].tobytes() == fill.tobytes() and bool((data[size:] == data[:-size]).all())
 

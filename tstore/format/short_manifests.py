@@ -1,4 +1,7 @@
-"""Manifests of few chunks, made without NumPy, whose calls would take most of a small commit; pure, no I/O."""
+"""Manifests of few chunks, made without NumPy, whose calls would take most of a small commit; pure, no I/O.
+
+`manifest_checks` has the same for reading them.
+"""
 
 from __future__ import annotations
 

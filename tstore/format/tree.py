@@ -33,7 +33,7 @@ The outcomes for a transaction when another commit was added after its base:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ from tstore.format.nodes import Nodes
 from tstore.format.object_ref import ObjectRef
 from tstore.format.paths import at_or_below, parents
 from tstore.format.records import Record, Root
-from tstore.format.references import Manifest
+from tstore.format.references import EXTENDS, REPLACES, Manifest
 from tstore.format.roots import StoredRoot, stored_root
 from tstore.format.segments import SegmentedTable
 from tstore.format.stored_nodes import NO_PAGES, InMemory, Paged, PageSource, StoredNodes
@@ -174,6 +174,30 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
     has_segments: bool = False
     extends: bool = False
 
+    def with_others(self, other: NodeChange) -> NodeChange:
+        """Return these changes and those of another transaction that shares the record."""
+        return NodeChange(
+            self.replaces_node or other.replaces_node,
+            np.union1d(self.numbers, other.numbers),  # each wrote different chunks
+            self.has_segments or other.has_segments,
+            self.extends or other.extends,
+        )
+
+
+def _node_changes(manifest: Manifest) -> Iterator[tuple[str, NodeChange]]:
+    """Yield the path of each node and its changes; reads segments."""
+    # a node that is replaced conflicts whatever its chunks are
+    if not manifest.segments:
+        for path, flags, numbers in manifest.numbers():
+            replaces = bool(flags & REPLACES)
+            yield path, NodeChange(replaces, NO_NUMBERS if replaces else numbers, extends=bool(flags & EXTENDS))
+        return
+    merged, extended = manifest.merges_by_path(), manifest.extended_paths()
+    for path, _, replaces, tables in manifest.nodes():
+        has_segments = path in merged or any(isinstance(table, SegmentedTable) for table in tables)
+        numbers = NO_NUMBERS if replaces else numbers_of(tables)
+        yield path, NodeChange(replaces, numbers, has_segments, path in extended)
+
 
 class Overlap(NamedTuple):
     """The overlap of two commits: the paths or tags in conflict, and the chunks by path that both wrote.
@@ -200,16 +224,9 @@ class Changes(NamedTuple):
     def from_record(record: Record, manifests: Sequence[Manifest]) -> Changes:
         """Return the changes of a committed record."""
         nodes: dict[str, NodeChange] = {}
-        merged_paths = {path for m in manifests if m.merges for path in m.merges_by_path()}
-        extended_paths = {path for m in manifests for path in m.extended_paths()}
-        for path, _, replaces_node, tables in (node for manifest in manifests for node in manifest.nodes()):
-            has_segments = path in merged_paths or any(isinstance(table, SegmentedTable) for table in tables)
-            # a node that is replaced conflicts whatever its chunks are
-            numbers = NO_NUMBERS if replaces_node else numbers_of(tables)
-            if path in nodes:  # transactions that share the record wrote different chunks of the array
-                replaces_node = replaces_node or nodes[path].replaces_node
-                numbers = np.union1d(nodes[path].numbers, numbers)
-            nodes[path] = NodeChange(replaces_node, numbers, has_segments, path in extended_paths)
+        for manifest in manifests:
+            for path, change in _node_changes(manifest):
+                nodes[path] = nodes[path].with_others(change) if path in nodes else change
         tags = (*record.tags, *record.tagged)
         return Changes(nodes, record.deleted, record.replaces, tags, record.dropped)
 

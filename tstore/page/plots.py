@@ -77,12 +77,16 @@ def line(xs: Sequence[float], ys: Sequence[float | None]) -> Line:
 
 
 def bars(xs: Sequence[float], ys: Sequence[float | None]) -> Bars:
-    """Return a bar from zero for each finite value; of many neighbours only the highest is drawn."""
+    """Return a bar from zero for each positive, finite value; of many neighbours only the highest is drawn."""
     place = _places(xs)
     stretch = max(1, -(-len(xs) // _MOST_POINTS))
     highest: list[tuple[float, float]] = []
     for start in range(0, len(xs), stretch):
-        part = [(y, x) for x, y in zip(xs[start : start + stretch], ys[start : start + stretch], strict=True) if y]
+        part = [
+            (y, x)
+            for x, y in zip(xs[start : start + stretch], ys[start : start + stretch], strict=True)
+            if y and 0 < y < math.inf
+        ]
         if part:
             y, x = max(part)
             highest.append((x, y))

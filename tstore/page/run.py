@@ -15,12 +15,14 @@ from tstore.log.history import Commit
 from tstore.maintenance.contents import detailed_listing
 from tstore.page.views import Document, Query
 from tstore.quantization.report import read_report
+from tstore.runtime.pool import run
 from tstore.steps import QUANTIZED, steps_of
 from tstore.store import Store
 
 __all__ = ["load", "load_version"]
 
 _ROWS = 50
+_MOST_METRICS = 32  # in the series; rows have all
 _MOST_VERSIONS = 512  # whose details are kept in memory
 
 
@@ -31,10 +33,9 @@ async def load(query: Query) -> Document:
     by default, or those before the version `before`; series have all.
     """
     snapshot = await query.store.snapshot()
-    commits, tags = await query.results.get(
+    commits, tags, rows = await query.results.get(
         "history", (query.store.uuid, snapshot.version), lambda: _history(query.store), most=1
     )
-    rows = _rows(commits, tags)
     keep = _keep(query)
     removed = None if keep is None else await _removed(query.store, keep)
     expiring = set(removed["versions"]) if removed else set()
@@ -84,11 +85,13 @@ async def _details(store: Store, version: int) -> Document:
     return details | {"sqnr_db": report["sqnr_db"], "bits_per_value": report["bits_per_value"], "quantized": True}
 
 
-async def _history(store: Store) -> tuple[list[Commit], dict[str, int]]:
-    return [commit async for commit in store.history()], await store.tags()
+async def _history(store: Store) -> tuple[list[Commit], dict[str, int], list[Document]]:
+    """Return the commits, the tags, and a row for each step."""
+    commits, tags = [commit async for commit in store.history()], await store.tags()
+    return commits, tags, await run(_rows, commits, tags)
 
 
-def _rows(commits: Sequence[Commit], tags: dict[str, int]) -> list[dict[str, Any]]:
+def _rows(commits: Sequence[Commit], tags: dict[str, int]) -> list[Document]:
     """Return a row for each step, the oldest first, with its quantized copies; without steps, for each commit."""
     steps = steps_of(tags)
     by_version: dict[int, Commit] = {}
@@ -141,7 +144,7 @@ def _is_number(value: object) -> bool:
 
 def _series(rows: Sequence[Document]) -> Document:
     """Return columns over all rows: the steps or versions, their metrics, bytes and seconds."""
-    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))[:_MOST_METRICS]
     return {
         "x": [row["version"] if row["step"] is None else row["step"] for row in rows],
         "versions": [row["version"] for row in rows],

@@ -54,6 +54,7 @@ _MAX_FORM = 8 << 10  # bytes
 _MAX_PARAMETERS = 50
 _FORM_TIMEOUT = 10.0  # seconds
 _MAX_VIEWS = 4  # computed at once
+_LONGEST_WAIT = 30.0  # seconds for a turn to be computed
 _SHORTEST_COMPRESSED = 1 << 10  # bytes
 _COMPRESSION = 3
 
@@ -168,8 +169,20 @@ class Site:
             "form_token": self._sessions.form_token(visitor.session),
             "parameters": parameters,
         }
-        async with self._turns:
-            body = await wait_apart(start_apart(self._body(view, as_json, frame)), request)
+        try:
+            async with asyncio.timeout(_LONGEST_WAIT):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise Refused(503, "other views are being computed; try again", {"Retry-After": "5"}) from None
+        try:
+            response = await wait_apart(start_apart(self._view(view, request, as_json, frame)), request)
+        finally:
+            self._turns.release()
+        return response
+
+    async def _view(self, view: View, request: web.BaseRequest, as_json: bool, frame: Document) -> web.Response:
+        """Return a view; all of it, also its compression, runs apart from the server's loop."""
+        body = await self._body(view, as_json, frame)
         headers = {"Vary": "Accept, Cookie, Accept-Encoding", "Cache-Control": "no-store"}
         return _response(request, 200, body, "application/json" if as_json else "text/html", headers)
 

@@ -46,7 +46,7 @@ Configuration = Mapping[str, Any]
 _WIDTHS = range(2, 17)  # the widths, in bits, of the formats that packed arrays may get
 
 _ALWAYS_IN_RANGE = 123  # exponents below this one are in the range of every format with every scale
-_MAX_SQUARED = 511  # the highest exponent of values whose squares float64 can represent
+_MIN_SQUARED, _MAX_SQUARED = -450, 511  # the exponents of values whose squares and errors float64 can represent
 
 
 class Profile(NamedTuple):
@@ -258,6 +258,8 @@ def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterabl
     """Return why some of these configurations can't encode an array; empty if all can."""
     if exponents.count < meta.size:
         return f"{meta.size - exponents.count} of {meta.size} values are NaN or infinite"
+    if exponents.counts.size and exponents.highest < _MIN_SQUARED:
+        return f"values of 2^{exponents.highest} are too small"
     for configuration in configurations:
         if not _in_range(exponents, configuration):
             return f"values of 2^{exponents.highest} are beyond the range of {configuration['format']}"

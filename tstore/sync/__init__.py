@@ -7,7 +7,7 @@ waits for the calls that its threads have started.
 
 The types are in a stub, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
 Python's type system can't express "the same parameters, with a blocking store in place of an async one". `facade`
-makes the blocking names; `jax` and `torch` are imported when they are first used.
+makes the blocking names; `jax`, `torch` and `zarr`, which is `tstore.zarr`, are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -240,4 +240,6 @@ baseline = blocking(_async.baseline)
 def __getattr__(name: str) -> Any:
     if name in ("jax", "torch"):
         return importlib.import_module(f"{__name__}.{name}")
+    if name == "zarr":
+        return importlib.import_module("tstore.zarr")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

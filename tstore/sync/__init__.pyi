@@ -39,6 +39,7 @@ from tstore import (
     errors,
     sharding,
 )
+from tstore import zarr as zarr
 from tstore.array import Indexer
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
@@ -56,6 +57,8 @@ from tstore.quantization.work import ProgressCallback
 from tstore.storage.base import Storage
 from tstore.storage.objects import Traffic
 from tstore.store import Mode, Moment
+from tstore.sync import jax as jax
+from tstore.sync import torch as torch
 from tstore.transactions.staging import Isolation
 
 __all__ = [

@@ -17,6 +17,10 @@ class BlockingWrapper:
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
 
+    @property
+    def __wrapped__(self) -> Any:  # for `inspect.unwrap`, in modules that know nothing of this one
+        return self._wrapped
+
     def __repr__(self) -> str:
         return repr(self._wrapped).replace("<tstore.", "<tstore.sync.", 1)
 

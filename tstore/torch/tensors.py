@@ -119,7 +119,9 @@ def _copied_from_cuda(device: torch.device, tensors: Mapping[str, torch.Tensor])
             flags = (tensor.is_conj(), tensor.is_neg())
             memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *flags)
             if memory not in copy_of:
-                copy_of[memory] = empty_on_host(tensor).copy_(tensor, non_blocking=True)
+                # resolved on the device: `copy_` would negate or conjugate on the host before the bytes arrive
+                resolved = tensor.resolve_conj().resolve_neg()
+                copy_of[memory] = empty_on_host(resolved).copy_(resolved, non_blocking=True)
             copies[path] = copy_of[memory]
     stream.synchronize()  # so the caller may change or free the tensors from here on
     return copies

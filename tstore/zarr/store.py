@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import inspect
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -27,7 +28,6 @@ from tstore.format.node import Node
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.runtime.pool import run, wait_all
 from tstore.snapshot import Snapshot
-from tstore.sync.facade import unwrapped
 from tstore.transactions.encoded import EncodedStaging, Extent
 from tstore.transactions.transaction import Transaction, staging_of
 from tstore.zarr.hierarchy import Hierarchy, SnapshotHierarchy
@@ -55,7 +55,7 @@ class ZarrStore(Store):
     """
 
     def __init__(self, source: Any, *, read_only: bool | None = None) -> None:
-        source = unwrapped(source)
+        source = inspect.unwrap(source)  # a blocking object becomes the async one
         if not isinstance(source, Snapshot | Transaction):
             raise InvalidArgument(
                 f"a ZarrStore is made of a snapshot or a transaction, not of {quote(source)}; pass "
