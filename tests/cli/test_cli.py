@@ -522,6 +522,8 @@ COMMANDS = [
     ["repair", STORE, "--void", "1"],
     ["copy", STORE, "OUT"],
     ["serve", STORE, "--port", "0"],
+    ["stats", STORE, "w"],
+    ["view", STORE, "--no-browser"],
 ]
 
 

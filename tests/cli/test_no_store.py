@@ -36,6 +36,8 @@ VERBS: dict[str, Verb] = {
     "quantize by rules": lambda url, _: tstore.quantize(url, {"**": "e4m3"}, tag="q"),
     "quantize a version": lambda url, _: tstore.quantize(url, bits=5.0, at=1),
     "quantize_report": lambda url, _: tstore.quantize_report(url),
+    "quantization_loss": lambda url, _: tstore.quantization_loss(url, "w"),
+    "baseline": lambda url, _: tstore.baseline(url),
     "copy from it": lambda url, folder: tstore.copy(url, folder / "copy"),
     "export": lambda url, folder: export_safetensors(url, folder / "out.safetensors"),
 }
@@ -51,6 +53,9 @@ COMMANDS: dict[str, list[str]] = {
     "ls --pending": ["ls", "URL", "--pending"],
     "finish": ["finish", "URL", "step/1"],
     "diff": ["diff", "URL", "1", "2"],
+    "stats": ["stats", "URL", "w"],
+    "stats --loss": ["stats", "URL", "w", "--loss"],
+    "view": ["view", "URL", "--no-browser"],
     "verify": ["verify", "URL"],
     "gc": ["gc", "URL", "--keep-last", "1"],
     "gc --dry-run": ["gc", "URL", "--keep-last", "1", "--dry-run"],
