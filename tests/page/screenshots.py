@@ -68,7 +68,7 @@ def main(target: Path) -> None:
             window.show(urljoin(entrance, "/-/page/tree?at=small"), width=1200, height=880, theme="dark")
             for _ in range(2):
                 window.wait(lambda: window.all(".twist[aria-expanded=false]"))[-1].click()
-            window.sees("5", "tbody tr:last-child th")  # the last layer
+            window.wait(lambda: len(window.all(".tree tbody tr")) == 9)  # with the layers
             window.screenshot(target / "page_tree.png")
             for commit in commits[9:]:
                 commit.start()
