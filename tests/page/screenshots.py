@@ -67,8 +67,8 @@ def main(target: Path) -> None:
             window.screenshot(target / "page_run.png")
             window.show(urljoin(entrance, "/-/page/tree?at=small"), width=1200, height=880, theme="dark")
             for _ in range(2):
-                window.all(".twist[aria-expanded=false]")[-1].click()
-                window.wait(lambda: not window.all(".twist[aria-expanded=true]:only-child"))
+                window.wait(lambda: window.all(".twist[aria-expanded=false]"))[-1].click()
+            window.wait(lambda: len(window.all(".tree tbody tr")) == 9)  # with the layers
             window.screenshot(target / "page_tree.png")
             for commit in commits[9:]:
                 commit.start()

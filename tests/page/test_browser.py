@@ -20,7 +20,18 @@ from tests.support.browser import Browser, browser, missing, viewing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-VIEWS = ["", "tree", "tree?group=params", "tree?find=mlp&sort=bytes", "health", "?keep_last=1", "none"]
+VIEWS = [
+    "",
+    "?keep_last=1",
+    "tree",
+    "tree?find=mlp&sort=bytes",
+    "compare?before=1&after=2",
+    "compare?before=2&after=3",
+    "tensor?at=2&path=params/embed/tokens",
+    "tensor?at=3&path=params/embed/tokens",
+    "health",
+    "none",
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +76,26 @@ def clean(window: Browser) -> None:
     assert window.barriers() == []
 
 
-def test_every_view_of_the_demo(window: Browser, demo: Path) -> None:
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_view_of_the_demo(window: Browser, demo: Path, theme: str) -> None:
     with viewing(demo) as entrance:
         window.show(entrance)
-        for theme, width in (("light", 1280), ("dark", 1280), ("light", 360)):
-            for view in VIEWS:
-                window.complaints()
-                window.show(urljoin(entrance, f"/-/page/{view}"), width=width, theme=theme)
-                if view == "none":
-                    window.sees("Not found")
-                    window.complaints()  # of the status 404
-                clean(window)
-        window.show(urljoin(entrance, "/-/page/"))
-        window.sees("31.", "[data-sqnr]")  # fetched when the row is seen
+        for view in VIEWS:
+            url = urljoin(entrance, f"/-/page/{view}")
+            window.show(url, theme=theme)
+            if view == "none":
+                window.sees("Not found")
+                window.complaints()  # of the status 404
+            clean(window)
+            window.show(url, width=360, theme=theme)
+            assert window.overflow() <= 0
+            window.complaints()
+
+
+def test_the_run_of_the_demo_has_its_copies_and_the_killed_host(window: Browser, demo: Path) -> None:
+    with viewing(demo) as entrance:
+        window.show(entrance)
+        window.sees("dB", "[data-sqnr]")  # fetched when the row is seen
         window.sees("1 missing", "#hosts")
         window.sees("step/1/e4m3", ".steps")
 
