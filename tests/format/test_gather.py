@@ -177,7 +177,7 @@ def test_sources_that_do_not_fit_are_refused(source, error):
 @st.composite
 def targets(draw: st.DrawFn) -> tuple[Values, Values]:
     """Draw an array of any order, steps and alignment, and a view of its chunks."""
-    dtype = np.dtype(draw(st.sampled_from([*DTYPES, "S3", "V5"])))
+    dtype = np.dtype(draw(st.sampled_from([*DTYPES, "S3", "V5", "M8[s]"])))
     chunks = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     steps = [draw(st.sampled_from([1, 1, 2, -1])) for _ in chunks]
     lengths = [c * draw(st.integers(1, 3)) * abs(s) for c, s in zip(chunks, steps, strict=True)]
