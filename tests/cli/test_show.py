@@ -13,7 +13,9 @@ import pytest
 
 import tstore.sync as blocking
 from tests.support.commands import Call, failed
+from tests.support.counted_reads import count_reads
 from tstore.cli.tree import show_tree
+from tstore.format.patterns import compile_patterns
 
 
 @pytest.fixture
@@ -89,6 +91,54 @@ def test_scalars_are_selected_as_arrays_are(tmp_path: Path, call: Call, path: st
     blocking.save(tmp_path / "store", tree, 1)
     code, out, _ = call("show", tmp_path / "store", path)
     assert (code, cells(out)) == (0, [["schedule/last_lr/0", "float", "0.25"]])
+
+
+@pytest.fixture
+def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a store with 3,000 arrays and as many scalars in 300 groups, whose metadata is in short pages."""
+    monkeypatch.setattr("tstore.format.pages.PAGE_BYTES", 4000)
+    tree = {f"g{g:03}": {f"a{a}": np.full(4, a) for a in range(10)} | {"lr": g / 2} for g in range(300)}
+    blocking.save(tmp_path / "many", tree, 1)
+    return tmp_path / "many"
+
+
+@pytest.mark.parametrize(
+    "path", ["g123", "/g123/", "g123/a7", "g123/lr", "g12?/lr", "g123/*", "g12*/**", "*23/a1"]
+)
+def test_a_part_is_shown_as_the_whole_is(many: Path, call: Call, path: str) -> None:
+    whole, part = (json.loads(call("show", many, *args, "--json")[1]) for args in ((), (path,)))
+    matches = compile_patterns(path if set(path) & {"*", "?"} else f"{path.strip('/')}/**")
+    for key in ("arrays", "scalars"):
+        assert part[key] == [item for item in whole[key] if matches(item["path"])]
+    assert part["arrays"] or part["scalars"]
+
+
+@pytest.mark.parametrize("path", ["g123", "g12?/a7", "g123/lr"])
+def test_a_part_costs_what_the_part_costs(
+    many: Path, call: Call, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    structure = 130_000  # of the whole tree; it is an attribute of the root group
+    sizes = count_reads(monkeypatch)
+    assert call("show", many, path)[0] == 0
+    assert sum(sizes) < structure + 5 * 4000
+    sizes.clear()
+    assert call("show", many)[0] == 0
+    assert sum(sizes) > structure + 200_000
+
+
+def test_a_part_of_what_no_save_wrote_costs_what_the_part_costs(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tstore.format.pages.PAGE_BYTES", 4000)
+    with blocking.open(tmp_path / "store") as opened, opened.transaction() as tx:
+        for number in range(1000):
+            tx.create_array(f"n{number:03}", (4,), "int64").write(number)
+    for command, path, count in (("ls", "n12*", 10), ("show", "n12*", 10), ("show", "n123", 1)):
+        sizes = count_reads(monkeypatch)
+        assert len(json.loads(call(command, tmp_path / "store", path, "--json")[1])["arrays"]) == count
+        assert sum(sizes) < 20_000
+        monkeypatch.undo()
+        monkeypatch.setattr("tstore.format.pages.PAGE_BYTES", 4000)
 
 
 def test_patterns(store: Path, tmp_path: Path, call: Call) -> None:

@@ -18,7 +18,8 @@ from tests.support.threads import assert_releases_interpreter
 from tstore.format import gather as module
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK
-from tstore.format.gather import Source, gather
+from tstore.format.gather import Source, gather, scatter
+from tstore.format.grid import view_as_chunks
 
 Values = npt.NDArray[Any]
 
@@ -171,3 +172,58 @@ def test_sources_that_do_not_fit_are_refused(source, error):
     assert (buffer == 7).all()
     with pytest.raises(ValueError, match="blocks of 0 bytes"):
         module._checksums.gather([fits], buffer, 0)
+
+
+@st.composite
+def targets(draw: st.DrawFn) -> tuple[Values, Values]:
+    """Draw an array of any order, steps and alignment, and a view of its chunks."""
+    dtype = np.dtype(draw(st.sampled_from([*DTYPES, "S3", "V5", "M8[s]"])))
+    chunks = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    steps = [draw(st.sampled_from([1, 1, 2, -1])) for _ in chunks]
+    lengths = [c * draw(st.integers(1, 3)) * abs(s) for c, s in zip(chunks, steps, strict=True)]
+    memory = np.zeros(math.prod(lengths) * dtype.itemsize + 9, np.uint8)[draw(st.integers(0, 9)) :]
+    whole = (
+        memory[: math.prod(lengths) * dtype.itemsize]
+        .view(dtype)
+        .reshape(lengths, order=draw(st.sampled_from("CF")))
+    )
+    values = whole[(*(slice(None, None, s) for s in steps),)]
+    return values, view_as_chunks(values, chunks)
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+@given(st.data())
+def test_chunks_are_scattered_to_any_view_and_hashed(in_c, data):
+    if in_c and module._checksums is None:
+        pytest.skip("installed without a C compiler")
+    values, target = data.draw(targets())
+    size = values.nbytes // math.prod(target.shape[: values.ndim])
+    chunks = np.random.default_rng(values.size).integers(0, 256, values.nbytes, np.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_c:
+            patch.setattr(module, "_checksums", None)
+        checks = scatter(chunks, target)
+    assert checks == checks_of(chunks.tobytes(), size)
+    stored = expected_chunks(values.view(f"V{values.itemsize}"), target.shape[values.ndim :], 0)
+    assert b"".join(stored) == chunks.tobytes()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("size", "first", "block"), [(7, 1, 9), (9, 1, 9), (8, 3, 9), (8, -1, 9), (8, 1, 0), (0, 1, 9)]
+)
+def test_chunks_that_do_not_fill_an_array_are_not_scattered(size, first, block):
+    target = np.zeros((2, size and 4), np.uint8)
+    with pytest.raises(ValueError, match="do not fill"):
+        module._checksums.scatter(np.ones(size, np.uint8), target, first, block)
+    assert not target.any()
+    target.flags.writeable = False
+    with pytest.raises((ValueError, BufferError)):
+        module._checksums.scatter(np.ones(target.size, np.uint8), target, 1, 9)
+
+
+@compiled
+def test_the_interpreter_runs_on_while_chunks_are_scattered():
+    data, target = np.ones(1 << 28, np.uint8), np.empty((1 << 14, 1 << 14), np.uint8)
+    chunks = view_as_chunks(target, (1 << 14, 1 << 8))
+    assert_releases_interpreter(lambda: module._checksums.scatter(data, chunks, 2, 1 << 10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from types import SimpleNamespace
 
@@ -12,13 +13,19 @@ from tstore.runtime.quick_calls import QuickCalls
 
 
 class Clock:
-    """A clock that only `take` advances; `take` is a call that takes the time passed to it."""
+    """A clock that only `take` advances; `take` is a call that takes the time passed to it, most of it waiting."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.waits = 0.0
 
     def take(self, seconds: float) -> bool:
         """Return whether the call was made in the main thread, the one of the event loop."""
+        self.waits += 1
+        return self.work(seconds)
+
+    def work(self, seconds: float) -> bool:
+        """Do what `take` does without waiting for anything."""
         self.now += seconds
         return threading.current_thread() is threading.main_thread()
 
@@ -28,6 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     time = SimpleNamespace(perf_counter=lambda: clock.now)
     monkeypatch.setattr("tstore.runtime.quick_calls.time", time)
+    monkeypatch.setattr("tstore.runtime.quick_calls._waits", lambda: clock.waits)
     return clock
 
 
@@ -49,6 +57,19 @@ async def test_single_long_calls_change_nothing(clock: Clock) -> None:
     for _ in range(50):
         await calls.run(clock.take, 20e-6)
     assert all([await calls.run(clock.take, 20e-6 if i % 20 else 1.0) for i in range(200)])
+
+
+async def test_calls_stay_where_they_are_if_other_processes_have_the_processor(clock: Clock) -> None:
+    calls = QuickCalls()
+    for _ in range(50):
+        await calls.run(clock.work, 20e-6)
+    assert all([await calls.run(clock.work, 20e-3) for _ in range(200)])
+    assert not all([await calls.run(clock.take, 20e-3) for _ in range(20)])
+    clock.waits = math.nan  # it is not known whether the thread waited
+    calls = QuickCalls()
+    for _ in range(50):
+        await calls.run(clock.work, 20e-6)
+    assert not all([await calls.run(clock.work, 20e-3) for _ in range(200)])
 
 
 async def test_calls_that_are_never_quick_stay_in_threads(clock: Clock) -> None:

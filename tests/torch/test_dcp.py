@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tstore.sync as tstore
+from tests.support.counted_reads import count_reads
 from tests.support.lazy import lazy
 from tstore.convert.importing import import_checkpoint
 from tstore.errors import InvalidArgument, Unavailable
@@ -324,3 +325,22 @@ def test_wrong_use(tmp_path: Path) -> None:
     assert tstore.steps(url) == [1]
     assert stores.Writer.validate_checkpoint_id("100")
     assert not stores.Reader.validate_checkpoint_id("/a/path")
+
+
+def test_a_load_of_few_tensors_reads_the_metadata_of_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tstore.format.pages.PAGE_BYTES", 4000)
+    tstore.save(tmp_path, {f"w{number:04}": np.full(2, number) for number in range(2000)}, 1)
+    sizes = count_reads(monkeypatch)
+    read_data, before = stores.Reader.read_data, []
+
+    def counted(*arguments: Any) -> Any:
+        before.append(sum(sizes))
+        return read_data(*arguments)
+
+    monkeypatch.setattr(stores.Reader, "read_data", counted)
+    target = {"w1234": torch.zeros(2, dtype=torch.int64)}
+    dcp.load(target, storage_reader=stores.Reader(tmp_path))
+    assert target["w1234"].tolist() == [1234, 1234]
+    assert sum(sizes) - before[0] < 20_000 < before[0] / 7

@@ -11,7 +11,7 @@ from tstore.cli.console import Document, Progress, at_options, json_option, run,
 from tstore.cli.listings import show_diff, show_log, show_ls, show_pending
 from tstore.cli.statistics import budget_option
 from tstore.cli.tree import show_tree
-from tstore.maintenance.contents import detailed_listing, listing, selected_by
+from tstore.maintenance.contents import detailed_listing, glob_of, listing, selected_by
 from tstore.runtime import pool
 from tstore.snapshot import Snapshot
 
@@ -80,7 +80,7 @@ def show(store: str, path: str, at: int | str | None, depth: int | None, as_json
         progress.doing(f"reading {store}")
         async with await tstore.open(store, "r") as opened:
             snapshot = await opened.snapshot(at)
-            scalars = await _scalars(snapshot)
+            scalars = await _scalars(snapshot, path)
             tree = await detailed_listing(opened.log.reader, snapshot, path, [s["path"] for s in scalars])
             selects = selected_by(snapshot, path)
             selected = [scalar for scalar in scalars if selects(scalar["path"])]
@@ -89,10 +89,20 @@ def show(store: str, path: str, at: int | str | None, depth: int | None, as_json
     return run(work, show_tree, as_json)
 
 
-async def _scalars(snapshot: Snapshot) -> list[Document]:
-    """Return the Python scalars of a saved tree with their values as text."""
-    scalars = (await Source.read(snapshot, Request(None, None, None, "error"))).scalars
-    return [{"path": path, "dtype": type(value).__name__, "value": repr(value)} for path, value in scalars.items()]
+async def _scalars(snapshot: Snapshot, path: str) -> list[Document]:
+    """Return the Python scalars that `tstore show PATH` lists, with their values as text, and perhaps others.
+
+    They are all scalars of the saved tree if PATH selects nothing, for the error that names other paths.
+    """
+    await snapshot.read_nodes(["", path.strip("/")])
+    if snapshot.reserved_attribute("structure") == b"null":
+        return []  # no tree was saved
+    glob = glob_of(snapshot, path)
+    source = await Source.read(snapshot, Request(glob, None, None, "error"))
+    if not source.scalars and not any(map(source.selects, source.stored)):
+        source = await Source.read(snapshot, Request(None, None, None, "error"))
+    scalars = source.scalars.items()
+    return [{"path": path, "dtype": type(value).__name__, "value": repr(value)} for path, value in scalars]
 
 
 @click.command("diff")

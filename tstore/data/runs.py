@@ -16,6 +16,7 @@ from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.errors import Corrupt
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.gather import scatter
 from tstore.format.grid import (
     AxisRun,
     Projection,
@@ -103,9 +104,10 @@ class BoxPiece(RunPiece):
 
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the chunks and store their values in the result; raise `Corrupt`, naming the first bad chunk."""
-        super().deliver(data, url)
-        if self.target is None:
-            self.region[...] = data.view(self.region.dtype).reshape(self.region.shape)
+        if self.target is not None:
+            super().deliver(data, url)
+        elif (checks := scatter(data, self.region)) != self.checks:
+            raise self._mismatch(checks, url)
 
 
 def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:

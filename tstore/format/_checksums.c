@@ -91,6 +91,9 @@ static PyMethodDef methods[] = {
      "gather(sources, target, block) -> for each source (an array or a list of them, chunk shape, fill value, offset\n"
      "in target), whose chunks are copied to target, in C order and padded at the edges, the joined xxh3-128 of each\n"
      "`block` bytes of each chunk."},
+    {"scatter", py_scatter, METH_VARARGS,
+     "scatter(data, target, first, block) -> the joined xxh3-128 of each `block` bytes of each chunk of data, which are\n"
+     "copied to target, an array whose axes are `first` axes of chunks and then those of a chunk."},
     {NULL, NULL, 0, NULL},
 };
 

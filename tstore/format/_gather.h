@@ -1,7 +1,7 @@
-/* Copies of the chunks of strided arrays, with their checksums; included by _checksums.c.
+/* Copies of chunks from and to strided arrays, with their checksums; included by _checksums.c.
  *
- * The bytes of a chunk are written in order, and each block is hashed as soon as it is complete, while it is in the
- * CPU's caches.
+ * The bytes of a gathered chunk are written in order, and each block is hashed as soon as it is complete, while it is
+ * in the CPU's caches. A chunk to scatter is hashed first, so that it is in the caches when it is copied.
  */
 
 #define MAX_AXES 64
@@ -287,4 +287,85 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
     PyMem_Free(sources);
     PyBuffer_Release(&target);
     return all;
+}
+
+/* Copy a chunk, whose bytes are in order, to an array; the axes of the chunk are those from `first` on. */
+static void scatter_chunk(const Py_buffer *target, int first, char *to, const char *from)
+{
+    axis axes[MAX_AXES];
+    Py_ssize_t at[MAX_AXES] = {0}, size = target->itemsize;
+    int n = 0;
+    for (int i = target->ndim - 1; i >= first; size *= target->shape[i--]) {
+        if (target->shape[i] == 1)
+            continue;
+        if (n && axes[n - 1].to * axes[n - 1].count == target->strides[i])
+            axes[n - 1].count *= target->shape[i];
+        else
+            axes[n++] = (axis){target->shape[i], size, target->strides[i]};
+    }
+    if (n == 0)
+        axes[n++] = (axis){1, target->itemsize, target->itemsize};
+    for (int k = 1;;) {
+        copy_elements(to, axes[0].to, from, axes[0].from, axes[0].count, target->itemsize);
+        for (k = 1; k < n; k++) {
+            from += axes[k].from, to += axes[k].to;
+            if (++at[k] < axes[k].count)
+                break;
+            from -= axes[k].from * axes[k].count, to -= axes[k].to * axes[k].count;
+            at[k] = 0;
+        }
+        if (k >= n)
+            break;
+    }
+}
+
+static void scatter_all(const Py_buffer *target, int first, const char *from, Py_ssize_t chunk_size, Py_ssize_t count,
+                        Py_ssize_t block, XXH128_canonical_t *checks)
+{
+    Py_ssize_t at[MAX_AXES] = {0};
+    for (; count > 0; count--, from += chunk_size) {
+        char *to = target->buf;
+        for (int i = 0; i < first; i++)
+            to += at[i] * target->strides[i];
+        checks = hash_chunk(from, chunk_size, block, checks);
+        scatter_chunk(target, first, to, from);
+        for (int i = first - 1; i >= 0 && ++at[i] == target->shape[i]; i--)
+            at[i] = 0;
+    }
+}
+
+static PyObject *py_scatter(PyObject *self, PyObject *args)
+{
+    Py_buffer data, target;
+    PyObject *values, *checks = NULL;
+    Py_ssize_t block;
+    int first;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*Oin", &data, &values, &first, &block))
+        return NULL;
+    if (PyObject_GetBuffer(values, &target, PyBUF_STRIDES | PyBUF_WRITABLE) != 0) {
+        PyBuffer_Release(&data);
+        return NULL;
+    }
+    if (block < 1 || first < 0 || first > target.ndim || target.ndim > MAX_AXES || data.len < 1 ||
+        data.len != target.len) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes in chunks behind %d axes and in blocks of %zd bytes do not fill %zd "
+                     "bytes of %d axes", data.len, first, block, target.len, target.ndim);
+    } else {
+        Py_ssize_t count = 1;
+        for (int i = 0; i < first; i++)
+            count *= target.shape[i];
+        const Py_ssize_t size = data.len / count;
+        checks = PyBytes_FromStringAndSize(NULL, count * count_of(size, block) * (Py_ssize_t)sizeof(XXH128_canonical_t));
+        if (checks != NULL) {
+            XXH128_canonical_t *out = (XXH128_canonical_t *)PyBytes_AsString(checks);
+            PyThreadState *unlocked = data.len < UNLOCKED_SIZE ? NULL : PyEval_SaveThread();
+            scatter_all(&target, first, data.buf, size, count, block, out);
+            if (unlocked != NULL)
+                PyEval_RestoreThread(unlocked);
+        }
+    }
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&data);
+    return checks;
 }

@@ -33,7 +33,7 @@ class NodeColumns(NamedTuple):
     paths: Sequence[str]
     document: bytes
     replaces_node: bytes
-    count: bytes
+    counts: bytes
 
 
 def are_surely_valid(nodes: NodeColumns, packs: int, chunks: tuple[bytes, bytes, bytes, bytes, bytes]) -> bool:
@@ -47,7 +47,7 @@ def are_surely_valid(nodes: NodeColumns, packs: int, chunks: tuple[bytes, bytes,
     if not (0 < n <= SHORT_COLUMN and 0 < rows <= SHORT_COLUMN):
         return False
     try:
-        counts, positions = _U64[n](nodes.count), _U32[n](nodes.document)
+        counts, positions = _U64[n](nodes.counts), _U32[n](nodes.document)
         numbers, lengths = _U64[rows](number), _U64[rows](length)
         largest_pack, largest_offset = max(_U32[rows](pack)), max(_U64[rows](offset))
         check_paths(nodes.paths)
@@ -71,9 +71,9 @@ def are_surely_valid(nodes: NodeColumns, packs: int, chunks: tuple[bytes, bytes,
 def check_nodes(nodes: NodeColumns, rows: int) -> None:
     """Raise `Corrupt` if the columns of the nodes are invalid, or their counts do not add up to `rows`."""
     n, paths = len(nodes.paths), nodes.paths
-    if len(nodes.document) != 4 * n or len(nodes.replaces_node) != n or len(nodes.count) != 8 * n:
+    if len(nodes.document) != 4 * n or len(nodes.replaces_node) != n or len(nodes.counts) != 8 * n:
         raise Corrupt("the columns of a manifest differ in length")
-    if total(parse_column(nodes.count, "<u8"), rows) != rows:
+    if total(parse_column(nodes.counts, "<u8"), rows) != rows:
         raise Corrupt("the chunk counts in a manifest do not add up to its number of chunks")
     if n and largest(parse_column(nodes.document, "<u4")) >= len(nodes.documents):
         raise Corrupt("a manifest refers to a metadata document that it does not have")

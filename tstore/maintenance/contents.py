@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +16,13 @@ from tstore.format.dtypes import dtype_text
 from tstore.format.layout import owner_of
 from tstore.format.node import Node
 from tstore.format.paths import depth_first_order, is_at_or_below
-from tstore.format.patterns import compile_patterns
+from tstore.format.patterns import compile_patterns, extent_of
 from tstore.log.expiry import changes_nothing
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 
-__all__ = ["ArrayInfo", "array_info", "contents", "detailed_listing", "listing", "selected_by"]
+__all__ = ["ArrayInfo", "array_info", "contents", "detailed_listing", "glob_of", "listing", "selected_by"]
 
 
 class ArrayInfo(NamedTuple):
@@ -54,8 +55,32 @@ def selected_by(snapshot: Snapshot, path: str) -> Callable[[str], bool]:
     return compile_patterns(top) if _is_pattern(snapshot, top) else lambda p: is_at_or_below(p, top)
 
 
+def glob_of(snapshot: Snapshot, path: str) -> str | None:
+    """Return the glob that matches what `selected_by` selects; None for a path with wildcards, which has none."""
+    top = path.strip("/")
+    if _is_pattern(snapshot, top):
+        return top
+    return None if _has_wildcards(top) else f"{top}/**" if top else "**"
+
+
+def _has_wildcards(top: str) -> bool:
+    return any(wildcard in top for wildcard in "*?")
+
+
 def _is_pattern(snapshot: Snapshot, top: str) -> bool:
-    return any(wildcard in top for wildcard in "*?") and top not in snapshot.tree.nodes
+    return _has_wildcards(top) and top not in snapshot.tree.nodes
+
+
+def _nearby(snapshot: Snapshot, top: str) -> Iterable[str]:
+    """Return the paths of the nodes that a path or pattern may select; reads only the pages that may have one."""
+    nodes = snapshot.tree.nodes
+    if not _is_pattern(snapshot, top):
+        return nodes.at_or_below(top)
+    extent = extent_of(top)
+    if "" in extent.starts:
+        return nodes
+    starting = itertools.chain.from_iterable(map(nodes.starting_with, extent.starts))
+    return dict.fromkeys((*filter(nodes.__contains__, extent.paths), *starting))
 
 
 def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) -> list[ArrayInfo]:
@@ -66,8 +91,7 @@ def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) 
     """
     top, selects = path.strip("/"), selected_by(snapshot, path)
     nodes = snapshot.tree.nodes
-    nearby = nodes if _is_pattern(snapshot, top) else nodes.at_or_below(top)
-    selected = depth_first_order(filter(selects, nearby))  # before a node is looked up
+    selected = depth_first_order(filter(selects, _nearby(snapshot, top)))  # before a node is looked up
     found = nodes.many(selected)
     arrays = [array_info(p, node) for p in selected if (node := found[p]).is_array]
     if not arrays and top and top not in nodes and not any(map(selects, scalars)):

@@ -137,6 +137,8 @@ class Reader(StorageReader):
             if snapshot.version != self._version:
                 await self._change_version(snapshot, {item.storage_index.fqn for item in plan.items})
             nodes = snapshot.tree.nodes
+            read = {self._paths[item.storage_index.fqn] for item in plan.items if self._is_array(item)}
+            await snapshot.read_nodes(read)
             paths = [self._paths[item.storage_index.fqn] for item in pickles if self._is_array(item)]
             stored = {path: new_values(path, nodes[path].meta.shape, nodes[path].meta.dtype) for path in paths}
             jobs = [ReadJob.of(nodes[path], out) for path, out in stored.items()]
