@@ -234,7 +234,9 @@ def test_what_tstore_can_not_store_is_refused_at_once(
         create(ZarrStore(store.transaction()))
 
 
-@pytest.mark.parametrize("encoding", [None, "v3", {"name": "new"}, {"name": "v2", "configuration": ["."]}], ids=str)
+@pytest.mark.parametrize(
+    "encoding", [None, "v3", {"name": "new"}, {"name": "v2", "configuration": ["."]}], ids=str
+)
 def test_unknown_chunk_keys_are_refused(store: tstore.sync.Store, encoding: Any) -> None:
     with store.transaction() as tx:
         other = tstore.sync.open(f"memory://{uuid.uuid4()}").transaction()
