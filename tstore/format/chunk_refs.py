@@ -28,7 +28,6 @@ from tstore.format.columns import SHORT_COLUMN, largest, ranges
 __all__ = ["ChunkRow", "ChunkSource", "ChunkTable", "chunk_rows"]
 
 _CACHED_ROWS = 1 << 16  # columns of at most this many rows may keep all of them as Python objects
-_FEW_LOOKUPS = 16
 
 
 class ChunkRow(msgspec.Struct, frozen=True, gc=False):
@@ -102,9 +101,8 @@ class _Columns:
     lookups: int = 0
 
     def count_lookup(self) -> bool:
-        """Count a lookup of one row; return whether there were many."""
         self.lookups += 1
-        return self.lookups > _FEW_LOOKUPS
+        return self.lookups > 16
 
     @functools.cached_property
     def blocks(self) -> npt.NDArray[np.int64]:
@@ -279,7 +277,7 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
     def row(self, number: int) -> ChunkRow | None:
         """Return the row of a chunk, or None if there is none. The table must be sorted by number."""
         columns = self.columns
-        # many small arrays share columns; the rows of all of them pay off once some have been looked up
+        # many small arrays share columns; all their rows pay off once some have been looked up
         if self.stop - self.start == 1 and len(columns.number) <= _CACHED_ROWS and columns.count_lookup():
             row = columns.rows[self.start]
             return row if row.number == number else None
