@@ -370,7 +370,7 @@ class _Read:
     def finished(self) -> npt.NDArray[Any]:
         """Return the result, after `target` was read."""
         if (last := self.array._view.repeated) is not None:
-            self.out[...] = self.out[last]
+            self.out[...] = self.out[last].copy()  # NumPy would empty a string that it assigns to itself
         return self.out
 
 

@@ -113,6 +113,14 @@ async def test_an_array_is_resized_appended_to_and_copied(dtype: str, codecs: An
     assert (await store.verify()).ok
 
 
+async def test_values_that_are_selected_several_times() -> None:
+    store = await new_store()
+    async with store.transaction() as tx:
+        array = await tx.create_array("a", (2,), "string", (2,))
+        await array.write(["a", "b"])
+        assert (await array[1, None][np.zeros(4, int)].read()).tolist() == ["b"] * 4
+
+
 @pytest.mark.parametrize("name", ["string", str, STRING, "variable_length_bytes", bytes, np.dtype(object)])
 async def test_dtypes_and_fill_values(name: Any) -> None:
     store = await new_store()

@@ -80,7 +80,8 @@ def _dtype(name: Any, filters: Any) -> np.dtype[Any]:
         variable = variable_dtype(_VARIABLE[ids[-1]]) if ids and ids[-1] in _VARIABLE else None
         if variable is None:
             raise UnsupportedFormat(
-                f"dtype '|O' with the filters {ids} is not supported: expected the filter {' or '.join(_VARIABLE)}"
+                f"dtype '|O' (objects) with the filters {ids} is not supported: expected the filter "
+                f"{' or '.join(_VARIABLE)}"
             )
         return variable
     if isinstance(name, list):

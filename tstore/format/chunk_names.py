@@ -11,6 +11,8 @@ __all__ = ["ChunkNames"]
 
 _SEPARATORS = {"default": "/", "v2": "."}  # where the metadata has none
 
+_MAX_DIGITS = 19  # of a coordinate; Python refuses to parse thousands
+
 
 class ChunkNames(NamedTuple):
     """The names of an array's chunks, below the array's path.
@@ -25,12 +27,12 @@ class ChunkNames(NamedTuple):
     def parse(encoding: Any) -> ChunkNames:
         """Parse a `chunk_key_encoding`; raise `UnsupportedFormat` for one that is not in the core of Zarr v3."""
         document = encoding if isinstance(encoding, Mapping) else {"name": encoding}
-        name = document.get("name")
-        if not isinstance(name, str) or name not in _SEPARATORS:
+        name, settings = document.get("name"), document.get("configuration") or {}
+        if not isinstance(name, str) or name not in _SEPARATORS or not isinstance(settings, Mapping):
             raise UnsupportedFormat(
                 f"chunk keys of the kind {encoding!r:.100} are not supported: expected 'default' or 'v2'"
             )
-        separator = (document.get("configuration") or {}).get("separator", _SEPARATORS[name])
+        separator = settings.get("separator", _SEPARATORS[name])
         if separator not in ("/", "."):
             raise UnsupportedFormat(
                 f"the separator {separator!r:.40} of chunk keys is not supported: use '/' or '.'"
@@ -50,7 +52,8 @@ class ChunkNames(NamedTuple):
                 return None
         elif not dimensions:
             return () if name == "0" else None
-        if len(parts) != dimensions or not all(part.isascii() and part.isdigit() for part in parts):
+        digits = (part.isascii() and part.isdigit() and len(part) <= _MAX_DIGITS for part in parts)
+        if len(parts) != dimensions or not all(digits):
             return None
         coordinates = tuple(map(int, parts))
         return coordinates if parts == list(map(str, coordinates)) else None  # not 01

@@ -98,6 +98,11 @@ class _Columns:
     offset: npt.NDArray[np.uint64]
     length: npt.NDArray[np.uint64]
     checks: npt.NDArray[np.uint8]
+    lookups: int = 0
+
+    def count_lookup(self) -> bool:
+        self.lookups += 1
+        return self.lookups > 16
 
     @functools.cached_property
     def blocks(self) -> npt.NDArray[np.int64]:
@@ -272,7 +277,8 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
     def row(self, number: int) -> ChunkRow | None:
         """Return the row of a chunk, or None if there is none. The table must be sorted by number."""
         columns = self.columns
-        if self.stop - self.start == 1 and len(columns.number) <= _CACHED_ROWS:  # many small arrays share columns
+        # many small arrays share columns; all their rows pay off once some have been looked up
+        if self.stop - self.start == 1 and len(columns.number) <= _CACHED_ROWS and columns.count_lookup():
             row = columns.rows[self.start]
             return row if row.number == number else None
         return self.find(number)

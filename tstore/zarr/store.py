@@ -24,6 +24,7 @@ from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.arguments import quote
+from tstore.format.chunk_names import ChunkNames
 from tstore.format.node import Node
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.runtime.pool import run, wait_all
@@ -295,6 +296,7 @@ class ZarrStore(Store):
             raise InvalidArgument(
                 f"{self}: tstore stores no array at the root; name it, as in zarr.create_array(store, name='x', …)"
             )
+        ChunkNames.parse(fields.get("chunk_key_encoding"))  # which only names chunks elsewhere
         await self._staging.set_array(path, fields)
         unplaced = await self._staging.unplaced()
         for key in [key for key in unplaced if key.startswith(f"{path}/")]:
