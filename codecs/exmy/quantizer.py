@@ -193,9 +193,7 @@ def _encode(
             )
         else:
             seed = dither and dither.seed
-            kernels.encode_groups(
-                kind, layout, groups, low, scales, source, target, one_zero=one_zero, seed=seed
-            )
+            kernels.encode_groups(kind, layout, groups, low, scales, source, target, one_zero=one_zero, seed=seed)
 
     run_parts(encode_part, split_at_tiles(elements.size, threads), threads)
     if any(count for count, _ in results):
