@@ -46,16 +46,16 @@ Calls = dict[str, Callable[[], Any]]
 Seconds = dict[str, list[float]]
 
 
-def measure(calls: Calls, rounds: int) -> Seconds:
+def measure(calls: Calls, rounds: int, clock: Callable[[], float] = time.perf_counter) -> Seconds:
     """Return the seconds of each call and round; the calls are interleaved."""
     seconds: Seconds = {name: [] for name in calls}
     for call in calls.values():
         call()
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 

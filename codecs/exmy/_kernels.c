@@ -192,13 +192,13 @@ static int check_scales(const groups *g, Py_ssize_t bytes, size_t n)
 
 static PyObject *py_grouped(PyObject *args, int encoding)
 {
-    int level, kind, x, y, bias;
+    int level, kind, x, y, bias, one_zero;
     groups g;
     Py_ssize_t length, inner, first;
     Py_buffer scales, src, dst;
     PyObject *result = NULL;
-    if (!PyArg_ParseTuple(args, "iiiiipnnny*y*w*", &level, &kind, &x, &y, &bias, &g.wide, &length, &inner, &first,
-                          &scales, &src, &dst))
+    if (!PyArg_ParseTuple(args, encoding ? "iiiiipnnny*y*w*p" : "iiiiipnnny*y*w*", &level, &kind, &x, &y, &bias,
+                          &g.wide, &length, &inner, &first, &scales, &src, &dst, &one_zero))
         return NULL;
     g.length = (size_t)length, g.inner = (size_t)inner, g.first = (size_t)first, g.scales = scales.buf;
     const lanes *l = lanes_of(level);
@@ -207,7 +207,10 @@ static PyObject *py_grouped(PyObject *args, int encoding)
         if (check_length("packed", encoding ? dst.len : src.len, packed_bytes(n, 1 + x + y)) &&
             check_scales(&g, scales.len, n)) {
             Py_BEGIN_ALLOW_THREADS;
-            (encoding ? encode_groups : decode_groups)(l, spec_of(x, y, bias, 0), kind, &g, src.buf, n, dst.buf);
+            if (encoding)
+                encode_groups(l, spec_of(x, y, bias, 0), kind, &g, one_zero, src.buf, n, dst.buf);
+            else
+                decode_groups(l, spec_of(x, y, bias, 0), kind, &g, src.buf, n, dst.buf);
             Py_END_ALLOW_THREADS;
             result = Py_BuildValue("");
         }
@@ -253,7 +256,7 @@ static PyMethodDef methods[] = {
     {"unpack", py_unpack, METH_VARARGS, "unpack(level, bits, count, packed, out)."},
     {"peak", py_peak, METH_VARARGS, "peak(level, kind, src) -> (largest magnitude, count, first)."},
     {"encode_groups", py_encode_groups, METH_VARARGS,
-     "encode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, src, out)."},
+     "encode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, src, out, one_zero)."},
     {"decode_groups", py_decode_groups, METH_VARARGS,
      "decode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, packed, out)."},
     SEARCH_METHODS,

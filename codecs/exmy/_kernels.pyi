@@ -81,6 +81,7 @@ def encode_groups(
     scales: Array,
     src: Array,
     out: Array,
+    one_zero: bool,
     /,
 ) -> None: ...
 def decode_groups(

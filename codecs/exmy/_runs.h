@@ -53,9 +53,24 @@ static const uint8_t *working_block(const lanes *l, int wide, int kind, const ui
     return (const uint8_t *)r->wide;
 }
 
-/* Writes the packed codes of src times the scales; infinity becomes the largest value of its sign, NaN code 0. */
-static void encode_groups(const lanes *l, spec s, int kind, const groups *g, const uint8_t *src, size_t n,
-                          uint8_t *dst)
+/* Replaces the codes of -0 by those of +0. */
+static void merge_zeros(void *codes, size_t n, int bits)
+{
+    const unsigned negative = 1u << (bits - 1);
+    uint8_t *narrow = codes;
+    code16 *wide = codes;
+    if (bits <= 8)
+        for (size_t i = 0; i < n; i++)
+            narrow[i] = narrow[i] == (uint8_t)negative ? 0 : narrow[i];
+    else
+        for (size_t i = 0; i < n; i++)
+            wide[i] = wide[i] == (uint16_t)negative ? 0 : wide[i];
+}
+
+/* Writes the packed codes of src times the scales; infinity becomes the largest value of its sign, NaN code 0, and -0
+ * becomes +0 if `one_zero`. */
+static void encode_groups(const lanes *l, spec s, int kind, const groups *g, int one_zero, const uint8_t *src,
+                          size_t n, uint8_t *dst)
 {
     scratch r;
     uint64_t scaled[BLOCK];
@@ -65,6 +80,8 @@ static void encode_groups(const lanes *l, spec s, int kind, const groups *g, con
         const size_t m = n - i < BLOCK ? n - i : BLOCK;
         scale_block(l, g, i, working_block(l, g->wide, kind, src + i * size, m, &r), m, (uint8_t *)scaled);
         encode_block(l, &s, g->wide ? FLOAT64 : FLOAT32, (uint8_t *)scaled, m, 1, &r, r.codes);
+        if (one_zero)
+            merge_zeros(r.codes, m, s.bits);
         pack_block(l, r.codes, m, s.bits, &r, dst + packed_bytes(i, s.bits));
     }
     leave_float_mode(mode);

@@ -24,6 +24,7 @@ __all__ = [
     "encode_groups",
     "energy",
     "exponents",
+    "merge_zeros",
     "noise",
     "pack",
     "peak",
@@ -225,6 +226,14 @@ def encode_groups(
         values = _multiply(kind, src[start:stop], scales.reshape(-1)[group]).astype(np.float64)
         codes = _codes(values, layout, None if seed is None else Dither(seed, first), start)
         out[_byte_range(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
+
+
+def merge_zeros(bits: int, packed: Array, count: int) -> None:
+    """Replace packed codes of -0 by those of +0."""
+    for start, stop in _blocks(count):
+        part = _byte_range(start, stop, bits)
+        codes = reference.unpack(packed[part], bits, stop - start)
+        packed[part] = reference.pack(np.where(codes == 1 << (bits - 1), 0, codes).astype(codes.dtype), bits)
 
 
 def decode_groups(

@@ -283,12 +283,13 @@ def encode_groups(
     src: Array,
     out: Array,
     *,
+    one_zero: bool = False,
     seed: int | None = None,
 ) -> None:
     """Write the packed codes of src, times the scale of each element's group, into out.
 
     `first` is the position of src[0] in the whole array. Infinity becomes the largest value of its sign, NaN
-    becomes +0. With a `seed`, rounding is stochastic.
+    becomes +0, and with `one_zero` so does -0. With a `seed`, rounding is stochastic.
     """
     if _selection.native(src.size):
         wide = scales.itemsize == 8
@@ -296,12 +297,16 @@ def encode_groups(
             _kernels.stochastic_groups(
                 _selection.index, kind, *layout, wide, groups.length, groups.inner, first, seed, scales, src, out
             )
+            if one_zero:
+                blockwise.merge_zeros(layout.bits, out, src.size)
             return
         _kernels.encode_groups(
-            _selection.index, kind, *layout, wide, groups.length, groups.inner, first, scales, src, out
+            _selection.index, kind, *layout, wide, groups.length, groups.inner, first, scales, src, out, one_zero
         )
     else:
         blockwise.encode_groups(kind, layout, groups, first, scales, src, out, seed=seed)
+        if one_zero:
+            blockwise.merge_zeros(layout.bits, out, src.size)
 
 
 def decode_groups(

@@ -15,7 +15,7 @@ from exmy.fit import BIAS_LIMIT, encoding_scales, fit_bias, zero_nonfinite
 from exmy.format import Format, as_format
 from exmy.groups import Groups
 from exmy.offsets import group_peaks, largest_unclipped_offsets, search_offsets, search_scales
-from exmy.packing import checked_output, pack, packed_size, unpack
+from exmy.packing import checked_output, packed_size
 from exmy.quantized import Quantized
 from exmy.rounding import Dither, Rounding, make_dither
 from exmy.scales import FLOAT_SCALES, FloatScale, GroupScales, fit_scales, fixed_scale, is_float_scale
@@ -78,6 +78,8 @@ def quantize(
     offsets, scales = np.zeros(groups.counts, np.int16), None
     if isinstance(scale, float):
         scales = fixed_scale(scale, groups)
+        if not saturate and not math.isfinite(kernels.peak(kind, elements)[0]):
+            raise _nonfinite_error(elements, kind, shape)
     elif groups.axis is None and scale in {"max", "search"}:
         fit = fit_bias(elements, kind, f.layout, "max" if scale == "max" else "search", threads, saturate=saturate)
         if fit.nonfinite_count and not saturate:
@@ -89,10 +91,8 @@ def quantize(
         best = _fit_offsets(elements, kind, f, groups, scale, threads, saturate=saturate)
         offsets[...] = np.minimum(best, best.min() + _MAX_SPREAD).reshape(groups.counts)
     packed = checked_output(out, packed_size(elements.size, f.bits))
-    values = None if scales is None else scales.values
-    _encode(elements, kind, f, groups, offsets, values, packed, saturate, threads, dither)
-    if isinstance(scale, float):
-        _merge_zeros(packed, f.bits, elements.size)
+    values, one_zero = None if scales is None else scales.values, isinstance(scale, float)
+    _encode(elements, kind, f, groups, offsets, values, packed, saturate, threads, dither, one_zero=one_zero)
     return Quantized(f, groups, offsets, scales, packed, kind.name.lower())
 
 
@@ -116,24 +116,6 @@ def check_scale(scale: Any, axis: int | None, block: int | None) -> Scale:
         )
     checked: Scale = scale
     return checked
-
-
-def _merge_zeros(packed: NDArray[np.uint8], bits: int, count: int) -> None:
-    """Replace the codes of -0 by those of +0."""
-    negative = 1 << (bits - 1)
-    if bits == 8:
-        packed *= packed != negative
-    elif bits == 4:
-        packed[...] = _WITHOUT_NEGATIVE_ZEROS[packed]
-    else:
-        codes = unpack(packed, bits, count)
-        codes[codes == negative] = 0
-        packed[...] = pack(codes, bits)
-
-
-_NIBBLES = np.where(np.arange(16) == 8, 0, np.arange(16))
-_WITHOUT_NEGATIVE_ZEROS = (_NIBBLES[:, None] << 4 | _NIBBLES).astype(np.uint8).reshape(-1)
-"""For each byte with two codes of 4 bits, the byte with +0 in place of -0."""
 
 
 def _finite_peaks(
@@ -183,6 +165,8 @@ def _encode(
     saturate: bool,
     threads: int,
     dither: Dither | None,
+    *,
+    one_zero: bool,
 ) -> None:
     """Write the packed codes to `packed`. Raise `NonFiniteError` for NaN and infinity unless `saturate`."""
     layout = f.layout
@@ -209,7 +193,7 @@ def _encode(
             )
         else:
             seed = dither and dither.seed
-            kernels.encode_groups(kind, layout, groups, low, scales, source, target, seed=seed)
+            kernels.encode_groups(kind, layout, groups, low, scales, source, target, one_zero=one_zero, seed=seed)
 
     run_parts(encode_part, split_at_tiles(elements.size, threads), threads)
     if any(count for count, _ in results):

@@ -150,3 +150,18 @@ def test_an_offset_for_each_row_costs_less_than_a_hundredth_of_a_bit(name):
     x = np.random.default_rng(0).standard_normal((64, 4096), dtype=np.float32)
     q = exmy.quantize(x, name, axis=-1)
     assert q.bits_per_value - q.format.bits <= 0.01
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_largest_relative_error_is_exact_among_ratios_an_ulp_apart(seed):
+    """The kernels divide only where a ratio may exceed the largest so far."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(4096).astype("f4") * np.exp2(rng.integers(-140, 100, 4096)).astype("f4")
+    error = np.float64(x) * (rng.random() * (1 + rng.integers(0, 4, 4096) * 2.0**-52))
+    y = np.where(rng.random(4096) < 0.2, 0, x - error).astype("f4")
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = np.abs(np.float64(x) - y) / np.abs(np.float64(x))
+    for level in exmy.kernels.levels():
+        with exmy.kernels.use(level):
+            assert exmy.compare(x, y).largest_relative == np.nanmax(np.where(x == 0, 0, ratios))
+            assert exmy.compare(x[::-1], y[::-1]).largest_relative == np.nanmax(np.where(x == 0, 0, ratios))

@@ -108,3 +108,30 @@ def test_invalid_stored_scales_are_refused(scale, change, message):
         data[change[0]] = change[1]
     with pytest.raises(exmy.FormatError, match=message):
         codec.decode(data, (1, 256), "float32")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_fixed_scale_refuses_values_that_are_not_finite(bad):
+    x = np.linspace(-1, 1, 5000, dtype=np.float32)
+    x[4321] = bad
+    with pytest.raises(exmy.NonFiniteError, match="4321"):
+        exmy.quantize(x, "e3m4", scale=0.5)
+    with pytest.raises(exmy.NonFiniteError, match="4321"):
+        exmy.ChunkCodec(exmy.Format("e3m4"), 0.5).encode(x)
+    saturated = exmy.quantize(x, "e3m4", scale=0.5, nonfinite="saturate").dequantize()
+    assert saturated[4321] == (0 if np.isnan(bad) else np.copysign(15.5, bad))
+
+
+@pytest.mark.parametrize("f", ["e1m0", "e0m2", "e2m1", "e3m4", "e3m7", "e8m7"])
+@pytest.mark.parametrize("options", [{}, {"rounding": "stochastic", "seed": 3}])
+def test_a_fixed_scale_has_one_zero_at_every_level(f, options):
+    x = np.linspace(-1, 1, 70_001, dtype=np.float32)
+    packed = set()
+    for level in exmy.kernels.levels():
+        with exmy.kernels.use(level):
+            q = exmy.quantize(x, f, scale=0.5, **options)
+        packed.add(q.packed.tobytes())
+        codes = q.codes()
+        assert not (codes == 1 << (q.format.bits - 1)).any()
+        assert (codes == 0).any()
+    assert len(packed) == 1

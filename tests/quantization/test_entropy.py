@@ -195,6 +195,14 @@ async def test_values_whose_squares_underflow_stay_unchanged(tmp_path: Path, opt
     await tstore.save(tmp_path, tree, 0)
     report = await tstore.quantize(tmp_path, tag="q", **options)
     exact = {row.path: row.reason for row in report.arrays if row.format is None}
-    assert exact.keys() == {"tiny"} and exact["tiny"].endswith("are too small")
+    assert exact.keys() == {"tiny"}
+    assert exact["tiny"].endswith("are too small")
     restored = await tstore.restore(tmp_path, at="q")
     assert all(np.array_equal(restored[path], tree[path]) for path in tree)
+
+
+async def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": laplace(64, 96)}, 0)
+    for i, options in enumerate(({"bits": np.int64(5)}, {"bits": np.float32(5)}, {"min_sqnr": np.float32(20)})):
+        report = await tstore.quantize(tmp_path, at="step/0", tag=f"q{i}", **options)  # type: ignore[arg-type]
+        assert [row.path for row in report.encoded] == ["w"]

@@ -32,6 +32,7 @@ __all__ = [
     "QuantizeRules",
     "Rules",
     "Target",
+    "check_coding",
     "parse_policy",
 ]
 
@@ -56,10 +57,11 @@ class MinSqnr:
     coding: Coding = "entropy"
 
     def __post_init__(self) -> None:
-        _check_coding(self.coding)
-        if not -_MAX_DECIBELS <= _number("min_sqnr", self.decibel) <= _MAX_DECIBELS:
+        check_coding(self.coding)
+        object.__setattr__(self, "decibel", _number("min_sqnr", self.decibel))
+        if not -_MAX_DECIBELS <= self.decibel <= _MAX_DECIBELS:
             raise InvalidArgument(
-                f"min_sqnr={self.decibel!r}: expected a finite number of decibels from "
+                f"min_sqnr={self.decibel:g}: expected a finite number of decibels from "
                 f"-{_MAX_DECIBELS} to {_MAX_DECIBELS}"
             )
 
@@ -80,9 +82,10 @@ class Bits:
     coding: Coding = "entropy"
 
     def __post_init__(self) -> None:
-        _check_coding(self.coding)
-        if not 0 < _number("bits", self.average) < math.inf:
-            raise InvalidArgument(f"bits={self.average!r}: expected a positive number of bits per value")
+        check_coding(self.coding)
+        object.__setattr__(self, "average", _number("bits", self.average))
+        if not 0 < self.average < math.inf:
+            raise InvalidArgument(f"bits={self.average:g}: expected a positive number of bits per value")
         if self.error not in ("absolute", "relative"):
             raise InvalidArgument(f"error={self.error!r}: expected 'absolute' or 'relative'")
 
@@ -117,14 +120,15 @@ class Match(NamedTuple):
     pattern: str = ""
 
 
-def _check_coding(coding: Any) -> None:
-    if coding not in get_args(Coding):
+def check_coding(coding: Any) -> None:
+    """Raise `InvalidArgument` unless this is a coding."""
+    if not isinstance(coding, str) or coding not in get_args(Coding):
         raise InvalidArgument(f"coding={coding!r:.100}: expected 'entropy' or 'packed'")
 
 
 def _number(argument: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidArgument(f"{argument}={value!r}: expected a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise InvalidArgument(f"{argument}={value!r:.100}: expected a number")
     try:
         return float(value)
     except OverflowError:

@@ -141,6 +141,8 @@ async def quantize(
         raise InvalidArgument(f"sensitivity={quote(sensitivity)}: expected weights by path, or a function")
     if executor is not None and not hasattr(executor, "submit"):
         raise InvalidArgument(f"executor={quote(executor)}: expected a concurrent.futures.Executor")
+    if progress is not None and not callable(progress):
+        raise InvalidArgument(f"progress={quote(progress)}: expected a function")
     job = _Job(request, sensitivity, at, tag, message, executor, memory, progress)
     async with opened(store, "r+") as target:
         for _ in range(_ATTEMPTS):

@@ -9,7 +9,16 @@ import exmy
 
 from tstore.errors import InvalidArgument
 from tstore.format.codecs import Codecs, as_configuration, is_exmy
-from tstore.quantization.policy import DEFAULT_BITS, Bits, Coding, MinSqnr, QuantizeRules, Rules, Target
+from tstore.quantization.policy import (
+    DEFAULT_BITS,
+    Bits,
+    Coding,
+    MinSqnr,
+    QuantizeRules,
+    Rules,
+    Target,
+    check_coding,
+)
 
 __all__ = ["Request", "checked_request"]
 
@@ -85,6 +94,8 @@ def checked_request(
             "axis, block and scale are settings of packed codes, while entropy-coded arrays have one step for all "
             "values; leave them out, or pass coding='packed'"
         )
+    if coding is not None:
+        check_coding(coding)
     chosen: Coding = coding or ("packed" if is_packed else "entropy")
     target = _checked_target(min_sqnr, bits, error, chosen)
     if target is None and formats is not None and coding is not None:

@@ -58,7 +58,7 @@ def given_importance(sensitivity: Mapping[str, Any], arrays: Mapping[str, ArrayM
 def _parsed(path: str, value: Any, shape: tuple[int, ...]) -> Importance:
     try:
         numbers = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidArgument(
             f"sensitivity of {path}: {quote(value)} is not a number or an array of numbers"
         ) from None
