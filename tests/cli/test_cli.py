@@ -500,6 +500,7 @@ def test_a_damaged_marker(store: Path, call: Call) -> None:
 
 COMMANDS = [
     ["log", STORE],
+    ["view", STORE, "--no-browser"],
     ["ls", STORE],
     ["ls", STORE, "--pending"],
     ["show", STORE],

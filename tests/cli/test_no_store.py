@@ -45,6 +45,7 @@ VERBS: dict[str, Verb] = {
 COMMANDS: dict[str, list[str]] = {
     "export": ["export", "URL", "OUT/out.safetensors"],
     "log": ["log", "URL"],
+    "view": ["view", "URL", "--no-browser"],
     "ls": ["ls", "URL"],
     "show": ["show", "URL"],
     "tag": ["tag", "URL"],
