@@ -76,6 +76,16 @@ def is_valid(manifest: Manifest) -> bool:
 
 
 @given(FIELDS)
+@example({"pack": b"\1\0\0\0"})
+@example({"offset": b"\0" * 7 + b"\x40"})
+@example({"length": (1 << 21).to_bytes(8, "little")})
+@example({"document": b"\1\0\0\0"})
+@example({"documents": (b"[" * 800,)})
+@example({"replaces_node": b"\4"})
+@example({"count": b"\2" + b"\0" * 7})
+@example({"checks": b""})
+@example({"paths": ("a//b",)})
+@example({"inline": ()})
 @example(
     {"paths": ("a", "b"), "document": b"\0" * 8, "replaces_node": b"\0\1", "count": bytes([0] * 8 + [1] + [0] * 7)}
 )
