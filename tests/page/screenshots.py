@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import tempfile
@@ -50,8 +51,8 @@ def training_run(folder: Path) -> Path:
 
 
 def main(target: Path) -> None:
-    with tempfile.TemporaryDirectory() as work, browser(Path(work, "profile")) as window:
-        folder = training_run(Path(work, "run"))
+    with tempfile.TemporaryDirectory() as work, contextlib.chdir(work), browser(Path(work, "profile")) as window:
+        folder = training_run(Path("run"))
         with viewing(folder) as entrance, tstore.open(folder) as store:
             name = f"step/{500 * STEPS}"
             members = [store.transaction(name=name, host=host, hosts=16, attempt="job-3.0") for host in range(16)]
@@ -77,4 +78,4 @@ def main(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "examples" / "guides")
+    main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "examples" / "guides")
