@@ -64,7 +64,7 @@ def main(target: Path) -> None:
             window.show(entrance, width=1200, height=1130)
             window.sees(f"{name} under way", "#hosts")  # after the first heartbeats
             window.sees("9 delivered", "#hosts")
-            window.sees("dB", "[data-sqnr]")
+            window.wait(lambda: all(cell.text for cell in window.all("[data-bits]")[:8]))  # the rows in sight
             window.screenshot(target / "page_run.png")
             window.show(urljoin(entrance, "/-/page/tree?at=small"), width=1200, height=880, theme="dark")
             for _ in range(2):
