@@ -546,6 +546,7 @@ async def test_a_concurrent_gc_is_reported(tmp_path: Path, at: str | None) -> No
         ({"coding": "zip"}, "coding='zip': expected 'entropy' or 'packed'"),
         ({"coding": []}, "expected 'entropy' or 'packed'"),
         ({"progress": 1}, "progress=1: expected a function"),
+        ({"memory": -1}, "memory=-1: expected a number of bytes"),
         ({"bits": 4, "sensitivity": {"w": 10**400}}, "is not a number"),
         ({"formats": "e9m9"}, "e9m9"),
         ({"formats": {"**": "float8"}}, "float8"),

@@ -15,7 +15,7 @@ from tstore.data.reader import new_values, read_chunks
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkSource
-from tstore.format.grid import Selection, chunk_numbers, covering_chunks
+from tstore.format.grid import Selection, chunk_coordinates, chunk_numbers, covering_chunks
 from tstore.storage.base import Storage
 
 __all__ = ["PackedRead", "PackedRegion", "is_packed", "read_packed", "read_packed_chunks"]
@@ -50,13 +50,19 @@ async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -
     for path, meta, source, numbers in requests:
         size = meta.encoded_size
         out = new_values(path, (len(numbers), size), np.dtype(np.uint8))
-        # Read the encoded chunks as an array of bytes with the same compressors, so that no value is decoded.
+        # Read the encoded chunks as an array of bytes with the same compressors, so that no value is decoded, and
+        # with the same grid, so that errors name the chunks.
         compressed: list[Mapping[str, Any]] = [{"name": "bytes"}, *meta.chain.documents[1:]]
-        stored = ArrayMeta.new((meta.chunk_count * size,), "uint8", (size,), compressed)
+        counts = meta.counts or (1,)
+        chunks = (*(1,) * (len(counts) - 1), size)
+        stored = ArrayMeta.new((*counts[:-1], counts[-1] * size), "uint8", chunks, compressed)
         done = 0
-        for run in _consecutive(numbers):
-            region = Selection((range(run.start * size, run.stop * size),))
-            jobs.append(ReadJob(path, stored, source, region, out[done : done + len(run)].reshape(-1)))
+        for run in _runs_of_rows(numbers, counts[-1]):
+            *leading, last = chunk_coordinates(run.start, counts)
+            along = range(last * size, (last + len(run)) * size)
+            region = Selection((*(range(i, i + 1) for i in leading), along))
+            values = out[done : done + len(run)].reshape(*(1 for _ in leading), -1)
+            jobs.append(ReadJob(path, stored, source, region, values))
             done += len(run)
         payloads.append(out)
     await read_chunks(storage, jobs)
@@ -64,10 +70,14 @@ async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -
     for request, payload in zip(requests, payloads, strict=True):
         meta, codec = request.meta, request.meta.chain.exmy_codec
         assert codec is not None
-        try:
-            quantized.append([_standard(codec.to_quantized(data, meta.chunks, meta.dtype)) for data in payload])
-        except exmy.ExmyError as error:
-            raise Corrupt(f"{request.path}: the eXmY header of a chunk does not parse: {error}") from error
+        parts = []
+        for number, data in zip(request.numbers, payload, strict=True):
+            try:
+                parts.append(_standard(codec.to_quantized(data, meta.chunks, meta.dtype)))
+            except exmy.ExmyError as error:
+                chunk = chunk_coordinates(number, meta.counts)
+                raise Corrupt(f"{request.path}, chunk {chunk}: its eXmY header does not parse: {error}") from error
+        quantized.append(parts)
     return quantized
 
 
@@ -95,9 +105,9 @@ async def read_packed(storage: Storage, requests: Sequence[PackedRegion]) -> lis
     return results
 
 
-def _consecutive(numbers: Sequence[int]) -> Iterator[range]:
-    """Yield the runs of consecutive numbers."""
-    for _, run in itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0]):
+def _runs_of_rows(numbers: Sequence[int], count: int) -> Iterator[range]:
+    """Yield the runs of consecutive chunk numbers; each is in one row of a grid with `count` chunks a row."""
+    for _, run in itertools.groupby(enumerate(numbers), lambda item: (item[1] - item[0], item[1] // count)):
         members = [number for _, number in run]
         yield range(members[0], members[-1] + 1)
 

@@ -137,6 +137,8 @@ async def quantize(
     """
     tag, request = _checked_tag(tag), checked_request(formats, min_sqnr, bits, error, coding, axis, block, scale)
     message, memory = checked_text("message", message), checked_index("memory", memory)
+    if memory < 0:
+        raise InvalidArgument(f"memory={memory}: expected a number of bytes, or 0 to keep no values")
     if sensitivity is not None and not isinstance(sensitivity, Mapping) and not callable(sensitivity):
         raise InvalidArgument(f"sensitivity={quote(sensitivity)}: expected weights by path, or a function")
     if executor is not None and not hasattr(executor, "submit"):
