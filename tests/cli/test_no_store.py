@@ -56,7 +56,6 @@ COMMANDS: dict[str, list[str]] = {
     "diff": ["diff", "URL", "1", "2"],
     "stats": ["stats", "URL", "w"],
     "stats --loss": ["stats", "URL", "w", "--loss"],
-    "view": ["view", "URL", "--no-browser"],
     "verify": ["verify", "URL"],
     "gc": ["gc", "URL", "--keep-last", "1"],
     "gc --dry-run": ["gc", "URL", "--keep-last", "1", "--dry-run"],
