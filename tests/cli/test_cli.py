@@ -524,7 +524,6 @@ COMMANDS = [
     ["copy", STORE, "OUT"],
     ["serve", STORE, "--port", "0"],
     ["stats", STORE, "w"],
-    ["view", STORE, "--no-browser"],
 ]
 
 
