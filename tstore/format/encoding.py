@@ -57,6 +57,7 @@ _NOT_CONVERTED = (bytes, bytearray, memoryview, date, datetime, time, timedelta,
 """Types that msgspec must not convert to or from text when `encode` checks the values of a body."""
 
 _FRAME_KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
+_DECODERS: dict[type[Body], Any] = {kind: msgspec.msgpack.Decoder(kind) for kind in _FRAME_KINDS}
 
 
 def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
@@ -198,9 +199,10 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
 def _unpack(packed: bytes | memoryview, kind: type[T]) -> T:
     try:
         _check_size(packed, kind)
-        return msgspec.msgpack.decode(packed, type=kind)
+        body: T = _DECODERS[kind].decode(packed)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise Corrupt(f"an object does not parse: {error}") from error
+    return body
 
 
 def _manifests_version(body: Body) -> int:
