@@ -378,7 +378,7 @@ QUICK = {
     "gc expires a version just tagged": 22,
     "deletions of the first host only": 42,
     "a waiting host syncs no folder": 38,
-    "a redelivered fragment is not synced": 147,
+    "a redelivered fragment is not synced": 555,
     "an own commit found again is not synced": 15,
     "the commit below is not synced": 0,
     "packs are not synced": 0,
