@@ -198,15 +198,33 @@ def test_a_line_encloses_its_values_and_leaves_gaps() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [[], [0.0], [5.0, 5.0], [-1e300, 1e300], [1e-320, 1.0], [None, math.inf], list(range(5000))]
+    "values",
+    [
+        [],
+        [0.0],
+        [5.0, 5.0],
+        [-1e300, 1e300],
+        [-1.7e308, 1.7e308],
+        [1.7e308, 1.7e308],
+        [1.0, 1.7e308],
+        [5e-324, 1.7e308],
+        [5e-324, 5e-324],
+        [0.0, 1e-310],
+        [1e-320, 1.0],
+        [1e16, math.nextafter(1e16, math.inf)],
+        [2**64 - 1, -(2**63)],
+        [None, math.inf],
+        list(range(5000)),
+    ],
 )
 def test_any_values_have_finite_places(values: list[float | None]) -> None:
     xs = list(range(len(values)))
-    drawn = line(xs, values)
-    assert "nan" not in drawn.path
-    assert "inf" not in drawn.path
-    assert len(drawn.positions) <= 610
-    assert all(0 <= x <= 1000 and -0.1 <= y <= 1000.1 for x, y, _, _ in drawn.positions)
+    for drawn in (line(xs, values), bars(xs, values)):
+        assert "nan" not in drawn.path
+        assert "inf" not in drawn.path
+        assert len(drawn.positions) <= 610
+        assert all(0 <= x <= 1000 and -0.1 <= y <= 1000.1 for x, y, _, _ in drawn.positions)
+        assert all(len(label) < 20 for label in drawn.y_labels)
 
 
 def test_values_over_many_decades_have_a_logarithmic_axis() -> None:
