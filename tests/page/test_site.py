@@ -99,6 +99,16 @@ async def test_signing_out_needs_the_form_of_this_session(server: Server) -> Non
         assert (await client("GET", "/-/page/")).status == 401
 
 
+@pytest.mark.parametrize("origin", ["null", "http://[", "http://evil.example", "http://127.0.0.1:1", ""])
+async def test_a_form_of_another_site_signs_nobody_in(server: Server, origin: str) -> None:
+    async with client_of(server) as client:
+        response = await client("POST", "/-/page/login", {"token": READ}, Origin=origin)
+        assert response.status == 403
+        assert not list(client.session.cookie_jar)
+        response = await client("POST", "/-/page/login", {"token": "x"}, Origin=server.url)
+        assert response.status == 401
+
+
 async def test_an_entrance_works_once(store: Path) -> None:
     site, token = Site(), "a-token-of-one-view"
     async with Server(store, mode="r", access=Access({token: "read"}), page=site) as server:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -13,9 +15,11 @@ import pytest
 
 import tstore
 from tests.support.http_server import READ, WRITE, client_of, everybody
+from tstore.maintenance.verify import VerifyReport
 from tstore.page import Site
 from tstore.page.plots import bars, line, treemap
 from tstore.server import Access, Server
+from tstore.steps import QUANTIZED
 
 
 async def document(server: Server, view: str, token: str = READ, **parameters: Any) -> dict[str, Any]:
@@ -172,6 +176,53 @@ async def test_a_verification_is_started_by_whoever_may(store: Path) -> None:
         assert (await document(server, "health", token=WRITE))["running"] is False
 
 
+async def test_a_stopped_verification_finds_no_store_whole(
+    server: Server, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = "report"
+
+    async def verify(self: tstore.Store, note: object) -> VerifyReport:
+        if outcome == "wait":
+            await asyncio.Event().wait()
+        if outcome == "fail":
+            raise ValueError("unforeseen")
+        return VerifyReport(2, 3, 3, 100, [f"{store}: a fault"], [], [])
+
+    monkeypatch.setattr(tstore.Store, "verify", verify)
+
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/health", Accept="text/html")).body.decode()
+        form = {"form_token": re.findall('value="([0-9a-f]{64})"', page)[0]}
+
+        async def ended() -> dict[str, Any]:
+            while (found := await document(server, "health"))["running"]:
+                await asyncio.sleep(0.01)
+            return found
+
+        await client("POST", "/-/page/health/start", form)
+        assert (await ended())["report"]["faults"] == [f"{server.url}: a fault"]
+        outcome = "wait"
+        await client("POST", "/-/page/health/start", form)
+        await client("POST", "/-/page/health/stop", form)
+        stopped = await ended()
+        assert (stopped["report"], stopped["error"]) == (None, "it was stopped before its end")
+        outcome = "fail"
+        await client("POST", "/-/page/health/start", form)
+        failed = await ended()
+        assert (failed["report"], failed["error"]) == (None, "internal error; see the server's log")
+        page = (await client("GET", "/-/page/health", Accept="text/html")).body.decode()
+        assert "The verification failed: " in page
+
+
+@pytest.mark.parametrize("source", [[1], {"a": 1}, "x", 1.5, True, -1, 99, None])
+async def test_a_forged_source_of_a_copy_makes_no_copy(server: Server, store: Path, source: Any) -> None:
+    async with await tstore.open(store) as opened, opened.transaction(metadata={QUANTIZED: source}) as tx:
+        await (await tx.create_array("w", (4,), "float32")).write(1)
+    run = await document(server, "")
+    assert [row["copies"] for row in run["rows"]] == [[], []]
+    assert [commit["version"] for commit in run["others"]] == [3]
+
+
 async def test_a_store_that_does_not_exist_yet_is_named(tmp_path: Path) -> None:
     async with Server(tmp_path / "later", access=everybody(), page=Site()) as server:
         assert (await document(server, ""))["status"] == 404
@@ -183,6 +234,9 @@ async def test_an_error_names_no_path_of_the_server(server: Server, store: Path)
     missing = await document(server, "tree", at=99)
     assert missing["status"] == 404
     assert str(store) not in missing["error"]
+    unpaired = await document(server, "compare", after=1)
+    assert str(store) not in unpaired["problem"]
+    assert f"{server.url}: no version before 1" in unpaired["problem"]
     assert "has no version 99" in missing["error"]
 
 

@@ -45,7 +45,7 @@ async def load(query: Query) -> Document:
     except NotFound as error:
         if names["before"]:
             raise
-        return _empty(query, names, after.version, str(error))
+        return _empty(query, names, after.version, query.message(error))
     diff = await query.results.get(
         "diff",
         (query.store.uuid, earlier.version, after.version, budget),

@@ -11,8 +11,12 @@ __all__ = ["load"]
 
 async def load(query: Query) -> Document:
     """Return the state of the job, and the report of the last one."""
+    job = query.verification.document()
+    job["error"] = query.message(job["error"])
+    if report := job["report"]:
+        report["faults"] = [query.message(fault) for fault in report["faults"]]
     return {
         "command": f"tstore verify {shlex.quote(query.address)}",
         "python": f"import tstore.sync as tstore\n\nprint(tstore.open({query.address!r}, 'r').verify())",
-        **query.verification.document(),
+        **job,
     }

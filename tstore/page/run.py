@@ -99,7 +99,7 @@ def _rows(commits: Sequence[Commit], tags: dict[str, int]) -> list[Document]:
     copies: dict[int, list[Document]] = {}
     for commit in commits:
         by_version[commit.version] = commit
-        if (source := commit.metadata.get(QUANTIZED)) is not None:
+        if (source := _source(commit)) is not None:
             copies.setdefault(source, []).append(_entry(commit, tags))
     chosen: list[tuple[int | None, Commit]]
     if steps:
@@ -110,7 +110,7 @@ def _rows(commits: Sequence[Commit], tags: dict[str, int]) -> list[Document]:
             if version in by_version
         ]
     else:
-        chosen = [(None, c) for c in reversed(commits) if QUANTIZED not in c.metadata and c.bytes_added]
+        chosen = [(None, c) for c in reversed(commits) if _source(c) is None and c.bytes_added]
     rows = []
     previous: Commit | None = None
     for step, commit in chosen:
@@ -121,6 +121,12 @@ def _rows(commits: Sequence[Commit], tags: dict[str, int]) -> list[Document]:
         rows.append(row)
         previous = commit
     return sorted(rows, key=lambda row: row["version"])
+
+
+def _source(commit: Commit) -> int | None:
+    """Return the version from which a copy was quantized; None for other commits, whatever their metadata say."""
+    source = commit.metadata.get(QUANTIZED)
+    return source if type(source) is int and 0 < source < commit.version else None
 
 
 def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import gzip
 import logging
 from collections.abc import Mapping
 from typing import NamedTuple
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 import msgspec
 from aiohttp import web
@@ -291,7 +291,10 @@ def _parsed(query: str) -> dict[str, str]:
 async def _read_form(request: web.BaseRequest) -> dict[str, str]:
     """Return the fields of a form; refuse one that another site may have sent."""
     origin = request.headers.get("Origin")
-    if origin is not None and urlsplit(origin).netloc != request.host:
+    if origin is not None and origin not in (
+        f"http://{request.host}",
+        f"https://{request.host}",
+    ):  # a proxy adds TLS
         raise Refused(403, "the form is from another site")
     if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
         raise Refused(403, "the form is from another site")

@@ -77,7 +77,7 @@ async def load(query: Query) -> Document:
             document["heat_map"] = cells.document()
         document["loss"] = await _loss(query, snapshot, array.path, budget)
     except (InvalidArgument, NotFound, Corrupt) as error:  # the array exists, but not all of its statistics
-        document["problem"] = str(error)
+        document["problem"] = query.message(error)
     return document
 
 

@@ -52,6 +52,10 @@ class Query(NamedTuple):
             raise InvalidArgument(f"{name}={quote(value)}: expected a number")
         return int(value)
 
+    def message(self, error: object) -> str:
+        """Return the text of an error, which names the store as the visitor knows it, not by its path here."""
+        return str(error).replace(self.store.url, self.address)
+
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
         """Return a parameter that is one of the choices, by default the first."""
         value = self.text(name) or choices[0]
