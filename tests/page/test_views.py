@@ -6,6 +6,8 @@ import asyncio
 import json
 import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -18,6 +20,7 @@ from tests.support.http_server import READ, WRITE, client_of, everybody
 from tstore.maintenance.verify import VerifyReport
 from tstore.page import Site
 from tstore.page.plots import bars, line, treemap
+from tstore.page.views import shell_command
 from tstore.server import Access, Server
 from tstore.steps import QUANTIZED
 
@@ -195,9 +198,8 @@ async def test_a_stopped_verification_finds_no_store_whole(
         form = {"form_token": re.findall('value="([0-9a-f]{64})"', page)[0]}
 
         async def ended() -> dict[str, Any]:
-            while (found := await document(server, "health"))["running"]:
-                await asyncio.sleep(0.01)
-            return found
+            found = await document(server, "health")
+            return await ended() if found["running"] else found
 
         await client("POST", "/-/page/health/start", form)
         assert (await ended())["report"]["faults"] == [f"{server.url}: a fault"]
@@ -221,6 +223,46 @@ async def test_a_forged_source_of_a_copy_makes_no_copy(server: Server, store: Pa
     run = await document(server, "")
     assert [row["copies"] for row in run["rows"]] == [[], []]
     assert [commit["version"] for commit in run["others"]] == [3]
+
+
+HOSTILE_WORDS = [
+    "-x",
+    "--help",
+    "a'b\"c",
+    "$(touch run)",
+    "`touch run`; touch run & touch run | touch run",
+    "!touch",
+    "größe",
+    "a\nb",
+    "\x15touch run\n",
+    "\x1b[201~\ntouch run\n",
+    "\u202egnirts'\\",
+    "\x7f'; touch run; '",
+    "'\n'touch run\n",
+]
+
+
+@pytest.mark.parametrize("word", HOSTILE_WORDS, ids=ascii)
+def test_a_copied_command_runs_nothing_else(tmp_path: Path, word: str) -> None:
+    command = shell_command("ls", ["http://localhost:1", word], ["--at", word])
+    assert command.isprintable()
+    printing = "tstore() { for word; do printf '%s\\0' \"$word\"; done; }"
+    for shell in filter(shutil.which, ("bash", "zsh", "dash", "sh")):
+        result = subprocess.run(
+            [shell, "-c", f"{printing}; {command}"], cwd=tmp_path, capture_output=True, check=True
+        )
+        words = result.stdout.decode().split("\0")[:-1]
+        assert len(words) == 5 + word.startswith("-")
+        if shell in ("bash", "zsh"):  # others need not know $'…'
+            assert words.count(word) == 2
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_path_that_looks_like_an_option_is_an_argument(server: Server, store: Path) -> None:
+    await tstore.save(store, {"--help": np.zeros(3), "-g": {"w": np.zeros(3)}}, step=30)
+    url = server.url
+    assert (await document(server, "tensor", path="--help"))["command"] == f"tstore stats -- {url} --help"
+    assert (await document(server, "tree", group="-g", at=3))["command"] == f"tstore ls --at 3 -- {url} -g"
 
 
 async def test_a_store_that_does_not_exist_yet_is_named(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-
-from tstore.page.views import Document, Query
+from tstore.page.views import Document, Query, shell_command
 
 __all__ = ["load"]
 
@@ -16,7 +14,7 @@ async def load(query: Query) -> Document:
     if report := job["report"]:
         report["faults"] = [query.message(fault) for fault in report["faults"]]
     return {
-        "command": f"tstore verify {shlex.quote(query.address)}",
+        "command": shell_command("verify", [query.address]),
         "python": f"import tstore.sync as tstore\n\nprint(tstore.open({query.address!r}, 'r').verify())",
         **job,
     }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Mapping
 
-from tstore.page.views import Document, Query
+from tstore.page.views import Document, Query, shell_command
 from tstore.transactions.pending import PendingTransaction
 
 __all__ = ["load"]
@@ -34,7 +33,7 @@ async def _load(query: Query) -> Document:
     pending = [_describe(transaction) for transaction in await query.store.pending()]
     seconds = time.monotonic() - started
     return {
-        "command": f"tstore ls {shlex.quote(query.address)} --pending",
+        "command": shell_command("ls", [query.address], ["--pending"]),
         "python": f"import tstore.sync as tstore\n\nprint(tstore.open({query.address!r}, 'r').pending())",
         "version": version,
         "pending": pending,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from tstore.format.arguments import quote
 from tstore.format.retention import Best, Keep
 from tstore.log.history import Commit
 from tstore.maintenance.contents import detailed_listing
-from tstore.page.views import Document, Query
+from tstore.page.views import Document, Query, shell_command
 from tstore.quantization.report import read_report
 from tstore.runtime.pool import run
 from tstore.steps import QUANTIZED, steps_of
@@ -44,11 +43,10 @@ async def load(query: Query) -> Document:
     shown = page[-_ROWS:][::-1]
     main = {row["version"] for row in rows} | {copy["version"] for row in rows for copy in row["copies"]}
     others = [_entry(commit, tags) for commit in commits if commit.version not in main and commit.version < before]
-    flags = _flags(query)
     return {
-        "command": f"tstore log {shlex.quote(query.address)}"
+        "command": shell_command("log", [query.address])
         if removed is None
-        else f"tstore gc {shlex.quote(query.address)} {flags} --dry-run",
+        else shell_command("gc", [query.address], [*_options(query), "--dry-run"]),
         "python": _python(query, keep),
         "version": snapshot.version,
         "unit": "step" if steps_of(tags) else "version",
@@ -191,17 +189,18 @@ async def _removed(store: Store, keep: Keep) -> Document:
     return {name: getattr(report, name) for name in ("versions", "tags", "abandoned", "objects", "bytes")}
 
 
-def _flags(query: Query) -> str:
+def _options(query: Query) -> list[str]:
     """Return the rules as options of `tstore gc`."""
-    flags = [f"--{name.replace('_', '-')} {query.text(name)}" for name in _RULES[:2] if query.text(name)]
-    if best := query.text("keep_best"):
-        flags.append(f"--keep-best {shlex.quote(best)}")
-    flags += [
-        f"--keep-tag {shlex.quote(tag.strip())}" for tag in query.text("keep_tags").split(",") if tag.strip()
-    ]
+    options = []
+    for name in ("keep_last", "keep_every", "keep_best"):
+        if text := query.text(name):
+            options += [f"--{name.replace('_', '-')}", text]
+    for tag in query.text("keep_tags").split(","):
+        if tag.strip():
+            options += ["--keep-tag", tag.strip()]
     if days := query.text("keep_days"):
-        flags.append(f"--keep-days {days}")
-    return " ".join(flags)
+        options += ["--keep-days", days]
+    return options
 
 
 def _python(query: Query, keep: Keep | None) -> str:

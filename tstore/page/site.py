@@ -291,10 +291,8 @@ def _parsed(query: str) -> dict[str, str]:
 async def _read_form(request: web.BaseRequest) -> dict[str, str]:
     """Return the fields of a form; refuse one that another site may have sent."""
     origin = request.headers.get("Origin")
-    if origin is not None and origin not in (
-        f"http://{request.host}",
-        f"https://{request.host}",
-    ):  # a proxy adds TLS
+    own = f"http://{request.host}", f"https://{request.host}"  # a proxy may add TLS
+    if origin is not None and origin not in own:
         raise Refused(403, "the form is from another site")
     if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
         raise Refused(403, "the form is from another site")

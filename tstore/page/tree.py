@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import os.path
 import re
-import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from tstore.errors import NotFound
 from tstore.format.paths import checked_path
 from tstore.format.patterns import compile_patterns
 from tstore.maintenance.contents import ArrayInfo, contents
-from tstore.page.views import Document, Query
+from tstore.page.views import Document, Query, at_argument, shell_command
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 
@@ -44,7 +43,7 @@ async def load(query: Query) -> Document:
     at = query.parameters.get("at", "")
     path = find if _is_pattern(find) else f"**/*{find}*/**" if find else group
     return {
-        "command": _command(query.address, at, path),
+        "command": shell_command("ls", [query.address, *([path] if path else [])], ["--at", at] if at else []),
         "python": _python(query.address, at, path),
         "version": snapshot.version,
         "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
@@ -236,14 +235,12 @@ def _inner(index: Index, row: Row) -> list[Row]:
     return groups + arrays
 
 
-def _command(address: str, at: str, path: str) -> str:
-    words = ["tstore", "ls", shlex.quote(address), *([shlex.quote(path)] if path else [])]
-    return " ".join([*words, *(["--at", shlex.quote(at)] if at else [])])
-
-
 def _python(address: str, at: str, path: str) -> str:
-    version = "" if not at else at if at.isdigit() else repr(at)
-    lines = ["import tstore.sync as tstore", "", f"snapshot = tstore.open({address!r}, 'r').snapshot({version})"]
+    lines = [
+        "import tstore.sync as tstore",
+        "",
+        f"snapshot = tstore.open({address!r}, 'r').snapshot({at_argument(at)})",
+    ]
     if path and not _is_pattern(path):
         return "\n".join(
             [*lines, f"print([path for path in snapshot.paths() if path.startswith({path + '/'!r})])"]
