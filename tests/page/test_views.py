@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -223,6 +224,47 @@ async def test_a_forged_source_of_a_copy_makes_no_copy(server: Server, store: Pa
     run = await document(server, "")
     assert [row["copies"] for row in run["rows"]] == [[], []]
     assert [commit["version"] for commit in run["others"]] == [3]
+
+
+async def test_many_hosts_under_way_are_shown_in_part(server: Server, store: Path) -> None:
+    for number in range(40):
+        folder = store / "txn" / f"step.{number:02}.{number:032x}-of-99999"
+        folder.mkdir()
+        name = "alive-00007-of-99999" if number == 39 else "part-00007-of-99999"
+        (folder / name).write_text(json.dumps({"name": "step/30", "time": time.time()}))
+    found = await document(server, "hosts")
+    assert (len(found["pending"]), found["more"]) == (32, 8)
+    active = found["pending"][-1]
+    assert active["active"]
+    assert active["counts"] == {"delivered": 0, "working": 1, "silent": 0, "missing": 99998}
+    assert len(active["states"]) == 1024
+    assert active["missing"][6:8] == [6, 8]
+    async with client_of(server, READ) as client:
+        assert b"8 more are not committed" in (await client("GET", "/-/page/hosts", Accept="text/html")).body
+
+
+async def test_what_is_kept_of_a_commit_is_bounded(server: Server, store: Path) -> None:
+    metrics = {f"metric {i}": 1.0 for i in range(4000)}
+    async with await tstore.open(store) as opened:
+        for message in ("m" * 60_000, ""):
+            tags = {"tag": "step/30"} if not message else {}
+            async with opened.transaction(message, metadata={"metrics": metrics}, **tags) as tx:
+                await (await tx.create_array(f"w{len(message)}", (4,), "float32")).write(1)
+    run = await document(server, "")
+    assert len(run["rows"][0]["metrics"]) == 64
+    assert [len(commit["message"]) for commit in run["others"]] == [4096]
+
+
+async def test_a_search_is_bounded(tmp_path: Path) -> None:
+    async with await tstore.open(tmp_path / "long") as opened, opened.transaction() as tx:
+        for number in range(50):
+            await tx.create_array(f"{number}{'a' * 4000}", (1,), "float32", sparse=True)
+            await tx.create_array("1a" * 2000 + str(number), (1,), "float32", sparse=True)
+    async with Server(tmp_path / "long", access=everybody(), page=Site()) as server:
+        assert "at most 256 characters" in (await document(server, "tree", find="a*" * 129))["error"]
+        assert (await document(server, "tree", find="a*" * 127 + "b"))["count"] == 0
+        assert (await document(server, "tree", find="1a*"))["count"] == 50 + 1
+        assert (await document(server, "tree"))["count"] == 100
 
 
 HOSTILE_WORDS = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tstore.errors import InvalidArgument, NotFound
-from tstore.format.arguments import quote
+from tstore.format.arguments import STEP_TAG, quote
 from tstore.format.retention import Best, Keep
 from tstore.log.history import Commit
 from tstore.maintenance.contents import detailed_listing
@@ -21,7 +22,9 @@ from tstore.store import Store
 __all__ = ["load", "load_version"]
 
 _ROWS = 50
-_MOST_METRICS = 32  # in the series; rows have all
+_MOST_METRICS = 32  # in the series
+_MOST_ENTRIES = 64  # metrics, and tags of each kind, of one commit
+_LONGEST_MESSAGE = 4096  # characters
 _MOST_VERSIONS = 512  # whose details are kept in memory
 
 
@@ -42,7 +45,7 @@ async def load(query: Query) -> Document:
     page = [row for row in rows if row["version"] < before]
     shown = page[-_ROWS:][::-1]
     main = {row["version"] for row in rows} | {copy["version"] for row in rows for copy in row["copies"]}
-    others = [_entry(commit, tags) for commit in commits if commit.version not in main and commit.version < before]
+    others = [entry for entry in commits if entry["version"] not in main and entry["version"] < before]
     return {
         "command": shell_command("log", [query.address])
         if removed is None
@@ -83,23 +86,39 @@ async def _details(store: Store, version: int) -> Document:
     return details | {"sqnr_db": report["sqnr_db"], "bits_per_value": report["bits_per_value"], "quantized": True}
 
 
-async def _history(store: Store) -> tuple[list[Commit], dict[str, int], list[Document]]:
-    """Return the commits, the tags, and a row for each step."""
-    commits, tags = [commit async for commit in store.history()], await store.tags()
-    return commits, tags, await run(_rows, commits, tags)
+class _Commit(NamedTuple):
+    """What the view keeps of a commit in memory, a bounded part of it."""
+
+    entry: Document
+    time: datetime.datetime
+    source: int | None
+    steps: list[str]
+    """The tags of steps that the commit gave."""
 
 
-def _rows(commits: Sequence[Commit], tags: dict[str, int]) -> list[Document]:
+async def _history(store: Store) -> tuple[list[Document], dict[str, int], list[Document]]:
+    """Return an entry for each commit, the newest first, the tags, and a row for each step."""
+    tags = await store.tags()
+    commits = [
+        _Commit(
+            _entry(commit, tags), commit.time, _source(commit), [t for t in commit.tags if STEP_TAG.fullmatch(t)]
+        )
+        async for commit in store.history()
+    ]
+    return [commit.entry for commit in commits], tags, await run(_rows, commits, tags)
+
+
+def _rows(commits: Sequence[_Commit], tags: dict[str, int]) -> list[Document]:
     """Return a row for each step, the oldest first, with its quantized copies; without steps, for each commit."""
     steps = steps_of(tags)
-    by_version: dict[int, Commit] = {}
-    by_tag = {tag: commit for commit in reversed(commits) for tag in commit.tags}
+    by_version: dict[int, _Commit] = {}
+    by_tag = {tag: commit for commit in reversed(commits) for tag in commit.steps}
     copies: dict[int, list[Document]] = {}
     for commit in commits:
-        by_version[commit.version] = commit
-        if (source := _source(commit)) is not None:
-            copies.setdefault(source, []).append(_entry(commit, tags))
-    chosen: list[tuple[int | None, Commit]]
+        by_version[commit.entry["version"]] = commit
+        if commit.source is not None:
+            copies.setdefault(commit.source, []).append(commit.entry)
+    chosen: list[tuple[int | None, _Commit]]
     if steps:
         tagged = [(step, tags[f"step/{step}"]) for step in steps]
         chosen = [
@@ -108,15 +127,13 @@ def _rows(commits: Sequence[Commit], tags: dict[str, int]) -> list[Document]:
             if version in by_version
         ]
     else:
-        chosen = [(None, c) for c in reversed(commits) if _source(c) is None and c.bytes_added]
+        chosen = [(None, c) for c in reversed(commits) if c.source is None and c.entry["bytes_added"]]
     rows = []
-    previous: Commit | None = None
+    previous: _Commit | None = None
     for step, commit in chosen:
-        row = _entry(commit, tags)
-        row["step"] = step
-        row["seconds"] = None if previous is None else (commit.time - previous.time).total_seconds()
-        row["copies"] = sorted(copies.get(commit.version, []), key=lambda copy: copy["version"])
-        rows.append(row)
+        seconds = None if previous is None else (commit.time - previous.time).total_seconds()
+        beside = sorted(copies.get(commit.entry["version"], []), key=lambda copy: copy["version"])
+        rows.append({**commit.entry, "step": step, "seconds": seconds, "copies": beside})
         previous = commit
     return sorted(rows, key=lambda row: row["version"])
 
@@ -129,16 +146,17 @@ def _source(commit: Commit) -> int | None:
 
 def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
     metrics = commit.metadata.get("metrics")
+    numbers = ((k, v) for k, v in metrics.items() if _is_number(v)) if isinstance(metrics, dict) else ()
     return {
         "version": commit.version,
         "time": commit.time.isoformat(),
-        "message": commit.message,
+        "message": commit.message[:_LONGEST_MESSAGE],
         "tags": [tag for tag in commit.tags if tags.get(tag) == commit.version],
-        "tagged": dict(commit.tagged),
-        "dropped": list(commit.dropped),
+        "tagged": dict(itertools.islice(commit.tagged.items(), _MOST_ENTRIES)),
+        "dropped": list(commit.dropped[:_MOST_ENTRIES]),
         "bytes_added": commit.bytes_added,
         "expired": commit.expired,
-        "metrics": {k: v for k, v in metrics.items() if _is_number(v)} if isinstance(metrics, dict) else {},
+        "metrics": dict(itertools.islice(numbers, _MOST_ENTRIES)),
     }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import heapq
 import os.path
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tstore.errors import NotFound
+from tstore.errors import InvalidArgument, NotFound
+from tstore.format.arguments import quote
 from tstore.format.paths import checked_path
 from tstore.format.patterns import compile_patterns
 from tstore.maintenance.contents import ArrayInfo, contents
@@ -22,6 +24,10 @@ _ROWS = 100
 _TILES = 120  # of the treemap
 _MOST_TREES = 4  # kept in memory
 _DIGITS = re.compile(r"([0-9]+)")
+_MOST_NUMBERS = 8  # of a name by which it is sorted
+_LONGEST_FIND = 256  # characters
+_SEARCHED = 1 << 16  # characters of paths that are searched at a time
+_LONGEST_SEARCH = 10.0  # seconds
 _SORTS = ("name", "bytes", "values", "bits", "dtype", "codec")
 
 
@@ -39,7 +45,8 @@ async def load(query: Query) -> Document:
     group, find, sort = query.text("group").strip("/"), query.text("find"), query.choice("sort", _SORTS)
     order = query.choice("order", ("up", "down") if sort in ("name", "dtype", "codec") else ("down", "up"))
     first = query.number("first") or 0
-    rows, total = await run(_select, index, group, find, sort, order)
+    found = await _search(index, find) if find else None
+    rows, total = await run(_select, index, group, found, sort, order)
     at = query.parameters.get("at", "")
     path = find if _is_pattern(find) else f"**/*{find}*/**" if find else group
     return {
@@ -138,20 +145,45 @@ def _index(snapshot: Snapshot) -> Index:
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts "layers/2" before "layers/10"."""
-    return [(len(part.lstrip("0")), part) if i % 2 else (0, part) for i, part in enumerate(_DIGITS.split(path))]
+    """Return a sort key for siblings that puts "layers/2" before "layers/10"; it is short for any name."""
+    parts = _DIGITS.split(path.rpartition("/")[2], _MOST_NUMBERS)
+    return [(len(part.lstrip("0")), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
 def _is_pattern(find: str) -> bool:
     return any(wildcard in find for wildcard in "*?")
 
 
-def _select(index: Index, group: str, find: str, sort: str, order: str) -> tuple[list[Row], Document]:
-    """Return the sorted rows of a group, or of the arrays that are found, and their total."""
-    if find:
-        matches = compile_patterns(find) if _is_pattern(find) else lambda path: find in path
-        chosen = [array for array in index.arrays if matches(array.path)]
-        rows = [_array_row(array, array.path) for array in chosen]
+async def _search(index: Index, find: str) -> list[ArrayInfo]:
+    """Return the arrays that are found, in steps between which the search can be cancelled."""
+    if len(find) > _LONGEST_FIND:
+        raise InvalidArgument(f"find={quote(find)}: expected at most {_LONGEST_FIND} characters")
+    matches = compile_patterns(find) if _is_pattern(find) else lambda path: find in path
+    arrays, found, end = iter(index.arrays), list[ArrayInfo](), time.monotonic() + _LONGEST_SEARCH
+    while await run(_search_some, arrays, matches, found):
+        if time.monotonic() > end:
+            raise InvalidArgument(f"find={quote(find)}: the search takes too long; use fewer wildcards")
+    return found
+
+
+def _search_some(arrays: Iterator[ArrayInfo], matches: Callable[[str], bool], found: list[ArrayInfo]) -> bool:
+    """Search the next arrays; return whether there may be more."""
+    searched = 0
+    for array in arrays:
+        if matches(array.path):
+            found.append(array)
+        searched += len(array.path)
+        if searched > _SEARCHED:
+            return True
+    return False
+
+
+def _select(
+    index: Index, group: str, found: Sequence[ArrayInfo] | None, sort: str, order: str
+) -> tuple[list[Row], Document]:
+    """Return the sorted rows of a group, or of the arrays that were found, and their total."""
+    if found is not None:
+        rows = [_array_row(array, array.path) for array in found]
     else:
         if group and group not in index.groups:
             raise NotFound(f"there is no group {checked_path(group)!r} in this version")
