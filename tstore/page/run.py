@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tstore.errors import InvalidArgument, NotFound
+from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.arguments import STEP_TAG, quote
 from tstore.format.retention import Best, Keep
 from tstore.log.history import Commit
@@ -81,7 +81,7 @@ async def _details(store: Store, version: int) -> Document:
     details: Document = {"version": version, **total, "sqnr_db": None, "quantized": False}
     try:
         report = read_report(snapshot).document()["total"]
-    except NotFound:
+    except (NotFound, Corrupt):  # no quantized copy, or its report is damaged or forged
         return details
     return details | {"sqnr_db": report["sqnr_db"], "bits_per_value": report["bits_per_value"], "quantized": True}
 
