@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.http_server import READ, Client, client_of, everybody
 from tstore.page import Site
+from tstore.page.sessions import Sessions
 from tstore.server import Access, Server
 
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -86,6 +87,26 @@ async def test_an_unknown_token_signs_nobody_in(server: Server) -> None:
         assert not list(client.session.cookie_jar)
 
 
+async def test_signing_in_again_ends_the_session_before(server: Server) -> None:
+    async with client_of(server) as client:
+        await sign_in(client, READ)
+        [first] = client.session.cookie_jar
+        await sign_in(client, READ)
+        [second] = client.session.cookie_jar
+        assert first.value != second.value
+    for cookie, status in ((first, 401), (second, 200)):
+        async with client_of(server) as client:
+            assert (await client("GET", "/-/page/", Cookie=f"{cookie.key}={cookie.value}")).status == status
+
+
+def test_one_token_does_not_end_the_sessions_of_others() -> None:
+    sessions = Sessions()
+    other = sessions.start(b"other")
+    own = [sessions.start(b"own") for _ in range(2000)]
+    assert sessions.token_digest(other) == b"other"
+    assert sum(sessions.token_digest(session) is not None for session in own) == 100
+
+
 async def test_signing_out_needs_the_form_of_this_session(server: Server) -> None:
     async with client_of(server) as client:
         await sign_in(client, READ)
@@ -115,6 +136,7 @@ async def test_an_entrance_works_once(store: Path) -> None:
         entrance = urlsplit(site.entrance(server.url, token))
         jar = aiohttp.CookieJar(unsafe=True)
         async with client_of(server, cookie_jar=jar) as client, client_of(server) as other:
+            assert (await other("HEAD", f"{entrance.path}?{entrance.query}")).status == 405
             assert (await client("GET", f"{entrance.path}?{entrance.query}")).status == 200
             assert (await client("GET", "/-/page/")).status == 200
             assert (await other("GET", f"{entrance.path}?{entrance.query}")).status == 401

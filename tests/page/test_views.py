@@ -146,6 +146,13 @@ async def test_groups_are_folded_and_add_up(tree: Path) -> None:
         assert (await document(server, "tree", group="none"))["status"] == 404
 
 
+async def test_groups_have_their_own_spaces(tmp_path: Path) -> None:
+    await tstore.save(tmp_path / "spaces", {" a ": {"x": np.ones(1)}, "\u3000": {"y": np.ones(1)}}, step=1)
+    async with Server(tmp_path / "spaces", access=everybody(), page=Site()) as server:
+        for group, name in ((" a ", "x"), ("\u3000", "y")):
+            assert [row["name"] for row in (await document(server, "tree", group=group))["rows"]] == [name]
+
+
 async def test_arrays_are_found_and_sorted(tree: Path) -> None:
     async with Server(tree, access=everybody(), page=Site()) as server:
         found = await document(server, "tree", find="layers/**/w", sort="bytes")

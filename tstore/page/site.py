@@ -145,6 +145,8 @@ class Site:
             return _asset_response(request, name.removeprefix("static/"))
         parameters = _parsed(query)
         if name == "enter":
+            if request.method != "GET":  # programs that look at links must not use up the code
+                raise Refused(405, "this address works once, for one browser", {"Allow": "GET"})
             return self._enter(request, parameters)
         if visitor.scope is Scope.NONE:
             raise Refused(401, "sign in with a token", {"WWW-Authenticate": 'Bearer realm="tstore"'})
@@ -204,6 +206,7 @@ class Site:
             matched = visit.access.match(f"Bearer {form.get('token', '').strip()}")
             if matched is None or not matched[0]:
                 raise Refused(401, "this server does not know that token")
+            self._sessions.end(visitor.session)  # another begins
             return self._signed_in(request, matched[0])
         expected = self._sessions.form_token(visitor.session)
         if form.get("form_token") != expected:

@@ -42,7 +42,8 @@ async def load(query: Query) -> Document:
     index = await query.results.get(
         "tree", (query.store.uuid, snapshot.version), lambda: _read(snapshot), most=_MOST_TREES
     )
-    group, find, sort = query.text("group").strip("/"), query.text("find"), query.choice("sort", _SORTS)
+    group, find = query.parameters.get("group", "").strip("/"), query.text("find")
+    sort = query.choice("sort", _SORTS)
     order = query.choice("order", ("up", "down") if sort in ("name", "dtype", "codec") else ("down", "up"))
     first = query.number("first") or 0
     found = await _search(index, find) if find else None
