@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.http_server import READ, Client, client_of, everybody
 from tstore.page import Site
+from tstore.page.sessions import Sessions
 from tstore.server import Access, Server
 
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -86,6 +87,26 @@ async def test_an_unknown_token_signs_nobody_in(server: Server) -> None:
         assert not list(client.session.cookie_jar)
 
 
+async def test_signing_in_again_ends_the_session_before(server: Server) -> None:
+    async with client_of(server) as client:
+        await sign_in(client, READ)
+        [first] = client.session.cookie_jar
+        await sign_in(client, READ)
+        [second] = client.session.cookie_jar
+        assert first.value != second.value
+    for cookie, status in ((first, 401), (second, 200)):
+        async with client_of(server) as client:
+            assert (await client("GET", "/-/page/", Cookie=f"{cookie.key}={cookie.value}")).status == status
+
+
+def test_one_token_does_not_end_the_sessions_of_others() -> None:
+    sessions = Sessions()
+    other = sessions.start(b"other")
+    own = [sessions.start(b"own") for _ in range(2000)]
+    assert sessions.token_digest(other) == b"other"
+    assert sum(sessions.token_digest(session) is not None for session in own) == 100
+
+
 async def test_signing_out_needs_the_form_of_this_session(server: Server) -> None:
     async with client_of(server) as client:
         await sign_in(client, READ)
@@ -99,12 +120,23 @@ async def test_signing_out_needs_the_form_of_this_session(server: Server) -> Non
         assert (await client("GET", "/-/page/")).status == 401
 
 
+@pytest.mark.parametrize("origin", ["null", "http://[", "http://evil.example", "http://127.0.0.1:1", ""])
+async def test_a_form_of_another_site_signs_nobody_in(server: Server, origin: str) -> None:
+    async with client_of(server) as client:
+        response = await client("POST", "/-/page/login", {"token": READ}, Origin=origin)
+        assert response.status == 403
+        assert not list(client.session.cookie_jar)
+        response = await client("POST", "/-/page/login", {"token": "x"}, Origin=server.url)
+        assert response.status == 401
+
+
 async def test_an_entrance_works_once(store: Path) -> None:
     site, token = Site(), "a-token-of-one-view"
     async with Server(store, mode="r", access=Access({token: "read"}), page=site) as server:
         entrance = urlsplit(site.entrance(server.url, token))
         jar = aiohttp.CookieJar(unsafe=True)
         async with client_of(server, cookie_jar=jar) as client, client_of(server) as other:
+            assert (await other("HEAD", f"{entrance.path}?{entrance.query}")).status == 405
             assert (await client("GET", f"{entrance.path}?{entrance.query}")).status == 200
             assert (await client("GET", "/-/page/")).status == 200
             assert (await other("GET", f"{entrance.path}?{entrance.query}")).status == 401

@@ -14,6 +14,7 @@ import pytest
 
 import tstore
 from tests.support.http_server import READ, Client, client_of
+from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.server import Server
 from tstore.statistics.cache import RESULTS
 from tstore.statistics.heat_map import heat_map
@@ -84,6 +85,86 @@ async def test_a_quantized_array_has_its_loss(server: Server, store: Path) -> No
         assert document["loss"] == (await tstore.quantization_loss(store, "w", "small")).document()
         assert document["summary"]["range"]["name"] == "e4m3"
         assert (await shown(client, "tensor", path="n", at="small"))["loss"] is None
+
+
+FORGED_ROWS: list[dict[str, Any]] = [
+    {"values": "x"},
+    {"values": -1},
+    {"bytes_after": [1]},
+    {"bytes_after": 1e308},
+    {"signal": "x"},
+    {"signal": -1.0},
+    {"noise": -1.0},
+    {"largest_error": [1]},
+    {"clipped": "x"},
+    {"clipped": None},
+    {"clipped": 1e308},
+    {"granularity": ["row"]},
+    {"coding": 5},
+    {"format": "<b>"},
+    {"exponents": ["x", {"a": 1}]},
+]
+FORGED_REPORTS: list[dict[str, Any]] = [
+    {"source": "small"},
+    {"source": None},
+    {"source": 99},
+    {"tag": ["x"]},
+    {"request": 5},
+    {"arrays": None},
+    {"arrays": {"a": 1}},
+    {"arrays": [[1]]},
+]
+
+
+async def forge(store: Path, report: dict[str, Any], row: dict[str, Any]) -> int:
+    """Commit a version with another report of the quantization, and return its version."""
+    async with await tstore.open(store) as opened:
+        reserved = (await opened.snapshot("small")).reserved_attributes()
+        rows = [{**r, **row} if r["path"] == "w" else r for r in reserved["quantization"]["arrays"]]
+        forged = {**reserved["quantization"], "arrays": rows, **report}
+        async with opened.transaction() as tx:
+            await tx.create_group("", {RESERVED_ATTRIBUTE: {**reserved, "quantization": forged}})
+        assert tx.version is not None
+        return tx.version
+
+
+@pytest.mark.parametrize("row", FORGED_ROWS, ids=repr)
+async def test_a_forged_row_of_a_report_is_named(server: Server, store: Path, row: dict[str, Any]) -> None:
+    await check_forged(server, await forge(store, {}, row))
+
+
+@pytest.mark.parametrize("report", FORGED_REPORTS, ids=repr)
+async def test_a_forged_report_is_named(server: Server, store: Path, report: dict[str, Any]) -> None:
+    await check_forged(server, await forge(store, report, {}))
+
+
+async def check_forged(server: Server, version: int) -> None:
+    async with client_of(server, READ) as client:
+        document = await shown(client, "tensor", path="w", at=version)
+        assert document["loss"] is None
+        assert document["problem"]
+        assert document["summary"]["coverage"]["values"] == VALUES.size
+        assert (await client("GET", f"/-/page/version?at={version}")).status == 200
+
+
+async def test_the_loss_has_the_row_of_its_own_report(server: Server, store: Path) -> None:
+    async with client_of(server, READ) as client:
+        for clipped in (0.25, 0.75):
+            document = await shown(client, "tensor", path="w", at=await forge(store, {}, {"clipped": clipped}))
+            assert document["loss"]["clipped"] == clipped
+
+
+async def test_a_source_of_text_is_named(server: Server, store: Path) -> None:
+    async with await tstore.open(store) as opened, opened.transaction() as tx:
+        await tx.delete("w")
+        await (await tx.create_array("w", VALUES.shape, "<U1", VALUES.shape)).write("a")
+    assert tx.version is not None
+    async with await tstore.open(store) as opened, opened.transaction() as again:
+        await again.delete("w")
+        await (await again.create_array("w", VALUES.shape, "float32")).write(1)
+    async with client_of(server, READ) as client:
+        document = await shown(client, "tensor", path="w", at=await forge(store, {"source": tx.version}, {}))
+        assert "not numbers" in document["problem"]
 
 
 @pytest.mark.parametrize("path", [*ODD, "huge", "unwritten"], ids=lambda path: path[:20])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import re
+import shutil
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -13,9 +18,12 @@ import pytest
 
 import tstore
 from tests.support.http_server import READ, WRITE, client_of, everybody
+from tstore.maintenance.verify import VerifyReport
 from tstore.page import Site
 from tstore.page.plots import bars, line, treemap
+from tstore.page.views import shell_command
 from tstore.server import Access, Server
+from tstore.steps import QUANTIZED
 
 
 async def document(server: Server, view: str, token: str = READ, **parameters: Any) -> dict[str, Any]:
@@ -138,6 +146,13 @@ async def test_groups_are_folded_and_add_up(tree: Path) -> None:
         assert (await document(server, "tree", group="none"))["status"] == 404
 
 
+async def test_groups_have_their_own_spaces(tmp_path: Path) -> None:
+    await tstore.save(tmp_path / "spaces", {" a ": {"x": np.ones(1)}, "\u3000": {"y": np.ones(1)}}, step=1)
+    async with Server(tmp_path / "spaces", access=everybody(), page=Site()) as server:
+        for group, name in ((" a ", "x"), ("\u3000", "y")):
+            assert [row["name"] for row in (await document(server, "tree", group=group))["rows"]] == [name]
+
+
 async def test_arrays_are_found_and_sorted(tree: Path) -> None:
     async with Server(tree, access=everybody(), page=Site()) as server:
         found = await document(server, "tree", find="layers/**/w", sort="bytes")
@@ -172,6 +187,133 @@ async def test_a_verification_is_started_by_whoever_may(store: Path) -> None:
         assert (await document(server, "health", token=WRITE))["running"] is False
 
 
+async def test_a_stopped_verification_finds_no_store_whole(
+    server: Server, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = "report"
+
+    async def verify(self: tstore.Store, note: object) -> VerifyReport:
+        if outcome == "wait":
+            await asyncio.Event().wait()
+        if outcome == "fail":
+            raise ValueError("unforeseen")
+        return VerifyReport(2, 3, 3, 100, [f"{store}: a fault"], [], [])
+
+    monkeypatch.setattr(tstore.Store, "verify", verify)
+
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/health", Accept="text/html")).body.decode()
+        form = {"form_token": re.findall('value="([0-9a-f]{64})"', page)[0]}
+
+        async def ended() -> dict[str, Any]:
+            found = await document(server, "health")
+            return await ended() if found["running"] else found
+
+        await client("POST", "/-/page/health/start", form)
+        assert (await ended())["report"]["faults"] == [f"{server.url}: a fault"]
+        outcome = "wait"
+        await client("POST", "/-/page/health/start", form)
+        await client("POST", "/-/page/health/stop", form)
+        stopped = await ended()
+        assert (stopped["report"], stopped["error"]) == (None, "it was stopped before its end")
+        outcome = "fail"
+        await client("POST", "/-/page/health/start", form)
+        failed = await ended()
+        assert (failed["report"], failed["error"]) == (None, "internal error; see the server's log")
+        page = (await client("GET", "/-/page/health", Accept="text/html")).body.decode()
+        assert "The verification failed: " in page
+
+
+@pytest.mark.parametrize("source", [[1], {"a": 1}, "x", 1.5, True, -1, 99, None])
+async def test_a_forged_source_of_a_copy_makes_no_copy(server: Server, store: Path, source: Any) -> None:
+    async with await tstore.open(store) as opened, opened.transaction(metadata={QUANTIZED: source}) as tx:
+        await (await tx.create_array("w", (4,), "float32")).write(1)
+    run = await document(server, "")
+    assert [row["copies"] for row in run["rows"]] == [[], []]
+    assert [commit["version"] for commit in run["others"]] == [3]
+
+
+async def test_many_hosts_under_way_are_shown_in_part(server: Server, store: Path) -> None:
+    for number in range(40):
+        folder = store / "txn" / f"step.{number:02}.{number:032x}-of-99999"
+        folder.mkdir()
+        name = "alive-00007-of-99999" if number == 39 else "part-00007-of-99999"
+        (folder / name).write_text(json.dumps({"name": "step/30", "time": time.time()}))
+    found = await document(server, "hosts")
+    assert (len(found["pending"]), found["more"]) == (32, 8)
+    active = found["pending"][-1]
+    assert active["active"]
+    assert active["counts"] == {"delivered": 0, "working": 1, "silent": 0, "missing": 99998}
+    assert len(active["states"]) == 1024
+    assert active["missing"][6:8] == [6, 8]
+    async with client_of(server, READ) as client:
+        assert b"8 more are not committed" in (await client("GET", "/-/page/hosts", Accept="text/html")).body
+
+
+async def test_what_is_kept_of_a_commit_is_bounded(server: Server, store: Path) -> None:
+    metrics = {f"metric {i}": 1.0 for i in range(4000)}
+    async with await tstore.open(store) as opened:
+        for message in ("m" * 60_000, ""):
+            tags = {"tag": "step/30"} if not message else {}
+            async with opened.transaction(message, metadata={"metrics": metrics}, **tags) as tx:
+                await (await tx.create_array(f"w{len(message)}", (4,), "float32")).write(1)
+    run = await document(server, "")
+    assert len(run["rows"][0]["metrics"]) == 64
+    assert [len(commit["message"]) for commit in run["others"]] == [4096]
+
+
+async def test_a_search_is_bounded(tmp_path: Path) -> None:
+    async with await tstore.open(tmp_path / "long") as opened, opened.transaction() as tx:
+        for number in range(50):
+            await tx.create_array(f"{number}{'a' * 4000}", (1,), "float32", sparse=True)
+            await tx.create_array("1a" * 2000 + str(number), (1,), "float32", sparse=True)
+    async with Server(tmp_path / "long", access=everybody(), page=Site()) as server:
+        assert "at most 256 characters" in (await document(server, "tree", find="a*" * 129))["error"]
+        assert (await document(server, "tree", find="a*" * 127 + "b"))["count"] == 0
+        assert (await document(server, "tree", find="1a*"))["count"] == 50 + 1
+        assert (await document(server, "tree"))["count"] == 100
+
+
+HOSTILE_WORDS = [
+    "-x",
+    "--help",
+    "a'b\"c",
+    "$(touch run)",
+    "`touch run`; touch run & touch run | touch run",
+    "!touch",
+    "größe",
+    "a\nb",
+    "\x15touch run\n",
+    "\x1b[201~\ntouch run\n",
+    "\u202egnirts'\\",
+    "\x7f'; touch run; '",
+    "'\n'touch run\n",
+]
+
+
+@pytest.mark.parametrize("word", HOSTILE_WORDS, ids=ascii)
+def test_a_copied_command_runs_nothing_else(tmp_path: Path, word: str) -> None:
+    command = shell_command("ls", ["http://localhost:1", word], ["--at", word])
+    assert command.isprintable()
+    printing = "tstore() { for word; do printf '%s\\0' \"$word\"; done; }"
+    for shell in filter(shutil.which, ("bash", "zsh", "dash", "sh")):
+        result = subprocess.run(
+            [shell, "-c", f"{printing}; {command}"], cwd=tmp_path, capture_output=True, check=True
+        )
+        words = result.stdout.decode().split("\0")[:-1]
+        assert len(words) == 5 + word.startswith("-")
+        if shell in ("bash", "zsh"):  # others need not know $'…'
+            assert words.count(word) == 2
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_path_that_looks_like_an_option_is_an_argument(server: Server, store: Path) -> None:
+    await tstore.save(store, {"--help": np.zeros(3), "-g": {"w": np.zeros(3)}}, step=30)
+    url = server.url
+    assert (await document(server, "tensor", path="--help"))["command"] == f"tstore stats -- {url} --help"
+    assert (await document(server, "tree", group="-g", at=3))["command"] == f"tstore ls --at 3 -- {url} -g"
+
+
 async def test_a_store_that_does_not_exist_yet_is_named(tmp_path: Path) -> None:
     async with Server(tmp_path / "later", access=everybody(), page=Site()) as server:
         assert (await document(server, ""))["status"] == 404
@@ -183,6 +325,9 @@ async def test_an_error_names_no_path_of_the_server(server: Server, store: Path)
     missing = await document(server, "tree", at=99)
     assert missing["status"] == 404
     assert str(store) not in missing["error"]
+    unpaired = await document(server, "compare", after=1)
+    assert str(store) not in unpaired["problem"]
+    assert f"{server.url}: no version before 1" in unpaired["problem"]
     assert "has no version 99" in missing["error"]
 
 
@@ -198,15 +343,33 @@ def test_a_line_encloses_its_values_and_leaves_gaps() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [[], [0.0], [5.0, 5.0], [-1e300, 1e300], [1e-320, 1.0], [None, math.inf], list(range(5000))]
+    "values",
+    [
+        [],
+        [0.0],
+        [5.0, 5.0],
+        [-1e300, 1e300],
+        [-1.7e308, 1.7e308],
+        [1.7e308, 1.7e308],
+        [1.0, 1.7e308],
+        [5e-324, 1.7e308],
+        [5e-324, 5e-324],
+        [0.0, 1e-310],
+        [1e-320, 1.0],
+        [1e16, math.nextafter(1e16, math.inf)],
+        [2**64 - 1, -(2**63)],
+        [None, math.inf],
+        list(range(5000)),
+    ],
 )
 def test_any_values_have_finite_places(values: list[float | None]) -> None:
     xs = list(range(len(values)))
-    drawn = line(xs, values)
-    assert "nan" not in drawn.path
-    assert "inf" not in drawn.path
-    assert len(drawn.positions) <= 610
-    assert all(0 <= x <= 1000 and -0.1 <= y <= 1000.1 for x, y, _, _ in drawn.positions)
+    for drawn in (line(xs, values), bars(xs, values)):
+        assert "nan" not in drawn.path
+        assert "inf" not in drawn.path
+        assert len(drawn.positions) <= 610
+        assert all(0 <= x <= 1000 and -0.1 <= y <= 1000.1 for x, y, _, _ in drawn.positions)
+        assert all(len(label) < 20 for label in drawn.y_labels)
 
 
 def test_values_over_many_decades_have_a_logarithmic_axis() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import shlex
 
 from tstore.errors import InvalidArgument, NotFound
 from tstore.maintenance.diff import ArrayDiff, Diff
-from tstore.page.views import Document, Query, at_argument
+from tstore.page.views import Document, Query, at_argument, shell_command
 from tstore.runtime.pool import run
 from tstore.statistics.baseline import baseline
 from tstore.steps import steps_of
@@ -45,7 +44,7 @@ async def load(query: Query) -> Document:
     except NotFound as error:
         if names["before"]:
             raise
-        return _empty(query, names, after.version, str(error))
+        return _empty(query, names, after.version, query.message(error))
     diff = await query.results.get(
         "diff",
         (query.store.uuid, earlier.version, after.version, budget),
@@ -57,7 +56,7 @@ async def load(query: Query) -> Document:
     b, a = names["before"] or str(earlier.version), names["after"] or str(after.version)
     return {
         **_empty(query, names, after.version, None),
-        "command": f"tstore diff {shlex.quote(query.address)} {shlex.quote(b)} {shlex.quote(a)} --budget {budget}",
+        "command": shell_command("diff", [query.address, b, a], ["--budget", str(budget)]),
         "python": _python(query.address, b, a, budget),
         "before": earlier.version,
         "titles": {"before": _title(after.tags, earlier.version), "after": _title(after.tags, after.version)},
@@ -82,7 +81,7 @@ async def load(query: Query) -> Document:
 def _empty(query: Query, names: Document, after: int, problem: str | None) -> Document:
     """Return the document without a version to compare with."""
     return {
-        "command": f"tstore log {shlex.quote(query.address)}",
+        "command": shell_command("log", [query.address]),
         "python": "",
         "names": names,
         "before": None,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
+import itertools
 import time
 from collections.abc import Mapping
 
-from tstore.page.views import Document, Query
-from tstore.transactions.pending import PendingTransaction
+from tstore.page.views import Document, Query, shell_command
+from tstore.transactions.pending import PendingTransaction, describe_pending, hosts_under_way
 
 __all__ = ["load"]
 
@@ -15,6 +15,7 @@ _SHORTEST_POLL, _LONGEST_POLL = 2.0, 60.0  # seconds between polls of a browser
 _SHARE = 20  # a poll may take this share of the time between polls
 _INTERVAL, _MAX_RATE = 10.0, 100.0
 """A host renews its heartbeat every ten seconds, or less often if the hosts would renew more than 100 a second."""
+_MOST_TRANSACTIONS = 32  # that are shown, first those with a heartbeat
 _MOST_SQUARES = 1024  # hosts that are drawn; of more, only the counts and the numbers of those missing are shown
 
 
@@ -31,35 +32,45 @@ async def load(query: Query) -> Document:
 async def _load(query: Query) -> Document:
     started = time.monotonic()
     version = (await query.store.snapshot()).version
-    pending = [_describe(transaction) for transaction in await query.store.pending()]
+    log = query.store.log.reader
+    under_way = await hosts_under_way(log)
+    chosen = sorted(under_way.items(), key=lambda item: (not item[1]["alive"], item[0]))[:_MOST_TRANSACTIONS]
+    pending = [_describe(await describe_pending(log, transaction, hosts)) for transaction, hosts in sorted(chosen)]
     seconds = time.monotonic() - started
     return {
-        "command": f"tstore ls {shlex.quote(query.address)} --pending",
+        "command": shell_command("ls", [query.address], ["--pending"]),
         "python": f"import tstore.sync as tstore\n\nprint(tstore.open({query.address!r}, 'r').pending())",
         "version": version,
         "pending": pending,
+        "more": len(under_way) - len(pending),
         "poll_seconds": round(min(_LONGEST_POLL, max(_SHORTEST_POLL, _SHARE * seconds)), 1),
     }
 
 
 def _describe(transaction: PendingTransaction) -> Document:
-    delivered = set(transaction.delivered)
+    delivered, beats = set(transaction.delivered), transaction.heartbeats
     recent = 2.5 * max(_INTERVAL, transaction.hosts / _MAX_RATE)
-    states = []
-    for host in range(transaction.hosts):
-        states.append(_state(host, delivered, transaction.heartbeats, recent))
-    counts = {name: states.count(name) for name in ("delivered", "working", "silent", "missing")}
+    waiting = {host: age for host, age in sorted(beats.items()) if host not in delivered}
+    silent = [(host, age) for host, age in waiting.items() if age > recent]
+    missing = (host for host in range(transaction.hosts) if host not in delivered and host not in beats)
     return {
         "transaction": transaction.transaction,
         "name": transaction.name,
         "hosts": transaction.hosts,
-        "active": any(age <= recent for age in transaction.heartbeats.values()),
+        "active": any(age <= recent for age in beats.values()),
         "withdrawn_by": transaction.withdrawn_by,
-        "counts": counts,
-        "states": states[:_MOST_SQUARES],
-        "heartbeats": {str(host): round(age, 1) for host, age in sorted(transaction.heartbeats.items())},
-        "missing": [host for host, state in enumerate(states) if state == "missing"][:100],
-        "silent": [[h, round(transaction.heartbeats[h])] for h, s in enumerate(states) if s == "silent"][:100],
+        "counts": {
+            "delivered": len(delivered),
+            "working": len(waiting) - len(silent),
+            "silent": len(silent),
+            "missing": transaction.hosts - len(delivered) - len(waiting),
+        },
+        "states": [
+            _state(host, delivered, beats, recent) for host in range(min(transaction.hosts, _MOST_SQUARES))
+        ],
+        "heartbeats": {str(host): round(age, 1) for host, age in sorted(beats.items())[:_MOST_SQUARES]},
+        "missing": list(itertools.islice(missing, 100)),
+        "silent": [[host, round(age)] for host, age in silent[:100]],
     }
 
 

@@ -18,6 +18,8 @@ _MOST_POINTS = 600  # of a line; longer ones show the lowest and the highest val
 _LOG_RATIO = 100.0  # positive values that differ by more than this factor have a logarithmic axis
 _WIDEST_BAR = 60.0
 _MOST_DECADES = 5  # ticks of a logarithmic axis
+_LARGEST, _SMALLEST = 1e300, 1e-290  # beyond these, the numbers of an axis could overflow or underflow
+_FLAT = 1e-12  # values that differ by less, relative to their magnitude, are drawn as equal
 
 
 class Line(NamedTuple):
@@ -56,7 +58,7 @@ def line(xs: Sequence[float], ys: Sequence[float | None]) -> Line:
     known = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)]
     if not known:
         return Line("", None, _x_labels(xs), [], False, [])
-    values = [y for _, y in known]
+    values = [_drawable(y) for _, y in known]
     logarithmic = min(values) > 0 and max(values) / min(values) > _LOG_RATIO
     scale = [math.log10(y) if logarithmic else y for y in values]
     ticks = _decades(min(scale), max(scale)) if logarithmic else _ticks(min(scale), max(scale))
@@ -67,7 +69,8 @@ def line(xs: Sequence[float], ys: Sequence[float | None]) -> Line:
         if y is None or not math.isfinite(y):
             gap = True
             continue
-        at = place(x), SIZE * (1 - ((math.log10(y) if logarithmic else y) - low) / (high - low))
+        drawn = math.log10(_drawable(y)) if logarithmic else _drawable(y)
+        at = place(x), SIZE * (1 - (drawn - low) / (high - low))
         path.append(f"{'M' if gap else 'L'}{at[0]:.1f} {at[1]:.1f}")
         positions.append((round(at[0], 1), round(at[1], 1), x, y))
         gap = False
@@ -85,16 +88,16 @@ def bars(xs: Sequence[float], ys: Sequence[float | None]) -> Bars:
         part = [
             (y, x)
             for x, y in zip(xs[start : start + stretch], ys[start : start + stretch], strict=True)
-            if y and 0 < y < math.inf
+            if y and math.isfinite(y) and _drawable(y) > 0
         ]
         if part:
             y, x = max(part)
             highest.append((x, y))
-    ticks = _ticks(0, max((y for _, y in highest), default=1))
+    ticks = _ticks(0, max((_drawable(y) for _, y in highest), default=1))
     width = min(_WIDEST_BAR, SIZE / max(1, len(xs) / stretch) * 0.72)
     path, positions = [], []
     for x, y in highest:
-        left, top = place(x) * (1 - width / SIZE), SIZE * (1 - y / ticks[-1])
+        left, top = place(x) * (1 - width / SIZE), SIZE * (1 - _drawable(y) / ticks[-1])
         path.append(f"M{left:.1f} {SIZE:.0f}V{top:.1f}h{width:.1f}V{SIZE:.0f}z")
         positions.append((round(left + width / 2, 1), round(top, 1), x, y))
     return Bars("".join(path), _x_labels(xs), [_label(t, ticks[1]) for t in ticks], positions)
@@ -161,9 +164,14 @@ def _thinned(points: list[tuple[float, float | None]]) -> list[tuple[float, floa
     return [*kept, points[-1]]
 
 
+def _drawable(value: float) -> float:
+    """Return a finite value, or the one nearest to it with which axes can be computed."""
+    return 0.0 if abs(value) < _SMALLEST else max(-_LARGEST, min(_LARGEST, value))
+
+
 def _ticks(low: float, high: float) -> list[float]:
     """Return three to seven round numbers, evenly spaced, that enclose the values."""
-    if high == low:
+    if high - low <= _FLAT * max(abs(low), abs(high)):
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
@@ -181,7 +189,7 @@ def _decades(low: float, high: float) -> list[float]:
 
 def _label(value: float, step: float) -> str:
     """Format a tick with the decimals that its step needs."""
-    if value and (abs(value) >= 1e6 or abs(step) < 1e-4):
+    if abs(value) >= 1e6 or abs(step) < 1e-4:
         return f"{value:.3g}"
     decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step < 1 else 0
     decimals += step < 1 and not math.isclose(step * 10**decimals % 1, 0, abs_tol=1e-6)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
-import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from tstore.errors import InvalidArgument, NotFound
-from tstore.format.arguments import quote
+from tstore.errors import Corrupt, InvalidArgument, NotFound
+from tstore.format.arguments import STEP_TAG, quote
 from tstore.format.retention import Best, Keep
 from tstore.log.history import Commit
 from tstore.maintenance.contents import detailed_listing
-from tstore.page.views import Document, Query
+from tstore.page.views import Document, Query, shell_command
 from tstore.quantization.report import read_report
 from tstore.runtime.pool import run
 from tstore.steps import QUANTIZED, steps_of
@@ -22,7 +22,9 @@ from tstore.store import Store
 __all__ = ["load", "load_version"]
 
 _ROWS = 50
-_MOST_METRICS = 32  # in the series; rows have all
+_MOST_METRICS = 32  # in the series
+_MOST_ENTRIES = 64  # metrics, and tags of each kind, of one commit
+_LONGEST_MESSAGE = 4096  # characters
 _MOST_VERSIONS = 512  # whose details are kept in memory
 
 
@@ -43,12 +45,11 @@ async def load(query: Query) -> Document:
     page = [row for row in rows if row["version"] < before]
     shown = page[-_ROWS:][::-1]
     main = {row["version"] for row in rows} | {copy["version"] for row in rows for copy in row["copies"]}
-    others = [_entry(commit, tags) for commit in commits if commit.version not in main and commit.version < before]
-    flags = _flags(query)
+    others = [entry for entry in commits if entry["version"] not in main and entry["version"] < before]
     return {
-        "command": f"tstore log {shlex.quote(query.address)}"
+        "command": shell_command("log", [query.address])
         if removed is None
-        else f"tstore gc {shlex.quote(query.address)} {flags} --dry-run",
+        else shell_command("gc", [query.address], [*_options(query), "--dry-run"]),
         "python": _python(query, keep),
         "version": snapshot.version,
         "unit": "step" if steps_of(tags) else "version",
@@ -80,28 +81,44 @@ async def _details(store: Store, version: int) -> Document:
     details: Document = {"version": version, **total, "sqnr_db": None, "quantized": False}
     try:
         report = read_report(snapshot).document()["total"]
-    except NotFound:
+    except (NotFound, Corrupt):  # no quantized copy, or its report is damaged or forged
         return details
     return details | {"sqnr_db": report["sqnr_db"], "bits_per_value": report["bits_per_value"], "quantized": True}
 
 
-async def _history(store: Store) -> tuple[list[Commit], dict[str, int], list[Document]]:
-    """Return the commits, the tags, and a row for each step."""
-    commits, tags = [commit async for commit in store.history()], await store.tags()
-    return commits, tags, await run(_rows, commits, tags)
+class _Commit(NamedTuple):
+    """What the view keeps of a commit in memory, a bounded part of it."""
+
+    entry: Document
+    time: datetime.datetime
+    source: int | None
+    steps: list[str]
+    """The tags of steps that the commit gave."""
 
 
-def _rows(commits: Sequence[Commit], tags: dict[str, int]) -> list[Document]:
+async def _history(store: Store) -> tuple[list[Document], dict[str, int], list[Document]]:
+    """Return an entry for each commit, the newest first, the tags, and a row for each step."""
+    tags = await store.tags()
+    commits = [
+        _Commit(
+            _entry(commit, tags), commit.time, _source(commit), [t for t in commit.tags if STEP_TAG.fullmatch(t)]
+        )
+        async for commit in store.history()
+    ]
+    return [commit.entry for commit in commits], tags, await run(_rows, commits, tags)
+
+
+def _rows(commits: Sequence[_Commit], tags: dict[str, int]) -> list[Document]:
     """Return a row for each step, the oldest first, with its quantized copies; without steps, for each commit."""
     steps = steps_of(tags)
-    by_version: dict[int, Commit] = {}
-    by_tag = {tag: commit for commit in reversed(commits) for tag in commit.tags}
+    by_version: dict[int, _Commit] = {}
+    by_tag = {tag: commit for commit in reversed(commits) for tag in commit.steps}
     copies: dict[int, list[Document]] = {}
     for commit in commits:
-        by_version[commit.version] = commit
-        if (source := commit.metadata.get(QUANTIZED)) is not None:
-            copies.setdefault(source, []).append(_entry(commit, tags))
-    chosen: list[tuple[int | None, Commit]]
+        by_version[commit.entry["version"]] = commit
+        if commit.source is not None:
+            copies.setdefault(commit.source, []).append(commit.entry)
+    chosen: list[tuple[int | None, _Commit]]
     if steps:
         tagged = [(step, tags[f"step/{step}"]) for step in steps]
         chosen = [
@@ -110,31 +127,36 @@ def _rows(commits: Sequence[Commit], tags: dict[str, int]) -> list[Document]:
             if version in by_version
         ]
     else:
-        chosen = [(None, c) for c in reversed(commits) if QUANTIZED not in c.metadata and c.bytes_added]
+        chosen = [(None, c) for c in reversed(commits) if c.source is None and c.entry["bytes_added"]]
     rows = []
-    previous: Commit | None = None
+    previous: _Commit | None = None
     for step, commit in chosen:
-        row = _entry(commit, tags)
-        row["step"] = step
-        row["seconds"] = None if previous is None else (commit.time - previous.time).total_seconds()
-        row["copies"] = sorted(copies.get(commit.version, []), key=lambda copy: copy["version"])
-        rows.append(row)
+        seconds = None if previous is None else (commit.time - previous.time).total_seconds()
+        beside = sorted(copies.get(commit.entry["version"], []), key=lambda copy: copy["version"])
+        rows.append({**commit.entry, "step": step, "seconds": seconds, "copies": beside})
         previous = commit
     return sorted(rows, key=lambda row: row["version"])
 
 
+def _source(commit: Commit) -> int | None:
+    """Return the version from which a copy was quantized; None for other commits, whatever their metadata say."""
+    source = commit.metadata.get(QUANTIZED)
+    return source if type(source) is int and 0 < source < commit.version else None
+
+
 def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
     metrics = commit.metadata.get("metrics")
+    numbers = ((k, v) for k, v in metrics.items() if _is_number(v)) if isinstance(metrics, dict) else ()
     return {
         "version": commit.version,
         "time": commit.time.isoformat(),
-        "message": commit.message,
+        "message": commit.message[:_LONGEST_MESSAGE],
         "tags": [tag for tag in commit.tags if tags.get(tag) == commit.version],
-        "tagged": dict(commit.tagged),
-        "dropped": list(commit.dropped),
+        "tagged": dict(itertools.islice(commit.tagged.items(), _MOST_ENTRIES)),
+        "dropped": list(commit.dropped[:_MOST_ENTRIES]),
         "bytes_added": commit.bytes_added,
         "expired": commit.expired,
-        "metrics": {k: v for k, v in metrics.items() if _is_number(v)} if isinstance(metrics, dict) else {},
+        "metrics": dict(itertools.islice(numbers, _MOST_ENTRIES)),
     }
 
 
@@ -185,17 +207,18 @@ async def _removed(store: Store, keep: Keep) -> Document:
     return {name: getattr(report, name) for name in ("versions", "tags", "abandoned", "objects", "bytes")}
 
 
-def _flags(query: Query) -> str:
+def _options(query: Query) -> list[str]:
     """Return the rules as options of `tstore gc`."""
-    flags = [f"--{name.replace('_', '-')} {query.text(name)}" for name in _RULES[:2] if query.text(name)]
-    if best := query.text("keep_best"):
-        flags.append(f"--keep-best {shlex.quote(best)}")
-    flags += [
-        f"--keep-tag {shlex.quote(tag.strip())}" for tag in query.text("keep_tags").split(",") if tag.strip()
-    ]
+    options = []
+    for name in ("keep_last", "keep_every", "keep_best"):
+        if text := query.text(name):
+            options += [f"--{name.replace('_', '-')}", text]
+    for tag in query.text("keep_tags").split(","):
+        if tag.strip():
+            options += ["--keep-tag", tag.strip()]
     if days := query.text("keep_days"):
-        flags.append(f"--keep-days {days}")
-    return " ".join(flags)
+        options += ["--keep-days", days]
+    return options
 
 
 def _python(query: Query, keep: Keep | None) -> str:

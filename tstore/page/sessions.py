@@ -16,6 +16,7 @@ __all__ = ["Sessions"]
 
 _IDLE = 12 * 3600.0  # seconds
 _MAX_SESSIONS = 1000  # beyond these, the one that was used longest ago ends
+_MAX_OF_TOKEN = 100  # so that the holder of one token can't sign out the others
 
 
 class Sessions:
@@ -31,6 +32,9 @@ class Sessions:
     def start(self, token_digest: bytes) -> str:
         """Return the identifier of a new session for a token."""
         identifier = secrets.token_urlsafe(32)
+        own = [key for key, (digest, _) in self._open.items() if digest == token_digest]
+        if len(own) >= _MAX_OF_TOKEN:
+            del self._open[own[0]]
         self._open[_hash(identifier)] = token_digest, time.monotonic()
         if len(self._open) > _MAX_SESSIONS:
             self._open.popitem(last=False)

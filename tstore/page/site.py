@@ -17,7 +17,7 @@ import gzip
 import logging
 from collections.abc import Mapping
 from typing import NamedTuple
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 import msgspec
 from aiohttp import web
@@ -145,6 +145,8 @@ class Site:
             return _asset_response(request, name.removeprefix("static/"))
         parameters = _parsed(query)
         if name == "enter":
+            if request.method != "GET":  # programs that look at links must not use up the code
+                raise Refused(405, "this address works once, for one browser", {"Allow": "GET"})
             return self._enter(request, parameters)
         if visitor.scope is Scope.NONE:
             raise Refused(401, "sign in with a token", {"WWW-Authenticate": 'Bearer realm="tstore"'})
@@ -204,6 +206,7 @@ class Site:
             matched = visit.access.match(f"Bearer {form.get('token', '').strip()}")
             if matched is None or not matched[0]:
                 raise Refused(401, "this server does not know that token")
+            self._sessions.end(visitor.session)  # another begins
             return self._signed_in(request, matched[0])
         expected = self._sessions.form_token(visitor.session)
         if form.get("form_token") != expected:
@@ -291,7 +294,8 @@ def _parsed(query: str) -> dict[str, str]:
 async def _read_form(request: web.BaseRequest) -> dict[str, str]:
     """Return the fields of a form; refuse one that another site may have sent."""
     origin = request.headers.get("Origin")
-    if origin is not None and urlsplit(origin).netloc != request.host:
+    own = f"http://{request.host}", f"https://{request.host}"  # a proxy may add TLS
+    if origin is not None and origin not in own:
         raise Refused(403, "the form is from another site")
     if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
         raise Refused(403, "the form is from another site")

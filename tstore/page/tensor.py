@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 from typing import NamedTuple
 
 from tstore.array import Array
@@ -13,7 +12,7 @@ from tstore.format.arguments import quote
 from tstore.format.codecs import codecs_text
 from tstore.format.dtypes import dtype_text
 from tstore.format.tree import RESERVED_ATTRIBUTE
-from tstore.page.views import Document, Query, at_argument
+from tstore.page.views import Document, Query, at_argument, shell_command
 from tstore.quantization.report import read_report
 from tstore.snapshot import Snapshot
 from tstore.statistics.heat_map import heat_map
@@ -77,7 +76,7 @@ async def load(query: Query) -> Document:
             document["heat_map"] = cells.document()
         document["loss"] = await _loss(query, snapshot, array.path, budget)
     except (InvalidArgument, NotFound, Corrupt) as error:  # the array exists, but not all of its statistics
-        document["problem"] = str(error)
+        document["problem"] = query.message(error)
     return document
 
 
@@ -167,9 +166,8 @@ def _widened(start: int, stop: int, length: int) -> tuple[int, int]:
 
 
 def _command(address: str, path: str, at: str, budget: int) -> str:
-    words = ["tstore", "stats", shlex.quote(address), shlex.quote(path)]
-    words += ["--at", shlex.quote(at)] if at else []
-    return " ".join([*words, *(["--budget", str(budget)] if budget != BUDGET else [])])
+    options = [*(["--at", at] if at else []), *(["--budget", str(budget)] if budget != BUDGET else [])]
+    return shell_command("stats", [address, path], options)
 
 
 def _python(address: str, array: Array, at: str, budget: int, matrix: _Matrix) -> str:

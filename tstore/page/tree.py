@@ -5,15 +5,16 @@ from __future__ import annotations
 import heapq
 import os.path
 import re
-import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tstore.errors import NotFound
+from tstore.errors import InvalidArgument, NotFound
+from tstore.format.arguments import quote
 from tstore.format.paths import checked_path
 from tstore.format.patterns import compile_patterns
 from tstore.maintenance.contents import ArrayInfo, contents
-from tstore.page.views import Document, Query
+from tstore.page.views import Document, Query, at_argument, shell_command
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 
@@ -23,6 +24,10 @@ _ROWS = 100
 _TILES = 120  # of the treemap
 _MOST_TREES = 4  # kept in memory
 _DIGITS = re.compile(r"([0-9]+)")
+_MOST_NUMBERS = 8  # of a name by which it is sorted
+_LONGEST_FIND = 256  # characters
+_SEARCHED = 1 << 16  # characters of paths that are searched at a time
+_LONGEST_SEARCH = 10.0  # seconds
 _SORTS = ("name", "bytes", "values", "bits", "dtype", "codec")
 
 
@@ -37,14 +42,16 @@ async def load(query: Query) -> Document:
     index = await query.results.get(
         "tree", (query.store.uuid, snapshot.version), lambda: _read(snapshot), most=_MOST_TREES
     )
-    group, find, sort = query.text("group").strip("/"), query.text("find"), query.choice("sort", _SORTS)
+    group, find = query.parameters.get("group", "").strip("/"), query.text("find")
+    sort = query.choice("sort", _SORTS)
     order = query.choice("order", ("up", "down") if sort in ("name", "dtype", "codec") else ("down", "up"))
     first = query.number("first") or 0
-    rows, total = await run(_select, index, group, find, sort, order)
+    found = await _search(index, find) if find else None
+    rows, total = await run(_select, index, group, found, sort, order)
     at = query.parameters.get("at", "")
     path = find if _is_pattern(find) else f"**/*{find}*/**" if find else group
     return {
-        "command": _command(query.address, at, path),
+        "command": shell_command("ls", [query.address, *([path] if path else [])], ["--at", at] if at else []),
         "python": _python(query.address, at, path),
         "version": snapshot.version,
         "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
@@ -139,20 +146,45 @@ def _index(snapshot: Snapshot) -> Index:
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts "layers/2" before "layers/10"."""
-    return [(len(part.lstrip("0")), part) if i % 2 else (0, part) for i, part in enumerate(_DIGITS.split(path))]
+    """Return a sort key for siblings that puts "layers/2" before "layers/10"; it is short for any name."""
+    parts = _DIGITS.split(path.rpartition("/")[2], _MOST_NUMBERS)
+    return [(len(part.lstrip("0")), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
 def _is_pattern(find: str) -> bool:
     return any(wildcard in find for wildcard in "*?")
 
 
-def _select(index: Index, group: str, find: str, sort: str, order: str) -> tuple[list[Row], Document]:
-    """Return the sorted rows of a group, or of the arrays that are found, and their total."""
-    if find:
-        matches = compile_patterns(find) if _is_pattern(find) else lambda path: find in path
-        chosen = [array for array in index.arrays if matches(array.path)]
-        rows = [_array_row(array, array.path) for array in chosen]
+async def _search(index: Index, find: str) -> list[ArrayInfo]:
+    """Return the arrays that are found, in steps between which the search can be cancelled."""
+    if len(find) > _LONGEST_FIND:
+        raise InvalidArgument(f"find={quote(find)}: expected at most {_LONGEST_FIND} characters")
+    matches = compile_patterns(find) if _is_pattern(find) else lambda path: find in path
+    arrays, found, end = iter(index.arrays), list[ArrayInfo](), time.monotonic() + _LONGEST_SEARCH
+    while await run(_search_some, arrays, matches, found):
+        if time.monotonic() > end:
+            raise InvalidArgument(f"find={quote(find)}: the search takes too long; use fewer wildcards")
+    return found
+
+
+def _search_some(arrays: Iterator[ArrayInfo], matches: Callable[[str], bool], found: list[ArrayInfo]) -> bool:
+    """Search the next arrays; return whether there may be more."""
+    searched = 0
+    for array in arrays:
+        if matches(array.path):
+            found.append(array)
+        searched += len(array.path)
+        if searched > _SEARCHED:
+            return True
+    return False
+
+
+def _select(
+    index: Index, group: str, found: Sequence[ArrayInfo] | None, sort: str, order: str
+) -> tuple[list[Row], Document]:
+    """Return the sorted rows of a group, or of the arrays that were found, and their total."""
+    if found is not None:
+        rows = [_array_row(array, array.path) for array in found]
     else:
         if group and group not in index.groups:
             raise NotFound(f"there is no group {checked_path(group)!r} in this version")
@@ -236,14 +268,12 @@ def _inner(index: Index, row: Row) -> list[Row]:
     return groups + arrays
 
 
-def _command(address: str, at: str, path: str) -> str:
-    words = ["tstore", "ls", shlex.quote(address), *([shlex.quote(path)] if path else [])]
-    return " ".join([*words, *(["--at", shlex.quote(at)] if at else [])])
-
-
 def _python(address: str, at: str, path: str) -> str:
-    version = "" if not at else at if at.isdigit() else repr(at)
-    lines = ["import tstore.sync as tstore", "", f"snapshot = tstore.open({address!r}, 'r').snapshot({version})"]
+    lines = [
+        "import tstore.sync as tstore",
+        "",
+        f"snapshot = tstore.open({address!r}, 'r').snapshot({at_argument(at)})",
+    ]
     if path and not _is_pattern(path):
         return "\n".join(
             [*lines, f"print([path for path in snapshot.paths() if path.startswith({path + '/'!r})])"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import logging
 import time
 from typing import Any
 
@@ -14,6 +15,8 @@ from tstore.page.opening import OpenStore, start_apart
 from tstore.runtime.event_loops import LoopCall
 
 __all__ = ["Verification"]
+
+_log = logging.getLogger("tstore.server")
 
 _MOST_FAULTS = 1000  # in a document; the report of the command has all
 
@@ -38,7 +41,8 @@ class Verification:
     def start(self, store: OpenStore) -> None:
         """Start the job, unless it is under way."""
         if not self.running:
-            self._progress, self._started, self._error = VerifyProgress(0, 0), time.monotonic(), ""
+            self._progress, self._started = VerifyProgress(0, 0), time.monotonic()
+            self._report, self._error = None, ""  # a report of before must not stand for a job that was stopped
             self._call = start_apart(self._run(store))
 
     async def stop(self) -> None:
@@ -52,7 +56,13 @@ class Verification:
         try:
             self._report = await (await store.get()).verify(self._note)
         except TStoreError as error:
-            self._report, self._error = None, str(error)
+            self._error = str(error)
+        except asyncio.CancelledError:
+            self._error = "it was stopped before its end"
+            raise
+        except Exception:
+            self._error = "internal error; see the server's log"
+            _log.exception("the verification of the store failed")
         finally:
             self._seconds = time.monotonic() - self._started
             self._ended = datetime.datetime.now(datetime.UTC)

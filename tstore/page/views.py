@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import shlex
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from tstore.errors import InvalidArgument
@@ -11,7 +12,7 @@ from tstore.page.results import Results
 from tstore.page.verification import Verification
 from tstore.store import Store
 
-__all__ = ["Document", "Query", "View", "at_argument"]
+__all__ = ["Document", "Query", "View", "at_argument", "shell_command"]
 
 Document: TypeAlias = dict[str, Any]
 """What a view shows, as plain JSON values."""
@@ -52,6 +53,10 @@ class Query(NamedTuple):
             raise InvalidArgument(f"{name}={quote(value)}: expected a number")
         return int(value)
 
+    def message(self, error: object) -> str:
+        """Return the text of an error, which names the store as the visitor knows it, not by its path here."""
+        return str(error).replace(self.store.url, self.address)
+
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
         """Return a parameter that is one of the choices, by default the first."""
         value = self.text(name) or choices[0]
@@ -71,6 +76,31 @@ class View(NamedTuple):
     title: str
     template: str
     load: Callable[[Query], Awaitable[Document]]
+
+
+def shell_command(name: str, arguments: Sequence[str], options: Sequence[str] = ()) -> str:
+    """Return a command of tstore for a shell, which runs nothing else wherever it is pasted.
+
+    Arguments that begin with a hyphen are no options.
+    """
+    words, flags = map(_shell_word, arguments), map(_shell_word, options)
+    if any(argument.startswith("-") for argument in arguments):
+        return " ".join(["tstore", name, *flags, "--", *words])
+    return " ".join(["tstore", name, *words, *flags])
+
+
+def _shell_word(text: str) -> str:
+    """Return a text as a word of a shell.
+
+    Quotes do not suffice for control characters: a terminal takes those of a pasted text for keys, such as the one
+    that ends a line. Marks that turn the direction of text would show another command than is copied. So words
+    with such characters are in $'…' with only octal escapes, in which no shell finds an end before the last
+    character.
+    """
+    if text.isprintable():
+        return shlex.quote(text)
+    escaped = (chr(b) if chr(b).isalnum() and b < 0x80 else f"\\{b:03o}" for b in text.encode(errors="replace"))
+    return f"$'{''.join(escaped)}'"
 
 
 def at_argument(at: str) -> str:

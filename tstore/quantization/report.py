@@ -6,14 +6,18 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import exmy
+import msgspec
 
 from tstore.errors import InvalidArgument, NotFound, parsing
+from tstore.format.arguments import quote
 from tstore.snapshot import Snapshot
 
 __all__ = ["QuantizeReport", "QuantizedArray", "check_plot", "plot_report", "read_report", "stored_document"]
+
+T = TypeVar("T")
 
 _STORED_HISTOGRAMS = 8
 """The number of arrays, those with the lowest SQNR, whose exponent histograms are stored in the commit."""
@@ -212,7 +216,9 @@ def read_report(snapshot: Snapshot) -> QuantizeReport:
         )
     with parsing(f"version {snapshot.version}: its report"):
         arrays = [_parse_row(row) for row in document["arrays"]]
-        return QuantizeReport(snapshot.version, document["tag"], document["source"], arrays, document["request"])
+        texts = _typed((document["tag"], document["request"]), tuple[str, str])
+        source = _typed(document["source"], int)
+        return QuantizeReport(snapshot.version, texts[0], source, arrays, texts[1])
 
 
 def _parse_row(row: Mapping[str, Any]) -> QuantizedArray:
@@ -225,7 +231,19 @@ def _parse_row(row: Mapping[str, Any]) -> QuantizedArray:
     if "exponents" in fields:
         lowest, counts = fields["exponents"]
         fields["exponents"] = (lowest, list(counts))
-    return QuantizedArray(**fields)
+    array = _typed(tuple(QuantizedArray(**fields)), QuantizedArray)
+    sizes = array.values, array.bytes_before, array.bytes_after, array.signal, array.noise
+    if min(sizes) < 0 or not 0 <= array.clipped <= 1:
+        raise ValueError(f"a size, a sum of squares or a share of {quote(array.path)} is out of its range")
+    return array
+
+
+def _typed(value: Any, expected: type[T]) -> T:
+    """Return a value from a stored document; raise `ValueError` if it has another type."""
+    try:
+        return msgspec.convert(value, expected)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
 
 
 def _finite(value: float) -> float | None:

@@ -20,7 +20,7 @@ from tstore.format.paths import checked_path
 from tstore.quantization.report import QuantizedArray, read_report
 from tstore.runtime.pool import run
 from tstore.statistics.cache import RESULTS, digest
-from tstore.statistics.numbers import as_floats, finite_or_none, text_table
+from tstore.statistics.numbers import as_floats, check_numbers, finite_or_none, text_table
 from tstore.statistics.reading import (
     BUDGET,
     Batch,
@@ -193,12 +193,18 @@ async def quantization_loss(
                 f"{path} has the shape {view.shape} in version {after.version}, and {before.shape} in its source, "
                 f"version {report.source}"
             )
+        check_numbers(path, before.dtype)
         sample = await sample_of(view, budget)
-        keys = [await sample.key("loss", row), await (await sample_of(before, budget)).key("loss")]
+        keys = [
+            await sample.key("loss", tuple(row._replace(path=""))),
+            await (await sample_of(before, budget)).key("loss"),
+        ]
         key = None if None in keys else digest([k for k in keys if k is not None])
         cached = None if key is None else RESULTS.get(key)
         if isinstance(cached, QuantizationLoss):
-            return dataclasses.replace(cached, path=path, version=after.version, source=report.source)
+            return dataclasses.replace(
+                cached, path=path, version=after.version, source=report.source, quantized=row
+            )
         measured = _Measured(view)
         counts = SampleCounts()
         async for batch in sample.batches(counts, before):

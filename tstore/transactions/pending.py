@@ -26,7 +26,15 @@ from tstore.storage.base import Storage
 from tstore.transactions.decision import withdrawing_host
 from tstore.transactions.membership import Membership, slug
 
-__all__ = ["Heartbeat", "HeartbeatWriter", "PendingTransaction", "find_pending", "pending"]
+__all__ = [
+    "Heartbeat",
+    "HeartbeatWriter",
+    "PendingTransaction",
+    "describe_pending",
+    "find_pending",
+    "hosts_under_way",
+    "pending",
+]
 
 _FIRST_DELAY, _INTERVAL = 1.0, 10.0  # seconds
 _MAX_RATE = 100.0  # heartbeats per second of all hosts of a transaction together
@@ -111,6 +119,12 @@ class HeartbeatWriter:
 
 async def pending(log: LogReader) -> list[PendingTransaction]:
     """Return the cooperative transactions with fragments or heartbeats but no commit; this reads every record."""
+    under_way = await hosts_under_way(log)
+    return [await describe_pending(log, transaction, hosts) for transaction, hosts in sorted(under_way.items())]
+
+
+async def hosts_under_way(log: LogReader) -> dict[str, dict[str, set[int]]]:
+    """Return the hosts of each transaction that is not committed: those with a "part", and those "alive"."""
     transactions: dict[str, dict[str, set[int]]] = {}
     for key in await log.storage.list(TRANSACTIONS):
         match = _KEY.fullmatch(key)
@@ -119,7 +133,7 @@ async def pending(log: LogReader) -> list[PendingTransaction]:
             hosts[match[2]].add(int(match[3]))
     async for _, record in log.each(log.record, range(1, await log.newest() + 1)):
         transactions.pop(record.transaction, None)
-    return [await _describe(log, transaction, hosts) for transaction, hosts in sorted(transactions.items())]
+    return transactions
 
 
 async def find_pending(log: LogReader, name: str) -> Membership:
@@ -145,7 +159,8 @@ async def find_pending(log: LogReader, name: str) -> Membership:
     return member._replace(name=name)
 
 
-async def _describe(log: LogReader, transaction: str, hosts: dict[str, set[int]]) -> PendingTransaction:
+async def describe_pending(log: LogReader, transaction: str, hosts: dict[str, set[int]]) -> PendingTransaction:
+    """Return one of the transactions of `hosts_under_way`."""
     delivered, alive = hosts["part"], hosts["alive"]
     member, now = Membership.from_id(transaction), world.now()
     name, count = transaction, 1 + max(delivered | alive)
