@@ -93,7 +93,8 @@ async def quantize(
         encoded get 8 bits per value.
     min_sqnr
         Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
-        10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
+        10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y; with importance of rows or columns
+        (`sensitivity`), these squares are weighted.
     bits, error
         The arrays without a rule get the formats with the least total error that keep the stored bits per value,
         averaged over all arrays of the checkpoint, at `bits` or below. `error`, by default "relative", is
