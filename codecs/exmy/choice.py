@@ -47,6 +47,7 @@ def choose(
     block: int | None = None,
     scale: Scale = "search",
     nonfinite: NonFinite = "error",
+    importance: Any = None,
 ) -> Choice:
     """Return the best format for x within `bits` per value, or the narrowest with an SQNR of `min_sqnr` dB.
 
@@ -55,17 +56,17 @@ def choose(
     With `min_sqnr`, it has the least error of the narrowest formats expected to reach that SQNR.
 
     The expected error is that of a sample (see `survey`), with the offsets or scales that `quantize` would use for
-    `axis`, `block` and `scale`. If the whole tensor shares one offset, the sample includes its largest values, the
-    reason describes the exponents of all values, and with `scale` "search" or "max" the format has the bias chosen
-    for the sample; otherwise it has its standard bias. Ties go to the fewest exponent bits, so an empty or zero
-    array gets the format without exponent bits.
+    `axis`, `block`, `scale` and `importance`, which weighs errors and the SQNR. If the whole tensor shares one
+    offset, the sample includes its largest values, the reason describes the exponents of all values, and with
+    `scale` "search" or "max" the format has the bias chosen for the sample; otherwise it has its standard bias.
+    Ties go to the fewest exponent bits, so an empty or zero array gets the format without exponent bits.
 
     Raise `FormatError` for invalid arguments, and if no format reaches the SQNR or can represent the largest
     values; otherwise raise as `survey` does.
     """
     if (bits is None) == (min_sqnr is None):
         raise FormatError("choose needs either bits or min_sqnr, and not both")
-    sample = Sample.from_array(x, axis, block, nonfinite)
+    sample = Sample.from_array(x, axis, block, nonfinite, importance)
     if bits is not None:
         width = _width(bits, sample.metadata_bits(scale))
         candidates = sorted(measure_candidates(sample, width, scale), key=_noise)

@@ -97,12 +97,13 @@ class ChunkCodec:
         """Return the exact size in bytes of an encoded chunk. Raise `SizeError` if axis or block do not fit."""
         return self._header_size(self._groups(shape)) + packed_size(math.prod(shape), self.format.bits)
 
-    def encode(self, x: Any, out: Any = None) -> NDArray[np.uint8]:
+    def encode(self, x: Any, out: Any = None, *, importance: Any = None) -> NDArray[np.uint8]:
         """Return the encoded chunk as a flat uint8 array.
 
         `x`: float16, bfloat16, float32 or float64 of any shape and strides. `out`: a writable, contiguous uint8
-        array of `size(x.shape)` bytes to write to and return. Raise `SizeError` or `DtypeError` for an unsuitable
-        `out` or `x`, and otherwise as `exmy.quantize` does. After an error the contents of `out` are undefined.
+        array of `size(x.shape)` bytes to write to and return. `importance` is as for `exmy.quantize`. Raise
+        `SizeError` or `DtypeError` for an unsuitable `out` or `x`, and otherwise as `exmy.quantize` does. After an
+        error the contents of `out` are undefined.
         """
         x = np.asarray(x)
         kind_of(x.dtype)
@@ -111,12 +112,13 @@ class ChunkCodec:
         data = checked_output(out, size)
         f = self.format if self.scale == "none" else self.format.standard
         if groups.axis is None and self.scale in {"search", "max"}:
-            f = f.fit(x, "max" if self.scale == "max" else "search")
+            f = f.fit(x, "max" if self.scale == "max" else "search", importance=importance)
         if groups.axis is None and self.scale in {"search", "max", "none"}:
             _HEADER.pack_into(data.data, 0, f.bias)
             encode_packed(x, f, out=data[header_size:])
             return data
-        q = quantize(x, f, self.axis, self.block, self.scale, out=data[header_size:])
+        out = data[header_size:]
+        q = quantize(x, f, self.axis, self.block, self.scale, importance=importance, out=out)
         base = int(q.offsets.min()) if q.offsets.size else 0
         _HEADER.pack_into(data.data, 0, q.format.bias + base)
         parameters = np.empty(0, np.uint8)  # a fixed scale is in the configuration

@@ -7,21 +7,23 @@ power-of-two scale, at no cost in decoding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from exmy import importance as weighted
 from exmy import kernels, reference
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import FormatError
+from exmy.importance import STOP_RATIO, Importance, RunWeights
 from exmy.threads import run_parts
 
 __all__ = [
     "BIAS_LIMIT",
     "OFFSETS_TRIED",
-    "STOP_RATIO",
     "BiasFit",
     "FitMethod",
     "encoding_scales",
@@ -37,9 +39,6 @@ BIAS_LIMIT = 512
 
 OFFSETS_TRIED = 32
 """The number of offsets that a search tries: the largest that does not clip, and the next greater ones."""
-
-STOP_RATIO = 2.001
-"""A search stops at an error of this multiple of the least so far: greater offsets cannot win (see _search.h)."""
 
 _RUN_COUNT = 256  # runs of elements in the sample
 _RUN_LENGTH = 256  # elements per run
@@ -86,6 +85,10 @@ def zero_nonfinite(elements: Array, kind: Kind) -> Array:
     return reference.narrow(np.where(np.isfinite(wide), wide, 0.0), kind)
 
 
+_Weights: TypeAlias = list[Callable[[], NDArray[np.float64]]]
+"""Functions that return the weights of consecutive elements; none if all have the same."""
+
+
 class _Measurements(NamedTuple):
     """The measurements of one part of the tensor in one pass; `errors` are the sums of squared errors by bias."""
 
@@ -110,7 +113,8 @@ class BiasFit:
     3. If the least error is at an end of that window (because the runs missed outliers), a third pass measures the
        biases beyond that end.
 
-    NaN and infinity count as 0. With `reports_noise`, the fit also has the signal and the noise.
+    NaN and infinity count as 0. With `reports_noise`, the fit also has the signal and the noise. Pieces may have
+    importance; errors and the signal are then weighted.
     """
 
     def __init__(
@@ -128,6 +132,9 @@ class BiasFit:
         self._peak = 0.0
         self._nonfinite_parts: set[int] = set()  # parts with non-finite elements
         self._incomplete: list[Array] = []  # the pieces of the last part, until it is complete
+        self._incomplete_weights: _Weights = []
+        self._sample_weights: list[NDArray[np.float64]] = []
+        self._is_weighted = False
         self._run_length = min(_RUN_LENGTH, count) if count > _RUN_COUNT * _RUN_LENGTH else count  # in the sample
         self._starts = np.zeros(1, np.int64)  # of the runs
         if self._run_length < count:
@@ -142,9 +149,10 @@ class BiasFit:
         """The sum of squared errors with `bias`; None if no pass has measured it."""
         return 0.0 if self.passes and self._peak == 0 else self._errors.get(self.bias)
 
-    def add(self, elements: Array, threads: int) -> None:
-        """Add the next elements of the pass."""
-        parts = list(self._parts(elements))
+    def add(self, elements: Array, threads: int, importance: Importance | None = None) -> None:
+        """Add the next elements of the pass; either all or none have importance."""
+        self._is_weighted = importance is not None
+        parts = list(self._parts(elements, importance))
         measurements: list[_Measurements | None] = [None] * len(parts)
 
         def measure(low: int, high: int) -> None:
@@ -152,7 +160,7 @@ class BiasFit:
                 measurements[i] = self._measure(*parts[i])
 
         run_parts(measure, [(i, i + 1) for i in range(len(parts))], threads)
-        for (number, _), measured in zip(parts, measurements, strict=True):
+        for (number, _, _), measured in zip(parts, measurements, strict=True):
             assert measured is not None
             self._accumulate(number, measured)
 
@@ -160,8 +168,8 @@ class BiasFit:
         """Measure the last, incomplete part, and decide on the bias or on the next pass."""
         if self._incomplete:
             number, part = self.added // _PART_LENGTH, np.concatenate(self._incomplete)
-            self._incomplete = []
-            self._accumulate(number, self._measure(number, part))
+            weights, self._incomplete, self._incomplete_weights = self._incomplete_weights, [], []
+            self._accumulate(number, self._measure(number, part, weights))
         self.added = 0
         self.passes += 1
         if self.passes > 1 and self._method == "search":
@@ -173,31 +181,40 @@ class BiasFit:
             self._top = min(self._floor + OFFSETS_TRIED, BIAS_LIMIT + 1)
             if self._method != "search":
                 self.done = True
-            elif self._run_length < self._count and self._peak_rules_out_larger_biases():
+            elif (
+                self._run_length < self._count
+                and not self._is_weighted  # the peak may have no weight
+                and self._peak_rules_out_larger_biases()
+            ):
                 self._top = self._floor + 1
                 self._window = range(self._floor, self._top)  # one more pass, only to measure the noise
                 self.done = not self._reports_noise
             else:
                 self._propose()
-        self._sample = []
+        self._sample, self._sample_weights = [], []
         if self.done:
             self._window = range(self.bias, self.bias + 1)  # another pass would measure the noise
 
-    def _parts(self, elements: Array) -> Iterator[tuple[int, Array]]:
-        """Yield the number and the elements of each part that these elements complete, and keep the rest."""
+    def _parts(self, elements: Array, importance: Importance | None) -> Iterator[tuple[int, Array, _Weights]]:
+        """Yield the number, elements and weights of each part that these elements complete, and keep the rest."""
         start = 0
         while start < elements.size:
             number, inside = divmod(self.added, _PART_LENGTH)
             piece = elements[start : start + _PART_LENGTH - inside]
             if not self.passes:
                 self._take_sample(piece)
+            if importance is not None:
+                self._incomplete_weights.append(partial(importance.elements, start, start + piece.size))
+                if not self.passes:
+                    self._take_sample_weights(importance, start, piece.size)
             start += piece.size
             self.added += piece.size
             if inside + piece.size < _PART_LENGTH:
                 self._incomplete.append(piece.copy())
             else:
-                yield number, np.concatenate([*self._incomplete, piece]) if self._incomplete else piece
-                self._incomplete = []
+                part = np.concatenate([*self._incomplete, piece]) if self._incomplete else piece
+                yield number, part, self._incomplete_weights
+                self._incomplete, self._incomplete_weights = [], []
 
     def _take_sample(self, piece: Array) -> None:
         """Copy the elements of the piece that belong to the runs of the sample."""
@@ -212,7 +229,16 @@ class BiasFit:
         for start in starts.tolist():
             self._sample.append(piece[max(start, 0) : start + self._run_length].copy())
 
-    def _measure(self, number: int, part: Array) -> _Measurements:
+    def _take_sample_weights(self, importance: Importance, start: int, size: int) -> None:
+        """Keep the weights of the elements that `_take_sample` copies, in the same order."""
+        first = int(np.searchsorted(self._starts, self.added - self._run_length, "right"))
+        for run in (
+            self._starts[first : int(np.searchsorted(self._starts, self.added + size))] - self.added
+        ).tolist():
+            low, high = max(run, 0), min(run + self._run_length, size)
+            self._sample_weights.append(importance.elements(start + low, start + high))
+
+    def _measure(self, number: int, part: Array, weights_of_pieces: _Weights) -> _Measurements:
         # after the first pass, the count is only 0 or 1: whether the part has non-finite elements
         peak, nonfinite_count, first_nonfinite = 0.0, int(number in self._nonfinite_parts), 0
         if not self.passes:
@@ -220,8 +246,11 @@ class BiasFit:
         if nonfinite_count:
             part = zero_nonfinite(part, self._kind)
             peak, _, _ = kernels.peak(self._kind, part)
-        signal = kernels.energy(self._kind, part) if self._reports_noise and not self.passes else 0.0
-        errors = self._squared_errors(part, self._window) if self._window else []
+        weights = np.concatenate([each() for each in weights_of_pieces]) if weights_of_pieces else None
+        signal = 0.0
+        if self._reports_noise and not self.passes:
+            signal = kernels.energy(self._kind, part) if weights is None else self._weighted_energy(part, weights)
+        errors = self._squared_errors(part, weights, self._window) if self._window else []
         return _Measurements(peak, nonfinite_count, first_nonfinite, signal, errors)
 
     def _accumulate(self, number: int, part: _Measurements) -> None:
@@ -236,9 +265,13 @@ class BiasFit:
         for bias, error in zip(self._window, part.errors, strict=True):
             self._errors[bias] = self._errors.get(bias, 0.0) + error
 
-    def _squared_errors(self, elements: Array, biases: range) -> list[float]:
+    def _squared_errors(self, elements: Array, weights: NDArray[np.float64] | None, biases: range) -> list[float]:
         layout = self._layout._replace(bias=biases.start)
-        return kernels.squared_errors(self._kind, layout, elements, len(biases))
+        return weighted.squared_errors(self._kind, layout, elements, weights, len(biases))
+
+    def _weighted_energy(self, elements: Array, weights: NDArray[np.float64]) -> float:
+        wide = reference.widen(elements, self._kind)
+        return float(np.einsum("i,i,i", wide, wide, weights))
 
     def _peak_rules_out_larger_biases(self) -> bool:
         """Return whether the peak alone proves that no bias above the largest unclipped one has less error.
@@ -260,18 +293,22 @@ class BiasFit:
     def _propose(self) -> None:
         """Choose from the sample the biases to measure next, or the final bias if it is the whole tensor."""
         sample = np.concatenate(self._sample)
+        weights = np.concatenate(self._sample_weights) if self._sample_weights else None
         if self.nonfinite_count:
             sample = zero_nonfinite(sample, self._kind)
         unbiased = self._layout._replace(bias=0)
         scale = encoding_scales(np.array([self._floor]), self._kind, unbiased)
         tries, best, error = np.array([self._top - self._floor]), np.empty(1, np.int64), np.empty(1)
         factors = np.exp2(np.arange(OFFSETS_TRIED))
-        kernels.best_factors(self._kind, unbiased, sample[None], scale, factors, tries, best, error, rising=True)
+        runs, run_weights = sample[None], None if weights is None else RunWeights(weights[None])
+        part = (scale, factors, tries, best, error)
+        weighted.best_factors(self._kind, unbiased, runs, run_weights, *part, rising=True)
         self.bias = self._floor + int(best[0])
         if sample.size == self._count:
             self.done = True
             if self._reports_noise:
-                self._errors[self.bias] = self._squared_errors(sample, range(self.bias, self.bias + 1))[0]
+                window = range(self.bias, self.bias + 1)
+                self._errors[self.bias] = self._squared_errors(sample, weights, window)[0]
         else:
             self._window = range(max(self._floor, self.bias - 1), min(self._top, self.bias + 2))
 
@@ -291,7 +328,14 @@ class BiasFit:
 
 
 def fit_bias(
-    elements: Array, kind: Kind, layout: Layout, method: FitMethod, threads: int = 1, *, saturate: bool
+    elements: Array,
+    kind: Kind,
+    layout: Layout,
+    method: FitMethod,
+    threads: int = 1,
+    *,
+    saturate: bool,
+    importance: Importance | None = None,
 ) -> BiasFit:
     """Return the completed fit of a tensor in memory.
 
@@ -300,6 +344,6 @@ def fit_bias(
     """
     fit = BiasFit(layout, kind, elements.size, method, reports_noise=False)
     while not fit.done and not (fit.nonfinite_count and not saturate):
-        fit.add(elements, threads)
+        fit.add(elements, threads, importance)
         fit.end_pass()
     return fit

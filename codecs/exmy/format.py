@@ -13,6 +13,7 @@ from exmy import reference
 from exmy.elements import Layout, NonFinite, as_flat, saturates
 from exmy.errors import DtypeError, FormatError, NonFiniteError
 from exmy.fit import BIAS_LIMIT, FitMethod, fit_bias
+from exmy.importance import Importance
 
 __all__ = ["Format", "as_format", "formats"]
 
@@ -111,19 +112,23 @@ class Format:
             raise DtypeError(f"a bias is an int, not {type(bias).__name__}")
         return Format(f"e{self.exponent_bits}m{self.mantissa_bits}b{int(bias)}")
 
-    def fit(self, x: Any, method: FitMethod = "max", *, nonfinite: NonFinite = "error") -> Format:
+    def fit(
+        self, x: Any, method: FitMethod = "max", *, nonfinite: NonFinite = "error", importance: Any = None
+    ) -> Format:
         """Return this format with the bias that suits x best: an exponent offset that all values of x share.
 
         `method`: "max" is the largest bias with which no value clips; "search" is the bias with the least squared
         error, which may clip a few large values to give the others finer steps. The bias of this format has no
         influence, but is kept if x is empty or all zero. `x` and the errors are as for `encode`; with
-        `nonfinite="saturate"`, only finite values count. Raise `FormatError` if even bias -512 clips.
+        `nonfinite="saturate"`, only finite values count. `importance` is as for `quantize`. Raise `FormatError` if
+        even bias -512 clips.
         """
         if method not in {"max", "search"}:
             raise FormatError(f"method is {method!r}; expected 'max' or 'search'")
         saturate = saturates(nonfinite)
         elements, kind, shape = as_flat(x)
-        fit = fit_bias(elements, kind, self.layout, method, saturate=saturate)
+        weights = Importance.of_array(importance, shape)
+        fit = fit_bias(elements, kind, self.layout, method, saturate=saturate, importance=weights)
         if fit.nonfinite_count and not saturate:
             index = tuple(int(i) for i in np.unravel_index(fit.first_nonfinite, shape))
             raise NonFiniteError(fit.nonfinite_count, elements.size, index)

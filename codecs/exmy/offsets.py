@@ -11,11 +11,13 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from exmy import importance as weighted
 from exmy import kernels, reference
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import FormatError
 from exmy.fit import BIAS_LIMIT, OFFSETS_TRIED, encoding_scales
 from exmy.groups import Groups
+from exmy.importance import Importance
 from exmy.threads import run_parts
 
 __all__ = [
@@ -85,19 +87,31 @@ def largest_unclipped_offsets(peaks: NDArray[np.float64], layout: Layout) -> NDA
 
 
 def search_offsets(
-    elements: Array, kind: Kind, layout: Layout, groups: Groups, lowest: NDArray[np.int64], threads: int
+    elements: Array,
+    kind: Kind,
+    layout: Layout,
+    groups: Groups,
+    lowest: NDArray[np.int64],
+    importance: Importance | None,
+    threads: int,
 ) -> NDArray[np.int64]:
-    """Return for each group the offset with the least squared error.
+    """Return for each group the offset with the least squared error, weighted by the importance if there is one.
 
     Try up to 32 offsets for each group, upwards from its largest unclipped one, `lowest`.
     """
-    return _search(elements, kind, layout, groups, lowest, threads, None)
+    return _search(elements, kind, layout, groups, lowest, importance, threads, None)
 
 
 def search_scales(
-    elements: Array, kind: Kind, layout: Layout, groups: Groups, lowest: NDArray[np.int64], threads: int
+    elements: Array,
+    kind: Kind,
+    layout: Layout,
+    groups: Groups,
+    lowest: NDArray[np.int64],
+    importance: Importance | None,
+    threads: int,
 ) -> NDArray[np.float32]:
-    """Return for each group the float32 scale of decoded values with the least squared error.
+    """Return for each group the float32 scale of decoded values with the least squared error, weighted likewise.
 
     It is the best within one octave of the group's best offset, in steps of an eighth of an octave. `lowest`: the
     largest unclipped offsets. Raise `FormatError` if a peak needs a scale beyond float32.
@@ -105,7 +119,8 @@ def search_scales(
     if int(lowest.min()) < -MAX_FLOAT_OFFSET:
         raise FormatError("the largest magnitude needs a scale beyond float32; use scale='search'")
     scales = np.ones(lowest.size, np.float32)
-    _search(elements, kind, layout, groups, np.minimum(lowest, MAX_FLOAT_OFFSET - OFFSETS_TRIED), threads, scales)
+    lowest = np.minimum(lowest, MAX_FLOAT_OFFSET - OFFSETS_TRIED)
+    _search(elements, kind, layout, groups, lowest, importance, threads, scales)
     return scales
 
 
@@ -115,6 +130,7 @@ def _search(
     layout: Layout,
     groups: Groups,
     lowest: NDArray[np.int64],
+    importance: Importance | None,
     threads: int,
     scales: NDArray[np.float32] | None,
 ) -> NDArray[np.int64]:
@@ -125,15 +141,16 @@ def _search(
 
     def search_part(low: int, high: int) -> None:
         runs = groups.runs(elements, low, high)
+        weights = None if importance is None else importance.runs(groups, low, high)
         best, error = np.empty(high - low, np.int64), np.empty(high - low)
-        kernels.best_factors(
-            kind, layout, runs, base[low:high], _OFFSET_FACTORS, tries[low:high], best, error, rising=True
-        )
+        part = (base[low:high], _OFFSET_FACTORS, tries[low:high], best, error)
+        weighted.best_factors(kind, layout, runs, weights, *part, rising=True)
         offsets[low:high] += best
         if scales is not None:
             centers = np.ldexp(base[low:high], best.astype(np.int32))
             all_tries = np.full(high - low, _SCALE_FACTORS.size)
-            kernels.best_factors(kind, layout, runs, centers, _SCALE_FACTORS, all_tries, best, error, rising=False)
+            part = (centers, _SCALE_FACTORS, all_tries, best, error)
+            weighted.best_factors(kind, layout, runs, weights, *part, rising=False)
             scales[low:high] = (1 / (centers * _SCALE_FACTORS[best])).astype(np.float32)
 
     run_parts(search_part, groups.strips(), threads)

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from exmy import kernels
 from exmy.elements import Array, Kind, NonFinite, as_flat, saturates
 from exmy.errors import FormatError, NonFiniteError
-from exmy.fit import BIAS_LIMIT, encoding_scales, fit_bias, zero_nonfinite
+from exmy.fit import BIAS_LIMIT, FitMethod, encoding_scales, fit_bias, zero_nonfinite
 from exmy.format import Format, as_format
 from exmy.groups import Groups
+from exmy.importance import Importance
 from exmy.offsets import group_peaks, largest_unclipped_offsets, search_offsets, search_scales
 from exmy.packing import checked_output, packed_size
 from exmy.quantized import Quantized
@@ -41,6 +42,7 @@ def quantize(
     threads: int = 1,
     rounding: Rounding = "nearest",
     seed: int = 0,
+    importance: Any = None,
     out: Array | None = None,
 ) -> Quantized:
     """Quantize x to format f, with one exponent offset for the whole tensor, per row or per block.
@@ -59,13 +61,18 @@ def quantize(
     "6bit" are like "float", but store the scales in 8 and about 6 bits each (see `exmy.scales`). A number is the
     scale of the whole tensor, for entropy coding: it is rounded to float32, and -0 is encoded as +0.
 
+    `importance`: the weights of squared errors, with which "search", "float", "e4m3" and "6bit" choose among the
+    same offsets or scales: finite numbers, none negative and not all 0, which broadcast to the shape of x, such as
+    (columns,) or (rows, 1). Where all elements of a group have the same weight, the result does not change.
+
     `nonfinite`, `rounding` and `seed` are as for `encode`; offsets are fitted to the finite values, for rounding
     to nearest. `threads`: the maximum number of threads for a large array; the result does not depend on it.
     `out`: a writable, contiguous, flat uint8 array for the packed codes, of exactly their size.
 
     Raise `FormatError` for an unknown scale or block length and for magnitudes that clip with every bias,
-    `SizeError` if axis or block do not fit the shape, `SizeError` or `DtypeError` for an unsuitable `out`, and
-    otherwise as `encode` does. After an error the contents of `out` are undefined.
+    `SizeError` if axis, block or importance do not fit the shape, `FormatError` or `DtypeError` for unsuitable
+    importance, `SizeError` or `DtypeError` for an unsuitable `out`, and otherwise as `encode` does. After an error
+    the contents of `out` are undefined.
     """
     f = as_format(f)
     dither = make_dither(rounding, seed)
@@ -73,6 +80,7 @@ def quantize(
     saturate, threads = saturates(nonfinite), check_threads(threads)
     elements, kind, shape = as_flat(x)
     groups = Groups.from_shape(shape, axis, block)
+    weights = Importance.of_array(importance, shape)
     if scale != "none":
         f = f.standard
     offsets, scales = np.zeros(groups.counts, np.int16), None
@@ -81,14 +89,15 @@ def quantize(
         if not saturate and not math.isfinite(kernels.peak(kind, elements)[0]):
             raise _nonfinite_error(elements, kind, shape)
     elif groups.axis is None and scale in {"max", "search"}:
-        fit = fit_bias(elements, kind, f.layout, "max" if scale == "max" else "search", threads, saturate=saturate)
+        method: FitMethod = "max" if scale == "max" else "search"
+        fit = fit_bias(elements, kind, f.layout, method, threads, saturate=saturate, importance=weights)
         if fit.nonfinite_count and not saturate:
             raise _nonfinite_error(elements, kind, shape)
         offsets[...] = fit.bias - f.bias
     elif is_float_scale(scale):
-        scales = _fit_scales(elements, kind, f, groups, scale, threads, saturate=saturate)
+        scales = _fit_scales(elements, kind, f, groups, scale, weights, threads, saturate=saturate)
     elif elements.size and scale != "none":
-        best = _fit_offsets(elements, kind, f, groups, scale, threads, saturate=saturate)
+        best = _fit_offsets(elements, kind, f, groups, scale, weights, threads, saturate=saturate)
         offsets[...] = np.minimum(best, best.min() + _MAX_SPREAD).reshape(groups.counts)
     packed = checked_output(out, packed_size(elements.size, f.bits))
     values, one_zero = None if scales is None else scales.values, isinstance(scale, float)
@@ -132,26 +141,42 @@ def _finite_peaks(
 
 
 def _fit_offsets(
-    elements: Array, kind: Kind, f: Format, groups: Groups, scale: Scale, threads: int, *, saturate: bool
+    elements: Array,
+    kind: Kind,
+    f: Format,
+    groups: Groups,
+    scale: Scale,
+    importance: Importance | None,
+    threads: int,
+    *,
+    saturate: bool,
 ) -> Array:
     """Return the best offset of each group."""
     elements, peaks = _finite_peaks(elements, kind, groups, threads, saturate=saturate)
     unclipped = largest_unclipped_offsets(peaks, f.layout)
     if scale == "max":
         return unclipped
-    return search_offsets(elements, kind, f.layout, groups, unclipped, threads)
+    return search_offsets(elements, kind, f.layout, groups, unclipped, importance, threads)
 
 
 def _fit_scales(
-    elements: Array, kind: Kind, f: Format, groups: Groups, scale: FloatScale, threads: int, *, saturate: bool
+    elements: Array,
+    kind: Kind,
+    f: Format,
+    groups: Groups,
+    scale: FloatScale,
+    importance: Importance | None,
+    threads: int,
+    *,
+    saturate: bool,
 ) -> GroupScales:
     """Return the best float scale of each group that a header can store."""
     ideal = np.ones(math.prod(groups.counts), np.float32)
     if elements.size:
         elements, peaks = _finite_peaks(elements, kind, groups, threads, saturate=saturate)
         unclipped = largest_unclipped_offsets(peaks, f.layout)
-        ideal = search_scales(elements, kind, f.layout, groups, unclipped, threads)
-    return fit_scales(elements, kind, f.layout, groups, ideal, scale, threads)
+        ideal = search_scales(elements, kind, f.layout, groups, unclipped, importance, threads)
+    return fit_scales(elements, kind, f.layout, groups, ideal, scale, importance, threads)
 
 
 def _encode(

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from exmy import importance as weighted
 from exmy import kernels
 from exmy.elements import Array, Kind, Layout, NonFinite, as_flat, output_dtype, saturates
 from exmy.errors import FormatError, NonFiniteError
 from exmy.exponents import Exponents, exponents
-from exmy.fit import BIAS_LIMIT, OFFSETS_TRIED, STOP_RATIO, encoding_scales, zero_nonfinite
+from exmy.fit import BIAS_LIMIT, OFFSETS_TRIED, encoding_scales, zero_nonfinite
 from exmy.format import Format
 from exmy.groups import Groups
+from exmy.importance import STOP_RATIO, Importance, RunWeights
 from exmy.offsets import MAX_FLOAT_OFFSET, largest_unclipped_offsets
 from exmy.quantizer import Scale, check_scale
 from exmy.reference import clipping_limit, widen
@@ -67,11 +69,15 @@ class Sample:
     """For each row, the largest magnitude of its group, or of the sampled part of a long group."""
     exponents: Exponents
     """The histogram of exponents: of the whole array if all elements share one offset, else of the sample."""
+    importance: RunWeights | None
+    """The weights of the squares and squared errors of the elements of `runs`; None if all have the same."""
     signal: float
     """The estimated sum of squares of the whole array."""
 
     @staticmethod
-    def from_array(x: Any, axis: int | None, block: int | None, nonfinite: NonFinite) -> Sample:
+    def from_array(
+        x: Any, axis: int | None, block: int | None, nonfinite: NonFinite, importance: Any = None
+    ) -> Sample:
         """Return a sample of an array. Arrays of up to SAMPLE_SIZE elements are used whole.
 
         If all elements of a larger array share one offset, the sample is 256 evenly spaced runs of 256 elements,
@@ -85,9 +91,10 @@ class Sample:
         saturates(nonfinite)  # raises for an unknown choice
         elements, kind, shape = as_flat(x)
         groups = Groups.from_shape(shape, axis, block)
+        weights = Importance.of_array(importance, shape)
         if groups.axis is None:
-            return _tensor_sample(elements, kind, groups, nonfinite)
-        return _group_sample(elements, kind, groups, nonfinite)
+            return _tensor_sample(elements, kind, groups, nonfinite, weights)
+        return _group_sample(elements, kind, groups, nonfinite, weights)
 
     def metadata_bits(self, scale: Scale) -> float:
         """Return the bits per element that the offsets or scales of rows and blocks take."""
@@ -148,8 +155,8 @@ class Sample:
     def _noise(self, layout: Layout, scales: Array, factors: Array) -> NDArray[np.float64]:
         """Return the sums of squared errors of encoding the rows multiplied by their scales and by each factor."""
         out = np.empty((len(self.runs), factors.size))
-        kernels.noise(self.kind, layout, self.runs, scales, factors, out)
-        return out
+        weighted.noise(self.kind, layout, self.runs, self.importance, scales, factors, out)
+        return out if self.importance is None else out * self.importance.shared[:, None]
 
     def _best_factors(
         self, layout: Layout, scales: Array, factors: Array, tries: NDArray[np.int64], *, rising: bool
@@ -161,8 +168,9 @@ class Sample:
         if self.groups.axis is None:
             return self._best_shared_factor(layout, scales, factors[: tries[0]], rising=rising)
         best, error = np.empty(len(self.runs), np.int64), np.empty(len(self.runs))
-        kernels.best_factors(self.kind, layout, self.runs, scales, factors, tries, best, error, rising=rising)
-        return best, error
+        part = (scales, factors, tries, best, error)
+        weighted.best_factors(self.kind, layout, self.runs, self.importance, *part, rising=rising)
+        return best, error if self.importance is None else error * self.importance.shared
 
     def _best_shared_factor(
         self, layout: Layout, scales: Array, factors: Array, *, rising: bool
@@ -186,7 +194,9 @@ class Sample:
         return float(self.weights @ beyond) / math.prod(self.groups.shape)
 
 
-def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite) -> Sample:
+def _tensor_sample(
+    elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite, importance: Importance | None
+) -> Sample:
     """Return a sample of an array whose elements all share one offset."""
     array = elements.view(output_dtype(kind.name.lower())).reshape(groups.shape)
     histogram = exponents(array, nonfinite=nonfinite)
@@ -197,27 +207,32 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
         peaks, weights = np.zeros(len(runs)), np.ones(len(runs))
         if size:
             kernels.peaks(kind, runs, peaks)
-        return _make_sample(runs, kind, groups, weights, peaks, histogram)
+        run_weights = None if importance is None else importance.runs(groups, 0, 1)
+        return _make_sample(runs, kind, groups, weights, peaks, histogram, run_weights)
     cumulative = histogram.counts[::-1].cumsum()  # from the highest exponent down
     octaves = int(np.searchsorted(cumulative, MAX_OUTLIERS, "right"))  # of the outliers
     threshold = float(np.ldexp(1.0, histogram.highest + 1 - octaves))
-    outliers, peak = _find_outliers(elements, kind, threshold)
+    positions, peak = _find_outliers(elements, kind, threshold)
     starts = np.linspace(0, size - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH).astype(np.int64)
-    values = elements[starts[:, None] + np.arange(_RUN_LENGTH)].reshape(-1)
+    sampled = np.zeros((SAMPLE_SIZE // MAX_OUTLIERS + 1, MAX_OUTLIERS), np.int64)  # their positions
+    sampled[:-1].reshape(-1)[:] = (starts[:, None] + np.arange(_RUN_LENGTH)).reshape(-1)
+    sampled[-1, : positions.size] = positions
+    values = elements[sampled[:-1].reshape(-1)]
     if has_nonfinite:
         values = zero_nonfinite(values, kind)
     is_inlier = np.abs(widen(values, kind)) < threshold
     values[~is_inlier] = 0  # the outliers are in a separate row of weight 1
-    runs = np.zeros((SAMPLE_SIZE // MAX_OUTLIERS + 1, MAX_OUTLIERS), elements.dtype)
+    runs = np.zeros(sampled.shape, elements.dtype)
     runs[:-1].reshape(-1)[:] = values
-    runs[-1, : outliers.size] = outliers
-    weights = np.full(len(runs), (size - outliers.size) / int(is_inlier.sum()))
+    runs[-1, : positions.size] = elements[positions]
+    weights = np.full(len(runs), (size - positions.size) / int(is_inlier.sum()))
     weights[-1] = 1.0
-    return _make_sample(runs, kind, groups, weights, np.full(len(runs), peak), histogram)
+    run_weights = None if importance is None else importance.rows(sampled)
+    return _make_sample(runs, kind, groups, weights, np.full(len(runs), peak), histogram, run_weights)
 
 
-def _find_outliers(elements: Array, kind: Kind, threshold: float) -> tuple[Array, float]:
-    """Return the finite elements of magnitude `threshold` or more, in order, and the largest finite magnitude."""
+def _find_outliers(elements: Array, kind: Kind, threshold: float) -> tuple[NDArray[np.int64], float]:
+    """Return the positions of finite elements of magnitude `threshold` or more, and the largest magnitude."""
     pieces, peak = [], 0.0
     for start in range(0, elements.size, PART_LENGTH):
         part = elements[start : start + PART_LENGTH]
@@ -227,17 +242,21 @@ def _find_outliers(elements: Array, kind: Kind, threshold: float) -> tuple[Array
             kernels.peaks(kind, rows, peaks)
         candidates = ~(peaks < threshold)  # true for rows with NaN or infinity too
         peak = max(peak, float(peaks[~candidates].max(initial=0.0)))
-        for piece in (rows[candidates].reshape(-1), part[rows.size :]):
-            magnitudes = np.abs(widen(piece, kind))
+        first = start + np.flatnonzero(candidates) * _SCAN_LENGTH
+        in_rows = (first[:, None] + np.arange(_SCAN_LENGTH)).reshape(-1)
+        for positions in (in_rows, np.arange(start + rows.size, start + part.size)):
+            magnitudes = np.abs(widen(elements[positions], kind))
             finite = np.isfinite(magnitudes)
-            pieces.append(piece[finite & (magnitudes >= threshold)])
+            pieces.append(positions[finite & (magnitudes >= threshold)])
             peak = max(peak, float(magnitudes[finite].max(initial=0.0)))
     return np.concatenate(pieces), peak
 
 
-def _group_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite) -> Sample:
+def _group_sample(
+    elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite, importance: Importance | None
+) -> Sample:
     """Return a sample of an array with one offset per row or block."""
-    runs = _group_runs(elements, groups)
+    runs, run_weights = _group_runs(elements, groups, importance)
     peaks = np.zeros(len(runs))
     if runs.size:
         kernels.peaks(kind, runs, peaks)
@@ -249,7 +268,7 @@ def _group_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFin
             runs = zero_nonfinite(runs, kind)
             kernels.peaks(kind, runs, peaks)
     weights = np.full(len(runs), elements.size / max(runs.size, 1))
-    return _make_sample(runs, kind, groups, weights, peaks, exponents(widen(runs, kind)))
+    return _make_sample(runs, kind, groups, weights, peaks, exponents(widen(runs, kind)), run_weights)
 
 
 def _make_sample(
@@ -259,21 +278,29 @@ def _make_sample(
     weights: NDArray[np.float64],
     peaks: NDArray[np.float64],
     histogram: Exponents,
+    importance: RunWeights | None,
 ) -> Sample:
     """Return a sample, with its magnitudes and its signal computed."""
     magnitudes = np.abs(widen(runs, kind))
     with np.errstate(over="ignore", under="ignore"):
-        signal = float(weights @ np.einsum("ij,ij->i", magnitudes, magnitudes))
-    return Sample(runs, magnitudes, kind, groups, weights, peaks, histogram, signal)
+        if importance is None:
+            energies = np.einsum("ij,ij->i", magnitudes, magnitudes)
+        else:
+            energies = np.einsum("ij,ij,ij->i", magnitudes, magnitudes, importance.matrix)
+        signal = float(weights @ energies)
+    return Sample(runs, magnitudes, kind, groups, weights, peaks, histogram, importance, signal)
 
 
-def _group_runs(elements: Array, groups: Groups) -> Array:
-    """Return groups of the array, one per row: all of them, or an evenly spaced selection of groups or parts."""
+def _group_runs(elements: Array, groups: Groups, importance: Importance | None) -> tuple[Array, RunWeights | None]:
+    """Return groups of the array, one per row: all of them, or an evenly spaced selection of groups or parts.
+
+    Return their importance too.
+    """
     count, length, inner = math.prod(groups.counts), groups.length, groups.inner
     if elements.size <= SAMPLE_SIZE:
         if not elements.size:
-            return elements.reshape(0, 1)
-        return groups.runs(elements, 0, count)
+            return elements.reshape(0, 1), None
+        return groups.runs(elements, 0, count), None if importance is None else importance.runs(groups, 0, count)
     if length > SAMPLE_SIZE // _LONG_ROWS:
         rows = min(count, _LONG_ROWS)
         starts = np.linspace(0, length - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH // rows).astype(np.int64)
@@ -283,4 +310,5 @@ def _group_runs(elements: Array, groups: Groups) -> Array:
         along = np.arange(length)
     group = np.linspace(0, count - 1, rows).astype(np.int64)
     first = group // inner * (length * inner) + group % inner
-    return elements[first[:, None] + along * inner]
+    positions = first[:, None] + along * inner
+    return elements[positions], None if importance is None else importance.rows(positions)

@@ -17,11 +17,13 @@ from typing import Literal, NamedTuple, TypeAlias, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from exmy import kernels, reference
+from exmy import importance as weighted
+from exmy import reference
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import FormatError
 from exmy.format import Format
 from exmy.groups import Groups
+from exmy.importance import Importance
 from exmy.packing import pack, packed_size, unpack
 from exmy.threads import run_parts
 
@@ -121,6 +123,7 @@ def fit_scales(
     groups: Groups,
     ideal: NDArray[np.float32],
     encoding: FloatScale,
+    importance: Importance | None,
     threads: int,
 ) -> GroupScales:
     """Return storable scales near the ideal ones: of the two nearest of each group, the one with less error."""
@@ -141,9 +144,10 @@ def fit_scales(
         below = np.clip(np.floor(ideal / of_group), 1, 63).astype(np.uint8)
         above = np.minimum(below + 1, 63).astype(np.uint8)
         low, high = _six_bit_scales(units, below, groups), _six_bit_scales(units, above, groups)
-    take_high = _noise(elements, kind, layout, groups, high, threads) < _noise(
-        elements, kind, layout, groups, low, threads
+    low_noise, high_noise = (
+        _noise(elements, kind, layout, groups, scales, importance, threads) for scales in (low, high)
     )
+    take_high = high_noise < low_noise
     codes = np.where(take_high, above, below)
     values = np.where(take_high, high, low)
     if encoding == "e4m3":
@@ -155,9 +159,15 @@ def fit_scales(
 
 
 def _noise(
-    elements: Array, kind: Kind, layout: Layout, groups: Groups, scales: NDArray[np.float32], threads: int
+    elements: Array,
+    kind: Kind,
+    layout: Layout,
+    groups: Groups,
+    scales: NDArray[np.float32],
+    importance: Importance | None,
+    threads: int,
 ) -> NDArray[np.float64]:
-    """Return the sum of squared errors of each group with its scale."""
+    """Return the sum of squared errors of each group with its scale, weighted unless all its weights are equal."""
     noise = np.zeros((scales.size, 1))
     if not elements.size:
         return noise[:, 0]
@@ -165,7 +175,8 @@ def _noise(
 
     def measure(low: int, high: int) -> None:
         runs = groups.runs(elements, low, high)
-        kernels.noise(kind, layout, runs, factors[low:high], np.ones(1), noise[low:high])
+        weights = None if importance is None else importance.runs(groups, low, high)
+        weighted.noise(kind, layout, runs, weights, factors[low:high], np.ones(1), noise[low:high])
 
     run_parts(measure, groups.strips(), threads)
     return noise[:, 0] / (factors * factors)

@@ -45,10 +45,12 @@ def survey(
     block: int | None = None,
     scale: Scale = "search",
     nonfinite: NonFinite = "error",
+    importance: Any = None,
 ) -> tuple[Candidate, ...]:
     """Return the estimated error of each format of the given widths on x, in the order of `exmy.formats`.
 
-    Each format is measured with its best offsets or scales (`axis`, `block` and `scale` as for `quantize`): on x
+    Each format is measured with its best offsets or scales (`axis`, `block`, `scale` and `importance` as for
+    `quantize`; importance, divided by its largest number, is the weight in the sums of squares and errors): on x
     itself if x has up to 65,536 elements, else on that many elements in evenly spaced runs or groups. If all
     elements share an offset, the sample has up to 4,096 of the largest elements of x too, which takes two passes
     over x; with rows or blocks, the time does not grow with x. Sums are estimates for the whole of x. An empty or
@@ -58,7 +60,7 @@ def survey(
     Raise as `quantize` does, and `FormatError` if no format is left. With rows or blocks, raise `NonFiniteError`
     only for NaN and infinity in the sample; with `nonfinite="saturate"` they count as zeros.
     """
-    sample = Sample.from_array(x, axis, block, nonfinite)
+    sample = Sample.from_array(x, axis, block, nonfinite, importance)
     candidates = [candidate for bits in widths for candidate in measure_candidates(sample, bits, scale)]
     if not candidates:
         raise FormatError(

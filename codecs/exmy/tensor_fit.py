@@ -8,6 +8,7 @@ from exmy.elements import Kind, NonFinite, as_flat, saturates
 from exmy.errors import DtypeError, FormatError, NonFiniteError, SizeError
 from exmy.fit import BiasFit
 from exmy.format import Format, as_format
+from exmy.importance import Importance
 from exmy.packing import check_count
 from exmy.threads import check_threads
 
@@ -48,25 +49,32 @@ class TensorFit:
         self._f, self._count, self._scale = as_format(f), check_count(count), scale
         self._saturates, self._threads = saturates(nonfinite), check_threads(threads)
         self._kind: Kind | None = None
+        self._is_weighted = False
         self._fit = self._start(Kind.FLOAT32)
 
     def _start(self, kind: Kind) -> BiasFit:
         return BiasFit(self._f.layout, kind, self._count, self._scale, reports_noise=True)
 
-    def add(self, slab: Any) -> None:
+    def add(self, slab: Any, importance: Any = None) -> None:
         """Add the next elements of the pass, in C order: float16, bfloat16, float32 or float64 of any shape.
 
+        `importance`: the weights of the squared errors of the slab's elements, as for `quantize`, on one scale for
+        all slabs; `noise` and `signal` are then weighted. Pass it with all slabs or with none.
+
         Raise `DtypeError` for other dtypes and if the dtype differs from that of earlier slabs, `SizeError` if
-        the pass exceeds `count` elements.
+        the pass exceeds `count` elements, `FormatError` for unsuitable importance.
         """
-        elements, kind, _ = as_flat(slab)
+        elements, kind, shape = as_flat(slab)
+        weights = None if importance is None else Importance.from_argument(importance, shape)
         if self._kind is None:
-            self._kind, self._fit = kind, self._start(kind)
+            self._kind, self._fit, self._is_weighted = kind, self._start(kind), weights is not None
+        if self._is_weighted is (weights is None):
+            raise FormatError("importance must be passed with all slabs of a tensor or with none")
         if kind is not self._kind:
             raise DtypeError(f"this slab is {kind.name.lower()}; expected {self._kind.name.lower()}, as before")
         if self._fit.added + elements.size > self._count:
             raise SizeError(f"this pass adds {self._fit.added + elements.size} elements; expected {self._count}")
-        self._fit.add(elements, self._threads)
+        self._fit.add(elements, self._threads, weights)
 
     def end_pass(self) -> None:
         """Complete the pass.

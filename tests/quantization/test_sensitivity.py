@@ -76,6 +76,54 @@ async def test_importance_of_rows_and_columns(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("scale", ["search", "float", "e4m3", "6bit"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"formats": "e2m1"},
+        {"formats": "e2m1", "axis": 1},
+        {"formats": "e2m1", "block": 32},
+        {"formats": {"x": {"bits": 4.6, "coding": "packed"}, "y": "e2m1"}},
+        {"formats": {"x": {"bits": 5, "coding": "packed"}, "y": "e3m2"}, "block": 64},
+        {"formats": {"x": {"bits": 4.3, "coding": "packed"}, "y": "e2m1"}, "axis": 1},
+        {"min_sqnr": 15, "axis": 1},
+    ],
+    ids=str,
+)
+async def test_packed_codes_of_important_columns_have_less_error(
+    tmp_path: Path, scale: Any, options: dict[str, Any]
+) -> None:
+    """Chunks at the edges are shorter; an array with equal weights is stored as without them."""
+    x = (np.random.default_rng(1).standard_t(3, (330, 256)) * 0.1).astype("f4")
+    x[:, ::16] *= 8  # larger than the others, so that they decide offsets and scales
+    importance = np.ones(256)
+    importance[::16] = 1e-4
+    async with await tstore.open(tmp_path) as store, store.transaction("", "source") as tx:
+        for name in ("x", "y"):
+            await (await tx.create_array(name, shape=x.shape, dtype="float32", chunks=(100, 256))).write(x)
+    error, size = {}, {}
+    for name, sensitivity in {"plain": None, "given": {"x": importance, "y": np.full((330, 1), 0.3)}}.items():
+        report = await tstore.quantize(
+            tmp_path, scale=scale, sensitivity=sensitivity, at="source", tag=name, **options
+        )
+        stored = await tstore.restore(tmp_path, at=name)
+        error[name] = float(np.sum((importance * (x - stored["x"]) ** 2), dtype="f8"))
+        size[name] = report.arrays[0].bytes_after
+        codes = (await tstore.restore(tmp_path, at=name, packed=True))["x"] if report.arrays[0].format else None
+        if codes is not None:
+            np.testing.assert_array_equal(codes.dequantize(), stored["x"])
+        if name == "plain":
+            plain = stored["y"]
+        else:
+            np.testing.assert_array_equal(stored["y"], plain)
+    if "min_sqnr" in options:
+        signal = float(np.sum(importance * x**2, dtype="f8"))
+        assert 15 <= 10 * np.log10(signal / error["given"]) < 23
+    else:
+        assert size["given"] <= size["plain"]
+        assert error["given"] < 0.8 * error["plain"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -85,9 +133,16 @@ async def test_importance_of_rows_and_columns(tmp_path: Path) -> None:
         ({"bits": 5, "sensitivity": {"a": float("nan")}}, "sensitivity of a: expected finite numbers"),
         ({"bits": 5, "sensitivity": {"a": "high"}}, "sensitivity of a: 'high' is not a number"),
         ({"bits": 5, "sensitivity": {"a": [1, 2, 3]}}, r"sensitivity of a: the shape \(3,\) does not broadcast"),
-        ({"bits": 5, "coding": "packed", "sensitivity": {"a": np.ones(256)}}, "needs coding='entropy'"),
-        ({"min_sqnr": 5, "sensitivity": {"a": 1}}, "sensitivity of a: it applies to budgets of bits"),
-        ({"formats": "e4m3", "sensitivity": {"a": 1}}, "sensitivity applies to budgets"),
+        ({"min_sqnr": 5, "sensitivity": {"a": 2}}, "sensitivity of a: a number applies to budgets of bits"),
+        (
+            {"formats": "e4m3", "sensitivity": {"a": 1}},
+            "sensitivity: losses and numbers for arrays apply to budgets",
+        ),
+        ({"formats": "e4m3", "sensitivity": lambda _: 1.0}, "losses and numbers for arrays apply to budgets"),
+        (
+            {"formats": "e4m3", "scale": "max", "sensitivity": {"a": np.arange(256)}},
+            "sensitivity of a: importance of rows or columns can't affect the codes of its rule",
+        ),
         ({"bits": 5, "sensitivity": lambda _: float("nan")}, "loss with the original arrays is nan"),
         ({"bits": 5, "sensitivity": lambda _: 1.0}, "the loss does not grow"),
     ],

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -23,8 +24,9 @@ import numpy.typing as npt
 from tstore.data.exmy_chunks import PackedRead, is_packed, read_packed_chunks
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
+from tstore.data.write_job import StagedChunks
 from tstore.data.writer import PackSet, WriteJob
-from tstore.errors import Corrupt
+from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.codecs import Codecs, as_configuration, is_exmy, with_configuration
@@ -44,18 +46,21 @@ MIN_VALUES = 64
 class CodecChoice(NamedTuple):
     """The codecs to try for an array, in order, until one keeps the array's SQNR at `min_sqnr` dB or above.
 
-    `size` is the expected size in bytes; 0 if it is not estimated.
+    `size` is the expected size in bytes; 0 if it is not estimated. `importance` is the weight of each value's
+    squared error, as an array that broadcasts to the shape, or None.
     """
 
     codecs: tuple[Codecs, ...]
     min_sqnr: float = -math.inf
     size: int = 0
+    importance: npt.NDArray[np.float32] | None = None
 
 
 class EncodedArray(NamedTuple):
     """An array in its new codecs: its metadata document, its chunks, and its errors against the source.
 
     `document` is None if the array stays unchanged; `reason` then says why. A lossless array has no `difference`.
+    `weighted` is the difference with squares weighted by the importance of values, if there is any.
     """
 
     path: str
@@ -65,24 +70,40 @@ class EncodedArray(NamedTuple):
     difference: exmy.Difference | None = None
     clipped_count: int = 0
     exponents: exmy.Exponents | None = None
+    weighted: exmy.Difference | None = None
+
+    @property
+    def sqnr(self) -> float:
+        """The SQNR in dB, of weighted squares if values have importance; infinite for a lossless array."""
+        difference = self.weighted or self.difference
+        return math.inf if difference is None else difference.sqnr
 
 
 class _Output:
     """An array while it is being written: the references to its chunks, and the measured loss of each chunk."""
 
-    def __init__(self, values: Values, meta: ArrayMeta) -> None:
+    def __init__(self, values: Values, meta: ArrayMeta, importance: npt.NDArray[np.float32] | None) -> None:
         self.values, self.meta = values, meta
+        self.importance = importance
         self.rows: list[ChunkRow] = []
-        self.losses: dict[int, tuple[exmy.Difference, int]] = {}  # by chunk number: error and clipped values
+        # by chunk number: error, weighted error, and clipped values
+        self.losses: dict[int, tuple[exmy.Difference, exmy.Difference | None, int]] = {}
 
     def result(self, exponents: exmy.Exponents | None) -> EncodedArray:
         """Return the array once all of it is written, with its measured loss if it is in eXmY."""
         encoded = EncodedArray(self.values.path, self.meta.document, tuple(self.rows))
         if not is_packed(self.meta):
             return encoded
-        differences, clipped_counts = zip(*(self.losses[number] for number in sorted(self.losses)), strict=True)
-        difference = functools.reduce(operator.add, differences)
-        return encoded._replace(difference=difference, clipped_count=sum(clipped_counts), exponents=exponents)
+        differences, weighted, clipped = zip(*(self.losses[n] for n in sorted(self.losses)), strict=True)
+        total = functools.reduce(operator.add, differences)
+        weighted_total = None if self.importance is None else functools.reduce(operator.add, weighted)
+        return encoded._replace(
+            difference=total, weighted=weighted_total, clipped_count=sum(clipped), exponents=exponents
+        )
+
+    def importance_of(self, region: Region) -> npt.NDArray[np.float32] | None:
+        """Return the importance of the values of a region, if they have any."""
+        return None if self.importance is None else np.broadcast_to(self.importance, self.meta.shape)[region]
 
     def chunk_boxes(self) -> Iterator[_Box]:
         """Yield boxes of whole chunks that cover the array: at most a slab of values each, or one larger chunk."""
@@ -102,6 +123,12 @@ class _Box(NamedTuple):
     first: tuple[int, ...]
     region: Region
     numbers: range
+
+    def chunk_regions(self, shape: tuple[int, ...]) -> Iterator[Region]:
+        """Yield the region of each chunk in the box, whose values have this shape."""
+        lengths = self.output.meta.chunks
+        for position in np.ndindex(*(-(-size // length) for size, length in zip(shape, lengths, strict=True))):
+            yield tuple(slice(i * length, (i + 1) * length) for i, length in zip(position, lengths, strict=True))
 
 
 _WrittenBox = tuple[_Box, WriteJob, npt.NDArray[Any]]
@@ -129,12 +156,12 @@ async def encode_batch(
             results[values.path] = EncodedArray(values.path, reason=reason)
     for i in range(max(len(choices[values.path].codecs) for values in batch)):  # the i-th codecs of each choice
         remaining = [v for v in batch if v.path not in results and i < len(choices[v.path].codecs)]
-        jobs = [(v, choices[v.path].codecs[i]) for v in remaining]
+        jobs = [(v, choices[v.path].codecs[i], choices[v.path].importance) for v in remaining]
         for output in await _write(storage, packs, jobs, profiles):
             path = output.values.path
             encoded = output.result(profiles[path].exponents if path in profiles else None)
-            min_sqnr, difference = choices[path].min_sqnr, encoded.difference
-            if difference is None or min_sqnr == -math.inf or difference.sqnr >= min_sqnr:  # false for NaN
+            min_sqnr = choices[path].min_sqnr
+            if min_sqnr == -math.inf or encoded.sqnr >= min_sqnr:  # false for NaN
                 results[path] = encoded
     for path in (values.path for values in batch if values.path not in results):
         results[path] = EncodedArray(path, reason=f"no smaller format keeps {choices[path].min_sqnr:g} dB")
@@ -149,26 +176,30 @@ async def _profiles(
     unknown = [v for v in batch if v.path not in known and any(map(is_exmy, choices[v.path].codecs))]
 
     def new_profile(values: Values) -> Profile:
-        settings = [as_configuration(codecs) for codecs in choices[values.path].codecs if is_exmy(codecs)]
-        return profile(
-            values, {s["format"] for s in settings if _shares_offset(s) and s.get("scale", "search") == "search"}
-        )
+        choice = choices[values.path]
+        settings = [as_configuration(codecs) for codecs in choice.codecs if is_exmy(codecs)]
+        formats = {s["format"] for s in settings if _shares_offset(s) and s.get("scale", "search") == "search"}
+        return profile(values, formats, choice.importance)
 
     profiles.update({v.path: p for v, p in zip(unknown, await in_threads(new_profile, unknown), strict=True)})
     return profiles
 
 
+_Job = tuple[Values, Codecs, npt.NDArray[np.float32] | None]
+"""An array, its codecs, and the importance of its values."""
+
+
 async def _write(
-    storage: Storage, packs: PackSet, jobs: Sequence[tuple[Values, Codecs]], profiles: Mapping[str, Profile]
+    storage: Storage, packs: PackSet, jobs: Sequence[_Job], profiles: Mapping[str, Profile]
 ) -> list[_Output]:
     """Write and measure the arrays in these codecs: all at once, or box by box if there is one large array."""
     if not jobs:
         return []
 
-    def new_output(job: tuple[Values, Codecs]) -> _Output:
-        values, codecs = job
-        codecs = _with_bias(values, codecs, profiles.get(values.path))
-        return _Output(values, encoded_meta(values.meta, codecs))
+    def new_output(job: _Job) -> _Output:
+        values, codecs, importance = job
+        codecs = _with_bias(values, codecs, profiles.get(values.path), importance)
+        return _Output(values, encoded_meta(values.meta, codecs), importance)
 
     outputs = await in_threads(new_output, jobs)
     all_boxes = [box for output in outputs for box in output.chunk_boxes()]
@@ -182,7 +213,7 @@ async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box]) 
     """Write and measure the chunks of these boxes together."""
     sources = await in_threads(lambda box: box.output.values.read(box.region), batch)
     pairs = zip(batch, sources, strict=True)
-    jobs = [WriteJob(box.output.values.path, box.output.meta, [(box.first, x)]) for box, x in pairs]
+    jobs = [await _write_job(box, x) for box, x in pairs]
     await packs.write(jobs)
     for box, job in zip(batch, jobs, strict=True):
         box.output.rows += job.rows
@@ -191,7 +222,48 @@ async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box]) 
     await _check_lossless(storage, [entry for entry in entries if not is_packed(entry[1].meta)])
 
 
-def _with_bias(values: Values, codecs: Codecs, array_profile: Profile | None) -> Codecs:
+async def _write_job(box: _Box, x: npt.NDArray[Any]) -> WriteJob:
+    """Return the job that writes a box; with importance, its chunks are encoded here."""
+    path, meta, weights = box.output.values.path, box.output.meta, box.output.importance_of(box.region)
+    codec = meta.chain.exmy_codec
+    if weights is None or codec is None or not fits_importance(meta.chain.documents):
+        return WriteJob(path, meta, [(box.first, x)])
+    memory = np.empty((len(box.numbers), meta.encoded_size), np.uint8)
+
+    def encode(item: tuple[int, Region]) -> None:
+        i, region = item
+        part = weights[region]
+        missing = [(0, length - size) for length, size in zip(meta.chunks, part.shape, strict=True)]
+        chunk = np.pad(part_of(x, region), missing)  # zeros have no error, whatever their importance
+        chunk_weights = np.pad(part, missing, "edge") if part.any() else None
+        try:
+            codec.encode(chunk, memory[i], importance=chunk_weights)
+        except exmy.ExmyError as error:
+            raise InvalidArgument(f"{path}, chunk {box.numbers[i]}: codec exmy: {error}") from error
+
+    await each(encode, list(enumerate(box.chunk_regions(x.shape))))
+    return WriteJob(path, meta, (), staged=[StagedChunks(box.numbers, memory.reshape(-1), 0)])
+
+
+def fits_importance(codecs: Codecs) -> bool:
+    """Return whether the importance of values affects the encoding of an array in these codecs.
+
+    It does so if offsets or scales are fitted by least squares: to the whole array, or to chunks of plain codes.
+    """
+    if codecs is None or not is_exmy(codecs):
+        return False
+    settings = as_configuration(codecs)
+    is_plain = isinstance(codecs, str | exmy.Format | Mapping) or len(codecs) == 1
+    is_fitted = settings.get("scale", "search") in ("search", "float", "e4m3", "6bit")
+    return is_fitted and (is_plain or _shares_offset(settings))
+
+
+def _with_bias(
+    values: Values,
+    codecs: Codecs,
+    array_profile: Profile | None,
+    importance: npt.NDArray[np.float32] | None,
+) -> Codecs:
     """Return the codecs, with the fitted offset as the bias of the format if all values share one."""
     if not is_exmy(codecs):
         return codecs
@@ -202,7 +274,7 @@ def _with_bias(values: Values, codecs: Codecs, array_profile: Profile | None) ->
     if array_profile is not None and scale == "search":
         fitted_format = array_profile.fits.get(settings["format"])
     if fitted_format is None:
-        [fit] = fit_tensor(values, [settings["format"]], scale)
+        [fit] = fit_tensor(values, [settings["format"]], scale, importance)
         fitted_format = fit.format.name
     return with_configuration(codecs, {"format": fitted_format, "scale": "none"})
 
@@ -219,16 +291,13 @@ async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
     stored = await read_packed_chunks(storage, requests)
     chunks = []
     for (box, _, x), quantized in zip(entries, stored, strict=True):
-        counts = [-(-size // length) for size, length in zip(x.shape, box.output.meta.chunks, strict=True)]
-        positions = np.ndindex(*counts)
-        box_chunks = zip(box.numbers, positions, quantized, strict=True)
-        chunks += [(box, number, position, x, q) for number, position, q in box_chunks]
+        box_chunks = zip(box.numbers, box.chunk_regions(x.shape), quantized, strict=True)
+        chunks += [(box, number, region, x, q) for number, region, q in box_chunks]
 
-    def measure(item: tuple[_Box, int, tuple[int, ...], npt.NDArray[Any], exmy.Quantized]) -> None:
-        box, number, position, x, q = item
+    def measure(item: tuple[_Box, int, Region, npt.NDArray[Any], exmy.Quantized]) -> None:
+        box, number, region, x, q = item
         meta = box.output.meta
-        sides = zip(position, meta.chunks, strict=True)
-        source = part_of(x, tuple(slice(i * length, (i + 1) * length) for i, length in sides))
+        source = part_of(x, region)
         inside = tuple(slice(size) for size in source.shape)
         with scratch(2 * meta.chunk_size * meta.dtype.itemsize) as buffer:
             contiguous, decoded = buffer.view(meta.dtype).reshape(2, *meta.chunks)
@@ -238,10 +307,20 @@ async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
                 contiguous[inside] = source
                 padded = contiguous
             q.dequantize(meta.dtype, out=decoded)
-            difference = exmy.compare(part_of(padded, inside), part_of(decoded, inside))
-            box.output.losses[number] = (difference, q.count_clipped(padded))
+            stored, weights = part_of(decoded, inside), box.output.importance_of(box.region)
+            difference = exmy.compare(part_of(padded, inside), stored)
+            weighted = None if weights is None else _weighted(difference, source, stored, weights[region])
+            box.output.losses[number] = (difference, weighted, q.count_clipped(padded))
 
     await each(measure, chunks)
+
+
+def _weighted(
+    difference: exmy.Difference, x: npt.NDArray[Any], y: npt.NDArray[Any], importance: npt.NDArray[np.float32]
+) -> exmy.Difference:
+    """Return the difference of y from x with its squares weighted; memory is bounded by that of a chunk."""
+    signal, noise = (float(np.sum(z * z * importance)) for z in (x.astype(np.float64), x.astype(np.float64) - y))
+    return dataclasses.replace(difference, signal=signal, noise=noise)
 
 
 async def _check_lossless(storage: Storage, entries: Sequence[_WrittenBox]) -> None:

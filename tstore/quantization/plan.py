@@ -13,7 +13,7 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
 from tstore.format.grid import default_chunks
 from tstore.quantization.allocation import Point, allocate
-from tstore.quantization.encoding import MIN_VALUES, CodecChoice
+from tstore.quantization.encoding import MIN_VALUES, CodecChoice, fits_importance
 from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Match, MinSqnr, QuantizeRules, Rules, Target
 from tstore.quantization.request import Request
 from tstore.quantization.sensitivity import Importance
@@ -180,21 +180,26 @@ def _automatic_block(meta: ArrayMeta) -> int | None:
 
 
 def with_importance(plan: Plan, importance: Mapping[str, Importance]) -> Plan:
-    """Return the plan with the importance of undecided arrays and of their values.
+    """Return the plan with the importance of arrays and of their values.
 
-    Raise `InvalidArgument` if an array with a target for its SQNR has importance, or a packed one that of values.
+    Raise `InvalidArgument` if an array with a target for its SQNR has a weight, or if the importance of the values
+    of one with a rule can't affect its codes.
     """
+    for path in sorted(plan.choices.keys() & importance.keys()):
+        codecs = plan.choices[path].codecs[0]
+        if importance[path].of_values is not None and is_exmy(codecs) and not fits_importance(codecs):
+            raise InvalidArgument(
+                f"sensitivity of {path}: importance of rows or columns can't affect the codes of its rule, which "
+                "has a fixed scale or compresses them; name a format with the scale 'search', 'float', 'e4m3' or "
+                "'6bit' alone"
+            )
     groups = []
     for group in plan.groups:
         for path in sorted(group.undecided.keys() & importance.keys()):
-            if isinstance(group.target, MinSqnr):
+            if isinstance(group.target, MinSqnr) and importance[path].weight != 1:
                 raise InvalidArgument(
-                    f"sensitivity of {path}: it applies to budgets of bits, but min_sqnr={group.target.decibel:g} "
-                    "decides the codecs of this array alone"
-                )
-            if group.target.coding == "packed" and importance[path].of_values is not None:
-                raise InvalidArgument(
-                    f"sensitivity of {path}: importance of rows or columns needs coding='entropy'; pass one number"
+                    f"sensitivity of {path}: a number applies to budgets of bits, but min_sqnr="
+                    f"{group.target.decibel:g} decides the codecs of this array alone"
                 )
         undecided = {
             path: each._replace(importance=importance.get(path, Importance()).of_values)
@@ -226,6 +231,9 @@ def decide(
                 _keep_sqnr(decided, suitable, decibel, arrays)
             case Bits():
                 _share_budget(decided, group, suitable, arrays, share)
+    for path in decided.choices.keys() & plan.importance.keys():
+        choice = decided.choices[path]
+        decided.choices[path] = choice._replace(importance=plan.importance[path].of_values)
     return decided
 
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
 from tstore.format.arguments import checked_index, checked_tag, checked_text, quote
@@ -91,7 +93,8 @@ async def quantize(
         encoded get 8 bits per value.
     min_sqnr
         Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
-        10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
+        10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y; with importance of rows or columns
+        (`sensitivity`), these squares are weighted.
     bits, error
         The arrays without a rule get the formats with the least total error that keep the stored bits per value,
         averaged over all arrays of the checkpoint, at `bits` or below. `error`, by default "relative", is
@@ -105,7 +108,8 @@ async def quantize(
     sensitivity
         How much the error of arrays matters to `bits`, relative to the size of their values: weights by path, 1
         for the others. An array of weights, of shape (columns,) or (rows, 1) as it broadcasts, is the importance
-        of each column or row, such as the mean square of a layer's inputs (the imatrix of llama.cpp). Or a
+        of each column or row, such as the mean square of a layer's inputs (the imatrix of llama.cpp): it weighs
+        errors in the choice of steps, offsets and scales, also in the format that a rule names. Or a
         function that takes the arrays by path, as a dict, and returns the loss of the model: it is called once for
         each array, with noise of 10 % in that array, and the growth of the loss is the array's weight.
     at
@@ -242,10 +246,14 @@ class _Job(NamedTuple):
         """Return the importance of arrays that the caller passed or whose loss is measured."""
         if self.sensitivity is None:
             return {}
-        if not plan.groups:
-            raise InvalidArgument("sensitivity applies to budgets; pass bits=…, or a rule with a budget, too")
+        numbers: Mapping[str, Any] = self.sensitivity if isinstance(self.sensitivity, Mapping) else {}
+        given = given_importance(numbers, {path: array.meta for path, array in arrays.items()})
+        if not plan.groups and not any(np.ndim(each) for each in numbers.values()):
+            raise InvalidArgument(
+                "sensitivity: losses and numbers for arrays apply to budgets; pass bits=…, or a rule with a budget"
+            )
         if isinstance(self.sensitivity, Mapping):
-            return given_importance(self.sensitivity, {path: array.meta for path, array in arrays.items()})
+            return given
         return await measured_importance(self.sensitivity, source, plan.undecided)
 
 

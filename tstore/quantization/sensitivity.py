@@ -5,7 +5,7 @@
 2. A loss is measured with normal noise in one array at a time, whose root mean square is a tenth of the array's.
    The growth of the loss, divided by the error of 1 %, is the weight.
 3. Importance i, a weight for each row or column of an array, is a part of the error itself: Σi(x−y)²/Σix². It
-   decides the array's step too.
+   decides the array's step, or its offsets and scales, too.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def _parsed(path: str, value: Any, shape: tuple[int, ...]) -> Importance:
             f"sensitivity of {path}: the shape {numbers.shape} does not broadcast to that of the array, {shape}; "
             f"pass one number for each column, of shape {shape[-1:]}, or for each row, of shape {(*shape[:1], 1)}"
         ) from None
+    if numbers.min() == numbers.max():
+        return Importance()  # equal weights do not change which error is the least
     return Importance(1.0, (numbers / numbers.max()).astype(np.float32))
 
 

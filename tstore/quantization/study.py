@@ -23,7 +23,7 @@ from tstore.format.codecs import Codecs, as_configuration, is_exmy
 from tstore.format.grid import default_chunks
 from tstore.quantization.entropy import entropy_chunks, entropy_points, is_entropy_coded
 from tstore.quantization.policy import Coding
-from tstore.quantization.values import Sample, Values
+from tstore.quantization.values import Region, Sample, Values
 
 __all__ = [
     "Configuration",
@@ -98,7 +98,7 @@ def study(values: Values, undecided: Undecided) -> Study:
     """Study an array in the formats that its coding can use."""
     meta, settings = values.meta, undecided.settings
     sample = Sample(meta, settings.get("axis"), settings.get("block"))
-    weights = None if undecided.importance is None else Sample(meta, None, None)
+    weights = None if undecided.importance is None else Sample(meta, settings.get("axis"), settings.get("block"))
     exponents, signal = _no_exponents(meta), 0.0
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
@@ -114,7 +114,7 @@ def study(values: Values, undecided: Undecided) -> Study:
     if not reason and undecided.coding == "entropy":
         importance = None if weights is None else weights.values
         return _entropy_study(values, signal, sample.values, importance, exponents)
-    return _packed_study(values, signal, settings, sample.values, exponents, reason)
+    return _packed_study(values, signal, undecided, sample.values, weights, exponents, reason)
 
 
 def _entropy_study(
@@ -137,13 +137,14 @@ def _entropy_study(
 def _packed_study(
     values: Values,
     signal: float,
-    settings: Configuration,
+    undecided: Undecided,
     sample: npt.NDArray[Any],
+    weights: Sample | None,
     exponents: exmy.Exponents,
     reason: str,
 ) -> Study:
-    """Return the estimates of packed codes in all formats of `_WIDTHS` bits."""
-    meta = values.meta
+    """Return the estimates of packed codes in all formats of `_WIDTHS` bits, likewise weighted."""
+    meta, settings = values.meta, undecided.settings
     formats = [
         f for bits in _WIDTHS for f in exmy.formats(bits) if _in_range(exponents, {**settings, "format": f})
     ]
@@ -151,13 +152,18 @@ def _packed_study(
         reason = reason or f"values of 2^{exponents.highest} are too large"
     if reason:
         return Study(values.path, reason, 0.0, [], Profile(exponents, {}))
-    candidates = [c for c in exmy.survey(sample, _WIDTHS, **settings) if c.format.standard in formats]
+    importance = None if weights is None or not weights.values.any() else weights.values
+    surveyed = exmy.survey(sample, _WIDTHS, importance=importance, **settings)
+    candidates = [c for c in surveyed if c.format.standard in formats]
     fits: dict[str, str] = {}
     if settings:
+        if importance is not None:
+            signal = candidates[0].signal * meta.size / max(1, sample.size)
         errors = [(c.format.standard, signal * c.noise / c.signal if c.signal else 0.0) for c in candidates]
     else:
         has_largest = sample.size == meta.size or exmy.exponents(sample).highest == exponents.highest
-        tensor_fits = fit_tensor(values, _contenders(candidates, has_largest=has_largest))
+        contenders = _contenders(candidates, has_largest=has_largest)
+        tensor_fits = fit_tensor(values, contenders, importance=undecided.importance)
         errors = [(fit.format.standard, fit.noise or 0.0) for fit in tensor_fits]
         fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
         signal = tensor_fits[0].signal
@@ -170,19 +176,19 @@ def _packed_study(
     return Study(values.path, "", signal, estimates, Profile(exponents, fits))
 
 
-def profile(values: Values, formats: Iterable[str]) -> Profile:
+def profile(values: Values, formats: Iterable[str], importance: npt.NDArray[np.float32] | None = None) -> Profile:
     """Return the profile of an array that was not studied, fitted to these formats if they can represent it."""
     fits = {name: exmy.TensorFit(name, values.meta.size, nonfinite="saturate") for name in formats}
     exponents = _no_exponents(values.meta)
-    for _, slab in values.slabs():
+    for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
         for fit in fits.values():
-            fit.add(slab)
+            fit.add(slab, _importance_of(importance, values.meta, region))
     if obstacle(values.meta, exponents, [{"format": name} for name in fits]):
         return Profile(exponents, {})
     for fit in fits.values():
         fit.end_pass()
-    _complete(values, fits.values())
+    _complete(values, fits.values(), importance)
     return Profile(exponents, {name: fit.format.name for name, fit in fits.items()})
 
 
@@ -236,22 +242,34 @@ def stored_bytes(meta: ArrayMeta) -> int:
 
 
 def fit_tensor(
-    values: Values, formats: Iterable[exmy.Format | str], scale: Literal["search", "max"] = "search"
+    values: Values,
+    formats: Iterable[exmy.Format | str],
+    scale: Literal["search", "max"] = "search",
+    importance: npt.NDArray[np.float32] | None = None,
 ) -> list[exmy.TensorFit]:
     """Fit an offset for all values in each format, in passes over the slabs."""
     fits = [exmy.TensorFit(f, values.meta.size, scale) for f in formats]
-    _complete(values, fits)
+    _complete(values, fits, importance)
     return fits
 
 
-def _complete(values: Values, fits: Collection[exmy.TensorFit]) -> None:
+def _complete(
+    values: Values, fits: Collection[exmy.TensorFit], importance: npt.NDArray[np.float32] | None
+) -> None:
     """Make the passes that the fits still need."""
     while unfinished := [fit for fit in fits if not fit.done]:
-        for _, slab in values.slabs():
+        for region, slab in values.slabs():
             for fit in unfinished:
-                fit.add(slab)
+                fit.add(slab, _importance_of(importance, values.meta, region))
         for fit in unfinished:
             fit.end_pass()
+
+
+def _importance_of(
+    importance: npt.NDArray[np.float32] | None, meta: ArrayMeta, region: Region
+) -> npt.NDArray[np.float32] | None:
+    """Return the importance of the values of a region."""
+    return None if importance is None else np.broadcast_to(importance, meta.shape)[region]
 
 
 def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterable[Configuration]) -> str:

@@ -788,7 +788,8 @@ def quantize(
         encoded get 8 bits per value.
     min_sqnr
         Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
-        10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
+        10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y; with importance of rows or columns
+        (`sensitivity`), these squares are weighted.
     bits, error
         The arrays without a rule get the formats with the least total error that keep the stored bits per value,
         averaged over all arrays of the checkpoint, at `bits` or below. `error`, by default "relative", is
@@ -802,7 +803,8 @@ def quantize(
     sensitivity
         How much the error of arrays matters to `bits`, relative to the size of their values: weights by path, 1
         for the others. An array of weights, of shape (columns,) or (rows, 1) as it broadcasts, is the importance
-        of each column or row, such as the mean square of a layer's inputs (the imatrix of llama.cpp). Or a
+        of each column or row, such as the mean square of a layer's inputs (the imatrix of llama.cpp): it weighs
+        errors in the choice of steps, offsets and scales, also in the format that a rule names. Or a
         function that takes the arrays by path, as a dict, and returns the loss of the model: it is called once for
         each array, with noise of 10 % in that array, and the growth of the loss is the array's weight.
     at
