@@ -254,8 +254,8 @@ async def test_what_is_kept_of_a_commit_is_bounded(server: Server, store: Path) 
     metrics = {f"metric {i}": 1.0 for i in range(4000)}
     async with await tstore.open(store) as opened:
         for message in ("m" * 60_000, ""):
-            tags = {"tag": "step/30"} if not message else {}
-            async with opened.transaction(message, metadata={"metrics": metrics}, **tags) as tx:
+            tag = None if message else "step/30"
+            async with opened.transaction(message, tag, metadata={"metrics": metrics}) as tx:
                 await (await tx.create_array(f"w{len(message)}", (4,), "float32")).write(1)
     run = await document(server, "")
     assert len(run["rows"][0]["metrics"]) == 64
