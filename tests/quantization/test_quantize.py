@@ -639,12 +639,14 @@ async def test_sums_beyond_float64_are_not_called_exact(tmp_path: Path) -> None:
     large, small = values(64, 128, kind="float64") * 1e153, values(64, 128, kind="float64") * 1e-200
     await tstore.save(tmp_path, {"large": large, "small": small}, 0)
     report = await tstore.quantize(tmp_path, {"**": "e4m3"})
-    for row in report.arrays:
-        assert math.isnan(row.sqnr)
-        assert row.largest_error > 0
-        assert row.bits_per_value < 8.1
+    vast, tiny = report.arrays
+    assert math.isnan(vast.sqnr)
+    assert vast.largest_error > 0
+    assert vast.bits_per_value < 8.1
+    assert (tiny.sqnr, tiny.bits_per_value) == (math.inf, 64)  # kept, since squared errors would be 0
+    assert tiny.reason.endswith("are too small")
     stored = await tstore.quantize_report(tmp_path, report.tag)
-    assert [math.isnan(row.sqnr) for row in stored.arrays] == [True, True]
+    assert [math.isnan(row.sqnr) for row in stored.arrays] == [True, False]
     floored = await tstore.quantize(tmp_path, min_sqnr=20.0, at="step/0", tag="floor")
     assert not floored.encoded  # what cannot be measured keeps no floor
 
