@@ -971,7 +971,7 @@ def test_an_undecodable_name_is_an_ordinary_error(store: Path, call: Call) -> No
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("quantize STORE --bits 0", "--bits 0.0: expected"),
+        ("quantize STORE --bits 0", "--bits 0: expected"),
         ("quantize STORE --bits nan", "--bits nan: expected"),
         ("quantize STORE --min-sqnr nan", "--min-sqnr nan: expected"),
         ("quantize STORE --tag ''", "--tag '': expected"),
