@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from typing import ClassVar
 
 from tstore.errors import AlreadyExists
 from tstore.storage.memory import MemoryStorage
@@ -23,14 +25,26 @@ class Overwrites(MemoryStorage):
 
 
 class LooksThenWrites(MemoryStorage):
-    """Checks whether the name is free and then writes, so that two creates can both succeed."""
+    """Checks whether the name is free and then writes, so that two creates can both succeed.
+
+    A create waits until another one has checked too, for up to a tenth of a second.
+    """
+
+    _checked: ClassVar[dict[tuple[str, str], asyncio.Event]] = {}  # by storage and key
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
-        if mode is PutMode.CREATE and await self.head(key) is not None:
-            raise AlreadyExists(key)
-        await asyncio.sleep(LATENCY)
+        if mode is PutMode.CREATE:
+            if await self.head(key) is not None:
+                raise AlreadyExists(key)
+            if (others := self._checked.pop((self.url, key), None)) is not None:
+                others.set()
+            else:
+                self._checked[self.url, key] = event = asyncio.Event()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), 0.1)
+                self._checked.pop((self.url, key), None)
         await super().put(key, buffers, PutMode.REPLACE)
 
 
