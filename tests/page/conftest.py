@@ -1,14 +1,15 @@
-"""A served store with its page."""
+"""A served store with its page, and a browser."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tstore
+from tests.support.browser import Browser, browser
 from tests.support.http_server import everybody
 from tstore.page import Site
 from tstore.server import Server
@@ -30,3 +31,17 @@ async def server(store: Path) -> AsyncIterator[Server]:
     """A server of the store with a token for each scope, and with a page."""
     async with Server(store, access=everybody(), page=Site()) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def window(chromium: Browser) -> Browser:
+    """The browser, away from the page of the test before, whose server has stopped."""
+    chromium.driver.get("about:blank")
+    chromium.complaints()
+    return chromium

@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlencode, urljoin
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 import tstore.sync as tstore
-from tests.support.browser import Browser, browser, missing, viewing
+from tests.support.browser import Browser, missing, viewing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -32,19 +31,6 @@ VIEWS = [
     "health",
     "none",
 ]
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("profile")) as window:
-        yield window
-
-
-@pytest.fixture(autouse=True)
-def fresh(window: Browser) -> None:
-    """Leave the page of the test before, whose server has stopped."""
-    window.driver.get("about:blank")
-    window.complaints()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlencode, urljoin
 
@@ -13,24 +12,11 @@ import numpy as np
 import pytest
 
 import tstore.sync as tstore
-from tests.support.browser import Browser, browser, missing, viewing
+from tests.support.browser import Browser, missing, viewing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 SIZES = [("light", 1280), ("dark", 1280), ("light", 360)]
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("profile")) as window:
-        yield window
-
-
-@pytest.fixture(autouse=True)
-def fresh(window: Browser) -> None:
-    """Leave the page of the test before, whose server has stopped."""
-    window.driver.get("about:blank")
-    window.complaints()
 
 
 @pytest.fixture(scope="module")

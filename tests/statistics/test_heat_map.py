@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import tstore.sync as blocking
+from tests.support.stored_array import stored
 from tstore.errors import InvalidArgument
-from tstore.statistics.cache import RESULTS
 
 NUMBERS = np.random.default_rng(0).standard_normal((2000, 1024)).astype("f4")
-
-
-@pytest.fixture(autouse=True)
-def _without_earlier_results() -> None:
-    RESULTS.clear()
-
-
-def stored(values: np.ndarray[Any, Any], chunks: Any = None, **options: Any) -> blocking.Array:
-    """Return an array of a new store with these values."""
-    store = blocking.open(f"memory://{uuid.uuid4()}")
-    with store.transaction() as tx:
-        tx.create_array("a", values.shape, values.dtype, chunks, **options).write(values)
-    return store.snapshot().array("a")
 
 
 @settings(max_examples=80)

@@ -12,15 +12,9 @@ import pytest
 
 import tstore
 from tstore.errors import InvalidArgument, NotFound, SnapshotExpired
-from tstore.statistics.cache import RESULTS
 
 ROWS = np.random.default_rng(0).standard_normal((512, 256)).astype("f4")
 ROWS *= np.linspace(1, 3, 512, dtype="f4")[:, None]
-
-
-@pytest.fixture(autouse=True)
-def _without_earlier_results() -> None:
-    RESULTS.clear()
 
 
 async def quantized(**options: Any) -> tuple[tstore.Store, tstore.QuantizeReport]:

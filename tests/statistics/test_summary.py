@@ -19,9 +19,10 @@ from hypothesis.extra import numpy as hnp
 
 import tstore
 import tstore.sync as blocking
+from tests.support.stored_array import stored
 from tstore.conformance.faults import open_faulty
 from tstore.errors import InvalidArgument, NotFound
-from tstore.statistics.cache import RESULTS, ResultCache
+from tstore.statistics.cache import ResultCache
 
 NUMBERS = np.random.default_rng(0).standard_normal((3000, 1000)).astype("f4")
 
@@ -29,19 +30,6 @@ DTYPES = [
     *("float16", "float32", "float64", "int8", "uint8", "int16", "uint32", "int64", "uint64", "bool"),
     *("complex64", "complex128", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int4", "uint2"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _without_earlier_results() -> None:
-    RESULTS.clear()
-
-
-def stored(values: np.ndarray[Any, Any], chunks: Any = None, **options: Any) -> blocking.Array:
-    """Return an array of a new store with these values."""
-    store = blocking.open(f"memory://{uuid.uuid4()}")
-    with store.transaction() as tx:
-        tx.create_array("a", values.shape, values.dtype, chunks, **options).write(values)
-    return store.snapshot().array("a")
 
 
 def expected_magnitudes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rich.cells import cell_len, chop_cells
 
+from tstore.format.sizes import format_size
+
 __all__ = [
     "PATH_COLUMN",
     "Column",
@@ -76,17 +78,6 @@ def escape(text: str) -> str:
 def pluralize(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless the number is one: "1 version", "0 versions"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def format_size(size: float) -> str:
-    """Format a number of bytes with units of powers of 1000."""
-    if size < 1000:
-        return f"{size:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 999.95:  # above, rounding would show 1000.0
-            return f"{size:.1f} {unit}"
-    return f"{size / 1000:.1f} TB"
 
 
 def format_decibels(level: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from tstore.format.sizes import format_size
 from tstore.page.distributions import exponent_plot, heat_image, value_plot
 from tstore.page.plots import bars, line, treemap
 
@@ -45,17 +46,6 @@ def _text(text: object, longest: int = LONGEST) -> Markup:
     if len(string) <= longest:
         return Markup("<bdi>{}</bdi>").format(shown)
     return Markup('<bdi title="{:,} characters; JSON has all">{}</bdi>').format(len(string), shown)
-
-
-def format_size(size: float) -> str:
-    """Format a number of bytes with units of powers of 1000."""
-    if size < 1000:
-        return f"{size:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 999.95:  # above, rounding would show 1000.0
-            return f"{size:.1f} {unit}"
-    return f"{size / 1000:.1f} TB"
 
 
 def format_number(value: float | None) -> str:
