@@ -1,7 +1,7 @@
 """The format of a store: names of objects, bytes to objects and back, and the rules between objects; pure, no I/O.
 
 1. `layout`: the names of all objects. `bounds`: the maximum size of each object and of its parts.
-   `arguments`: what callers may store. `sizes`: numbers of bytes as text.
+   `arguments`: what callers may store. `plain_text`: sizes and tables as text.
 2. `frame`: the kind, format version and checksum around every metadata object. `records`: records, roots and
    fragments. `references`: manifests; `manifest_checks`: checks of their columns; `short_manifests`: those of few
    chunks. `object_ref`: references to manifests that are objects; `pages`: those of long ones, which are cut by

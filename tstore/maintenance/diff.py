@@ -25,6 +25,7 @@ from tstore.format.documents import Document
 from tstore.format.dtypes import is_float
 from tstore.format.grid import Selection, box_sides, chunk_coordinates
 from tstore.format.node import Node, same_metadata
+from tstore.format.plain_text import text_table
 from tstore.format.samples import spread_indices
 from tstore.maintenance.contents import ArrayInfo, array_info
 from tstore.runtime.pool import run
@@ -119,12 +120,7 @@ class Diff(NamedTuple):
         for a in self.by_change:
             measured = (f"{a.relative_norm:.3g}", f"{a.distance.largest_error:.3g}") if a.distance else ("", "")
             rows.append((a.path, a.change, f"{a.chunks:,}", *measured))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = [
-            [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-            for row in rows
-        ]
-        return "\n".join(["  ".join(row).rstrip() for row in cells] + [repr(self)])
+        return f"{text_table(rows, left=(0, 1))}\n{self!r}"
 
     def document(self) -> dict[str, Any]:
         """Return the differences as JSON values."""

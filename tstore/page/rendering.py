@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from tstore.format.sizes import format_size
+from tstore.format.plain_text import format_size
 from tstore.page.distributions import exponent_plot, heat_image, value_plot
 from tstore.page.plots import bars, line, treemap
 

@@ -13,6 +13,7 @@ import msgspec
 
 from tstore.errors import InvalidArgument, NotFound, parsing
 from tstore.format.arguments import quote
+from tstore.format.plain_text import text_table
 from tstore.snapshot import Snapshot
 
 __all__ = ["QuantizeReport", "QuantizedArray", "check_plot", "plot_report", "read_report", "stored_document"]
@@ -107,16 +108,7 @@ class QuantizeReport(NamedTuple):
             measured = (f"{a.sqnr:.1f}", f"{a.largest_error:.3g}") if a.format else ("", "")
             name = f"{a.format} {a.coding}" if a.format else "exact"
             rows.append((a.path, name, f"{a.bits_per_value:.2f}", *measured, a.reason))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        is_text = (True, True, False, False, False, True)
-        lines = [
-            "  ".join(
-                cell.ljust(width) if left else cell.rjust(width)
-                for cell, width, left in zip(row, widths, is_text, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, repr(self)])
+        return f"{text_table(rows, left=(0, 1, 5))}\n{self!r}"
 
     @property
     def encoded(self) -> list[QuantizedArray]:

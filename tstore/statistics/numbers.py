@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from tstore.errors import InvalidArgument
 from tstore.format.dtypes import dtype_text, is_integer, is_ml_dtype
 
-__all__ = ["Floats", "as_floats", "check_numbers", "finite_or_none", "text_table"]
+__all__ = ["Floats", "as_floats", "check_numbers", "finite_or_none"]
 
 Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
@@ -42,15 +41,3 @@ def as_floats(values: npt.NDArray[Any]) -> Floats:
 def finite_or_none(value: float | None) -> float | None:
     """Return a number as JSON can express it: None for infinity and NaN."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def text_table(rows: Sequence[tuple[str, ...]], left: int = 1) -> str:
-    """Return rows of cells as lines of text, the first `left` columns aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

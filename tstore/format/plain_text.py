@@ -1,0 +1,30 @@
+"""Sizes and tables as plain text, for reports, the command line and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+__all__ = ["format_size", "text_table"]
+
+
+def format_size(size: float) -> str:
+    """Format a number of bytes with units of powers of 1000."""
+    if size < 1000:
+        return f"{size:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 999.95:  # above, rounding would show 1000.0
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"
+
+
+def text_table(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> str:
+    """Return rows of cells as lines of text; the columns with the numbers `left` are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
