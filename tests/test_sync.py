@@ -339,7 +339,7 @@ INTERRUPTED = """
     try:
         while True:
             if stage == "wait":
-                tstore.save(store, {"x": np.zeros(3)}, 1, timeout=100, **more)
+                tstore.save(store, {"x": np.zeros(3)}, 1, timeout=1000, **more)
             else:
                 tstore.save(store, tree, 1 + (tstore.steps(store) or [0])[-1], durability="none")
     except KeyboardInterrupt:
@@ -362,7 +362,7 @@ def test_ctrl_c_cancels_a_save_at_once_and_harms_nothing(tmp_path: Path, stage: 
         assert process.stdout is not None
         assert asyncio.run(begun(url))
         process.send_signal(signal.SIGINT)
-        killer = threading.Timer(10, process.kill)
+        killer = threading.Timer(processes.DEADLINE, process.kill)
         killer.start()
         assert processes.line(process) == "interrupted"
         killer.cancel()

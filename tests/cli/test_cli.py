@@ -28,6 +28,7 @@ import safetensors.numpy
 import tstore
 import tstore.sync as blocking
 from tests.support.commands import Call, failed
+from tests.support.processes import run_tstore, start_tstore
 from tests.support.weights import real_weights, write_file
 from tstore.cli import commands, main, reading
 from tstore.cli.text import abbreviate, escape, format_ranges, format_size, pluralize, wrap
@@ -58,7 +59,7 @@ def store(tmp_path: Path, file: Path, call: Call) -> Path:
     return tmp_path / "store"
 
 
-def run(*arguments: object, **settings: Any) -> subprocess.CompletedProcess[str]:
+def fresh(*arguments: object, **settings: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tstore", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **settings)
 
@@ -697,15 +698,15 @@ def test_a_full_disk(store: Path, tmp_path: Path, call: Call) -> None:
     safetensors.numpy.save_file({"big": np.ones((1000, 1000))}, tmp_path / "big")
     before = call("log", store, "--json")
     limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))}
-    process = run("import", tmp_path / "big", store, "--step", 5, **limit)
+    process = fresh("import", tmp_path / "big", store, "--step", 5, **limit)
     failed((process.returncode, process.stdout, process.stderr), "free space")
     assert call("log", store, "--json") == before
     assert call("verify", store)[0] == 0
     assert call("import", tmp_path / "big", store, "--step", 5)[0] == 0
-    process = run("export", store, tmp_path / "out", **limit)
+    process = fresh("export", store, tmp_path / "out", **limit)
     failed((process.returncode, process.stdout, process.stderr), "free space")
     assert not (tmp_path / "out").exists()
-    process = run("probe", tmp_path / "probed", **limit)
+    process = fresh("probe", tmp_path / "probed", **limit)
     assert (process.returncode, process.stderr) == (1, "")
     assert "\nfails" not in process.stdout
     assert "unknown: 2; free space" in process.stdout.splitlines()[-1]
@@ -719,8 +720,7 @@ def on_terminal(width: int, *arguments: object) -> list[str]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    command = [sys.executable, "-m", "tstore", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
+    with start_tstore(*arguments, stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
         os.close(theirs)
         shown = b""
         with contextlib.suppress(OSError):  # EIO: the other end was closed
@@ -774,7 +774,7 @@ def test_a_table_fits_the_terminal(
 
 
 def test_a_table_that_is_piped_has_all_columns_in_one_line_each(long_paths: Path) -> None:
-    head, _, *rows, _ = run("ls", long_paths, env={**os.environ, "COLUMNS": "40"}).stdout.splitlines()
+    head, _, *rows, _ = run_tstore("ls", long_paths, env={**os.environ, "COLUMNS": "40"}).stdout.splitlines()
     assert head.split() == ["path", "dtype", "shape", "chunks", "codec", "stored", "bits/value"]
     assert [row.split()[0] for row in rows] == [LONG.format(layer) for layer in range(3)]
 
@@ -816,14 +816,14 @@ def test_shells_complete_paths(
 
 def test_characters_missing_in_the_encoding_are_replaced(store: Path) -> None:
     call = {"env": {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}}
-    listed = run("ls", store, **call)
+    listed = fresh("ls", store, **call)
     assert (listed.returncode, listed.stderr) == (0, "")
     assert "64x100" in listed.stdout
     assert "-----" in listed.stdout
-    assert run("quantize", store, "--format", "e4m3", **call).returncode == 0
-    assert "version 1 -> version 2: " in run("diff", store, 1, 2, **call).stdout
+    assert fresh("quantize", store, "--format", "e4m3", **call).returncode == 0
+    assert "version 1 -> version 2: " in fresh("diff", store, 1, 2, **call).stdout
     for arguments in (["report", store], ["log", store]):
-        process = run(*arguments, **call)
+        process = fresh(*arguments, **call)
         assert "\\" not in process.stdout + process.stderr
         assert process.stdout.isascii()
 
@@ -879,8 +879,8 @@ def test_a_refused_connection_is_reported_soon(call: Call) -> None:
 def test_a_closed_pipe_ends_the_command_silently(tmp_path: Path) -> None:
     blocking.save(tmp_path / "store", {f"array {i:05}": np.zeros((), np.int8) for i in range(3000)}, 0)
     for options in ([], ["--json"]):
-        command = [sys.executable, "-m", "tstore", "ls", tmp_path / "store", *options]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        arguments = ["ls", tmp_path / "store", *options]
+        with start_tstore(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             assert process.stdout.readline()
@@ -891,9 +891,8 @@ def test_a_closed_pipe_ends_the_command_silently(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_full_output_is_an_error(store: Path, options: list[str]) -> None:
-    command = [sys.executable, "-m", "tstore", "ls", store, *options]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = run_tstore("ls", store, *options, stdout=full)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "can't be written to standard output: No space left on device" in done.stderr
@@ -901,9 +900,8 @@ def test_a_full_output_is_an_error(store: Path, options: list[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [["serve", "--create", "--port", "0", "STORE"], ["demo", "--size", "1"]])
 def test_a_full_output_of_a_long_command_is_an_error(tmp_path: Path, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "tstore", *(str(tmp_path / "s") if a == "STORE" else a for a in arguments)]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = run_tstore(*(tmp_path / "s" if a == "STORE" else a for a in arguments), stdout=full)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("tstore: standard output can't be written: No space left")
 
@@ -912,10 +910,9 @@ def test_a_full_output_of_a_long_command_is_an_error(tmp_path: Path, arguments: 
 def test_help_into_a_closed_pipe_ends_as_any_command(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "tstore", *arguments]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    done = run_tstore(*arguments, stdout=writer)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
@@ -930,8 +927,7 @@ def test_closed_streams_do_not_matter(store: Path, tmp_path: Path, closed: str) 
 
 def test_progress_is_shown_only_on_a_terminal(store: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tstore", "verify", store, "--json"]
-    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=False)
+    process = run_tstore("verify", store, "--json", stderr=theirs)
     os.close(theirs)
     shown = os.read(ours, 100_000).decode()
     os.close(ours)
@@ -1009,7 +1005,7 @@ def test_a_failure_names_options_rather_than_arguments(store: Path, call: Call) 
 
 def test_a_pipe_is_not_imported(file: Path, tmp_path: Path) -> None:
     with open(file, "rb") as source, subprocess.Popen(["cat"], stdin=source, stdout=subprocess.PIPE) as cat:
-        process = run("import", "/dev/stdin", tmp_path / "store", "--step", 0, stdin=cat.stdout)
+        process = run_tstore("import", "/dev/stdin", tmp_path / "store", "--step", 0, stdin=cat.stdout)
     failed((process.returncode, process.stdout, process.stderr), "is a pipe or a device", code=2)
     assert not (tmp_path / "store").exists()
 
@@ -1017,6 +1013,5 @@ def test_a_pipe_is_not_imported(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls", "--help"]])
 def test_help_that_can_t_be_written_is_one_sentence(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "tstore", *arguments]
-        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        process = run_tstore(*arguments, stdout=full)
     failed((process.returncode, "", process.stderr), "standard output can't be written: No space left")

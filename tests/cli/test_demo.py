@@ -23,6 +23,7 @@ import safetensors.numpy
 import tstore.sync as tstore
 from tests.support.commands import Call
 from tests.support.documents import README
+from tests.support.processes import start_tstore
 from tests.support.weights import real_weights
 from tstore.checkpoint.structure import flatten
 from tstore.convert.safetensors import open_tensors
@@ -44,8 +45,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def demo(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tstore", "demo", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_tstore("demo", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with process:
         try:
             yield process

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.processes import run_tstore
 from tstore.cli import main
 from tstore.convert.exporting import export_safetensors
 from tstore.convert.importing import import_checkpoint
@@ -124,8 +123,7 @@ async def test_no_command_makes_a_store_by_mistake(
 
 @pytest.mark.parametrize("options", [[], ["--read-only"]])
 def test_serve_makes_no_store_by_mistake(tmp_path: Path, options: list[str]) -> None:
-    words = [sys.executable, "-m", "tstore", "serve", str(tmp_path / "typo"), "--port", "0", "--json", *options]
-    ended = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
+    ended = run_tstore("serve", tmp_path / "typo", "--port", "0", "--json", *options)
     assert ended.returncode == 1
     assert json.loads(ended.stdout)["error"]["type"] == "NotAStore"
     assert list(tmp_path.iterdir()) == []

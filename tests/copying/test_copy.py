@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import datetime
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
-from tests.support import fileservers, gcs, moto_server, processes
+from tests.support import fileservers, gcs, http_server, moto_server, processes
 from tstore import Keep
 from tstore.cli import main
 from tstore.conformance.faults import Faults
@@ -651,30 +649,9 @@ def served_by(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with moto_server.running() as server:
             yield f"s3://{moto_server.BUCKET}/copy", server.options
     else:
-        command = [
-            sys.executable,
-            "-m",
-            "tstore",
-            "serve",
-            str(folder / "served"),
-            "--create",
-            "--port",
-            "0",
-            "--json",
-        ]
         token = "admin-0123456789"  # a history of which versions were collected takes no other scope
-        with subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "TSTORE_SERVER_TOKENS": f"admin {token}"},
-        ) as process:
-            assert process.stdout is not None
-            try:
-                yield json.loads(process.stdout.readline())["url"], {"token": token}
-            finally:
-                process.terminate()
+        with http_server.serving(folder / "served", tokens=f"admin {token}") as served:
+            yield served.url, {"token": token}
 
 
 @pytest.mark.parametrize("kind", ["serve", "gcs", "s3"])

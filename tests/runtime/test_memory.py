@@ -81,7 +81,7 @@ MEASURE = """
 def measure(url: Path, kind: str, mebibytes: int, repeats: int = 0) -> dict[str, object]:
     import json
 
-    peaks: dict[str, object] = json.loads(processes.python(MEASURE, url, kind, mebibytes, repeats))
+    peaks: dict[str, object] = json.loads(processes.fresh_python(MEASURE, url, kind, mebibytes, repeats))
     return peaks
 
 
@@ -119,7 +119,7 @@ BACKGROUND = """
 def test_a_save_in_the_background_needs_its_copy_or_no_memory(tmp_path: Path) -> None:
     import json
 
-    report = json.loads(processes.python(BACKGROUND, tmp_path / "s"))
+    report = json.loads(processes.fresh_python(BACKGROUND, tmp_path / "s"))
     assert report["turns"] < LIMIT
     assert report["memory"] < (400 << 20) + LIMIT
     assert report["after"] < LIMIT
@@ -162,7 +162,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_large_quantization_stays_below_the_limit(floats: Path, options: str) -> None:
     import json
 
-    peaks = json.loads(processes.python(QUANTIZE, floats, options))
+    peaks = json.loads(processes.fresh_python(QUANTIZE, floats, options))
     assert peaks["bits"] < 9
     assert peaks["peak"] < LIMIT
 

@@ -213,7 +213,7 @@ def test_a_long_object_takes_its_size_of_memory_or_none(tmp_path: Path, size: in
             print(error)
         print(peak() - before)
     """
-    result, peak = processes.python(code, tmp_path).splitlines()
+    result, peak = processes.fresh_python(code, tmp_path).splitlines()
     if size > ROOT_BYTES:
         assert f"is longer than {ROOT_BYTES} bytes" in result
         assert int(peak) < 8

@@ -375,7 +375,7 @@ FLAT = """
 
 
 def test_a_save_over_a_slow_network_stays_within_the_byte_budget() -> None:
-    assert int(processes.python(FLAT)) < budget.BUDGET
+    assert int(processes.fresh_python(FLAT)) < budget.BUDGET
 
 
 async def test_a_reader_overtaken_by_a_gc_gets_snapshot_expired() -> None:

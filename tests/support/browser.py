@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +17,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
+
+from tests.support.processes import start_tstore
 
 T = TypeVar("T")
 
@@ -124,8 +125,8 @@ def browser(profile: Path) -> Iterator[Browser]:
 @contextlib.contextmanager
 def viewing(store: Path, *options: str) -> Iterator[str]:
     """Run `tstore view` on a store; yield the address that signs in one browser."""
-    command = [sys.executable, "-m", "tstore", "view", str(store), "--no-browser", "--json", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    arguments = ["view", store, "--no-browser", "--json", *options]
+    with start_tstore(*arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         try:
             yield json.loads(process.stdout.readline())["entrance"]

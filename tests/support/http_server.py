@@ -10,7 +10,6 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from typing import IO, Any, NamedTuple
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from tests.support.template import Forked
 from tstore.server import Access, Server
 
 MARKER = b'{"format": 1, "uuid": "00000000-0000-4000-8000-000000000000"}'
@@ -150,14 +150,18 @@ def serving(
 ) -> Iterator[Process]:
     """Run a process that serves a store, under resource limits (NOFILE=64), and logs to a file or `stderr`."""
     # the alarm ends the process if the tests are killed before they can do so
-    code = f"import resource, signal, sys; signal.alarm({LONGEST}); from tstore import cli\n"
+    code = f"import resource, signal, sys\nfrom tstore import cli\nsignal.alarm({LONGEST})\n"
     for name, value in limits.items():
         code += f"resource.setrlimit(resource.RLIMIT_{name}, ({value}, {value}))\n"
-    command = [sys.executable, "-c", f"{code}sys.exit(cli.main())", "serve", str(store), "--create", *options]
+    arguments = ["serve", store, "--create", *options, "--port", "0", "--json"]
     environment = {**os.environ, "TSTORE_SERVER_TOKENS": tokens}
     with tempfile.TemporaryFile() as log:  # not a pipe, which nobody would read meanwhile
-        with subprocess.Popen(
-            [*command, "--port", "0", "--json"], stdout=subprocess.PIPE, stderr=stderr or log, env=environment
+        with Forked(
+            f"{code}sys.exit(cli.main())",
+            *arguments,
+            stdout=subprocess.PIPE,
+            stderr=stderr or log,
+            env=environment,
         ) as process:
             assert process.stdout is not None
             try:

@@ -8,21 +8,28 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from typing import Any
+
+from tests.support.template import Forked
 
 DEADLINE = 60
 
 
 def start(code: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
-    """Start a process that runs the code, with its output as text in pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **options.pop("env", {})},  # type: ignore[dict-item]
-        **options,  # type: ignore[call-overload]
-    )
+    """Start a process that runs the code, with tstore imported, and with its output as text in pipes."""
+    return Forked(textwrap.dedent(code), *arguments, **_with_pipes(options))
+
+
+def start_fresh(code: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
+    """Start a new interpreter that runs the code: it has imported nothing, and its memory is its own."""
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.Popen(command, **_with_pipes(options))  # type: ignore[call-overload, no-any-return]
+
+
+def _with_pipes(options: dict[str, object]) -> dict[str, object]:
+    environment = {**os.environ, **options.pop("env", {})}  # type: ignore[dict-item]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return {**pipes, "text": True, "env": environment, **options}
 
 
 @contextlib.contextmanager
@@ -44,10 +51,37 @@ def result(process: subprocess.Popen[str], code: int = 0) -> str:
 
 
 def python(code: str, *arguments: object, **options: object) -> str:
-    """Run the code in a new process and return its output."""
+    """Run the code in a process that has tstore imported, and return its output."""
     process = start(code, *arguments, **options)
     with running(process):
         return result(process)
+
+
+def fresh_python(code: str, *arguments: object, **options: object) -> str:
+    """Run the code in a new interpreter and return its output."""
+    process = start_fresh(code, *arguments, **options)
+    with running(process):
+        return result(process)
+
+
+_COMMAND = """
+    import sys
+    from tstore.cli import main
+    sys.exit(main())
+"""
+
+
+def start_tstore(*arguments: object, **options: object) -> subprocess.Popen[Any]:
+    """Start the command `tstore`, with pipes only as in these options of `Popen`."""
+    return Forked(textwrap.dedent(_COMMAND), *arguments, **options)
+
+
+def run_tstore(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run the command `tstore`, and return its exit status and what it wrote to pipes, as text."""
+    process = start_tstore(*arguments, **_with_pipes(options))
+    with running(process):
+        out, err = process.communicate(timeout=DEADLINE)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def line(process: subprocess.Popen[str]) -> str:

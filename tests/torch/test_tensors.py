@@ -226,7 +226,7 @@ def test_what_has_no_values_is_refused_with_its_path(tmp_path: Path, name: str) 
 
 
 def test_tstore_imports_torch_only_when_it_is_used() -> None:
-    processes.python("import sys, tstore, tstore.sync, tstore.cli; assert 'torch' not in sys.modules")
+    processes.fresh_python("import sys, tstore, tstore.sync, tstore.cli; assert 'torch' not in sys.modules")
     assert tstore.torch.save.__module__ == "tstore.sync.torch"
 
 
