@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,12 +129,26 @@ def test_too_small() -> None:
         transformer(1000)
 
 
-def test_quick() -> None:
-    best = min(_seconds() for _ in range(3))
-    assert best < 3  # about 0.3 s on an idle core; the bound is for a busy machine
+class CountedGenerator:
+    """A generator of random numbers that counts them."""
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._generator = generator
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        draw = getattr(self._generator, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            result = draw(*arguments, **options)
+            self.count += np.size(result)
+            return result
+
+        return counted
 
 
-def _seconds() -> float:
-    start = time.process_time()
-    transformer()
-    return time.process_time() - start
+def test_few_random_numbers_make_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = CountedGenerator(np.random.default_rng(0))
+    monkeypatch.setattr(np.random, "default_rng", lambda _seed: counted)
+    transformer(100_000_000)  # 25 million weights
+    assert counted.count < 2_500_000
