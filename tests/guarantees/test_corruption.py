@@ -18,6 +18,7 @@ from tests.support import fileservers
 from tstore.errors import Corrupt, NotAStore, NotFound, TStoreError, UnsupportedFormat
 from tstore.format.records import Record, Root
 from tstore.server.kinds import Kind, kind_of
+from tstore.simulation.scenario import override_constants
 from tstore.storage.base import Storage
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
@@ -36,12 +37,25 @@ TREES = {
 }
 
 
+ROOT = 8
+"""The version with a root; the store has one more."""
+
+STRIDES = [5, pytest.param(1, marks=pytest.mark.deep)]
+"""Each fifth byte, in turn with another bit flipped, or all of them."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frequent_roots() -> Iterator[None]:
+    with override_constants(ROOT_EVERY=ROOT):
+        yield
+
+
 async def objects(storage: Storage) -> dict[str, bytes]:
     return {key: await storage.get(key) for key in await storage.list("")}
 
 
 @pytest.fixture(scope="module")
-def good() -> dict[str, bytes]:
+def good(frequent_roots: None) -> dict[str, bytes]:
     """The objects of a small store with a pack, inline chunks, a root and the hint."""
 
     async def make() -> dict[str, bytes]:
@@ -49,7 +63,7 @@ def good() -> dict[str, bytes]:
         store = await tstore.open(url)
         for step, tree in TREES.items():
             await tstore.save(store, tree, step, codecs={"e": "e4m3"})
-        for _ in range(63):
+        for _ in range(ROOT + 1 - len(TREES)):
             async with store.transaction(durability="none"):
                 pass
         return await objects(store.log.storage)
@@ -133,8 +147,9 @@ async def read_all(arrays: list[tstore.Array]) -> None:
         await array.read()
 
 
+@pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("kind", ["pack", "records", "empty record", "root"])
-async def test_every_flipped_byte_is_detected(url: str, good: dict[str, bytes], kind: str) -> None:
+async def test_every_flipped_byte_is_detected(url: str, good: dict[str, bytes], kind: str, stride: int) -> None:
     keys = kinds(good)[kind]
     assert keys
     versions = {"pack": 2, "records": 4}.get(kind)
@@ -145,7 +160,7 @@ async def test_every_flipped_byte_is_detected(url: str, good: dict[str, bytes], 
     arrays = [await snapshot.array(path) for snapshot in snapshots for path in snapshot.paths()]
     for key in keys:
         data = good[key]
-        for at in range(len(data)):
+        for at in range(0, len(data), stride):
             bad = bytearray(data)
             bad[at] ^= 1 << (at % 8)
             await storage.replace(key, bytes(bad))
@@ -177,7 +192,7 @@ async def test_flipped_bytes_of_the_hint_and_the_marker_never_give_wrong_values(
             bad[at] ^= 1 << bit
             await storage.replace(key, bytes(bad))
             if key == "latest":
-                assert (await (await tstore.open(url, "r")).snapshot()).version == 65
+                assert (await (await tstore.open(url, "r")).snapshot()).version == ROOT + 1
             else:
                 try:
                     opened = await tstore.open(url, "r")
@@ -277,7 +292,7 @@ async def test_verify_names_every_fault(url: str, good: dict[str, bytes]) -> Non
     assert len(report.faults) == 3
     for name, text in [(pack, "w, chunk (0, 0)"), (root, "checksum"), (record, "checksum")]:
         assert any(name in fault and text in fault for fault in report.faults), (name, report.faults)
-    assert (report.versions, report.arrays) == (65, 3)
+    assert (report.versions, report.arrays) == (ROOT + 1, 3)
 
 
 async def test_the_error_of_a_read_names_path_chunk_and_pack(url: str) -> None:
@@ -379,7 +394,10 @@ async def test_a_committed_record_cannot_be_created_again(url: str) -> None:
 
 
 @pytest.mark.parametrize("codecs", [None, "e4m3"])
-async def test_every_byte_of_small_chunks_is_checked_by_every_read(url: str, codecs: str | None) -> None:
+@pytest.mark.parametrize("stride", STRIDES)
+async def test_every_byte_of_small_chunks_is_checked_by_every_read(
+    url: str, codecs: str | None, stride: int
+) -> None:
     values = np.random.default_rng(0).normal(size=(32, 64)).astype("f4")
     store = await tstore.open(url)
     async with store.transaction() as tx:
@@ -399,7 +417,7 @@ async def test_every_byte_of_small_chunks_is_checked_by_every_read(url: str, cod
     storage = store.log.storage
     for pack in [k for k in await storage.list("txn/") if "/pack-" in k]:
         data = await storage.get(pack)
-        for at in range(0, len(data), 1 if len(data) < 9000 else 37):
+        for at in range(0, len(data), 37 * stride):
             bad = bytearray(data)
             bad[at] ^= 1 << (at % 8)
             await storage.replace(pack, bytes(bad))

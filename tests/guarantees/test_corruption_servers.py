@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ import tstore
 from tests.support import gcs
 from tstore.errors import Corrupt, DeadlineExceeded, NotFound, TStoreError
 from tstore.server import Server
+from tstore.simulation.scenario import override_constants
 from tstore.storage.connect import connect
 
 SMALL = 320
+ROOT = 8
 TREES: dict[int, dict[str, Any]] = {
     step: {
         "w": np.arange(4e4).reshape(200, 200) + step,
@@ -30,8 +32,14 @@ TREES: dict[int, dict[str, Any]] = {
 Put = Callable[[str, bytes], Awaitable[None]]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frequent_roots() -> Iterator[None]:
+    with override_constants(ROOT_EVERY=ROOT):
+        yield
+
+
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def good(frequent_roots: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The objects of a store with packs, manifests, a root, the hint, and a pending cooperative transaction."""
     folder = tmp_path_factory.mktemp("good") / "store"
 
@@ -42,7 +50,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
             half = tstore.Shards((4,), "f8", [((slice(0, 2),), np.zeros(2))])
             with pytest.raises(DeadlineExceeded):
                 await tstore.save(store, {"x": half}, 7, host=0, hosts=2, attempt="a", timeout=0.01)
-            for _ in range(62):
+            for _ in range(ROOT - len(TREES)):
                 async with store.transaction(durability="none"):
                     pass
 
@@ -110,7 +118,7 @@ async def test_damage_is_named(kind: str, good: dict[str, bytes], tmp_path: Path
         first = f"commits/{1:020d}"
         longest = max((k for k in good if "/pack-" in k), key=lambda k: len(good[k]))
         manifest = next(k for k in good if "/manifest" in k)
-        for key in (first, f"roots/{64:020d}", longest, manifest, "latest"):
+        for key in (first, f"roots/{ROOT:020d}", longest, manifest, "latest"):
             for bad in damaged(key, good[key]):
                 await put(key, bad)
                 errors, faults = await outcome(arguments)
