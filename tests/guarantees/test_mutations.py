@@ -97,6 +97,7 @@ DECISION, WITHDRAWAL = "tstore.transactions.decision:Decision.", "transactions/t
 ADMISSION, RECORDS = "tstore.server.admission:Admission.", "attacks/test_server_records.py::"
 CHUNKS = "tstore.server.chunk_checks:ChunkChecks."
 POISONED = "attacks/test_poisoned_chunks.py::"
+PLUGINS = "pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesis_pytestplugin"
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
 MUTATIONS: dict[str, tuple[str, Edit]] = {
@@ -467,7 +468,9 @@ def test_a_fault_is_detected_by_its_test(
 ) -> None:
     node, fault = MUTATIONS[name]
     fault.apply(monkeypatch)
-    options = ["-x", "-q", "--no-header", "--rootdir", str(pytestconfig.rootpath), "-o", "timeout=0"]
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a search through the metadata of every package
+    options = [f"-p{plugin}" for plugin in PLUGINS]
+    options += ["-x", "-q", "--no-header", "--tb=no", "--rootdir", str(pytestconfig.rootpath), "-o", "timeout=0"]
     code = pytest.main([*options, str(pytestconfig.rootpath / "tests" / node)])
     assert code == pytest.ExitCode.TESTS_FAILED, capsys.readouterr().out
 
