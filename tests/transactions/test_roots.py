@@ -6,6 +6,7 @@ The fixture `short` makes pages of a few nodes, and a root every fourth version.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,15 +33,30 @@ from tstore.storage.remote import as_remote
 EVERY = 4
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pages, "PAGE_BYTES", 500)
-    monkeypatch.setattr(objects, "_SHORT_ROOT", 1500)
-    monkeypatch.setattr(objects, "_ROOT_END", 300)
-    monkeypatch.setattr(nodes, "_MANY", 2)
-    monkeypatch.setattr(nodes, "_SHARE", 2)
-    with override_constants(ROOT_EVERY=EVERY):
+@contextlib.contextmanager
+def short_roots() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, override_constants(ROOT_EVERY=EVERY):
+        patch.setattr(pages, "PAGE_BYTES", 500)
+        patch.setattr(objects, "_SHORT_ROOT", 1500)
+        patch.setattr(objects, "_ROOT_END", 300)
+        patch.setattr(nodes, "_MANY", 2)
+        patch.setattr(nodes, "_SHARE", 2)
         yield
+
+
+@pytest.fixture
+def short() -> Iterator[None]:
+    with short_roots():
+        yield
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """A store that 58 commits filled, to be copied, and the values of its arrays."""
+    folder = tmp_path_factory.mktemp("template") / "store"
+    with short_roots():
+        _, expected = asyncio.run(filled(folder, 58))
+    return folder, expected
 
 
 async def create(store: tstore.Store, paths: list[str], value: int = 0) -> None:
@@ -82,31 +98,41 @@ async def derived(store: tstore.Store, version: int) -> StoredRoot:
     return (await log.tree(version)).root((await log.stored(version)).check)
 
 
+@pytest.fixture
+def quarter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make pages, and the distances between roots, a quarter of the usual."""
+    for module, name in ((pages, "PAGE_BYTES"), (objects, "_SHORT_ROOT"), (objects, "_ROOT_END")):
+        monkeypatch.setattr(module, name, getattr(module, name) // 4)
+    with override_constants(ROOT_EVERY=16):
+        yield
+
+
+@pytest.mark.usefixtures("quarter")
 async def test_roots_cost_what_commits_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With roots and pages of the usual length: ten thousand arrays, created by twenty commits."""
-    url, count = tmp_path / "store", 10_000
+    """Of 2,500 arrays: the same as of 10,000 with roots and pages of the usual length."""
+    url, count = tmp_path / "store", 2500
     store = await tstore.open(str(url))
-    for start in range(0, count, 500):
-        await create(store, [f"g{at // 100:03}/a{at % 100:02}" for at in range(start, start + 500)])
-    while await store.log.reader.newest() < 64 * 4:
+    for start in range(0, count, 125):
+        await create(store, [f"g{at // 100:03}/a{at % 100:02}" for at in range(start, start + 125)])
+    while await store.log.reader.newest() < 16 * 4:
         await write(store, "g000/a01", 2)
-    whole = (url / root_key(256)).stat().st_size
-    assert whole > 1 << 19
-    for version in range(256, 256 + 640):
-        await write(store, f"g{version % 97:03}/a{version % 89:02}", version)
+    whole = (url / root_key(64)).stat().st_size
+    assert whole > 1 << 17
+    for version in range(64, 64 + 160):
+        await write(store, f"g{version % 23:03}/a{version % 89:02}", version)
     roots = {int(file.name): file.stat().st_size for file in (url / "roots").iterdir()}
-    assert sum(size for version, size in roots.items() if version > 256) < whole / 2
+    assert sum(size for version, size in roots.items() if version > 64) < whole / 2
 
     read = count_reads(monkeypatch)
     opened = await tstore.open(str(url))
-    array = await (await opened.snapshot()).array("g099/a99")
+    array = await (await opened.snapshot()).array("g023/a99")
     assert (await array.read()).tolist() == [0, 0]
     assert sum(read) < whole / 2
     snapshot = await opened.snapshot()
     assert len(snapshot.paths()) == count
-    for version in range(300, 896, 40):
-        last = max(v for v in range(256, 896) if (v % 97, v % 89) == (version % 97, version % 89))
-        assert (await (await snapshot.array(f"g{last % 97:03}/a{last % 89:02}")).read())[0] == last
+    for version in range(75, 224, 10):
+        last = max(v for v in range(64, 224) if (v % 23, v % 89) == (version % 23, version % 89))
+        assert (await (await snapshot.array(f"g{last % 23:03}/a{last % 89:02}")).read())[0] == last
     assert (await opened.verify()).ok
 
 
@@ -188,8 +214,11 @@ DAMAGES: dict[str, Damage] = {
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("version", [32, 56])  # the newest root, and one to which it refers
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_a_root_that_can_not_be_read_costs_only_time(damage: str, version: int, tmp_path: Path) -> None:
-    store, expected = await filled(tmp_path / "store", 58)
+async def test_a_root_that_can_not_be_read_costs_only_time(
+    damage: str, version: int, tmp_path: Path, template: tuple[Path, dict[str, int]]
+) -> None:
+    shutil.copytree(template[0], tmp_path / "store")
+    store, expected = await tstore.open(str(tmp_path / "store")), template[1]
     assert root_chain(56) == [16, 32, 48, 52, 56]
     file = tmp_path / "store" / root_key(version)
     DAMAGES[damage](file)
