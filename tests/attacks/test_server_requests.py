@@ -306,7 +306,7 @@ def requested(draw: st.DrawFn) -> bytes:
     return b"\r\n".join([*head, b"", body])
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(requested() | requested() | ANY, min_size=1, max_size=3).map(b"".join))
 def test_fuzzed_requests(fuzzed: Fuzzed, sent: bytes) -> None:
     with socket.create_connection(fuzzed.served.address, timeout=60) as raw:

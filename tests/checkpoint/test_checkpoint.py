@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -121,7 +121,6 @@ TREES: dict[str, Any] = {
 }
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["zarr.json", ".", "..", "5", 5, 5.0, True]) | st.text("a/%5.\n", max_size=3),
@@ -232,7 +231,6 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(trees)
 def test_any_tree_comes_back(tree: Any) -> None:
     async def check() -> None:

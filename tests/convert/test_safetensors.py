@@ -374,7 +374,7 @@ FIELD = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), FIELD | JSON, max_size=4), st.binary())
 def test_random_json_as_header(scratch: Path, header: dict[str, Any], data: bytes) -> None:
     try_open(write_file(scratch, header, data))

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -61,7 +61,6 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], Any, Any]:
 CODECS = st.sampled_from([None, [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 0}}]])
 
 
-@settings(max_examples=100, deadline=None)
 @given(cases(), CODECS)
 def test_indexing_and_reading_equal_numpy(case: Any, codecs: Any) -> None:
     async def check() -> None:
@@ -79,7 +78,6 @@ def test_indexing_and_reading_equal_numpy(case: Any, codecs: Any) -> None:
     asyncio.run(check())
 
 
-@settings(max_examples=100, deadline=None)
 @given(cases(), CODECS, st.data())
 def test_indexing_and_writing_equal_numpy(case: Any, codecs: Any, data: st.DataObject) -> None:
     async def check() -> None:

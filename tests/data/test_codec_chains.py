@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import zarr.codecs.numcodecs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from zarr.core.array import create_codec_pipeline
 from zarr.core.array_spec import ArrayConfig
@@ -253,7 +253,6 @@ def chains(draw: st.DrawFn, dtype: str, shape: tuple[int, ...], depth: int = 2) 
     return chain + draw(st.lists(st.sampled_from(usual), max_size=2))
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_generated_chains_are_those_of_zarr(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["int16", "int32", "uint8", "int64", "float32", "float64"]))

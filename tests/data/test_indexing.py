@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -44,7 +44,6 @@ DTYPES = st.sampled_from(["u1", "i8", "f4", "c16"])
 CODECS = st.sampled_from([None, None, ZSTD])
 
 
-@settings(deadline=None)
 @given(SHAPES, DTYPES, CODECS, st.data())
 def test_reading_a_view_equals_numpy(shape: Any, dtype: str, codecs: Any, data: st.DataObject) -> None:
     async def check() -> None:
@@ -66,7 +65,6 @@ def test_reading_a_view_equals_numpy(shape: Any, dtype: str, codecs: Any, data: 
     asyncio.run(check())
 
 
-@settings(deadline=None)
 @given(SHAPES, CODECS, st.booleans(), st.data())
 def test_writing_to_views_equals_numpy(shape: Any, codecs: Any, sparse: bool, data: st.DataObject) -> None:
     """Writes of one transaction, with reads between them, and of a concurrent one to other elements."""

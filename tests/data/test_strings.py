@@ -13,7 +13,7 @@ import numcodecs
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -56,7 +56,6 @@ def equal(mine: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
     return (mine.dtype, mine.shape) == (expected.dtype, expected.shape) and mine.tolist() == expected.tolist()
 
 
-@settings(deadline=None)
 @given(SHAPES, VARIABLE, st.booleans(), st.data())
 def test_views_are_read_and_written_as_in_numpy(
     shape: Any, dtype: str, compressed: bool, data: st.DataObject

@@ -10,7 +10,7 @@ import exmy
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -368,7 +368,6 @@ def test_threads(level):
         same(out, expected)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 8),
     st.integers(0, 15),

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exmy.elements import Kind
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
@@ -79,7 +79,6 @@ def test_search_has_the_least_error(name, count):
     st.integers(0, 2**32),
     st.sampled_from([5, 16, 32, 100, 3000]),
 )
-@settings(max_examples=100, deadline=None)
 def test_no_offset_that_the_search_leaves_out_is_better(name, freedom, seed, length):
     x = np.random.default_rng(seed).standard_t(freedom, (4, length)).astype(np.float32)
     layout = exmy.Format(name).layout

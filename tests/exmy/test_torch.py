@@ -3,7 +3,7 @@
 import exmy
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.emulation import (
@@ -63,7 +63,6 @@ def test_hard_inputs_in_all_formats(dtype, all_formats):
         assert_same_bits(rounded(x, f), exmy.round(x, f), f)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.integers(0, 8).flatmap(lambda x: st.tuples(st.just(x), st.integers(0 if x else 1, 15 - x))),
     st.integers(-512, 512),

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tstore.errors import Corrupt
@@ -52,7 +52,6 @@ CHUNKS = st.dictionaries(
 NODES = st.dictionaries(st.sampled_from("abcdef"), st.lists(CHUNKS, min_size=1, max_size=4), max_size=6)
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     NODES,
     st.dictionaries(st.sampled_from("abcdefg"), CHUNKS, max_size=7),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -265,7 +265,6 @@ CHANGE = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.sets(NAMES, min_size=4), st.lists(CHANGE, max_size=12), st.lists(NAMES), st.booleans())
 def test_lookups_equal_those_in_a_dict(
     paths: set[str], changes: list[tuple[str, str, int]], lookups: list[str], look_between: bool
@@ -425,7 +424,6 @@ async def test_pages_are_cached_and_read_together() -> None:
 COMMITS = st.lists(st.lists(CHANGE, max_size=3), min_size=1, max_size=30)
 
 
-@settings(deadline=None)
 @given(st.sets(NAMES, min_size=5), COMMITS, st.sets(st.integers(0, 30)), st.booleans())
 def test_roots_do_not_depend_on_how_their_tree_was_loaded(
     paths: set[str], commits: list[list[tuple[str, str, int]]], kept: set[int], is_saved: bool

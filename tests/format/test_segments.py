@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tstore.errors import Corrupt
@@ -94,7 +94,6 @@ NUMBERS = st.integers(0, 40)
 WRITE = st.tuples(st.dictionaries(NUMBERS, st.integers(0, 99), min_size=1, max_size=30), st.integers(0, 7))
 
 
-@settings(deadline=None)
 @given(st.lists(WRITE, min_size=1, max_size=25), st.lists(NUMBERS, unique=True), NUMBERS, NUMBERS)
 def test_lookups_equal_those_in_a_dict(
     writes: list[tuple[dict[int, int], int]], numbers: list[int], start: int, stop: int

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -297,7 +297,6 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(ACTIONS, st.sampled_from([1, 2]))
 def test_committed_transactions_are_serial_in_their_order(actions: list[Any], chunk: int) -> None:
     asyncio.run(serial(actions, chunk))

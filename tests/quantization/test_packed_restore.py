@@ -9,7 +9,7 @@ from typing import Any
 import exmy
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -45,7 +45,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield store
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_the_codes_of_a_region_decode_to_its_values(store: Any, data: st.DataObject) -> None:
     path = data.draw(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tstore.errors import InvalidArgument
@@ -64,7 +64,6 @@ def test_a_device_mesh_and_its_placements_are_accepted() -> None:
         Placements(Partial())
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_a_spec_is_the_placements_of_the_same_shards(data: st.DataObject) -> None:
     sizes = dict(zip("abc", data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)), strict=False))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -99,7 +99,6 @@ def arrays_and_layouts(draw: st.DrawFn) -> tuple[Array, Layout]:
     return numbered(shape), draw(layouts(len(shape)))
 
 
-@settings(max_examples=200)
 @given(arrays_and_layouts())
 def test_every_element_is_saved_once_and_wanted_by_somebody(case: tuple[Array, Layout]) -> None:
     values, layout = case

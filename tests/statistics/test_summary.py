@@ -13,7 +13,7 @@ import exmy
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -57,7 +57,6 @@ def arrays(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
     return values, tuple(draw(st.integers(1, max(1, n))) for n in shape)
 
 
-@settings(max_examples=150)
 @given(arrays())
 def test_all_values_give_the_numbers_of_numpy(case: tuple[np.ndarray[Any, Any], tuple[int, ...]]) -> None:
     values, chunks = case
@@ -87,7 +86,6 @@ def test_all_values_give_the_numbers_of_numpy(case: tuple[np.ndarray[Any, Any], 
     assert summary.rms == pytest.approx(float(np.sqrt((longs**2).mean())), rel=1e-9)
 
 
-@settings(max_examples=100)
 @given(arrays())
 def test_histograms_and_norms_are_those_of_numpy(case: tuple[np.ndarray[Any, Any], tuple[int, ...]]) -> None:
     values, chunks = case

@@ -517,7 +517,7 @@ async def test_opening_reads_the_pages_of_one_array_only(tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(2, 12))])
 async def test_random_histories(seed: int, tmp_path: Path) -> None:
     """Compared with a dict, by processes that follow, open anew, or find roots missing."""
     rng, url = np.random.default_rng(seed), str(tmp_path / "store")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,18 @@ from tstore.errors import (
     NotFound,
     Unavailable,
 )
+from tstore.simulation.scenario import override_constants
 
-MANY = 230
+BLOCK = 10
+"""The number of hosts in a block: a tenth of the usual, so that few hosts merge as many do."""
+MANY = 23
 """The number of hosts whose fragments are merged in a tree: two full blocks and a part of one."""
+
+
+@pytest.fixture
+def short_blocks() -> Iterator[None]:
+    with override_constants(FAN_IN=BLOCK):
+        yield
 
 
 @pytest.fixture
@@ -59,6 +69,7 @@ async def outcomes(*calls: Any) -> list[Any]:
 # ---- large groups
 
 
+@pytest.mark.usefixtures("short_blocks")
 async def test_a_large_group_merges_as_a_tree(url: str) -> None:
     opened = [await open_faulty(url) for _ in range(MANY)]
     assert await asyncio.gather(*[host(s, h, MANY) for h, (s, _) in enumerate(opened)]) == [1] * MANY
@@ -68,37 +79,40 @@ async def test_a_large_group_merges_as_a_tree(url: str) -> None:
     )
     assert [k.rpartition("/")[2] for k in merges] == [f"merge-1-{i:05d}-of-{MANY:05d}" for i in range(3)]
     read = [faults.count("get", "*/part-*") for _, faults in opened]
-    assert max(read) <= 100
+    assert max(read) <= BLOCK
     assert max(faults.count("get", "*/merge-*") for _, faults in opened) <= 3
 
 
+@pytest.mark.usefixtures("short_blocks")
 async def test_a_host_may_die_after_its_fragment(url: str) -> None:
     """The refused host had claimed its block, so another merges it."""
     store, faults = await open_faulty(url)
-    others = [asyncio.create_task(host(await tstore.open(url), h, MANY)) for h in range(MANY) if h != 150]
+    others = [asyncio.create_task(host(await tstore.open(url), h, MANY)) for h in range(MANY) if h != 15]
     while len([k for k in await store.log.storage.list("txn/") if "/part-" in k]) < MANY - 1:
         await asyncio.wait(others, timeout=0.05)
     faults.fail("list", "*/part-001*")
     with pytest.raises(Unavailable):
-        await host(store, 150, MANY)
+        await host(store, 15, MANY)
     assert await asyncio.gather(*others) == [1] * (MANY - 1)
     await check(store, MANY)
 
 
+@pytest.mark.usefixtures("short_blocks")
 async def test_the_absent_hosts_of_a_large_group_are_named(url: str) -> None:
     store = await tstore.open(url)
-    results = await outcomes(*[host(store, h, MANY, timeout=1.5) for h in range(MANY) if h not in (7, 150, 151)])
+    results = await outcomes(*[host(store, h, MANY, timeout=1.5) for h in range(MANY) if h not in (7, 15, 16)])
     assert {type(e) for e in results} == {DeadlineExceeded}
-    assert [7, 150, 151] in [e.absent for e in results]
-    assert set.intersection(*[set(e.absent) for e in results]) == {7, 150, 151}
-    assert await outcomes(*[host(store, h, MANY) for h in (7, 150, 151)]) == [1] * 3
+    assert [7, 15, 16] in [e.absent for e in results]
+    assert set.intersection(*[set(e.absent) for e in results]) == {7, 15, 16}
+    assert await outcomes(*[host(store, h, MANY) for h in (7, 15, 16)]) == [1] * 3
     await check(store, MANY)
 
 
-@pytest.mark.parametrize("twin", [105, 5], ids=["of its hundred", "of another hundred"])
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("twin", [15, 5], ids=["of its block", "of another block"])
 async def test_a_chunk_of_two_hosts_in_a_large_group_is_refused(url: str, twin: int) -> None:
     store = await tstore.open(url)
-    calls = [host(store, h, MANY, timeout=30, writes=twin if h == 106 else -1) for h in range(MANY)]
+    calls = [host(store, h, MANY, timeout=30, writes=twin if h == 16 else -1) for h in range(MANY)]
     results = await outcomes(*calls)
     assert {type(e) for e in results} == {Inconsistent}
     assert f"w: chunks at [{twin}:{twin + 1}]" in str(results[0])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -598,7 +598,6 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(ACTIONS, st.sampled_from([(3, 4), (10, 2), (1, 8), (12, 9)]))
 def test_interleaved_transactions_are_serial_in_commit_order(actions: list[Any], chunks: tuple[int, int]) -> None:
     asyncio.run(interleaved(actions, chunks))
