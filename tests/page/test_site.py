@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
-from tests.support.http_server import READ, Client, client_of, everybody
+import tstore
+from tests.support.http_server import READ, Client, client_of, everybody, serving
 from tstore.page import Site
 from tstore.page.sessions import Sessions
 from tstore.server import Access, Server
@@ -158,3 +162,26 @@ async def test_a_server_without_a_page_shows_none(store: Path) -> None:
     async with Server(store, access=everybody()) as server, client_of(server, READ) as client:
         assert (await client("GET", "/", Accept=HTML["Accept"])).status == 404
         assert (await client("GET", "/-/page/", Accept=HTML["Accept"])).status == 400
+
+
+@pytest.mark.parametrize(
+    "jinja2", ["raise ImportError('no Markup in markupsafe')", "raise RuntimeError('broken')", ""]
+)
+async def test_a_server_without_what_the_page_needs_serves_the_store(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jinja2: str
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "jinja2.py").write_text(jinja2)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{os.environ.get('PYTHONPATH', '')}")
+    with serving(store, tokens=f"read {READ}") as process:
+        async with await tstore.open(process.url, "r", storage_options={"token": READ}) as opened:
+            assert (await opened.snapshot()).version == 2
+        reports = [entry for entry in process.end() if entry.get("level") == "warning"]
+    assert len(reports) == 1
+    assert "the page can't be shown (" in reports[0]["message"]
+    assert "pip install 'tstore[view]'" in reports[0]["message"]
+    command = [sys.executable, "-m", "tstore", "view", str(store), "--no-browser"]
+    viewing = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert viewing.returncode == 2
+    assert "the page can't be shown" in viewing.stderr
+    assert "Traceback" not in viewing.stderr

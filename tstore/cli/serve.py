@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.util
 import json
 import logging
 import os
@@ -133,7 +132,7 @@ def serve(
             names=names,
             hostnames=hostname,
             limits=Limits(connections, requests, max_pack << 20, drain=drain, rate=min_rate << 10),
-            page=None if names == "any" else _page_if_installed(),
+            page=None if names == "any" else _page_or_none(),
         )
         if not (create or read_only) and names == "layout":
             await _check_store(store)
@@ -184,16 +183,22 @@ def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
 
 
 def _page(address: str | None = None) -> Site:
-    """Return the page; raise `InvalidArgument` if the extra is not installed."""
+    """Return the page; raise `InvalidArgument` if a package that it needs is missing or broken."""
     try:
         from tstore.page import Site
-    except ModuleNotFoundError as error:
-        raise InvalidArgument(f"the page needs {error.name}: pip install 'tstore[view]'") from None
+    except Exception as error:  # the import of a broken package may raise anything
+        reason = f"the page can't be shown ({error}); to install what it needs: pip install 'tstore[view]'"
+        raise InvalidArgument(reason) from error
     return Site(address)
 
 
-def _page_if_installed() -> Site | None:
-    return _page() if importlib.util.find_spec("jinja2") else None
+def _page_or_none() -> Site | None:
+    """Return the page; if it can't be shown, log why and return None, since a store is served without it too."""
+    try:
+        return _page()
+    except InvalidArgument as error:
+        _log.warning("%s", error)
+        return None
 
 
 def _has_display() -> bool:
