@@ -26,7 +26,7 @@ async def load(query: Query) -> Document:
     `missing`: it has neither written nor renewed a heartbeat.
     """
     second = int(time.monotonic())  # browsers that poll within a second share one answer
-    return await query.results.get("hosts", (query.store.uuid, second), lambda: _load(query), most=2)
+    return await query.results.get("hosts", (query.store, second), lambda: _load(query), most=2)
 
 
 async def _load(query: Query) -> Document:

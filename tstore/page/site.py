@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl
 import msgspec
 from aiohttp import web
 
-from tstore.errors import InvalidArgument, NotAStore, NotFound, TStoreError
+from tstore.errors import InvalidArgument, NotAStore, NotFound, TimelineChanged, TStoreError
 from tstore.page.navigation import VIEWS
 from tstore.page.opening import OpenStore, start_apart, wait_apart
 from tstore.page.rendering import asset, load_templates, render
@@ -193,7 +193,10 @@ class Site:
         query = Query(
             await self._store.get(), frame["address"], frame["parameters"], self._results, self._verification
         )
-        document = await view.load(query)
+        try:
+            document = await view.load(query)
+        except TimelineChanged:  # noticed just now: the store was replaced, for example by a backup
+            document = await view.load(query._replace(store=await self._store.get()))
         if as_json:
             return msgspec.json.encode(document)
         return render(view.template, data=document, **frame).encode(errors="backslashreplace")

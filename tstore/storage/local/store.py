@@ -146,9 +146,8 @@ class LocalStorage(Storage):
     async def short_objects(self, keys: Iterable[str]) -> list[bytes | None]:
         keys = list(keys)
         objects = await run(self._read_quickly, keys)
-        if len(objects) < len(keys):  # the disk is waited for, so wait for many objects at once
-            objects += await together(lambda key: run(self._get_short, key), keys[len(objects) :])
-        return objects
+        others = keys[len(objects) :]  # the disk is waited for, so wait for many objects at once
+        return objects + await together(lambda key: run(self._get_short, key), others)
 
     def stage(self, data: bytes, durability: Durability) -> LocalStagedObject:
         return LocalStagedObject(data, durability, self.path, self.make_folder, self._creates)
