@@ -30,7 +30,7 @@ from rich.table import Table
 
 import tstore.sync as tstore
 from bench import machine
-from bench.bars import Bar, bar_table
+from bench.bars import Bar, bar_table, bars_as_data
 from bench.figures import Figures
 
 HTML = {"Accept": "text/html", "Accept-Encoding": "gzip"}
@@ -179,13 +179,24 @@ def report(figures: dict[str, Figures]) -> Table:
 @click.option("--many", default=100_000, type=click.IntRange(1), help="Arrays of the store for Tree.")
 @click.option("--gets", default=1000, type=click.IntRange(10), help="Requests for the small object.")
 @click.option("--dir", "parent", default=".", help="Folder for the stores.", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 @click.option("--keep", is_flag=True, help="Keep the stores in the folder, and use those that are there.")
-def main(rounds: int, steps: int, arrays: int, many: int, gets: int, parent: Path, keep: bool) -> None:
+def main(
+    rounds: int,
+    steps: int,
+    arrays: int,
+    many: int,
+    gets: int,
+    parent: Path,
+    json_file: Path | None,
+    keep: bool,
+) -> None:
     folder = parent.resolve() if keep else Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
     console, log, bench = Console(), Console(stderr=True), Bench()
     run, tree = folder / f"run-{steps}-{arrays}", folder / f"tree-{many}"
     try:
-        console.print_json(json.dumps(machine.describe(folder)))
+        about = machine.describe(folder)
+        console.print_json(json.dumps(about))
         if not run.exists():
             log.print("making the stores")
             training_run(run, steps, arrays)
@@ -208,6 +219,10 @@ def main(rounds: int, steps: int, arrays: int, many: int, gets: int, parent: Pat
         Bar("CPU of a GET, with a page ÷ without", 1.05, with_page.ratio("cpu", without), most=True),
     ]
     console.print(bar_table(bars))
+    if json_file:
+        measured = {row: figures.as_data() for row, figures in bench.figures.items()}
+        document = {"machine": about, "views": measured, "bars": bars_as_data(bars)}
+        json_file.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
