@@ -137,13 +137,16 @@ async def test_a_form_of_another_site_signs_nobody_in(server: Server, origin: st
 async def test_an_entrance_works_once(store: Path) -> None:
     site, token = Site(), "a-token-of-one-view"
     async with Server(store, mode="r", access=Access({token: "read"}), page=site) as server:
-        entrance = urlsplit(site.entrance(server.url, token))
+        entrance = urlsplit(site.entrance(server.url, token, 100.0))
+        late = urlsplit(site.entrance(server.url, token, 0.0))
         jar = aiohttp.CookieJar(unsafe=True)
         async with client_of(server, cookie_jar=jar) as client, client_of(server) as other:
             assert (await other("HEAD", f"{entrance.path}?{entrance.query}")).status == 405
             assert (await client("GET", f"{entrance.path}?{entrance.query}")).status == 200
             assert (await client("GET", "/-/page/")).status == 200
             assert (await other("GET", f"{entrance.path}?{entrance.query}")).status == 401
+            assert (await other("GET", f"{late.path}?{late.query}")).status == 401
+            assert not list(other.session.cookie_jar)
 
 
 async def test_the_host_must_be_this_server(store: Path) -> None:

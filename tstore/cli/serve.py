@@ -32,6 +32,8 @@ __all__ = ["serve", "view"]
 
 _TOKENS_VARIABLE = "TSTORE_SERVER_TOKENS"
 _STDERR_FD = 2
+_ENTRANCE = 600.0  # seconds for which the address that is printed works
+_BROWSER_ENTRANCE = 60.0  # and that with which a browser is started, since other users see its command line
 
 _log = logging.getLogger("tstore.server")
 
@@ -158,7 +160,7 @@ def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
 
     The page shows steps with their metrics, hosts under way, arrays, and faults; it changes nothing. The command
     serves it to this machine alone, until SIGTERM or Ctrl-C. It prints an address that works once, for one
-    browser, and starts a browser if there is one. Needs the extra "view".
+    browser, within ten minutes, and starts a browser if there is one. Needs the extra "view".
     """
     from tstore.server import Access, Server
 
@@ -171,11 +173,12 @@ def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
         progress.stop()
 
         def announce() -> None:
-            entrance = site.entrance(server.url, token)
+            entrance = site.entrance(server.url, token, _ENTRANCE)
             document = {"store": store, "url": server.url, "entrance": entrance}
             print_now(json.dumps(document) if as_json else f"showing {store} at {entrance}")
             if not no_browser and _has_display():
-                threading.Thread(target=webbrowser.open, args=[entrance], daemon=True).start()
+                shown = site.entrance(server.url, token, _BROWSER_ENTRANCE)
+                threading.Thread(target=webbrowser.open, args=[shown], daemon=True).start()
 
         await _serve_until_signal(server, None, announce)
 
