@@ -89,6 +89,20 @@ def test_arrays_measures_what_its_bars_need(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [figures]
 
 
+def test_page_measures_what_its_bars_need(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    options = ["--rounds", "1", "--steps", "3", "--arrays", "20", "--many", "20", "--gets", "10"]
+    command = [sys.executable, "-m", "bench.page", *options, "--dir", str(tmp_path), "--json", str(figures)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(figures.read_text())
+    assert len(data["views"]) == 7
+    for measured in data["views"].values():
+        assert all(value > 0 for value in measured["median"].values())
+    assert None not in {bar["met"] for bar in data["bars"]}
+    assert list(tmp_path.iterdir()) == [figures]
+
+
 def test_a_tenth_of_a_state_is_its_first_group() -> None:
     for workload in (large(2**31), leaves(10_000)):
         tree = grouped(workload, ((name, None) for name in workload.names))

@@ -74,7 +74,7 @@ async def saved_steps(store: Store) -> list[Step]:
     numbers = steps_of(tags)
     versions = [tags[step_tag(step)] for step in numbers]
     saved: list[Step] = []
-    async for version, record in store.log.reader.each(store.log.reader.record, versions):  # keeps their order
+    async for version, record in store.log.reader.each_record(versions):  # keeps their order
         step = numbers[len(saved)]
         # a record of several transactions has a part for each
         part = next((part for part in record.parts or () if step_tag(step) in part.tags), record)

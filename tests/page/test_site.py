@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
-from tests.support.http_server import READ, Client, client_of, everybody
+import tstore
+from tests.support.http_server import READ, Client, client_of, everybody, serving
 from tstore.page import Site
 from tstore.page.sessions import Sessions
 from tstore.server import Access, Server
@@ -133,13 +137,16 @@ async def test_a_form_of_another_site_signs_nobody_in(server: Server, origin: st
 async def test_an_entrance_works_once(store: Path) -> None:
     site, token = Site(), "a-token-of-one-view"
     async with Server(store, mode="r", access=Access({token: "read"}), page=site) as server:
-        entrance = urlsplit(site.entrance(server.url, token))
+        entrance = urlsplit(site.entrance(server.url, token, 100.0))
+        late = urlsplit(site.entrance(server.url, token, 0.0))
         jar = aiohttp.CookieJar(unsafe=True)
         async with client_of(server, cookie_jar=jar) as client, client_of(server) as other:
             assert (await other("HEAD", f"{entrance.path}?{entrance.query}")).status == 405
             assert (await client("GET", f"{entrance.path}?{entrance.query}")).status == 200
             assert (await client("GET", "/-/page/")).status == 200
             assert (await other("GET", f"{entrance.path}?{entrance.query}")).status == 401
+            assert (await other("GET", f"{late.path}?{late.query}")).status == 401
+            assert not list(other.session.cookie_jar)
 
 
 async def test_the_host_must_be_this_server(store: Path) -> None:
@@ -158,3 +165,26 @@ async def test_a_server_without_a_page_shows_none(store: Path) -> None:
     async with Server(store, access=everybody()) as server, client_of(server, READ) as client:
         assert (await client("GET", "/", Accept=HTML["Accept"])).status == 404
         assert (await client("GET", "/-/page/", Accept=HTML["Accept"])).status == 400
+
+
+@pytest.mark.parametrize(
+    "jinja2", ["raise ImportError('no Markup in markupsafe')", "raise RuntimeError('broken')", ""]
+)
+async def test_a_server_without_what_the_page_needs_serves_the_store(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jinja2: str
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "jinja2.py").write_text(jinja2)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{os.environ.get('PYTHONPATH', '')}")
+    with serving(store, tokens=f"read {READ}") as process:
+        async with await tstore.open(process.url, "r", storage_options={"token": READ}) as opened:
+            assert (await opened.snapshot()).version == 2
+        reports = [entry for entry in process.end() if entry.get("level") == "warning"]
+    assert len(reports) == 1
+    assert "the page can't be shown (" in reports[0]["message"]
+    assert "pip install 'tstore[view]'" in reports[0]["message"]
+    command = [sys.executable, "-m", "tstore", "view", str(store), "--no-browser"]
+    viewing = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert viewing.returncode == 2
+    assert "the page can't be shown" in viewing.stderr
+    assert "Traceback" not in viewing.stderr

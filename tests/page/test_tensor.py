@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.http_server import READ, Client, client_of
+from tests.support.http_server import READ, WRITE, Client, client_of
 from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.server import Server
 from tstore.statistics.cache import RESULTS
@@ -243,6 +243,28 @@ async def test_compare_lists_what_changed_most_first(server: Server, store: Path
         assert "no version before 1" in first["problem"]
         turned = await shown(client, "compare", before="odd", after="step/1")
         assert turned["counts"]["removed"] == len(ODD) + 2
+
+
+async def test_a_client_whose_views_take_long_leaves_turns_for_others(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = 0
+
+    async def endless(*_: object, **__: object) -> None:
+        nonlocal computed
+        computed += 1
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("tstore.page.tensor.summarize", endless)
+    async with client_of(server, READ) as greedy, client_of(server, WRITE) as other:
+        views = [asyncio.create_task(greedy("GET", f"/-/page/tensor?path=w&budget={1000 + i}")) for i in range(6)]
+        for _ in range(3):
+            assert (await other("GET", "/-/page/tree")).status == 200
+        assert computed <= 3
+        for view in views:
+            view.cancel()
+        await asyncio.wait(views)
+        assert (await greedy("GET", "/-/page/tree")).status == 200
 
 
 async def test_the_computation_ends_when_the_client_leaves(

@@ -20,7 +20,7 @@ from tstore.storage.base import Storage
 from tstore.storage.connect import connect
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Durability
+from tstore.storage.objects import SHORT_OBJECT, Durability
 from tstore.storage.remote import RemoteStorage
 
 FSYNC, NONE = Durability.FSYNC, Durability.NONE
@@ -62,6 +62,19 @@ async def test_missing_objects_are_not_found(storage: Storage) -> None:
     await storage.delete("nothing/here")
     assert await storage.list("nothing/") == []
     assert await storage.list("") == []
+
+
+@pytest.mark.parametrize("quick", [5.0, 0.0], ids=["in one thread", "in several"])
+async def test_short_objects_are_read_in_the_order_of_their_keys(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, quick: float
+) -> None:
+    monkeypatch.setattr("tstore.storage.local.store._QUICK_READS", quick)
+    keys = [f"a/{number:03}" for number in range(200)]
+    for key in keys:
+        await storage.create(key, key.encode() if key != "a/017" else bytes(SHORT_OBJECT + 1), NONE)
+    expected = [None if key == "a/017" else key.encode() for key in keys]
+    assert await storage.short_objects([*keys[::-1], "b", "a/3"]) == [*expected[::-1], None, None]
+    assert await storage.short_objects([]) == []
 
 
 async def test_a_storage_is_empty_until_the_first_create(storage: Storage) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.util
 import json
 import logging
 import os
@@ -33,6 +32,8 @@ __all__ = ["serve", "view"]
 
 _TOKENS_VARIABLE = "TSTORE_SERVER_TOKENS"
 _STDERR_FD = 2
+_ENTRANCE = 600.0  # seconds for which the address that is printed works
+_BROWSER_ENTRANCE = 60.0  # and that with which a browser is started, since other users see its command line
 
 _log = logging.getLogger("tstore.server")
 
@@ -133,7 +134,7 @@ def serve(
             names=names,
             hostnames=hostname,
             limits=Limits(connections, requests, max_pack << 20, drain=drain, rate=min_rate << 10),
-            page=None if names == "any" else _page_if_installed(),
+            page=None if names == "any" else _page_or_none(),
         )
         if not (create or read_only) and names == "layout":
             await _check_store(store)
@@ -159,7 +160,7 @@ def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
 
     The page shows steps with their metrics, hosts under way, arrays, and faults; it changes nothing. The command
     serves it to this machine alone, until SIGTERM or Ctrl-C. It prints an address that works once, for one
-    browser, and starts a browser if there is one. Needs the extra "view".
+    browser, within ten minutes, and starts a browser if there is one. Needs the extra "view".
     """
     from tstore.server import Access, Server
 
@@ -172,11 +173,12 @@ def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
         progress.stop()
 
         def announce() -> None:
-            entrance = site.entrance(server.url, token)
+            entrance = site.entrance(server.url, token, _ENTRANCE)
             document = {"store": store, "url": server.url, "entrance": entrance}
             print_now(json.dumps(document) if as_json else f"showing {store} at {entrance}")
             if not no_browser and _has_display():
-                threading.Thread(target=webbrowser.open, args=[entrance], daemon=True).start()
+                shown = site.entrance(server.url, token, _BROWSER_ENTRANCE)
+                threading.Thread(target=webbrowser.open, args=[shown], daemon=True).start()
 
         await _serve_until_signal(server, None, announce)
 
@@ -184,16 +186,22 @@ def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
 
 
 def _page(address: str | None = None) -> Site:
-    """Return the page; raise `InvalidArgument` if the extra is not installed."""
+    """Return the page; raise `InvalidArgument` if a package that it needs is missing or broken."""
     try:
         from tstore.page import Site
-    except ModuleNotFoundError as error:
-        raise InvalidArgument(f"the page needs {error.name}: pip install 'tstore[view]'") from None
+    except Exception as error:  # the import of a broken package may raise anything
+        reason = f"the page can't be shown ({error}); to install what it needs: pip install 'tstore[view]'"
+        raise InvalidArgument(reason) from error
     return Site(address)
 
 
-def _page_if_installed() -> Site | None:
-    return _page() if importlib.util.find_spec("jinja2") else None
+def _page_or_none() -> Site | None:
+    """Return the page; if it can't be shown, log why and return None, since a store is served without it too."""
+    try:
+        return _page()
+    except InvalidArgument as error:
+        _log.warning("%s", error)
+        return None
 
 
 def _has_display() -> bool:

@@ -95,6 +95,6 @@ def remove(store: str, steps: tuple[int, ...], after: int | None, dry_run: bool,
 
 async def _step_rows(store: Store, tags: Mapping[str, int], steps: list[int]) -> list[Document]:
     versions = [tags[step_tag(step)] for step in steps]
-    sizes = [record.bytes_added async for _, record in store.log.reader.each(store.log.reader.record, versions)]
+    sizes = [record.bytes_added async for _, record in store.log.reader.each_record(versions)]
     rows = zip(steps, versions, sizes, strict=True)
     return [{"step": step, "version": version, "bytes_added": added} for step, version, added in rows]

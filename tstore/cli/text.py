@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rich.cells import cell_len, chop_cells
 
-from tstore.format.plain_text import format_size
+from tstore.format.plain_text import format_ranges, format_size
 
 __all__ = [
     "PATH_COLUMN",
@@ -95,18 +95,6 @@ def abbreviate(names: Sequence[str], limit: int = 8) -> str:
     if len(names) <= limit:
         return ", ".join(names)
     return f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
-
-
-def format_ranges(numbers: Sequence[int]) -> list[str]:
-    """Return ascending numbers with each run of three or more consecutive numbers as a range: ["1-5", "7"]."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    shown = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run) for run in runs]
-    return [text for texts in shown for text in texts]
 
 
 class Column(NamedTuple):

@@ -239,7 +239,7 @@ class _Copy:
             self._target_version = await self._destination.newest(self._records)
             return None
         owners = {owner_of(key) for key in (*self._inventory.packs, *self._inventory.manifests)}
-        async for _, record in self._log.each(self._log.record, range(1, self._inventory.base + 1)):
+        async for _, record in self._log.each_record(range(1, self._inventory.base + 1)):
             owners.update((record.transaction, *record.transactions))
         expected = {HINT, *(commit_key(v) for v in range(1, self._records.newest + 1))}
         expected |= {root_key(v) for v in range(ROOT_EVERY, self._records.newest + 1, ROOT_EVERY)}

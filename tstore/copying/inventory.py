@@ -210,7 +210,7 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
         version -= 1
     inventory = Inventory(base, (version,) if version else (), {}, {})
     await run(inventory.add_tree, await log.tree(version))
-    async for _, record in log.each(log.record, range(version, 0, -1)):
+    async for _, record in log.each_record(range(version, 0, -1)):
         inventory.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
         if record.replaces:
             break

@@ -12,12 +12,14 @@ damaged/<20 digits>-<32 hex>       a record that `tstore repair` voided, named b
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 __all__ = [
     "HINT",
     "MARKER",
     "ROOT_EVERY",
     "TRANSACTIONS",
+    "are_packs",
     "commit_key",
     "folder_of",
     "is_collectable",
@@ -48,6 +50,7 @@ _ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}")
 _RECORD = re.compile("commits/[0-9]{20}")
 _ROOT = re.compile("roots/[0-9]{20}")
 _TRANSACTION_OBJECT = re.compile(f"txn/{_ID.pattern}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
+_PACKS = re.compile(f"(?:txn/{_ID.pattern}/pack-[^/\n]+\n)*+")
 _OTHER_OBJECT = "(?:commits|roots)/[0-9]{20}|damaged/[0-9]{20}-[0-9a-f]{32}|latest|tstore[.]json"
 _OBJECT = re.compile(f"{_OTHER_OBJECT}|{_TRANSACTION_OBJECT.pattern}")
 
@@ -122,6 +125,14 @@ def is_collectable(key: str) -> bool:
 def is_pack(key: str) -> bool:
     """Return whether this is the key of a pack."""
     return is_transaction_object(key) and key.rpartition("/")[2].startswith("pack-")
+
+
+def are_packs(keys: Sequence[str]) -> bool:
+    """Return whether all of these are the keys of packs."""
+    lines = "\n".join((*keys, ""))
+    if _PACKS.fullmatch(lines) and lines.count("\n") == len(keys):
+        return True  # the usual case, checked with one expression
+    return all(map(is_pack, keys))
 
 
 def is_manifest(key: str) -> bool:

@@ -1,10 +1,10 @@
-"""Sizes and tables as plain text, for reports, the command line and the page."""
+"""Sizes, ranges and tables as plain text, for reports, the command line and the page."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["format_size", "text_table"]
+__all__ = ["format_ranges", "format_size", "text_table"]
 
 
 def format_size(size: float) -> str:
@@ -16,6 +16,18 @@ def format_size(size: float) -> str:
         if size < 999.95:  # above, rounding would show 1000.0
             return f"{size:.1f} {unit}"
     return f"{size / 1000:.1f} TB"
+
+
+def format_ranges(numbers: Sequence[int]) -> list[str]:
+    """Return ascending numbers with each run of three or more consecutive numbers as a range: ["1-5", "7"]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run) for run in runs]
+    return [text for texts in shown for text in texts]
 
 
 def text_table(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> str:

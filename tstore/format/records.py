@@ -17,7 +17,6 @@ from tstore.errors import Corrupt
 from tstore.format.bounds import MAX_ALIVE, MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
 from tstore.format.layout import (
     is_collectable,
-    is_pack,
     is_transaction_object,
     owner_of,
     parent_root,
@@ -29,6 +28,7 @@ from tstore.format.wellformed import (
     check_ascending,
     check_keys,
     check_metadata,
+    check_packs,
     check_paths,
     check_tags,
     check_time,
@@ -203,7 +203,7 @@ class Record(Body, frozen=True):
         if self.metadata:
             check_metadata(self.metadata)
         if self.reused:
-            check_keys(self.reused, is_pack, "a pack")
+            check_packs(self.reused)
         if self.parts:
             self._check_parts()
         if self.collection is not None:

@@ -26,7 +26,6 @@ from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.columns import parse_column
 from tstore.format.documents import LONG_DOCUMENT, Document
 from tstore.format.layers import Table, layers, overlay_each, segments_first
-from tstore.format.layout import is_pack
 from tstore.format.manifest_checks import NodeColumns, are_surely_valid, check_nodes, check_order
 from tstore.format.merges import Merge, MergeEntry
 from tstore.format.segments import (
@@ -38,7 +37,7 @@ from tstore.format.segments import (
     parse_segments,
     segment_columns,
 )
-from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys
+from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_packs
 
 __all__ = ["EXTENDS", "REPLACES", "Body", "Checksum", "Manifest", "Message", "Names", "Natural"]
 
@@ -117,7 +116,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         table.validate()
         check_nodes(nodes, len(table))
         _ = self._segments_by_node
-        check_keys(filter(None, self.packs), is_pack, "a pack")
+        check_packs(list(filter(None, self.packs)))
         if len(table) > 1:
             check_order(table.number, self._stops)
         check_documents(document for document in self.documents if len(document) <= LONG_DOCUMENT)

@@ -15,7 +15,7 @@ from typing import Any
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arguments import checked_metadata_values, checked_tag
 from tstore.format.bounds import PATH_LEVELS, json_excess_message, path_excess_message
-from tstore.format.layout import is_transaction
+from tstore.format.layout import are_packs, is_pack, is_transaction
 
 __all__ = [
     "LONGEST_MESSAGE",
@@ -23,6 +23,7 @@ __all__ = [
     "check_documents",
     "check_keys",
     "check_metadata",
+    "check_packs",
     "check_paths",
     "check_tags",
     "check_time",
@@ -89,6 +90,12 @@ def check_keys(keys: Iterable[str], allowed: Callable[[str], bool], what: str) -
     for key in keys:
         if not allowed(key):
             raise Corrupt(f"{key[:60]!r} is not the key of {what}")
+
+
+def check_packs(keys: Sequence[str]) -> None:
+    """Check the keys of packs."""
+    if not are_packs(keys):
+        check_keys(keys, is_pack, "a pack")
 
 
 def check_ascending(versions: Sequence[int], what: str) -> None:

@@ -91,7 +91,7 @@ async def check_alive(log: LogReader, version: int, at: int | None = None) -> No
         async for number, collection in collections(log, last):
             if changed in collection.expired:
                 raise await _expiry_error(log, f"version {version}", number)
-        async for number, record in log.each(log.record, range(changed + 1, last)):
+        async for number, record in log.each_record(range(changed + 1, last)):
             if record.was_voided:
                 raise SnapshotExpired(
                     f"{log.storage.url}: version {version} was removed by a garbage collection whose record is "
@@ -150,7 +150,7 @@ def changes_nothing(record: Record) -> bool:
 async def ledger_since(log: LogReader, collection: int, alive: Iterable[LivingVersion], version: int) -> Ledger:
     """Return the living versions as of `version`: those above `collection`, and those that it left `alive`."""
     ledger = Ledger(alive)
-    async for number, record in log.each(log.record, range(collection + 1, version + 1)):
+    async for number, record in log.each_record(range(collection + 1, version + 1)):
         ledger.add(number, record)
     return ledger
 

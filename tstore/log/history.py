@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import textwrap
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -14,7 +13,6 @@ from tstore.format.records import Part, Record, date_of
 from tstore.format.retention import step_of
 from tstore.log.expiry import living_versions
 from tstore.log.reader import LogReader
-from tstore.runtime.concurrency import Prefetch
 
 __all__ = ["Commit", "history", "version_at", "version_named"]
 
@@ -56,18 +54,17 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     newest = await log.checked_newest()
     alive, last_collection = await living_versions(log, newest)
     collections: list[Commit] = []  # garbage collections, which expire with the version below them
-    async with contextlib.aclosing(Prefetch(log.records.short_record, range(newest, 0, -1))) as records:
-        async for version, short in records:
-            record = short or await log.record(version)
-            if record.void:
-                continue
-            if record.collection is not None:
-                collections += _commits(version, record)
-                continue
-            expired = version <= last_collection and version not in alive
-            for commit in (*collections, *_commits(version, record)):
-                yield commit._replace(expired=True) if expired else commit
-            collections.clear()
+    async for version, short in log.records_down(newest):
+        record = (short or await log.stored(version)).record
+        if record.void:
+            continue
+        if record.collection is not None:
+            collections += _commits(version, record)
+            continue
+        expired = version <= last_collection and version not in alive
+        for commit in (*collections, *_commits(version, record)):
+            yield commit._replace(expired=True) if expired else commit
+        collections.clear()
     for commit in collections:
         yield commit
 
@@ -98,11 +95,10 @@ async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
     """
     if at.tzinfo is None:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
-    async with contextlib.aclosing(Prefetch(log.records.short_record, range(newest, 0, -1))) as records:
-        async for version, short in records:
-            record = short or await log.record(version)
-            if min(date_of(part.time) for part in record.parts or (record,)) <= at:
-                return version
+    async for version, short in log.records_down(newest):
+        record = (short or await log.stored(version)).record
+        if min(date_of(part.time) for part in record.parts or (record,)) <= at:
+            return version
     raise NotFound(f"{log.storage.url} had no commit by {at.isoformat()}")
 
 

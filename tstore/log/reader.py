@@ -31,7 +31,7 @@ from tstore.log.objects import MetadataObjects
 from tstore.log.records import Records
 from tstore.log.search import NEVER, Bounds, Search
 from tstore.log.trees import Trees
-from tstore.runtime.concurrency import Prefetch, each_result
+from tstore.runtime.concurrency import Prefetch, batched, together
 from tstore.runtime.shared_calls import SharedCalls
 from tstore.storage.base import Storage
 from tstore.storage.connect import Address
@@ -117,14 +117,25 @@ class LogReader:
         `call` reads the record of the version. Long records are read one at a time.
         """
 
-        async def call_ahead(version: int) -> tuple[V] | None:
-            with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `call` reports these
-                if await self.records.short_record(version) is None:
-                    return None
-            return (await call(version),)
+        for batch in batched(versions):
+            records = await self.records.short_records(batch)
+            short = [version for version, stored in zip(batch, records, strict=True) if stored is not None]
+            results = dict(zip(short, await together(call, short), strict=True))
+            for version in batch:
+                yield version, results.pop(version) if version in results else await call(version)
 
-        async for version, result in each_result(call_ahead, versions):
-            yield version, await call(version) if result is None else result[0]
+    async def each_record(self, versions: Iterable[int]) -> AsyncIterator[tuple[int, Record]]:
+        """Yield each version with its record, in order; many are read at once, long ones one at a time."""
+        for batch in batched(versions):
+            for version, short in zip(batch, await self.records.short_records(batch), strict=True):
+                yield version, await self.record(version) if short is None else short.record
+
+    def records_down(self, newest: int, above: int = 0) -> Prefetch[int, StoredRecord | None]:
+        """Yield the versions from `newest` down to `above` + 1 with their records, read ahead.
+
+        Instead of a record that must be read alone, to bound the memory or to report its fault, yield None.
+        """
+        return Prefetch(self.records.short_records, range(newest, above, -1))
 
     async def newest(self) -> int:
         """Return the newest version, 0 for an empty log; raise `TimelineChanged` if the store was replaced.
@@ -235,13 +246,10 @@ class LogReader:
                 first = unread
             unread -= 1
 
-        async def commits(version: int) -> bool:
-            return (await self.records.stored_below(version, newest + 1)).record.commits(transaction)
-
         try:
-            async with contextlib.aclosing(Prefetch(commits, range(unread, above, -1))) as versions:
-                async for version, is_commit in versions:
-                    first = version if is_commit else first
+            async for version, short in self.records_down(unread, above):
+                stored = short or await self.records.stored_below(version, newest + 1)
+                first = version if stored.record.commits(transaction) else first
         except (Corrupt, UnsupportedFormat):  # an older record is damaged
             if first is None:
                 raise

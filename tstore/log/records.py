@@ -11,12 +11,14 @@ one collection longer than `SHORT_OBJECT` is cached.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterable
 from typing import Generic, TypeVar, cast
 
 from msgspec.structs import replace
 
-from tstore.errors import Corrupt, NotFound, TimelineChanged
+from tstore.errors import Corrupt, NotFound, TimelineChanged, UnsupportedFormat
 from tstore.format.encoding import memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import commit_key
@@ -134,13 +136,20 @@ class Records:
             )
         return self.add_bytes(version, data)
 
-    async def short_record(self, version: int) -> Record | None:
-        """Return the record of a version, or None if it is long; raise `NotFound` if there is none.
+    async def short_records(self, versions: Iterable[int]) -> list[StoredRecord | None]:
+        """Return the records of versions, in their order; None for one that is long, missing or damaged.
 
-        Callers that read many records ahead read the long ones again later, one at a time.
+        Callers read these again later, one at a time.
         """
-        stored = await self.stored(version)
-        return None if stored.is_long else stored.record
+        found = {version: self._cached.get(version) for version in versions}
+        absent = [version for version, stored in found.items() if stored is None]
+        objects = await self._storage.short_objects(map(commit_key, absent)) if absent else []
+        objects.reverse()  # each is popped below, so that it is freed as soon as it is decoded
+        for version in absent:
+            if (data := objects.pop()) is not None:
+                with contextlib.suppress(Corrupt, UnsupportedFormat):
+                    found[version] = self.add_bytes(version, data)
+        return [None if stored is None or stored.is_long else stored for stored in found.values()]
 
     async def stored_or_none(self, version: int) -> StoredRecord | None:
         """Return the record of a version with its checksum, or None if it does not exist."""

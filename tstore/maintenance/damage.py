@@ -147,7 +147,7 @@ async def check_tagged(log: LogReader, version: int, record: Record) -> None:
     not_alive: list[int] = []
     with contextlib.suppress(*UNREADABLE):
         alive, gc = await living_versions(log, record.collected)
-        async for number, target in log.each(log.record, sorted(set(record.tagged.values()))):
+        async for number, target in log.each_record(sorted(set(record.tagged.values()))):
             if not target.was_voided and (changes_nothing(target) or (number <= gc and number not in alive)):
                 not_alive.append(number)
     if not_alive:

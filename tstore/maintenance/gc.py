@@ -224,7 +224,7 @@ class _Plan:
         # the next living version needs no object of the entries before the last standalone one
         last_standalone = max((i for i, e in enumerate(entries) if e.standalone), default=0)
         used = await run(packs_of, await self._log.tree(next_living))
-        async for _, record in self._log.each(self._log.record, expired[last_standalone:]):
+        async for _, record in self._log.each_record(expired[last_standalone:]):
             used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
         used |= {key for e in entries[last_standalone:] for key in e.dependencies if is_manifest(key)}
         owners, dependencies = {e.transaction for e in entries}, {key for e in entries for key in e.dependencies}

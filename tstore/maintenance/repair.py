@@ -234,7 +234,7 @@ def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Rec
 async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[str, ...]:
     """Return the tags that commits up to `base` set to voided versions, and that still name these versions."""
     tagged: dict[str, int] = {}
-    async for _, record in log.each(log.record, range(voided[0] + 1, base + 1)):
+    async for _, record in log.each_record(range(voided[0] + 1, base + 1)):
         for tag in (*record.tags, *record.dropped):
             tagged.pop(tag, None)
         tagged |= record.tagged

@@ -312,8 +312,8 @@ class _ReplayedTree:
         log, versions = self._log, range(self._tree.version + 1, version + 1)
         try:
             # no manifest is needed from before the last commit that replaces the whole tree
-            first = max([v async for v, record in log.each(log.record, versions) if record.replaces], default=0)
-            async for number, record in log.each(log.record, versions):
+            first = max([v async for v, record in log.each_record(versions) if record.replaces], default=0)
+            async for number, record in log.each_record(versions):
                 manifests: list[Manifest] = []
                 if number == first:
                     self._nodes_known = True

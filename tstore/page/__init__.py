@@ -1,7 +1,7 @@
 """A page about a store for browsers: `tstore view STORE`, or `tstore serve STORE` (both need the extra `view`).
 
 1. `site`: the requests below `/-/page/`, who may make them, and the headers of every response. `sessions`:
-   browsers that have signed in.
+   browsers that have signed in. `turns`: how many views are computed at once.
 2. `views`: what a view is; `navigation`: the list of views. Each has a module: `run` (steps, metrics, retention),
    with `hosts` under way; `tree` (groups and arrays); `tensor` (statistics of an array); `compare` (two versions);
    `health`, with the job `verification`.

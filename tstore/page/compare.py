@@ -47,7 +47,7 @@ async def load(query: Query) -> Document:
         return _empty(query, names, after.version, query.message(error))
     diff = await query.results.get(
         "diff",
-        (query.store.uuid, earlier.version, after.version, budget),
+        (query.store, earlier.version, after.version, budget),
         lambda: query.store.diff(earlier.version, after.version, budget=budget),
         most=_MOST_DIFFS,
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping
 
+from tstore.format.plain_text import format_ranges
 from tstore.page.views import Document, Query, shell_command
 from tstore.transactions.pending import PendingTransaction, describe_pending, hosts_under_way
 
@@ -17,6 +17,7 @@ _INTERVAL, _MAX_RATE = 10.0, 100.0
 """A host renews its heartbeat every ten seconds, or less often if the hosts would renew more than 100 a second."""
 _MOST_TRANSACTIONS = 32  # that are shown, first those with a heartbeat
 _MOST_SQUARES = 1024  # hosts that are drawn; of more, only the counts and the numbers of those missing are shown
+_MOST_LISTED = 100  # ranges of missing hosts, and silent hosts
 
 
 async def load(query: Query) -> Document:
@@ -26,7 +27,7 @@ async def load(query: Query) -> Document:
     `missing`: it has neither written nor renewed a heartbeat.
     """
     second = int(time.monotonic())  # browsers that poll within a second share one answer
-    return await query.results.get("hosts", (query.store.uuid, second), lambda: _load(query), most=2)
+    return await query.results.get("hosts", (query.store, second), lambda: _load(query), most=2)
 
 
 async def _load(query: Query) -> Document:
@@ -52,7 +53,7 @@ def _describe(transaction: PendingTransaction) -> Document:
     recent = 2.5 * max(_INTERVAL, transaction.hosts / _MAX_RATE)
     waiting = {host: age for host, age in sorted(beats.items()) if host not in delivered}
     silent = [(host, age) for host, age in waiting.items() if age > recent]
-    missing = (host for host in range(transaction.hosts) if host not in delivered and host not in beats)
+    missing = [host for host in range(transaction.hosts) if host not in delivered and host not in beats]
     return {
         "transaction": transaction.transaction,
         "name": transaction.name,
@@ -63,14 +64,14 @@ def _describe(transaction: PendingTransaction) -> Document:
             "delivered": len(delivered),
             "working": len(waiting) - len(silent),
             "silent": len(silent),
-            "missing": transaction.hosts - len(delivered) - len(waiting),
+            "missing": len(missing),
         },
         "states": [
             _state(host, delivered, beats, recent) for host in range(min(transaction.hosts, _MOST_SQUARES))
         ],
         "heartbeats": {str(host): round(age, 1) for host, age in sorted(beats.items())[:_MOST_SQUARES]},
-        "missing": list(itertools.islice(missing, 100)),
-        "silent": [[host, round(age)] for host, age in silent[:100]],
+        "missing": format_ranges(missing)[:_MOST_LISTED],
+        "silent": [[host, round(age)] for host, age in silent[:_MOST_LISTED]],
     }
 
 

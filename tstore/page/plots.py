@@ -55,13 +55,12 @@ class Tile(NamedTuple):
 
 def line(xs: Sequence[float], ys: Sequence[float | None]) -> Line:
     """Return a line through the finite values; others leave gaps."""
-    known = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)]
+    known = [y for y in ys if y is not None and math.isfinite(y)]
     if not known:
         return Line("", None, _x_labels(xs), [], False, [])
-    values = [_drawable(y) for _, y in known]
-    logarithmic = min(values) > 0 and max(values) / min(values) > _LOG_RATIO
-    scale = [math.log10(y) if logarithmic else y for y in values]
-    ticks = _decades(min(scale), max(scale)) if logarithmic else _ticks(min(scale), max(scale))
+    lowest, highest = _drawable(min(known)), _drawable(max(known))
+    logarithmic = lowest > 0 and highest / lowest > _LOG_RATIO
+    ticks = _decades(math.log10(lowest), math.log10(highest)) if logarithmic else _ticks(lowest, highest)
     low, high = ticks[0], ticks[-1]
     place = _places(xs)
     path, positions, gap = [], [], True
@@ -88,7 +87,7 @@ def bars(xs: Sequence[float], ys: Sequence[float | None]) -> Bars:
         part = [
             (y, x)
             for x, y in zip(xs[start : start + stretch], ys[start : start + stretch], strict=True)
-            if y and math.isfinite(y) and _drawable(y) > 0
+            if y and math.isfinite(y) and y >= _SMALLEST
         ]
         if part:
             y, x = max(part)

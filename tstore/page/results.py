@@ -26,6 +26,12 @@ class Results:
     def __init__(self) -> None:
         self._kinds: dict[str, OrderedDict[Hashable, _Result]] = {}
 
+    def newest(self, kind: str) -> Any:
+        """Return the result of this kind that was asked for last, None if there is none or it is not ready."""
+        results = self._kinds.get(kind)
+        task = next(reversed(results.values())).task if results else None
+        return task.result() if task and task.done() and not task.cancelled() and not task.exception() else None
+
     async def get(self, kind: str, key: Hashable, make: Callable[[], Coroutine[Any, Any, T]], most: int) -> T:
         """Return the result for a key, or make it; keep at most `most` results of this kind.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import math
@@ -9,9 +10,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.format.arguments import STEP_TAG, quote
+from tstore.format.arguments import quote
+from tstore.format.records import REPAIR
 from tstore.format.retention import Best, Keep
-from tstore.log.history import Commit
+from tstore.log.expiry import last_collection
+from tstore.log.history import Commit, history
 from tstore.maintenance.contents import detailed_listing
 from tstore.page.views import Document, Query, shell_command
 from tstore.quantization.report import read_report
@@ -35,17 +38,20 @@ async def load(query: Query) -> Document:
     by default, or those before the version `before`; series have all.
     """
     snapshot = await query.store.snapshot()
-    commits, tags, rows = await query.results.get(
-        "history", (query.store.uuid, snapshot.version), lambda: _history(query.store), most=1
+    before: _History | None = query.results.newest("history")
+    found = await query.results.get(
+        "history", (query.store, snapshot.version), lambda: _history(query.store, before), most=1
     )
+    tags, rows = found.tags, found.rows
     keep = _keep(query)
     removed = None if keep is None else await _removed(query.store, keep)
     expiring = set(removed["versions"]) if removed else set()
-    before = query.number("before") or math.inf
-    page = [row for row in rows if row["version"] < before]
+    below = query.number("before") or math.inf
+    page = [row for row in rows if row["version"] < below]
     shown = page[-_ROWS:][::-1]
     main = {row["version"] for row in rows} | {copy["version"] for row in rows for copy in row["copies"]}
-    others = [entry for entry in commits if entry["version"] not in main and entry["version"] < before]
+    entries = [commit.entry for commit in found.commits]
+    others = [entry for entry in entries if entry["version"] not in main and entry["version"] < below]
     return {
         "command": shell_command("log", [query.address])
         if removed is None
@@ -56,7 +62,7 @@ async def load(query: Query) -> Document:
         "count": len(rows),
         "rows": [row | {"expiring": row["version"] in expiring} for row in shown],
         "older": shown[-1]["version"] if len(page) > len(shown) else None,
-        "newer": None if math.isinf(before) else True,
+        "newer": None if math.isinf(below) else True,
         "series": _series(rows),
         "others": others[:_ROWS],
         "other_count": len(others),
@@ -71,7 +77,7 @@ async def load_version(query: Query) -> Document:
     if version is None:
         raise InvalidArgument("at: expected a version")
     return await query.results.get(
-        "version", (query.store.uuid, version), lambda: _details(query.store, version), most=_MOST_VERSIONS
+        "version", (query.store, version), lambda: _details(query.store, version), most=_MOST_VERSIONS
     )
 
 
@@ -92,27 +98,49 @@ class _Commit(NamedTuple):
     entry: Document
     time: datetime.datetime
     source: int | None
-    steps: list[str]
-    """The tags of steps that the commit gave."""
+    tags: tuple[str, ...]
+    """The tags that the commit gave to its own version."""
 
 
-async def _history(store: Store) -> tuple[list[Document], dict[str, int], list[Document]]:
-    """Return an entry for each commit, the newest first, the tags, and a row for each step."""
-    tags = await store.tags()
-    commits = [
-        _Commit(
-            _entry(commit, tags), commit.time, _source(commit), [t for t in commit.tags if STEP_TAG.fullmatch(t)]
-        )
-        async for commit in store.history()
-    ]
-    return [commit.entry for commit in commits], tags, await run(_rows, commits, tags)
+class _History(NamedTuple):
+    """The commits of a store, the newest first, its tags, and a row for each step."""
+
+    store: Store
+    collection: int
+    """The last garbage collection, which decides what has expired."""
+    commits: list[_Commit]
+    tags: dict[str, int]
+    rows: list[Document]
+
+
+async def _history(store: Store, before: _History | None) -> _History:
+    """Return the history of a store; read only the commits after those of `before`, if these have not changed."""
+    log, commits, tags = store.log.reader, list[_Commit](), await store.tags()
+    collection = await last_collection(log, await log.newest())
+    known = before.commits if before and (before.store, before.collection) == (store, collection) else []
+    newest = known[0].entry["version"] if known else 0
+    async with contextlib.aclosing(history(log)) as newer:
+        async for commit in newer:
+            if commit.version <= newest:
+                break
+            if commit.transaction.startswith(REPAIR):  # it has replaced earlier records
+                known, newest = [], 0
+            commits.append(_Commit(_entry(commit, tags), commit.time, _source(commit), commit.tags))
+    commits += [_with_tags(commit, tags) for commit in known]
+    return _History(store, collection, commits, tags, await run(_rows, commits, tags))
+
+
+def _with_tags(commit: _Commit, tags: dict[str, int]) -> _Commit:
+    """Return a commit with those of its tags that have not moved since."""
+    current = _current(commit.tags, commit.entry["version"], tags)
+    return commit if current == commit.entry["tags"] else commit._replace(entry=commit.entry | {"tags": current})
 
 
 def _rows(commits: Sequence[_Commit], tags: dict[str, int]) -> list[Document]:
     """Return a row for each step, the oldest first, with its quantized copies; without steps, for each commit."""
     steps = steps_of(tags)
     by_version: dict[int, _Commit] = {}
-    by_tag = {tag: commit for commit in reversed(commits) for tag in commit.steps}
+    by_tag = {tag: c for c in reversed(commits) for tag in c.tags if tag.startswith("step/")}
     copies: dict[int, list[Document]] = {}
     for commit in commits:
         by_version[commit.entry["version"]] = commit
@@ -151,13 +179,17 @@ def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
         "version": commit.version,
         "time": commit.time.isoformat(),
         "message": commit.message[:_LONGEST_MESSAGE],
-        "tags": [tag for tag in commit.tags if tags.get(tag) == commit.version],
+        "tags": _current(commit.tags, commit.version, tags),
         "tagged": dict(itertools.islice(commit.tagged.items(), _MOST_ENTRIES)),
         "dropped": list(commit.dropped[:_MOST_ENTRIES]),
         "bytes_added": commit.bytes_added,
         "expired": commit.expired,
         "metrics": dict(itertools.islice(numbers, _MOST_ENTRIES)),
     }
+
+
+def _current(given: Sequence[str], version: int, tags: dict[str, int]) -> list[str]:
+    return [tag for tag in given if tags.get(tag) == version]
 
 
 def _is_number(value: object) -> bool:

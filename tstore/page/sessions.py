@@ -27,7 +27,7 @@ class Sessions:
         self._open: OrderedDict[bytes, tuple[bytes, float]] = (
             OrderedDict()
         )  # by hash: digest of the token, last use
-        self._links: dict[bytes, bytes] = {}  # the digests of tokens by the hash of a code
+        self._links: dict[bytes, tuple[bytes, float]] = {}  # by hash of a code: digest of the token, last moment
 
     def start(self, token_digest: bytes) -> str:
         """Return the identifier of a new session for a token."""
@@ -53,15 +53,16 @@ class Sessions:
         """End a session, if it is open."""
         self._open.pop(_hash(identifier), None)
 
-    def add_link(self, token_digest: bytes) -> str:
-        """Return a code with which one browser can start a session for a token without knowing it."""
+    def add_link(self, token_digest: bytes, seconds: float) -> str:
+        """Return a code with which one browser can start a session for a token, so soon, without knowing it."""
         code = secrets.token_urlsafe(32)
-        self._links[_hash(code)] = token_digest
+        self._links[_hash(code)] = token_digest, time.monotonic() + seconds
         return code
 
     def redeem(self, code: str) -> bytes | None:
-        """Return the digest of the token for which a code was made, the first time; otherwise None."""
-        return self._links.pop(_hash(code), None)
+        """Return the digest of the token for which a code was made, the first time, if in time; otherwise None."""
+        digest, end = self._links.pop(_hash(code), (b"", 0.0))
+        return digest if digest and time.monotonic() < end else None
 
     def form_token(self, identifier: str) -> str:
         """Return what the forms of a session (or of visitors without one, "") contain, and no other site knows."""

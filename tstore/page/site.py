@@ -15,25 +15,27 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
 from aiohttp import web
 
-from tstore.errors import InvalidArgument, NotAStore, NotFound, TStoreError
+from tstore.errors import InvalidArgument, NotAStore, NotFound, TimelineChanged, TStoreError
 from tstore.page.navigation import VIEWS
 from tstore.page.opening import OpenStore, start_apart, wait_apart
 from tstore.page.rendering import asset, load_templates, render
 from tstore.page.results import Results
 from tstore.page.sessions import Sessions
+from tstore.page.turns import Turns
 from tstore.page.verification import Verification
 from tstore.page.views import Document, Query, View
 from tstore.runtime.pool import run
 from tstore.server import PAGE, Access, Scope, Visit
 from tstore.server.access_log import current_tally
 from tstore.server.responses import Refused, common_headers
+from tstore.server.transfers import client_at
 from tstore.storage.base import Storage
 
 __all__ = ["Site"]
@@ -62,10 +64,11 @@ _log = logging.getLogger("tstore.server")
 
 
 class Visitor(NamedTuple):
-    """The sender of a request: its session, "" if it has none, and its scope."""
+    """The sender of a request: its session, "" if it has none, its scope, and by what it differs from others."""
 
     session: str
     scope: Scope
+    client: Hashable
     has_token: bool
 
     @property
@@ -84,7 +87,7 @@ class Site:
         self._address = address
         self._sessions = Sessions()
         self._views = {view.name: view for view in VIEWS}
-        self._turns = asyncio.Semaphore(_MAX_VIEWS)
+        self._turns = Turns(_MAX_VIEWS)
         self._results = Results()
         self._verification = Verification()
         self._store: OpenStore | None = None
@@ -98,11 +101,11 @@ class Site:
         """End all work in the background."""
         await self._verification.stop()
 
-    def entrance(self, server_url: str, token: str) -> str:
-        """Return a URL that signs in the first browser that opens it, as the holder of a token."""
+    def entrance(self, server_url: str, token: str, seconds: float) -> str:
+        """Return a URL that signs in the first browser that opens it so soon, as the holder of a token."""
         matched = Access({token: "read"}).match(f"Bearer {token}")
         assert matched is not None
-        return f"{server_url}{PAGE}enter?code={self._sessions.add_link(matched[0])}"
+        return f"{server_url}{PAGE}enter?code={self._sessions.add_link(matched[0], seconds)}"
 
     async def respond(self, visit: Visit) -> web.StreamResponse:
         """Return the response to a request for a path below `PAGE`."""
@@ -118,18 +121,22 @@ class Site:
 
     def _visitor(self, visit: Visit) -> Visitor:
         """Return the sender of a request; raise `Refused` for an unknown token."""
+        remote = visit.request.remote
         authorization = visit.request.headers.get("Authorization")
         if authorization is not None:
             matched = visit.access.match(authorization)
             if matched is None:
                 raise Refused(401, "unknown token", {"WWW-Authenticate": 'Bearer realm="tstore"'})
-            return Visitor("", min(matched[1], visit.max_scope), has_token=True)
+            client = client_at(remote, matched[0])
+            return Visitor("", min(matched[1], visit.max_scope), client, has_token=True)
         session = visit.request.cookies.get(_cookie_name(visit.request), "")
         digest = self._sessions.token_digest(session) if session else None
         scope = None if digest is None else visit.access.scope_of(digest)
-        if scope is None:
-            return Visitor("", min(visit.access.anonymous, visit.max_scope), has_token=False)
-        return Visitor(session, min(scope, visit.max_scope), has_token=True)
+        if digest is None or scope is None:
+            return Visitor(
+                "", min(visit.access.anonymous, visit.max_scope), client_at(remote, b""), has_token=False
+            )
+        return Visitor(session, min(scope, visit.max_scope), client_at(remote, digest), has_token=True)
 
     async def _route(self, visit: Visit, visitor: Visitor) -> web.StreamResponse:
         request = visit.request
@@ -172,15 +179,10 @@ class Site:
             "parameters": parameters,
         }
         try:
-            async with asyncio.timeout(_LONGEST_WAIT):
-                await self._turns.acquire()
+            async with self._turns.turn(visitor.client, _LONGEST_WAIT):
+                return await wait_apart(start_apart(self._view(view, request, as_json, frame)), request)
         except TimeoutError:
             raise Refused(503, "other views are being computed; try again", {"Retry-After": "5"}) from None
-        try:
-            response = await wait_apart(start_apart(self._view(view, request, as_json, frame)), request)
-        finally:
-            self._turns.release()
-        return response
 
     async def _view(self, view: View, request: web.BaseRequest, as_json: bool, frame: Document) -> web.Response:
         """Return a view; all of it, also its compression, runs apart from the server's loop."""
@@ -193,7 +195,10 @@ class Site:
         query = Query(
             await self._store.get(), frame["address"], frame["parameters"], self._results, self._verification
         )
-        document = await view.load(query)
+        try:
+            document = await view.load(query)
+        except TimelineChanged:  # noticed just now: the store was replaced, for example by a backup
+            document = await view.load(query._replace(store=await self._store.get()))
         if as_json:
             return msgspec.json.encode(document)
         return render(view.template, data=document, **frame).encode(errors="backslashreplace")
@@ -230,9 +235,8 @@ class Site:
     def _enter(self, request: web.BaseRequest, parameters: Mapping[str, str]) -> web.StreamResponse:
         digest = self._sessions.redeem(parameters.get("code", ""))
         if digest is None:
-            raise Refused(
-                401, "this address has been used; it works once. Start tstore view again, or sign in with a token"
-            )
+            reason = "this address works once, and not for long: start tstore view again, or sign in with a token"
+            raise Refused(401, reason)
         return self._signed_in(request, digest)
 
     def _signed_in(self, request: web.BaseRequest, digest: bytes) -> web.StreamResponse:

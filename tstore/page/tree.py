@@ -40,7 +40,7 @@ async def load(query: Query) -> Document:
     """
     snapshot = await query.store.snapshot(query.version("at"))
     index = await query.results.get(
-        "tree", (query.store.uuid, snapshot.version), lambda: _read(snapshot), most=_MOST_TREES
+        "tree", (query.store, snapshot.version), lambda: _read(snapshot), most=_MOST_TREES
     )
     group, find = query.parameters.get("group", "").strip("/"), query.text("find")
     sort = query.choice("sort", _SORTS)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Generic, Self, TypeVar
 
-__all__ = ["Prefetch", "batched", "each_result", "together"]
+__all__ = ["Prefetch", "batched", "together"]
 
 _CONCURRENCY = 64
 
@@ -37,44 +37,26 @@ async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> lis
     return results
 
 
-async def each_result(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> AsyncIterator[tuple[K, V]]:
-    """Yield each item with the result of the call, in order, with bounded concurrency."""
-    for batch in batched(items):
-        for item, result in zip(batch, await together(call, batch), strict=True):
-            yield item, result
-
-
 class Prefetch(Generic[K, V]):
-    """An async iterator over items and the results of calls made ahead, for a caller that may stop early.
+    """An async iterator over items and the results of a call for many of them, for a caller that may stop early.
 
-    The number of concurrent calls doubles with each batch, from one. A failure is raised at the position of its
-    item. This is not an async generator, because an event loop closes all async generators at shutdown, which
-    fails for one that is being closed already.
+    The call gets twice as many items each time, from one, and returns a result for each of them.
     """
 
-    def __init__(self, call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> None:
+    def __init__(self, call: Callable[[Sequence[K]], Awaitable[Sequence[V]]], items: Iterable[K]) -> None:
         self._call = call
         self._source = iter(items)
         self._ahead = 1
-        self._calls: collections.deque[tuple[K, asyncio.Future[V]]] = collections.deque()
+        self._results: collections.deque[tuple[K, V]] = collections.deque()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> tuple[K, V]:
-        if not self._calls:
-            batch = itertools.islice(self._source, self._ahead)
-            self._calls.extend([(item, asyncio.ensure_future(self._call(item))) for item in batch])
+        if not self._results:
+            batch = list(itertools.islice(self._source, self._ahead))
+            if not batch:
+                raise StopAsyncIteration
+            self._results.extend(zip(batch, await self._call(batch), strict=True))
             self._ahead = min(2 * self._ahead, _CONCURRENCY)
-        if not self._calls:
-            raise StopAsyncIteration
-        item, call = self._calls.popleft()
-        return item, await call
-
-    async def aclose(self) -> None:
-        """Cancel the calls under way and wait until they have ended."""
-        calls = [call for _, call in self._calls]
-        self._calls.clear()
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        return self._results.popleft()

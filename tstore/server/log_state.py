@@ -90,7 +90,7 @@ class LogState:
         state._ledger = None
         state.version, state.check = version, (await log.stored(version)).check
         recent = range(max(1, version - _RECENT_TRANSACTIONS + 1), version + 1)
-        async for number, record in log.each(log.record, recent):
+        async for number, record in log.each_record(recent):
             state._remember(number, record)
         await state._read_collections(log)
         try:
@@ -100,7 +100,7 @@ class LogState:
             state.loaded = LoadedTree(tree, complete=True, memory=memory)
         except (Corrupt, NotFound, UnsupportedFormat):
             tree = Tree.empty()
-            async for number, record in log.each(log.record, range(1, version + 1)):
+            async for number, record in log.each_record(range(1, version + 1)):
                 tree = tree.after(number, await log.records.with_collection(number, record), [])
             state.loaded = LoadedTree(tree, complete=False, memory=0)
         return state

@@ -208,6 +208,14 @@ class Storage(abc.ABC):
         """
         return await _read_leading(self, keys, _MAX_CONCURRENT if self.tuning.latency_bound else 1)
 
+    async def short_objects(self, keys: Iterable[str]) -> list[bytes | None]:
+        """Return the objects, in the order of the keys; None for one that is missing, damaged, or not short.
+
+        A short object has at most `SHORT_OBJECT` bytes. The caller reads the others one at a time.
+        """
+        objects = await together(lambda key: _get_short(self, key), keys)
+        return [None if isinstance(found, Corrupt) else found for found in objects]
+
     def stage(self, data: bytes, durability: Durability) -> StagedObject:
         """Return a new object without a key, to be created under the first of several keys that is free."""
         return _StagedInMemory(self, data, durability)

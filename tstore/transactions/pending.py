@@ -22,6 +22,7 @@ from tstore.format.layout import TRANSACTIONS, folder_of
 from tstore.format.records import Fragment
 from tstore.log.reader import LogReader
 from tstore.runtime import world
+from tstore.runtime.concurrency import batched
 from tstore.storage.base import Storage
 from tstore.transactions.decision import withdrawing_host
 from tstore.transactions.membership import Membership, slug
@@ -131,7 +132,7 @@ async def hosts_under_way(log: LogReader) -> dict[str, dict[str, set[int]]]:
         if match:
             hosts = transactions.setdefault(match[1], {"part": set(), "alive": set()})
             hosts[match[2]].add(int(match[3]))
-    async for _, record in log.each(log.record, range(1, await log.newest() + 1)):
+    async for _, record in log.each_record(range(1, await log.newest() + 1)):
         transactions.pop(record.transaction, None)
     return transactions
 
@@ -171,10 +172,11 @@ async def describe_pending(log: LogReader, transaction: str, hosts: dict[str, se
         with contextlib.suppress(NotFound, Corrupt):
             withdrawn_by = withdrawing_host(await log.storage.get(member.claim_key(member.top, 0)))
     beats: dict[int, Heartbeat] = {}  # except damaged ones, and those deleted by a commit that has just ended
-    for host in sorted(alive):
-        key = f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}"
-        with contextlib.suppress(NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            beats[host] = msgspec.json.decode(await log.storage.get(key), type=Heartbeat)
+    for batch in batched(sorted(alive)):
+        keys = [f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}" for host in batch]
+        for host, data in zip(batch, await log.storage.short_objects(keys), strict=True):
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                beats.update({} if data is None else {host: msgspec.json.decode(data, type=Heartbeat)})
     if beats:
         name = beats[max(beats)].name
     elif delivered and member is not None:  # the id has only a slug of the name, which often is a tag
