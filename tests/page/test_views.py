@@ -114,8 +114,28 @@ async def test_hosts_under_way_have_their_states(server: Server, store: Path) ->
             await members[0].commit(timeout=0.05)
         [pending] = (await document(server, "hosts"))["pending"]
         assert pending["states"] == ["delivered", "missing", "missing"]
+        assert pending["committed"] is None
         assert pending["counts"] == {"delivered": 1, "working": 0, "silent": 0, "missing": 2}
         await members[1].abort()
+
+
+async def test_an_attempt_that_another_overtook_names_the_version(server: Server, store: Path) -> None:
+    async with await tstore.open(store) as opened:
+        late = opened.transaction(name="step/30", tag="step/30", host=0, hosts=2, attempt="before.0")
+        await (await late.create_array("w", shape=(4,), dtype="int32")).write(1)
+        with pytest.raises(tstore.errors.DeadlineExceeded):
+            await late.commit(timeout=0.05)
+    version = await tstore.save(store, {"w": np.zeros(4)}, step=30)
+    [pending] = (await document(server, "hosts"))["pending"]
+    assert pending["committed"] == version
+
+
+async def test_the_newest_value_of_a_metric_is_told_even_if_it_is_not_finite(server: Server, store: Path) -> None:
+    await tstore.save(store, {"w": np.zeros(4)}, step=30, metrics={"loss": math.nan, "norm": math.inf})
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/", Accept="text/html")).body.decode()
+    assert "newest NaN, 0.05 to 0.1" in page
+    assert "newest ∞, no finite value" in page
 
 
 TREE = {
@@ -370,6 +390,14 @@ def test_any_values_have_finite_places(values: list[float | None]) -> None:
         assert len(drawn.positions) <= 610
         assert all(0 <= x <= 1000 and -0.1 <= y <= 1000.1 for x, y, _, _ in drawn.positions)
         assert all(len(label) < 20 for label in drawn.y_labels)
+
+
+@pytest.mark.parametrize(
+    ("steps", "labels"),
+    [([1, 2, 3, 4], ["1", "4"]), ([0, 10], ["0", "5", "10"]), ([0, 9999], ["0", "5,000", "9,999"]), ([7], ["7"])],
+)
+def test_steps_are_labelled_where_they_are(steps: list[int], labels: list[str]) -> None:
+    assert bars(steps, [1.0] * len(steps)).x_labels == labels
 
 
 def test_values_over_many_decades_have_a_logarithmic_axis() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import os.path
 import re
 import time
@@ -22,6 +23,8 @@ __all__ = ["load"]
 
 _ROWS = 100
 _TILES = 120  # of the treemap
+_PARTS = 4  # groups that have colours of their own, at least
+_MOST_BYTES = 0.95  # the share of the bytes of the tiles by which names and colours are chosen
 _MOST_TREES = 4  # kept in memory
 _DIGITS = re.compile(r"([0-9]+)")
 _MOST_NUMBERS = 8  # of a name by which it is sorted
@@ -217,8 +220,8 @@ def _array_row(array: ArrayInfo, name: str) -> Row:
 def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
     """Return what the treemap shows: the rows, of which the largest groups are replaced by what they contain.
 
-    Names begin below the group that all tiles share; `part` numbers the groups after it. The smallest rows are
-    joined to one tile.
+    Names begin below the group that the largest tiles share; `part` numbers the groups below it. The smallest rows
+    are joined to one tile.
     """
     heap = [(-row.stored_bytes, row.path, row) for row in rows if row.stored_bytes]
     if len(heap) > _TILES:
@@ -237,18 +240,16 @@ def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
             if below.stored_bytes:
                 heapq.heappush(heap, (-below.stored_bytes, below.path, below))
     shown = [row for _, _, row in sorted([*done, *heap])]
-    common = len(os.path.commonpath([row.name for row in shown])) + 1 if len(shown) > 1 else 0
-    common = common if common > 1 else 0  # without a common group
-    tops = list(dict.fromkeys(row.name[common:].partition("/")[0] for row in shown))
+    names, parts = _names_and_parts(shown)
     tiles = [
         {
-            "name": row.name[common:],
+            "name": name,
             "path": row.path,
             "kind": "group" if row.info is None else "array",
-            "part": tops.index(row.name[common:].partition("/")[0]),
+            "part": part,
             "stored_bytes": row.stored_bytes,
         }
-        for row in shown
+        for row, name, part in zip(shown, names, parts, strict=True)
     ]
     if rest:
         size = -sum(entry[0] for entry in rest)
@@ -256,6 +257,25 @@ def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
             {"name": f"{len(rest):,} others", "path": "", "kind": "rest", "part": 0, "stored_bytes": size}
         )
     return tiles
+
+
+def _names_and_parts(rows: Sequence[Row]) -> tuple[list[str], list[int]]:
+    """Return the names of tiles without the group that the largest share, and a number for the group of each.
+
+    The groups are as high in the tree as makes several of them.
+    """
+    room = _MOST_BYTES * sum(row.stored_bytes for row in rows)
+    sizes = itertools.accumulate(row.stored_bytes for row in rows)
+    large = 1 + sum(size < room for size in sizes)
+    common = os.path.commonpath([row.name for row in rows[:large]]) + "/" if large > 1 else ""
+    names = [row.name.removeprefix(common) for row in rows]
+    tops: list[str] = []
+    for depth in range(1, 4):
+        tops = ["/".join(name.split("/")[:depth]) for name in names]
+        if len(set(tops[:large])) >= _PARTS:
+            break
+    numbers = {top: i for i, top in enumerate(dict.fromkeys(tops))}
+    return names, [numbers[top] for top in tops]
 
 
 def _inner(index: Index, row: Row) -> list[Row]:
