@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -280,6 +281,24 @@ async def test_what_is_kept_of_a_commit_is_bounded(server: Server, store: Path) 
     run = await document(server, "")
     assert len(run["rows"][0]["metrics"]) == 64
     assert [len(commit["message"]) for commit in run["others"]] == [4096]
+
+
+async def test_the_memory_of_a_tree_is_that_of_its_paths(tmp_path: Path) -> None:
+    inner = "/".join(["g" * 14] * 250)
+    async with await tstore.open(tmp_path / "deep") as opened, opened.transaction() as tx:
+        for number in range(100):
+            await tx.create_array(f"{number}/{inner}", (2,), "float32", sparse=True)
+    async with Server(tmp_path / "deep", access=everybody(), page=Site()) as server:
+        await document(server, "tree")
+        tracemalloc.start()
+        try:
+            async with await tstore.open(tmp_path / "deep") as opened, opened.transaction() as tx:
+                await tx.create_array("another", (2,), "float32", sparse=True)
+            assert (await document(server, "tree"))["total"]["arrays"] == 101
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < 30 * 100 * len(inner)
 
 
 async def test_a_search_is_bounded(tmp_path: Path) -> None:
