@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import time
+import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -184,8 +185,28 @@ async def test_hosts_under_way_have_their_states(server: Server, store: Path) ->
             await members[0].commit(timeout=0.05)
         [pending] = (await document(server, "hosts"))["pending"]
         assert pending["states"] == ["delivered", "missing", "missing"]
+        assert pending["committed"] is None
         assert pending["counts"] == {"delivered": 1, "working": 0, "silent": 0, "missing": 2}
         await members[1].abort()
+
+
+async def test_an_attempt_that_another_overtook_names_the_version(server: Server, store: Path) -> None:
+    async with await tstore.open(store) as opened:
+        late = opened.transaction(name="step/30", tag="step/30", host=0, hosts=2, attempt="before.0")
+        await (await late.create_array("w", shape=(4,), dtype="int32")).write(1)
+        with pytest.raises(tstore.errors.DeadlineExceeded):
+            await late.commit(timeout=0.05)
+    version = await tstore.save(store, {"w": np.zeros(4)}, step=30)
+    [pending] = (await document(server, "hosts"))["pending"]
+    assert pending["committed"] == version
+
+
+async def test_the_newest_value_of_a_metric_is_told_even_if_it_is_not_finite(server: Server, store: Path) -> None:
+    await tstore.save(store, {"w": np.zeros(4)}, step=30, metrics={"loss": math.nan, "norm": math.inf})
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/", Accept="text/html")).body.decode()
+    assert "newest NaN, 0.05 to 0.1" in page
+    assert "newest ∞, no finite value" in page
 
 
 TREE = {
@@ -332,6 +353,24 @@ async def test_what_is_kept_of_a_commit_is_bounded(server: Server, store: Path) 
     assert [len(commit["message"]) for commit in run["others"]] == [4096]
 
 
+async def test_the_memory_of_a_tree_is_that_of_its_paths(tmp_path: Path) -> None:
+    inner = "/".join(["g" * 14] * 250)
+    async with await tstore.open(tmp_path / "deep") as opened, opened.transaction() as tx:
+        for number in range(100):
+            await tx.create_array(f"{number}/{inner}", (2,), "float32", sparse=True)
+    async with Server(tmp_path / "deep", access=everybody(), page=Site()) as server:
+        await document(server, "tree")
+        tracemalloc.start()
+        try:
+            async with await tstore.open(tmp_path / "deep") as opened, opened.transaction() as tx:
+                await tx.create_array("another", (2,), "float32", sparse=True)
+            assert (await document(server, "tree"))["total"]["arrays"] == 101
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < 30 * 100 * len(inner)
+
+
 async def test_a_search_is_bounded(tmp_path: Path) -> None:
     async with await tstore.open(tmp_path / "long") as opened, opened.transaction() as tx:
         for number in range(50):
@@ -440,6 +479,14 @@ def test_any_values_have_finite_places(values: list[float | None]) -> None:
         assert len(drawn.positions) <= 610
         assert all(0 <= x <= 1000 and -0.1 <= y <= 1000.1 for x, y, _, _ in drawn.positions)
         assert all(len(label) < 20 for label in drawn.y_labels)
+
+
+@pytest.mark.parametrize(
+    ("steps", "labels"),
+    [([1, 2, 3, 4], ["1", "4"]), ([0, 10], ["0", "5", "10"]), ([0, 9999], ["0", "5,000", "9,999"]), ([7], ["7"])],
+)
+def test_steps_are_labelled_where_they_are(steps: list[int], labels: list[str]) -> None:
+    assert bars(steps, [1.0] * len(steps)).x_labels == labels
 
 
 def test_values_over_many_decades_have_a_logarithmic_axis() -> None:

@@ -97,7 +97,12 @@ class Tiling(NamedTuple):
 
 
 def spread_indices(count: int, taken: int) -> Iterator[int]:
-    """Yield `taken` of the indices below `count`, ascending: one from each of as many stretches."""
+    """Yield `taken` of the indices below `count`, ascending: one from each of as many stretches.
+
+    A single one is the middle.
+    """
     for i in range(taken):
         low, high = i * count // taken, (i + 1) * count // taken
+        if taken == 1:
+            low = high // 2
         yield low + ((high - low) * (i * _GOLDEN & 0xFFFFFFFF) >> 32)

@@ -26,7 +26,7 @@ from tstore.format.dtypes import is_float
 from tstore.format.grid import Selection, box_sides, chunk_coordinates
 from tstore.format.node import Node, same_metadata
 from tstore.format.plain_text import text_table
-from tstore.format.samples import spread_indices
+from tstore.format.samples import Tiling, spread_indices
 from tstore.maintenance.contents import ArrayInfo, array_info
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
@@ -35,6 +35,9 @@ from tstore.storage.base import Storage
 __all__ = ["ArrayDiff", "Diff", "diff_snapshots"]
 
 _BATCH_BYTES = 32 << 20
+_TILES = 64  # of a sample of an array, or more if it has more whole chunks
+_SMALLEST_TILE = 16 << 10  # bytes, so that samples of many arrays have few tiles
+_DECODED = 16  # times the bytes of a sample: chunks that may be decoded for it
 
 _FIELDS = ("shape", "dtype", "chunks", "codecs", "fill_value", "attributes", "dimension_names", "sparse")
 
@@ -236,19 +239,27 @@ class _ArrayPair:
         return int(np.prod(sides, axis=0).sum())
 
     def regions(self, share: float) -> Iterator[Selection]:
-        """Yield the regions to read from both versions: of chunks spread over those that differ, or all of them.
+        """Yield the regions to read from both versions: all chunks that differ, or tiles spread over them.
 
-        They have about `share` bytes of values, at least one value.
+        Tiles have about `share` bytes of values together, at least one value.
         """
         b, numbers = self.metas[1], self.readable
         chunk = b.chunk_size * self.width
-        most = math.inf if share >= len(numbers) * chunk else max(1, share // chunk)
-        sides = b.chunks
-        if most == 1 and share < chunk:
-            sides = box_sides(b.chunks, int(share) // self.width)
-        for i in spread_indices(len(numbers), int(min(len(numbers), most))):
-            axes = zip(chunk_coordinates(int(numbers[i]), b.counts), b.chunks, sides, b.shape, strict=True)
-            yield Selection(tuple(range(k * c, min(k * c + s, n)) for k, c, s, n in axes))
+        if share >= len(numbers) * chunk:
+            chunks, tiles, sides = len(numbers), 1, b.chunks
+        else:
+            reads = int(max(1, share // chunk, min(_TILES, _DECODED * share // chunk, share // _SMALLEST_TILE)))
+            chunks = min(len(numbers), reads)
+            tiles = reads // chunks
+            sides = box_sides(b.chunks, min(b.chunk_size, int(share) // (chunks * tiles * self.width)))
+        for i in spread_indices(len(numbers), chunks):
+            starts = [k * c for k, c in zip(chunk_coordinates(int(numbers[i]), b.counts), b.chunks, strict=True)]
+            inside = tuple(min(c, n - at) for c, n, at in zip(b.chunks, b.shape, starts, strict=True))
+            tiling = Tiling(inside, inside, sides, tiles)
+            for region in tiling._replace(sampled=min(tiles, tiling.tile_count)).regions():
+                yield Selection(
+                    tuple(range(at + r.start, at + r.stop) for at, r in zip(starts, region, strict=True))
+                )
 
     def _readable_chunks(self) -> npt.NDArray[np.uint64]:
         """Return the differing chunks without those that are missing from an array that is not sparse.

@@ -1,4 +1,4 @@
-"""The live part of the view Run: cooperative transactions under way, and the state of each of their hosts."""
+"""The view Hosts, also a part of Run: cooperative transactions under way, and the states of their hosts."""
 
 from __future__ import annotations
 
@@ -32,23 +32,25 @@ async def load(query: Query) -> Document:
 
 async def _load(query: Query) -> Document:
     started = time.monotonic()
-    version = (await query.store.snapshot()).version
+    snapshot = await query.store.snapshot()
     log = query.store.log.reader
     under_way = await hosts_under_way(log)
     chosen = sorted(under_way.items(), key=lambda item: (not item[1]["alive"], item[0]))[:_MOST_TRANSACTIONS]
-    pending = [_describe(await describe_pending(log, transaction, hosts)) for transaction, hosts in sorted(chosen)]
+    described = [await describe_pending(log, transaction, hosts) for transaction, hosts in sorted(chosen)]
+    pending = [_describe(transaction, snapshot.tags.get(transaction.name)) for transaction in described]
     seconds = time.monotonic() - started
     return {
         "command": shell_command("ls", [query.address], ["--pending"]),
         "python": f"import tstore.sync as tstore\n\nprint(tstore.open({query.address!r}, 'r').pending())",
-        "version": version,
+        "version": snapshot.version,
         "pending": pending,
         "more": len(under_way) - len(pending),
         "poll_seconds": round(min(_LONGEST_POLL, max(_SHORTEST_POLL, _SHARE * seconds)), 1),
     }
 
 
-def _describe(transaction: PendingTransaction) -> Document:
+def _describe(transaction: PendingTransaction, committed: int | None) -> Document:
+    """Return a transaction and its hosts; `committed` is the version that another attempt became."""
     delivered, beats = set(transaction.delivered), transaction.heartbeats
     recent = 2.5 * max(_INTERVAL, transaction.hosts / _MAX_RATE)
     waiting = {host: age for host, age in sorted(beats.items()) if host not in delivered}
@@ -60,6 +62,7 @@ def _describe(transaction: PendingTransaction) -> Document:
         "hosts": transaction.hosts,
         "active": any(age <= recent for age in beats.values()),
         "withdrawn_by": transaction.withdrawn_by,
+        "committed": committed,
         "counts": {
             "delivered": len(delivered),
             "working": len(waiting) - len(silent),

@@ -9,10 +9,10 @@ __all__ = ["VIEWS"]
 
 VIEWS = [
     View("", "Run", "run.html", run.load),
+    View("hosts", "Hosts", "hosts.html", hosts.load),
     View("tree", "Tree", "tree.html", tree.load),
     View("compare", "Compare", "compare.html", compare.load),
     View("tensor", "", "tensor.html", tensor.load),
     View("health", "Health", "health.html", health.load),
-    View("hosts", "", "hosts.html", hosts.load),
     View("version", "", "", run.load_version),
 ]

@@ -19,6 +19,7 @@ _LOG_RATIO = 100.0  # positive values that differ by more than this factor have 
 _WIDEST_BAR = 60.0
 _MOST_DECADES = 5  # ticks of a logarithmic axis
 _LARGEST, _SMALLEST = 1e300, 1e-290  # beyond these, the numbers of an axis could overflow or underflow
+_ROUNDED = 100  # a middle of so many steps is labelled with the nearest whole one
 _FLAT = 1e-12  # values that differ by less, relative to their magnitude, are drawn as equal
 
 
@@ -196,8 +197,10 @@ def _label(value: float, step: float) -> str:
 
 
 def _x_labels(xs: Sequence[float]) -> list[str]:
-    """Return the first x, one in the middle, and the last."""
+    """Return the first x, the one in the middle unless it would be rounded visibly, and the last."""
     if not xs:
         return []
     low, high = min(xs), max(xs)
-    return [f"{x:,.0f}" for x in ([low, (low + high) / 2, high] if high - low >= 2 else [low, high])]
+    middle = (low + high) / 2
+    exact = high - low >= _ROUNDED or middle == round(middle)
+    return [f"{x:,.0f}" for x in (sorted({low, middle, high}) if exact else [low, high])]

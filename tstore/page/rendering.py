@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -18,6 +20,8 @@ __all__ = ["asset", "load_templates", "render", "visible"]
 
 LONGEST = 160
 """Characters of a text that a page shows; JSON has all."""
+
+_LONGEST_INTEGER = 10**12  # that is shown with all digits
 
 _ASSETS = {
     "page.css": "text/css",
@@ -49,10 +53,26 @@ def _text(text: object, longest: int = LONGEST) -> Markup:
 
 
 def format_number(value: float | None) -> str:
-    """Format a metric with four significant digits."""
+    """Format a metric with four significant digits, integers with all unless there are many."""
     if value is None:
         return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, int) and abs(value) < _LONGEST_INTEGER:
+        return f"{value:,}"
+    return f"{value:.4g}" if math.isfinite(value) else {"nan": "NaN", "inf": "∞", "-inf": "−∞"}[str(value)]
+
+
+def format_sides(lengths: Sequence[int]) -> str:
+    """Format a shape, such as "1,328 × 384"."""
+    return " × ".join(f"{n:,}" for n in lengths) or "scalar"
+
+
+def tile_label(name: str) -> tuple[str, str]:
+    """Return the end of a path, two names of it at most, and what is before; dots divide names as slashes do."""
+    for separator in "/.":
+        names = name.split(separator)
+        if len(names) > 1:
+            return separator.join(names[-2:]), separator.join(names[:-2])
+    return name, ""
 
 
 def format_seconds(seconds: float | None) -> str:
@@ -100,6 +120,8 @@ def _environment() -> Environment:
         "size": format_size,
         "number": format_number,
         "seconds": format_seconds,
+        "sides": format_sides,
+        "tile_label": tile_label,
         "visible": visible,
     }
     environment.globals |= {"asset": _asset_url, "line": line, "bars": bars, "treemap": treemap}

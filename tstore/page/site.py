@@ -166,12 +166,11 @@ class Site:
     ) -> web.StreamResponse:
         """Return a view as HTML, or its document if the client prefers JSON."""
         as_json = not view.template or _prefers_json(request)
-        theme = request.cookies.get("tstore-theme", "")
         frame = {
             "view": view,
             "views": [v for v in self._views.values() if v.title],
             "here": request.raw_path,
-            "theme": theme if theme in ("dark", "light") else "",
+            "theme": _theme(request),
             "address": self._address_for(request),
             "signed_in": bool(visitor.session),
             "may_start_jobs": visitor.may_start_jobs,
@@ -260,7 +259,7 @@ class Site:
             body = msgspec.json.encode({"error": refused.message})
             return _response(request, refused.status, body, "application/json", headers)
         template = "login.html" if refused.status == 401 else "error.html"
-        text = render(template, status=refused.status, message=refused.message, theme="")
+        text = render(template, status=refused.status, message=refused.message, theme=_theme(request))
         return _response(request, refused.status, text.encode(), "text/html", headers)
 
     def _refusal_from(self, error: TStoreError, request: web.BaseRequest) -> Refused:
@@ -282,6 +281,12 @@ def _cookie_name(request: web.BaseRequest) -> str:
     """Return the name of the session's cookie; browsers share cookies between the ports of a host."""
     port = request.host.rpartition(":")[2]
     return f"tstore-session-{port}" if port.isascii() and port.isdigit() else "tstore-session"
+
+
+def _theme(request: web.BaseRequest) -> str:
+    """Return the theme that the visitor has chosen, "" if it is the system's."""
+    theme = request.cookies.get("tstore-theme", "")
+    return theme if theme in ("dark", "light") else ""
 
 
 def _prefers_json(request: web.BaseRequest) -> bool:

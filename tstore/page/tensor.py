@@ -17,6 +17,7 @@ from tstore.quantization.report import read_report
 from tstore.snapshot import Snapshot
 from tstore.statistics.heat_map import heat_map
 from tstore.statistics.loss import quantization_loss
+from tstore.statistics.numbers import is_number
 from tstore.statistics.reading import BUDGET
 from tstore.statistics.summary import summarize
 
@@ -39,6 +40,8 @@ async def load(query: Query) -> Document:
     as "0:512,128:256". `show` is what the heat map shows of the values of a cell: "rms" or "mean".
     """
     snapshot = await query.store.snapshot(query.version("at"))
+    if not query.text("path"):
+        raise InvalidArgument("path: expected the path of an array, as the view Tree lists them")
     array = await snapshot.array(query.parameters.get("path", ""))
     budget = query.number("budget", BUDGET) or BUDGET
     if budget > _MOST_READ:
@@ -53,6 +56,8 @@ async def load(query: Query) -> Document:
         "version": snapshot.version,
         "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
         "dtype": dtype_text(array.dtype),
+        "numeric": is_number(array.dtype),
+        "complex": array.dtype.kind == "c",
         "shape": list(array.shape),
         "chunks": list(array.chunks),
         "codec": codecs_text(array.codecs),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import heapq
+import itertools
 import os.path
 import re
 import time
@@ -22,8 +25,12 @@ __all__ = ["load"]
 
 _ROWS = 100
 _TILES = 120  # of the treemap
+_PARTS = 4  # groups that have colours of their own, at least
+_MOST_BYTES = 0.95  # the share of the bytes of the tiles by which names and colours are chosen
 _MOST_TREES = 4  # kept in memory
 _DIGITS = re.compile(r"([0-9]+)")
+_SEPARATOR, _AFTER_SEPARATOR = "\0", "\1"  # no name has either
+_MOST_LISTED = 128  # groups of a version whose rows are kept in memory
 _MOST_NUMBERS = 8  # of a name by which it is sorted
 _LONGEST_FIND = 256  # characters
 _SEARCHED = 1 << 16  # characters of paths that are searched at a time
@@ -103,51 +110,56 @@ class Row(NamedTuple):
         }
 
 
-class Index(NamedTuple):
-    """The arrays of a version, and the totals of each group by its path: arrays, values and stored bytes."""
+class Index:
+    """The arrays of a version in the order of the tree; the totals of a group are differences of running totals.
 
-    arrays: list[ArrayInfo]
-    groups: dict[str, tuple[int, int, int]]
-    children: dict[str, list[str]]
-    """The groups directly in each group."""
-    members: dict[str, list[ArrayInfo]]
-    """The arrays directly in each group."""
+    Groups are found when they are asked for: all of them could take far more memory than the arrays.
+    """
+
+    def __init__(self, arrays: Sequence[ArrayInfo]) -> None:
+        self.arrays = sorted(arrays, key=lambda array: _key(array.path))
+        self._keys = [_key(array.path) for array in self.arrays]
+        self._values = list(itertools.accumulate((array.size for array in self.arrays), initial=0))
+        self._bytes = list(itertools.accumulate((array.stored_bytes for array in self.arrays), initial=0))
+        self.rows = functools.lru_cache(_MOST_LISTED)(self._rows)
+
+    def _rows(self, group: str) -> list[Row]:
+        """Return the groups and the arrays directly in a group, sorted by name; none if the group is absent."""
+        prefix = f"{_key(group)}{_SEPARATOR}" if group else ""
+        at, stop = self._range(prefix, 0) if group else (0, len(self._keys))
+        groups, arrays = list[Row](), list[Row]()
+        while at < stop:
+            array = self.arrays[at]
+            name, inner, _ = self._keys[at][len(prefix) :].partition(_SEPARATOR)
+            if not inner:
+                arrays.append(_array_row(array, name))
+                at += 1
+                continue
+            _, end = self._range(f"{prefix}{name}{_SEPARATOR}", at)
+            values, stored = self._values[end] - self._values[at], self._bytes[end] - self._bytes[at]
+            groups.append(Row(name, array.path[: len(prefix) + len(name)], end - at, values, stored))
+            at = end
+        return sorted(groups, key=_natural) + sorted(arrays, key=_natural)
+
+    def _range(self, prefix: str, first: int) -> tuple[int, int]:
+        """Return where the keys with a prefix, which ends with a separator, begin and end."""
+        start = bisect.bisect_left(self._keys, prefix, first)
+        return start, bisect.bisect_left(self._keys, f"{prefix[:-1]}{_AFTER_SEPARATOR}", start)
+
+
+def _key(path: str) -> str:
+    """Return a sort key by which the arrays of a group are neighbours."""
+    return path.replace("/", _SEPARATOR)
 
 
 async def _read(snapshot: Snapshot) -> Index:
     await snapshot.read_nodes()
-    return await run(_index, snapshot)
+    return await run(lambda: Index(contents(snapshot)))
 
 
-def _index(snapshot: Snapshot) -> Index:
-    arrays = contents(snapshot)
-    totals: dict[str, list[int]] = {"": [0, 0, 0]}
-    children: dict[str, list[str]] = {}
-    members: dict[str, list[ArrayInfo]] = {}
-    for array in arrays:
-        group = array.path.rpartition("/")[0]
-        members.setdefault(group, []).append(array)
-    for group, direct in members.items():
-        sizes = len(direct), sum(array.size for array in direct), sum(array.stored_bytes for array in direct)
-        above = group
-        while True:
-            if above not in totals:
-                totals[above] = [0, 0, 0]
-                children.setdefault(above.rpartition("/")[0], []).append(above)
-            totals[above] = [a + b for a, b in zip(totals[above], sizes, strict=True)]
-            if not above:
-                break
-            above = above.rpartition("/")[0]
-    for paths in children.values():
-        paths.sort(key=_natural)
-    for direct in members.values():
-        direct.sort(key=lambda array: _natural(array.path))
-    return Index(arrays, {group: (n, v, b) for group, (n, v, b) in totals.items()}, children, members)
-
-
-def _natural(path: str) -> list[tuple[int, str]]:
+def _natural(row: Row) -> list[tuple[int, str]]:
     """Return a sort key for siblings that puts "layers/2" before "layers/10"; it is short for any name."""
-    parts = _DIGITS.split(path.rpartition("/")[2], _MOST_NUMBERS)
+    parts = _DIGITS.split(row.name, _MOST_NUMBERS)
     return [(len(part.lstrip("0")), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
@@ -186,11 +198,9 @@ def _select(
     if found is not None:
         rows = [_array_row(array, array.path) for array in found]
     else:
-        if group and group not in index.groups:
+        rows = list(index.rows(group))
+        if group and not rows:
             raise NotFound(f"there is no group {checked_path(group)!r} in this version")
-        skip = len(group) + 1 if group else 0
-        rows = [Row(path[skip:], path, *index.groups[path]) for path in index.children.get(group, ())]
-        rows += [_array_row(array, array.path[skip:]) for array in index.members.get(group, ())]
     total = {
         "arrays": sum(row.arrays for row in rows),
         "values": sum(row.values for row in rows),
@@ -217,8 +227,8 @@ def _array_row(array: ArrayInfo, name: str) -> Row:
 def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
     """Return what the treemap shows: the rows, of which the largest groups are replaced by what they contain.
 
-    Names begin below the group that all tiles share; `part` numbers the groups after it. The smallest rows are
-    joined to one tile.
+    Names begin below the group that the largest tiles share; `part` numbers the groups below it. The smallest rows
+    are joined to one tile.
     """
     heap = [(-row.stored_bytes, row.path, row) for row in rows if row.stored_bytes]
     if len(heap) > _TILES:
@@ -237,18 +247,16 @@ def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
             if below.stored_bytes:
                 heapq.heappush(heap, (-below.stored_bytes, below.path, below))
     shown = [row for _, _, row in sorted([*done, *heap])]
-    common = len(os.path.commonpath([row.name for row in shown])) + 1 if len(shown) > 1 else 0
-    common = common if common > 1 else 0  # without a common group
-    tops = list(dict.fromkeys(row.name[common:].partition("/")[0] for row in shown))
+    names, parts = _names_and_parts(shown)
     tiles = [
         {
-            "name": row.name[common:],
+            "name": name,
             "path": row.path,
             "kind": "group" if row.info is None else "array",
-            "part": tops.index(row.name[common:].partition("/")[0]),
+            "part": part,
             "stored_bytes": row.stored_bytes,
         }
-        for row in shown
+        for row, name, part in zip(shown, names, parts, strict=True)
     ]
     if rest:
         size = -sum(entry[0] for entry in rest)
@@ -258,14 +266,28 @@ def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
     return tiles
 
 
+def _names_and_parts(rows: Sequence[Row]) -> tuple[list[str], list[int]]:
+    """Return the names of tiles without the group that the largest share, and a number for the group of each.
+
+    The groups are as high in the tree as makes several of them.
+    """
+    room = _MOST_BYTES * sum(row.stored_bytes for row in rows)
+    sizes = itertools.accumulate(row.stored_bytes for row in rows)
+    large = 1 + sum(size < room for size in sizes)
+    common = os.path.commonpath([row.name for row in rows[:large]]) + "/" if large > 1 else ""
+    names = [row.name.removeprefix(common) for row in rows]
+    tops: list[str] = []
+    for depth in range(1, 4):
+        tops = ["/".join(name.split("/")[:depth]) for name in names]
+        if len(set(tops[:large])) >= _PARTS:
+            break
+    numbers = {top: i for i, top in enumerate(dict.fromkeys(tops))}
+    return names, [numbers[top] for top in tops]
+
+
 def _inner(index: Index, row: Row) -> list[Row]:
     """Return what a group contains directly, with names that begin with that of the row."""
-    groups = [
-        Row(f"{row.name}{path[len(row.path) :]}", path, *index.groups[path])
-        for path in index.children.get(row.path, ())
-    ]
-    arrays = [_array_row(a, f"{row.name}{a.path[len(row.path) :]}") for a in index.members.get(row.path, ())]
-    return groups + arrays
+    return [below._replace(name=f"{row.name}/{below.name}") for below in index.rows(row.path)]
 
 
 def _python(address: str, at: str, path: str) -> str:

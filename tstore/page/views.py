@@ -61,7 +61,7 @@ class Query(NamedTuple):
         """Return a parameter that is one of the choices, by default the first."""
         value = self.text(name) or choices[0]
         if value not in choices:
-            raise InvalidArgument(f"{name}={quote(value)}: expected {', '.join(choices)}")
+            raise InvalidArgument(f"{name}={quote(value)}: expected {', '.join(filter(None, choices))}")
         return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ _TAIL = 0.001  # the share of values on each side that may be outliers
 _MARGIN = 0.25  # of the distance between these quantiles, added on each side: a normal distribution fits
 _LARGEST_INTEGER = 2.0**51  # to which 0.5 can be added
 _RANKED = (1 << 18) - 1  # values of which the quantiles are taken
+_BELOW_ONE = math.nextafter(1, 0)
 _NARROWEST = 1e-12  # of the largest magnitude: a narrower histogram could not have distinct bounds
 
 
@@ -101,5 +103,7 @@ def value_bins(sample: Sequence[Floats], bins: int, steps: float | None) -> Valu
     if high - low <= narrowest:
         half = max(abs(low) / 2, narrowest) if low else 0.5
         low, high = low - half, high + half
+        if exponent == sys.float_info.max_exp:  # or a bound would be infinite
+            low, high = max(low, -_BELOW_ONE), min(high, _BELOW_ONE)
     edges: npt.NDArray[np.float64] = np.linspace(low, high, bins + 1)
     return ValueBins(edges, exponent)

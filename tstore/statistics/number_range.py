@@ -48,7 +48,8 @@ def dtype_range(dtype: np.dtype[Any]) -> NumberRange | None:
     if dtype.kind == "b":
         return None
     if is_integer(dtype):
-        largest = float(ml_dtypes.iinfo(dtype).max)  # type: ignore[no-untyped-call]
+        integers = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
+        largest = float(max(-int(integers.min), int(integers.max)))
         return NumberRange(dtype.name, 1.0, 1.0, largest)
     part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
     info: Any = ml_dtypes.finfo(part)  # type: ignore[no-untyped-call]

@@ -11,16 +11,21 @@ import numpy.typing as npt
 from tstore.errors import InvalidArgument
 from tstore.format.dtypes import dtype_text, is_integer, is_ml_dtype
 
-__all__ = ["Floats", "as_floats", "check_numbers", "finite_or_none"]
+__all__ = ["Floats", "as_floats", "check_numbers", "finite_or_none", "is_number"]
 
 Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 _EXACT_IN_FLOAT32 = 2  # bytes of an integer
 
 
+def is_number(dtype: np.dtype[Any]) -> bool:
+    """Return whether values of this dtype are numbers or booleans."""
+    return dtype.kind in "biufc" or is_ml_dtype(dtype)
+
+
 def check_numbers(path: str, dtype: np.dtype[Any]) -> None:
     """Raise `InvalidArgument` unless values of this dtype are numbers or booleans."""
-    if not (dtype.kind in "biufc" or is_ml_dtype(dtype)):
+    if not is_number(dtype):
         raise InvalidArgument(
             f"{path} has dtype {dtype_text(dtype)}, whose values are not numbers; statistics are of numbers only"
         )

@@ -208,12 +208,12 @@ function setUpLive() {
       try {
         const response = await fetch(region.dataset.live, { headers: { Accept: "text/html" } });
         if (response.status === 401) return;
-        const text = await response.text();
-        const found = $("[data-version]", new DOMParser().parseFromString(text, "text/html"));
+        const found = $("#hosts", new DOMParser().parseFromString(await response.text(), "text/html"));
         if (response.ok && found) {
           seconds = Number(found.dataset.poll);
-          if (text !== shown) region.replaceChildren(...found.childNodes);
-          shown = text;
+          const html = found.innerHTML;
+          if (html !== shown) region.replaceChildren(...found.childNodes);
+          shown = html;
           if (found.dataset.version !== version) {
             await refresh();
             version = found.dataset.version;
@@ -228,6 +228,7 @@ function setUpLive() {
 }
 
 async function refresh() {
+  if (!$("#live")) return;
   const response = await fetch(location.href, { headers: { Accept: "text/html" } });
   if (!response.ok) return;
   const page = new DOMParser().parseFromString(await response.text(), "text/html");
