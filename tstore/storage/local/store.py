@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import tempfile
@@ -374,6 +375,7 @@ def _read_whole(key: str, path: str, max_size: int | None) -> bytes:
     return data
 
 
+@functools.lru_cache(256)
 def path_in(root: str, key: str) -> str:
     """Return the path of a key below a folder; raise `InvalidArgument` if it is not valid."""
     return f"{root}/{checked_key(key, root)}"
