@@ -33,6 +33,12 @@ class Figures:
         pairs = [mine[r] / theirs[r] for r in mine.keys() & theirs.keys() if theirs[r]]
         return median(pairs) if pairs else float("nan")
 
+    def beyond(self, measure: str, other: Figures) -> float:
+        """Return the median difference between this figure and the other's, over the rounds that both have."""
+        mine, theirs = self.of(measure), other.of(measure)
+        differences = [mine[turn] - theirs[turn] for turn in mine.keys() & theirs.keys()]
+        return median(differences) if differences else float("nan")
+
     def as_data(self) -> dict[str, Any]:
         """Return all values, and the median of each measure, for JSON."""
         return asdict(self) | {"median": {measure: or_none(self.median(measure)) for measure in self.values}}

@@ -68,7 +68,11 @@ def bars(results: Results, sizes: Sizes) -> list[Bar]:
     most(real, "cpu", 10, " s", 1, "CPU of the finisher")
     most(real, "memory", 256, " MiB", 1 / _MIB, "memory of the finisher")
     for place in PLACES:
-        most(f"commits, {place}: 1 process", "cpu", 0.5, " ms", 1e3, "CPU a commit")
+        work = f"commits, {place}: 1 process"
+        most(work, "cpu", 0.5, " ms", 1e3, "CPU a commit")
+        if work in results:
+            beyond = results[work].get("tstore", _NONE).beyond("cpu", results[work].get("raw-files", _NONE))
+            out.append(Bar(f"{work}: CPU a commit beyond raw", 0.5, 1e3 * beyond, most=True, unit=" ms"))
         faster(f"commits, {place}: 8 processes", ("ts-ocdbt",), 2, "tensorstore ocdbt")
         faster(f"commits, {place}: 8 tasks", ("ts-ocdbt",), 1, "tensorstore ocdbt")
     most("poll: last tenth", "cpu", 1.5, "×", 1, "CPU of a poll ÷ first tenth", against="poll: first tenth")

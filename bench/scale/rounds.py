@@ -27,6 +27,7 @@ from bench.scale.group import RealHost, VirtualHosts
 from bench.scale.peers import CONTENDERS
 from bench.scale.saves import SaveProcess, speeds_of
 from bench.writers.rounds import Bench as Writers
+from bench.writers.stores import RawFiles
 
 CHANGES = 200
 """The commits of the row `change`: more than three roots are written meanwhile."""
@@ -40,6 +41,7 @@ FEW_HOSTS = 64
 PLACES = {"disk": None, "tmpfs": Path("/dev/shm")}
 
 TITLES = {name: each.title for name, each in CONTENDERS.items()} | {n: each.title for n, each in SAVERS.items()}
+TITLES["raw-files"] = RawFiles.title
 
 _REHEARSAL = 50  # how much smaller a rehearsal is
 _SAVERS = {

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bench.processes import until
-from bench.writers.stores import NAMES, SLOTS, Host, Raw, Saved, TStore, TStoreApart, value_of
+from bench.writers.stores import NAMES, SLOTS, Host, Raw, RawFiles, Saved, TStore, TStoreApart, value_of
 
 
 class TensorStoreShared(Host):
@@ -204,6 +204,7 @@ class Icechunk(Host):
 
 CONTENDERS: dict[str, type[Host]] = {
     "raw": Raw,
+    "raw-files": RawFiles,
     "tstore": TStore,
     "tstore-apart": TStoreApart,
     "ts-shared": TensorStoreShared,

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 """One measurement: question, contender, hosts, tasks, durable, round, and its figures or error."""
 
 COOPERATIVE = ("raw", "tstore-apart", "tstore", "ts-shared", "ts-merged", "icechunk")
-INDEPENDENT = ("tstore", "ts-shared", "icechunk")
+INDEPENDENT = ("raw-files", "tstore", "ts-shared", "icechunk")
 KILLED = ("tstore", "ts-shared", "ts-merged")
 
 _KILL_AFTER = 0.1  # seconds; no contender has saved a gigabyte by then

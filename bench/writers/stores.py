@@ -11,6 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ STATE = COUNT * SIDE * SIDE * 4
 NAMES = [f"w{i:02}" for i in range(COUNT)]
 SLOTS = 1 << 20
 """The most small commits of one writer."""
+
+_RECORD = 560  # bytes
 
 
 class Saved(NamedTuple):
@@ -153,6 +156,38 @@ class Raw(Host):
         values = self.rows * self.side
         at = 4 * values * NAMES.index(name)
         return np.fromfile(f"{self.folder}/{self.number}", np.float32, values, offset=at).reshape(-1, self.side)
+
+
+class RawFiles(Host):
+    """The limit of the disk for small commits: each is a file that is written, synced and linked to its name.
+
+    The files are as long as a record of tstore with a chunk of 8 bytes.
+    """
+
+    title = "raw, a file per commit"
+
+    def create(self, writers: int) -> None:
+        Path(self.folder, "commits").mkdir()
+
+    async def commit(self, writer: int, number: int) -> int:
+        folder = f"{self.folder}/commits"
+        path = f"{folder}/{writer:02}-{number:017}"
+        temporary = f"{folder}/.{writer}-{number}.tmp"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        os.pwrite(fd, value_of(writer, number).to_bytes(8, "little") * (_RECORD // 8), 0)
+        if self.durable:
+            os.fsync(fd)
+        os.link(temporary, path)
+        os.unlink(temporary)
+        os.close(fd)
+        if self.durable:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            os.fsync(fd)
+            os.close(fd)
+        return 0
+
+    def lost(self, made: Sequence[int]) -> int:
+        return sum(made) - len(os.listdir(f"{self.folder}/commits"))
 
 
 class TStore(Host):

@@ -24,7 +24,8 @@ from tstore import Keep
 from tstore.format import validation
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.layout import commit_key
 from tstore.format.records import Record
 from tstore.format.references import Manifest

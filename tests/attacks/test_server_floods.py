@@ -21,7 +21,8 @@ import tstore
 from tests.support.http_server import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.records import Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Tree

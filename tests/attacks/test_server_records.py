@@ -27,7 +27,8 @@ from tstore import Keep
 from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import digest
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.object_ref import ObjectRef, reference

@@ -49,8 +49,10 @@ async def test_a_cast_to_the_dtype_of_the_array() -> None:
     assert np.array_equal(await (await (await store.snapshot()).array("a")).read(), values.astype("float32"))
 
 
-async def test_a_save_refers_to_long_chunks_that_did_not_change(tmp_path: Any) -> None:
+@pytest.mark.parametrize("contiguous", [False, True])
+async def test_a_save_refers_to_long_chunks_that_did_not_change(tmp_path: Any, contiguous: bool) -> None:
     values = np.random.default_rng(2).normal(size=(3, 700, 900)).astype("float32").transpose(1, 0, 2)
+    values = np.ascontiguousarray(values) if contiguous else values
     changed = values.copy()
     changed[-1, -1, -1] += 1
     for step, tree in enumerate(({"w": values}, {"w": values}, {"w": changed})):

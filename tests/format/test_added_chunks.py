@@ -15,7 +15,8 @@ from tstore.errors import Corrupt
 from tstore.format.added_chunks import added_chunks
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import CHECK_SIZE
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.documents import Document
 from tstore.format.node import Node
 from tstore.format.records import Record

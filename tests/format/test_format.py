@@ -22,7 +22,8 @@ import tstore
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import METADATA_VALUES
 from tstore.format.checksums import BLOCK, BlockHash, as_checks, block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.encoding import decode, encode
 from tstore.format.layers import overlay_each
 from tstore.format.object_ref import ObjectRef, reference

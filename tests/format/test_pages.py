@@ -17,7 +17,8 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format import layout
 from tstore.format import pages as module
 from tstore.format import tree as tree_module
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import seal
 from tstore.format.layout import root_key

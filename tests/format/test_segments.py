@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tstore.errors import Corrupt
 from tstore.format import segments as module
 from tstore.format.checksums import digest
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.documents import Document
 from tstore.format.encoding import decode, encode
 from tstore.format.layers import Table, layers, numbers_of, stack

@@ -11,7 +11,9 @@ from msgspec.structs import replace
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.chunk_refs import SHORT_COLUMN, ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
+from tstore.format.columns import SHORT_COLUMN
 from tstore.format.references import Manifest
 from tstore.format.validation import check_chunks, run_steps
 

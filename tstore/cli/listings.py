@@ -19,6 +19,7 @@ from tstore.cli.text import (
     print_rows,
     print_table,
 )
+from tstore.maintenance.diff import change_order
 
 __all__ = ["show_diff", "show_log", "show_ls", "show_pending", "show_removed", "show_tagged", "show_tags"]
 
@@ -47,7 +48,7 @@ def show_log(log: Document) -> None:
 def show_diff(diff: Document) -> None:
     """Print a row for each array that differs, and the counts."""
     rows = []
-    for a in sorted(diff["arrays"], key=_change_order):
+    for a in sorted(diff["arrays"], key=lambda a: change_order(a["values_compared"], a["relative_norm"])):
         before, after = a["before"], a["after"]
         if (change := a["change"]) == "changed":
             change = ", ".join(_field_change(field, before, after) for field in a["fields"]) or "values"
@@ -79,13 +80,6 @@ def show_diff(diff: Document) -> None:
     values, compared = (sum(a[key] for a in diff["arrays"]) for key in ("values", "values_compared"))
     if compared < values:
         print(f"norms and differences are of {compared:,} of {values:,} values in chunks that differ")
-
-
-def _change_order(array: Document) -> tuple[int, float]:
-    """Return a key by which the arrays that changed most come first, and those without compared values last."""
-    if not array["values_compared"]:
-        return 2, 0.0
-    return (0, 0.0) if array["relative_norm"] is None else (1, -array["relative_norm"])
 
 
 def show_ls(listing: Document) -> None:

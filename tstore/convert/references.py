@@ -25,7 +25,7 @@ from tstore.convert.zarr_export import chunk_name, plain_documents, unreadable_e
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import ChunkRow
+from tstore.format.chunk_rows import ChunkRow
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder, write_all

@@ -21,7 +21,7 @@ from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, 
 from tstore.convert.files import StrPath, refuse_existing
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_names import ChunkNames
-from tstore.format.chunk_refs import ChunkRow
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.codecs import chain_documents
 from tstore.format.grid import boxes, chunk_coordinates, part_of
 from tstore.format.paths import parents

@@ -18,7 +18,8 @@ from tstore.convert.importing import ImportReport, SourceKind
 from tstore.convert.zarr_folder import Folder, ZarrArray, read_nodes
 from tstore.data.chunk_memory import chunk_memory
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.grid import chunk_coordinates
 from tstore.runtime.pool import each
 from tstore.store import Store, opened

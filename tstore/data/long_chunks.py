@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tstore.format.checksums import BLOCK
 
-__all__ = ["blocks_of"]
+__all__ = ["blocks_of", "blocks_to_compare"]
 
 Values = npt.NDArray[Any]
 
@@ -40,6 +40,20 @@ def blocks_of(
         block = buffer[: (stop - start) * dtype.itemsize]
         _copy_elements(values, start, stop, block.view(dtype))
         yield block
+
+
+def blocks_to_compare(
+    values: Values, dtype: np.dtype[Any], buffer: npt.NDArray[np.uint8]
+) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the blocks as `blocks_of` does, but without a copy where the values are contiguous.
+
+    They are for a comparison alone: the caller of a save may change its values before they could be written.
+    """
+    if values.dtype != dtype or not values.flags.c_contiguous:
+        yield from blocks_of(values, dtype, buffer)
+        return
+    data = values.reshape(-1).view(np.uint8)
+    yield from (data[start : start + BLOCK] for start in range(0, len(data), BLOCK))
 
 
 def _copy_elements(values: Values, start: int, stop: int, out: Values) -> None:

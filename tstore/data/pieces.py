@@ -23,7 +23,8 @@ from tstore.data.chunk_memory import chunk_memory
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkSource
+from tstore.format.chunk_refs import ChunkSource
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.grid import (
     Projection,
     Selection,

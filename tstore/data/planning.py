@@ -22,7 +22,8 @@ from tstore.data.small_arrays import small_arrays
 from tstore.data.tile_pieces import tile_pieces
 from tstore.errors import NotFound
 from tstore.format.checksums import BLOCK
-from tstore.format.chunk_refs import ChunkRow, ChunkSource
+from tstore.format.chunk_refs import ChunkSource
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.grid import Projection, Selection, chunk_coordinates, chunk_number
 from tstore.format.points import PointProjection
 from tstore.storage.base import Storage

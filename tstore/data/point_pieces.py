@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tstore.data.chunk_memory import chunk_memory
 from tstore.data.pieces import Bytes, ChunkPiece, ReadJob
 from tstore.format.checksums import BLOCK
-from tstore.format.chunk_refs import ChunkRow
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.points import PointProjection
 
 __all__ = ["PointPiece", "point_pieces"]

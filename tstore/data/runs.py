@@ -15,7 +15,8 @@ import numpy.typing as npt
 from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.errors import Corrupt
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.gather import scatter
 from tstore.format.grid import (
     AxisRun,

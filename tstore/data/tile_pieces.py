@@ -14,7 +14,7 @@ import numpy as np
 from tstore.data.pieces import Bytes, ChunkPiece, ReadJob
 from tstore.format.array_codecs import Tiles
 from tstore.format.checksums import BLOCK
-from tstore.format.chunk_refs import ChunkRow
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.grid import Projection
 
 __all__ = ["TilePiece", "tile_pieces"]

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, as_checks, block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable, chunk_rows
+from tstore.format.chunk_refs import ChunkSource, ChunkTable
+from tstore.format.chunk_rows import ChunkRow, chunk_rows
 from tstore.format.columns import SHORT_COLUMN
 from tstore.format.segments import Segment
 

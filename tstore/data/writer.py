@@ -34,11 +34,12 @@ from tstore.data.batches import (
     box_numbers,
     encoded_chunks,
 )
-from tstore.data.long_chunks import blocks_of
+from tstore.data.long_chunks import blocks_of, blocks_to_compare
 from tstore.data.write_job import EncodedRun, Values, WriteJob, joined_checks
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, digest
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.segments import MIN_SEGMENTED, SEGMENT_ROWS, Segment, cut, encode_segment
 from tstore.runtime import pool, world
 from tstore.runtime.budget import BUDGET, scratch
@@ -78,7 +79,7 @@ class PackSet:
         """Write the chunks of all jobs, and fill in the references; they are durable only after `flush`."""
         limits = self._background_limits if has_low_priority() else BATCH
         rest = batches(jobs, limits)
-        # two at least: a single batch in `head` is all that there is to write
+        # at least two, so that a single batch in `head` is the whole write
         head = list(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // limits.copied)))
         if not head:
             return
@@ -234,11 +235,12 @@ class PackSet:
 
         with scratch(BLOCK) as buffer:
             if prior is not None and prior.length == size:
-                each_check = zip(hashed(buffer), joined_checks(prior.checks, CHECK_SIZE), strict=True)
-                if all(checks[-1] == check for _, check in each_check):  # stop at the first that differs
+                blocks = blocks_to_compare(box.values, box.meta.dtype, buffer)
+                before = joined_checks(prior.checks, CHECK_SIZE)
+                # stop at the first that differs
+                if all(digest(block.data) == check for block, check in zip(blocks, before, strict=True)):
                     job.rows.append(prior)
                     return
-                checks.clear()
             key, offset = self._append_chunks(hashed(buffer), size)
         job.rows.append(ChunkRow(number, key, offset, size, b"".join(checks)))
 

@@ -13,8 +13,9 @@
    `array_codecs` or `sharded` chunks, and `compressors` or other `bytes_codecs`; `numcodecs_classes`: codecs of a
    library. `array_metadata`: the `zarr.json` of an array; `chunk_names`: the names that it gives to chunks.
    `documents`: those shared by nodes. `checksums`: of objects and chunks. `gather`: copies of chunks, with their
-   checksums. `chunk_refs`: references to chunks, in `columns`; `segments`: those of long arrays, read when needed;
-   `layers`: older and newer references of one array; `merges`: older ones, restated by a later commit.
+   checksums. `chunk_rows` and `chunk_refs`: references to chunks, in `columns`; `segments`: those of long arrays,
+   read when needed; `layers`: older and newer references of one array; `merges`: older ones, restated by a later
+   commit.
 4. `node`: a group or array with its chunks; `nodes` and `paths`: those of a version; `stored_nodes`: those of
    manifests; `levels`: stored nodes, and what changed after them. `tree`: what a commit changes in them, and when
    two commits conflict. `validation`: whether a record can be the next commit. `added_chunks`: the chunks that it

@@ -1,6 +1,6 @@
 """The bytes→bytes codecs of a chain: the usual compressors, and others of numcodecs; pure, no I/O.
 
-Each decodes at most as many bytes as the encoder can have passed to it, whatever a stored frame declares.
+Each decodes at most as many bytes as the encoder can have passed to it, even if a stored frame declares more.
 """
 
 from __future__ import annotations

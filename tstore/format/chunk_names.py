@@ -45,7 +45,7 @@ class ChunkNames(NamedTuple):
         return self.separator.join(parts) or "0"
 
     def coordinates(self, name: str, dimensions: int) -> tuple[int, ...] | None:
-        """Return the coordinates of the chunk with this name in a grid, or None if it is no chunk's name."""
+        """Return the coordinates of the chunk with this name in a grid, or None if no chunk has this name."""
         parts = name.split(self.separator)
         if self.first:
             if parts.pop(0) != self.first:

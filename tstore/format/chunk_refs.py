@@ -11,10 +11,8 @@ them (`gc=False`): each of its full runs also visits all other objects of a trai
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -22,50 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt
-from tstore.format.checksums import BLOCK, CHECK_SIZE, as_checks
+from tstore.format.checksums import BLOCK, CHECK_SIZE
+from tstore.format.chunk_rows import ChunkRow, Columns, RowColumns
 from tstore.format.columns import SHORT_COLUMN, largest, ranges
 
-__all__ = ["ChunkRow", "ChunkSource", "ChunkTable", "chunk_rows"]
+__all__ = ["ChunkSource", "ChunkTable"]
 
 _CACHED_ROWS = 1 << 16  # columns of at most this many rows may keep all of them as Python objects
-
-
-class ChunkRow(msgspec.Struct, frozen=True, gc=False):
-    """The reference to one chunk.
-
-    `number` is the chunk's C-order number in the grid, and `checks` are its joined checksums. `pack` is the key of
-    its pack, or the bytes of the pack if the pack is stored inline.
-    """
-
-    number: int
-    pack: str | bytes
-    offset: int
-    length: int
-    checks: bytes
-
-    def mismatch(self, checks: bytes, url: str, first: int = 0) -> str:
-        """Return the message for a chunk that has the wrong checksums `checks` from its block `first` on."""
-        starts = range(0, len(checks), CHECK_SIZE)
-        expected = self.checks[first * CHECK_SIZE :]
-        differing = (i for i in starts if checks[i : i + CHECK_SIZE] != expected[i : i + CHECK_SIZE])
-        at = (first + next(differing, 0) // CHECK_SIZE) * BLOCK
-        where = f"inline in its manifest in {url}" if isinstance(self.pack, bytes) else f"in {url}: {self.pack}"
-        return (
-            f"checksum mismatch in the {self.length} bytes at {self.offset} {where} (in the block at byte {at} of "
-            "the chunk); the bytes have changed since they were committed: restore the file from a copy, or read "
-            "another version"
-        )
-
-
-def chunk_rows(
-    numbers: Iterable[int],
-    packs: Iterable[str | bytes],
-    offsets: Iterable[int],
-    lengths: Iterable[int],
-    checks: Iterable[bytes],
-) -> list[ChunkRow]:
-    """Return the rows of these columns, up to the end of the shortest; faster than a call for each row."""
-    return list(map(ChunkRow, numbers, packs, offsets, lengths, checks))
 
 
 class ChunkSource(Protocol):
@@ -85,61 +46,13 @@ class ChunkSource(Protocol):
         """
 
 
-@dataclass(eq=False, repr=False)
-class _Columns:
-    """The columns of one or many tables, named like the fields of `ChunkRow`.
-
-    `pack` has positions in `packs`. `checks` has a row of 16 bytes for each block; a chunk has at least one block.
-    """
-
-    packs: tuple[str | bytes, ...]
-    number: npt.NDArray[np.uint64]
-    pack: npt.NDArray[np.uint32]
-    offset: npt.NDArray[np.uint64]
-    length: npt.NDArray[np.uint64]
-    checks: npt.NDArray[np.uint8]
-    lookups: int = 0
-
-    def count_lookup(self) -> bool:
-        self.lookups += 1
-        return self.lookups > 16
-
-    @functools.cached_property
-    def blocks(self) -> npt.NDArray[np.int64]:
-        """The position in `checks` of each chunk's first checksum, and the end of the last chunk's checksums."""
-        counts = np.maximum(1, -(-self.length.astype(np.int64) // BLOCK))
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-
-    @functools.cached_property
-    def follows(self) -> npt.NDArray[np.bool_]:
-        """For each chunk, whether it lies right behind the chunk before it in the same pack, with equal length."""
-        follows = np.zeros(len(self.number), np.bool_)
-        follows[1:] = (
-            (self.pack[1:] == self.pack[:-1])
-            & (self.length[1:] == self.length[:-1])
-            & (self.offset[1:] - self.offset[:-1] == self.length[:-1])
-        )
-        return follows
-
-    @functools.cached_property
-    def rows(self) -> list[ChunkRow]:
-        data, lengths = self.checks.tobytes(), self.length.tolist()
-        if len(lengths) <= SHORT_COLUMN:
-            ends = list(itertools.accumulate([max(1, -(-n // BLOCK)) * CHECK_SIZE for n in lengths], initial=0))
-        else:
-            ends = (self.blocks * CHECK_SIZE).tolist()
-        packs = map(self.packs.__getitem__, self.pack.tolist())
-        checks = [data[a:b] for a, b in itertools.pairwise(ends)]
-        return chunk_rows(self.number.tolist(), packs, self.offset.tolist(), lengths, checks)
-
-
 class ChunkTable(msgspec.Struct, eq=False, gc=False):
     """References to chunks: rows `start` to `stop` of columns, which many tables can share.
 
     The chunks of one array are sorted by number. A part of a table copies nothing.
     """
 
-    columns: _Columns
+    columns: Columns
     start: int
     stop: int
 
@@ -153,27 +66,25 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
         checks: npt.NDArray[np.uint8],
     ) -> ChunkTable:
         """Return the table of these columns; `checks` has 16 columns and a row for each block."""
-        return ChunkTable(_Columns(packs, number, pack, offset, length, checks), 0, len(number))
+        return ChunkTable(Columns(packs, number, pack, offset, length, checks), 0, len(number))
 
     @staticmethod
     def from_rows(rows: Sequence[ChunkRow]) -> ChunkTable:
         """Return the table of these rows, in their order."""
-        count, packs = len(rows), [row.pack for row in rows]
-        positions = {name: position for position, name in enumerate(dict.fromkeys(packs))}
-        return ChunkTable.from_columns(
-            tuple(positions),
-            np.fromiter([row.number for row in rows], "<u8", count),
-            np.fromiter(map(positions.__getitem__, packs), "<u4", count),
-            np.fromiter([row.offset for row in rows], "<u8", count),
-            np.fromiter([row.length for row in rows], "<u8", count),
-            as_checks(b"".join([row.checks for row in rows])),
-        )
+        columns = RowColumns(rows)
+        if len(rows) <= SHORT_COLUMN:
+            return ChunkTable(columns, 0, len(rows))
+        parts = (columns.number, columns.pack, columns.offset, columns.length, columns.checks)
+        return ChunkTable.from_columns(columns.packs, *parts)
 
     @staticmethod
     def concat(tables: Sequence[ChunkTable]) -> ChunkTable:
         """Return the rows of all tables, one table after the other; each pack is named once."""
         if len(tables) == 1:
             return tables[0]
+        few = sum([table.stop - table.start for table in tables]) <= SHORT_COLUMN
+        if few and all(isinstance(table.columns, RowColumns) for table in tables):
+            return ChunkTable.from_rows(list(itertools.chain.from_iterable([table.rows for table in tables])))
         names: dict[str | bytes, int] = {}
         packs = [
             np.array([names.setdefault(p, len(names)) for p in t.packs], "<u4")[t.pack] for t in tables if len(t)
@@ -255,7 +166,7 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
         return bool(columns.follows[self.start + 1 : self.stop].all()) and columns.length[self.start] == length
 
     def _is_whole(self) -> bool:
-        return self.stop - self.start == len(self.columns.number)
+        return self.stop - self.start == len(self.columns)
 
     def part(self, start: int, stop: int) -> ChunkTable:
         """Return the rows from `start` up to `stop`, without copying them."""
@@ -278,7 +189,7 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
         """Return the row of a chunk, or None if there is none. The table must be sorted by number."""
         columns = self.columns
         # many small arrays share columns; all their rows pay off once some have been looked up
-        if self.stop - self.start == 1 and len(columns.number) <= _CACHED_ROWS and columns.count_lookup():
+        if self.stop - self.start == 1 and len(columns) <= _CACHED_ROWS and columns.count_lookup():
             row = columns.rows[self.start]
             return row if row.number == number else None
         return self.find(number)
@@ -367,6 +278,8 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
 
     def compact(self) -> ChunkTable:
         """Return the same rows with only the packs that they refer to, in the order of first reference."""
+        if isinstance(self.columns, RowColumns) and self._is_whole():
+            return self  # these packs are in that order
         count = len(self.packs)
         if count <= 1 and len(self):
             return self

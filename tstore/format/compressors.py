@@ -2,8 +2,7 @@
 
 A stored frame is untrusted input. Each compressor compares the size that a frame declares with the expected size
 before it allocates or decodes anything. A frame without a reliable size (gzip, or zstd from a streaming writer) is
-decoded up to the expected size. So the metadata of an array bounds the memory for its chunks, whatever their bytes
-are.
+decoded up to the expected size. So the metadata of an array alone bounds the memory for its chunks.
 """
 
 from __future__ import annotations

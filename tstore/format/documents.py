@@ -71,7 +71,7 @@ class Document:
         for name in ("attributes", *names):
             try:
                 data = _FIELDS.decode(data).get(name, _NULL)
-            except (RecursionError, msgspec.DecodeError):  # it is no object
+            except (RecursionError, msgspec.DecodeError):  # not an object
                 return None
         return None if bytes(data) == _NULL else bytes(data)
 

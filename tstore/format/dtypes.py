@@ -296,7 +296,7 @@ def _bytes_fill(value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a fill value as it is in a `zarr.json`."""
+    """Return the JSON form of a fill value in a `zarr.json`."""
     if is_variable(dtype):
         return variable_fill_to_json(value)
     if dtype.kind == "b":

@@ -108,6 +108,9 @@ def _merge_last(tables: list[Table], newest: ChunkTable) -> None:
     """Merge the last tables as `stack` describes; `newest` is the last one."""
     while len(tables) >= _MERGE_COUNT:
         level, first = _level(newest), len(tables) - 1
+        earliest = tables[-_MERGE_COUNT]
+        if not isinstance(earliest, ChunkTable) or _level(earliest) > level:
+            return
         while first and isinstance(before := tables[first - 1], ChunkTable) and _level(before) <= level:
             first -= 1
         if len(tables) - first < _MERGE_COUNT:

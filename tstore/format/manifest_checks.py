@@ -1,6 +1,6 @@
 """Checks of the columns of manifests, which any program may have written; pure, no I/O.
 
-NumPy's calls would take most of reading a manifest of few chunks, so `are_surely_valid` checks it without them.
+NumPy's calls would take most of reading a manifest of few chunks, so `surely_valid_rows` checks it without them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import numpy.typing as npt
 from tstore.errors import Corrupt
 from tstore.format.bounds import NODE_METADATA_LEVELS
 from tstore.format.checksums import BLOCK, CHECK_SIZE
+from tstore.format.chunk_rows import ChunkRow, chunk_rows
 from tstore.format.columns import SHORT_COLUMN, largest, parse_column, total
 from tstore.format.wellformed import check_paths
 
-__all__ = ["NodeColumns", "are_surely_valid", "check_nodes", "check_order"]
+__all__ = ["NodeColumns", "check_nodes", "check_order", "surely_valid_rows"]
 
 _U32 = [struct.Struct(f"<{count}I").unpack for count in range(SHORT_COLUMN + 1)]
 _U64 = [struct.Struct(f"<{count}Q").unpack for count in range(SHORT_COLUMN + 1)]
@@ -36,28 +37,31 @@ class NodeColumns(NamedTuple):
     counts: bytes
 
 
-def are_surely_valid(nodes: NodeColumns, packs: int, chunks: tuple[bytes, bytes, bytes, bytes, bytes]) -> bool:
-    """Return whether the nodes and the few chunks of a manifest without segments are certainly valid.
+def surely_valid_rows(
+    nodes: NodeColumns, packs: Sequence[bytes], chunks: tuple[bytes, bytes, bytes, bytes, bytes]
+) -> list[ChunkRow] | None:
+    """Return the few rows of a manifest without segments if it is certainly valid.
 
-    `packs` is the number of its packs, and `chunks` are its fields from `number` to `checks`. False says only
-    that this check is too simple for the manifest.
+    `packs` are its packs, all inline, and `chunks` are its fields from `number` to `checks`. None says only that
+    this check is too simple for the manifest.
     """
     number, pack, offset, length, checks = chunks
     n, rows = len(nodes.paths), len(pack) // 4
     if not (0 < n <= SHORT_COLUMN and 0 < rows <= SHORT_COLUMN):
-        return False
+        return None
     try:
         counts, positions = _U64[n](nodes.counts), _U32[n](nodes.document)
         numbers, lengths = _U64[rows](number), _U64[rows](length)
-        largest_pack, largest_offset = max(_U32[rows](pack)), max(_U64[rows](offset))
+        places, offsets = _U32[rows](pack), _U64[rows](offset)
         check_paths(nodes.paths)
     except (struct.error, Corrupt):
-        return False
-    return (
+        return None
+    valid = (
         max(lengths) <= BLOCK  # so that each chunk has one checksum
         and len(checks) == CHECK_SIZE * rows
-        and largest_pack < packs
-        and largest_offset < 1 << 62
+        and max(places) < len(packs)
+        and (len(packs) == 1 or len(set(packs)) == len(packs))
+        and max(offsets) < 1 << 62
         and sum(counts) == rows
         and (rows == 1 or all(map(operator.lt, numbers, numbers[1:])))
         and max(positions) < len(nodes.documents)
@@ -66,6 +70,10 @@ def are_surely_valid(nodes: NodeColumns, packs: int, chunks: tuple[bytes, bytes,
         and max(nodes.replaces_node) <= 3
         and (n == 1 or all(map(operator.lt, nodes.paths, nodes.paths[1:])))
     )
+    if not valid:
+        return None
+    split = [checks[at : at + CHECK_SIZE] for at in range(0, len(checks), CHECK_SIZE)]
+    return chunk_rows(numbers, [packs[at] for at in places], offsets, lengths, split)
 
 
 def check_nodes(nodes: NodeColumns, rows: int) -> None:

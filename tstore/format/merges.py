@@ -171,6 +171,8 @@ class MergePlan(NamedTuple):
         A merge pays if there are more than `max_rows` rows, or too many layers. There is none if a row fits in no
         segment, as that of a chunk of 70 GB.
         """
+        if len(tables) <= MAX_LAYERS and sum(map(len, tables)) <= max_rows:
+            return None  # as usual for a short array
         segmented = [table for table in tables if isinstance(table, SegmentedTable)]
         rows = [table for table in tables if isinstance(table, ChunkTable)]
         if sum(map(len, rows)) <= max_rows and len(segmented) <= MAX_LAYERS:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.documents import Document
 from tstore.format.layers import Table, overlay, segments_first
 from tstore.format.segments import Segment, SegmentedTable

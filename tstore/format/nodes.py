@@ -170,7 +170,7 @@ class Nodes(Mapping[str, Node]):
     def with_changes(self, changed: Mapping[str, Change]) -> Nodes:
         """Return the nodes after these changes; None deletes a node.
 
-        After many changes since the last root, few are added in a level of their own, so that they cost little.
+        After many changes since the last root, a few go into a separate level, so that adding them stays cheap.
         """
         *levels, top = self._levels
         if len(top.changed) > _MANY and len(changed) < len(top.changed) // _SHARE:
@@ -203,8 +203,10 @@ class Nodes(Mapping[str, Node]):
                     created.add(path)
                 elif isinstance(former, Overlay):
                     changed[path] = Overlay(metadata, (*former.layers, layer))
-                else:
-                    changed[path] = Node(path, metadata, layer.over(former.tables))
+                else:  # a document is parsed only once, however many commits repeat it
+                    same = former.metadata.data == metadata.data
+                    shared = former.metadata if same else metadata
+                    changed[path] = Node(path, shared, layer.over(former.tables))
         return self.with_changes(changed)
 
     def after_reads(self, manifests: Iterable[Manifest]) -> bool:
@@ -323,8 +325,9 @@ class Nodes(Mapping[str, Node]):
         """Return whether there are nodes as far as that is known without reading a page."""
         hidden = 0  # how many nodes of a level the levels above may have deleted
         for level in reversed(self._levels):
-            if not hidden and any(change is not None for change in level.changed.values()):
-                return True
+            for change in () if hidden else level.changed.values():
+                if change is not None:
+                    return True
             hidden += len(level.changed)
             if level.stored is not None and level.stored.count > hidden:
                 return True

@@ -95,7 +95,7 @@ def new_codec(document: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
 
 
 def checked_int(document: Mapping[str, Any], settings: Mapping[str, Any], key: str, low: int, high: int) -> int:
-    """Return a setting; raise `UnsupportedFormat` if it is no integer in this range."""
+    """Return a setting; raise `UnsupportedFormat` unless it is an integer in this range."""
     value = settings[key]
     if type(value) is not int or not low <= value <= high:
         raise unsupported(document, f"expected {key!r} to be an integer from {low} to {high}")

@@ -25,7 +25,7 @@ from tstore.format.wellformed import check_documents
 __all__ = ["PAGE_BYTES", "StoredManifest", "check_object", "decode_page", "in_pages", "manifests_in", "stored"]
 
 PAGE_BYTES = 256 << 10
-"""The length of a page, unless the manifest is so long that there would be very many of them."""
+"""The length of a page in bytes; pages of a very long manifest are longer, so that their number stays bounded."""
 
 _MAX_COUNT = 1024  # of pages, as long as no node takes more than a page
 _MAX_NAMES = 256 << 10  # characters in the first paths of all pages

@@ -22,11 +22,12 @@ import numpy.typing as npt
 from tstore.errors import Corrupt
 from tstore.format.bounds import MAX_NAMES
 from tstore.format.checksums import CHECK_SIZE, as_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.columns import parse_column
 from tstore.format.documents import LONG_DOCUMENT, Document
 from tstore.format.layers import Table, layers, overlay_each, segments_first
-from tstore.format.manifest_checks import NodeColumns, are_surely_valid, check_nodes, check_order
+from tstore.format.manifest_checks import NodeColumns, check_nodes, check_order, surely_valid_rows
 from tstore.format.merges import Merge, MergeEntry
 from tstore.format.segments import (
     NO_SOURCE,
@@ -97,9 +98,16 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     @functools.cached_property
     def table(self) -> ChunkTable:
         """All chunk rows; raises `Corrupt` if any value of the manifest is invalid."""
-        inline = iter(self.inline)
         if self.packs.count("") != len(self.inline):
             raise Corrupt("the number of inline packs in a manifest differs from the number that it names")
+        nodes = NodeColumns(self.documents, self.paths, self.document, self.replaces_node, self.count)
+        chunks = self.number, self.pack, self.offset, self.length, self.checks
+        segments = self.segment_count or self.segments or self.segment_packs or self.merges
+        if not segments and len(self.inline) == len(self.packs):
+            rows = surely_valid_rows(nodes, self.inline, chunks)
+            if rows is not None:
+                return ChunkTable.from_rows(rows)
+        inline = iter(self.inline)
         table = ChunkTable.from_columns(
             tuple([key or next(inline) for key in self.packs]),
             parse_column(self.number, "<u8"),
@@ -108,11 +116,6 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             parse_column(self.length, "<u8"),
             as_checks(self.checks),
         )
-        nodes = NodeColumns(self.documents, self.paths, self.document, self.replaces_node, self.count)
-        chunks = self.number, self.pack, self.offset, self.length, self.checks
-        segments = self.segment_count or self.segments or self.segment_packs or self.merges
-        if not segments and not any(self.packs) and are_surely_valid(nodes, len(self.packs), chunks):
-            return table
         table.validate()
         check_nodes(nodes, len(table))
         _ = self._segments_by_node
@@ -121,6 +124,11 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             check_order(table.number, self._stops)
         check_documents(document for document in self.documents if len(document) <= LONG_DOCUMENT)
         return table
+
+    def with_table(self, table: ChunkTable) -> Manifest:
+        """Set `table`, whose rows and nodes are valid, and return the manifest."""
+        self.__dict__["table"] = table
+        return self
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
@@ -151,6 +159,9 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     def nodes(self) -> list[tuple[str, Document, bool, tuple[Table, ...]]]:
         """Return the path, the metadata, whether its rows replace all earlier ones, and the rows of each node."""
         table = self.table
+        if len(self.paths) == 1 and not self.segments:
+            document = self._shared_documents[int.from_bytes(self.document, "little")]
+            return [(self.paths[0], document, _REPLACES[self.replaces_node[0]], (table,))]
         ends = list(itertools.accumulate(parse_column(self.count, "<u8").tolist()))
         parts = map(table.part, [0, *ends], ends)
         flags = map(_REPLACES.__getitem__, self.replaces_node)

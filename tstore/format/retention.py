@@ -5,8 +5,8 @@
 3. A commit compares itself with the collections above its base (`refuse_condemned`).
 4. A server accepts only a collection that follows from the ledger (`check_collection`).
 
-Only roots and the objects of transactions are ever deleted, whatever a record says: every deletion is filtered by
-`layout.is_collectable`.
+Only roots and the objects of transactions are ever deleted, even if a record lists other objects: every deletion
+is filtered by `layout.is_collectable`.
 """
 
 from __future__ import annotations

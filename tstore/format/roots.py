@@ -1,7 +1,8 @@
 """Roots as objects: a short one is a frame; a long one begins with the pages of its nodes; pure, no I/O.
 
-The pages are as in a manifest of its own (`pages`), so that readers fetch only those that they need. After them
-come the root's frame, which refers to them, and the length of the frame (u64). So a reader begins at the end.
+The pages have the format of a separate manifest's (`pages`), so that readers fetch only those that they need.
+After them come the root's frame, which refers to them, and the length of the frame (u64). So a reader begins at
+the end.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from tstore.errors import Corrupt
 from tstore.format.checksums import CHECK_SIZE, as_checks, digest
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 
 __all__ = [
     "MIN_SEGMENTED",

@@ -2,8 +2,8 @@
 
 The index has the offset and the length of each inner chunk in C order, both 2^64 - 1 for one that is not stored
 because all of its values are the fill value. Every inner chunk is checked against the end of the data and against
-its own codecs before memory is allocated for it. So the metadata of an array bounds the memory for its chunks,
-whatever the index says.
+its own codecs before memory is allocated for it. So the metadata of an array alone bounds the memory for its
+chunks.
 """
 
 from __future__ import annotations

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import astuple
 
-from tstore.format.chunk_refs import ChunkRow
+from tstore.format.bounds import NODE_METADATA_LEVELS
+from tstore.format.checksums import BLOCK
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.references import Manifest
 
 __all__ = ["short_manifest"]
@@ -28,7 +31,7 @@ def short_manifest(
     positions = [documents.setdefault(document, len(documents)) for document in per_node]
     places = [packs.setdefault(key, len(packs)) for key in keys]
     u32, u64 = struct.Struct(f"<{len(rows)}I").pack, struct.Struct(f"<{len(rows)}Q").pack
-    return Manifest(
+    manifest = Manifest(
         packs=tuple([pack if isinstance(pack, str) else "" for pack in packs]),
         inline=tuple([pack for pack in packs if isinstance(pack, bytes)]),
         documents=tuple(documents),
@@ -42,3 +45,7 @@ def short_manifest(
         length=u64(*lengths),
         checks=b"".join(checks),
     )
+    inline = len(manifest.inline) == len(packs)
+    if inline and max(lengths, default=0) <= BLOCK and max(map(len, documents), default=0) <= NODE_METADATA_LEVELS:
+        return manifest.with_table(ChunkTable.from_rows(rows))  # so nothing in it needs a check
+    return manifest

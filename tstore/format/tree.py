@@ -106,6 +106,10 @@ class Tree:
             nodes = nodes.after(manifests, record.paged_manifest)
         return Tree(version, nodes if version % ROOT_EVERY else nodes.sealed(version), tags)
 
+    def after_writes(self, version: int, manifests: Sequence[Manifest]) -> Tree:
+        """Return this tree after the commits up to `version`, which only wrote chunks; that one has no root."""
+        return Tree(version, self.nodes.after(manifests), self.tags) if manifests else self
+
     def manifest(self) -> Manifest:
         """Return one manifest of all nodes and their chunks; all have `replaces_node` set."""
         return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in self.nodes.items()])
@@ -186,7 +190,7 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 def _node_changes(manifest: Manifest) -> Iterator[tuple[str, NodeChange]]:
     """Yield the path of each node and its changes; reads segments."""
-    # a node that is replaced conflicts whatever its chunks are
+    # a replaced node conflicts regardless of its chunks
     if not manifest.segments:
         for path, flags, numbers in manifest.numbers():
             replaces = bool(flags & REPLACES)
@@ -237,7 +241,7 @@ class Changes(NamedTuple):
         nodes = self.nodes.items()
         if any(n.replaces_node or n.extends or len(n.numbers) > SHORT_COLUMN for _, n in nodes):
             return None
-        return frozenset((path, number) for path, n in nodes for number in n.numbers.tolist())
+        return frozenset([(path, number) for path, n in nodes for number in n.numbers.tolist()])
 
     def overlap(self, other: Changes) -> Overlap:
         """Return the overlap of these changes, not yet committed, with those of a newer commit."""

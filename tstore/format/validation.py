@@ -27,7 +27,8 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.columns import SHORT_COLUMN
 from tstore.format.documents import Document
 from tstore.format.node import Node

@@ -1,7 +1,7 @@
 """Strings and bytes of variable length: their dtypes, and what a caller passes as their values; pure, no I/O.
 
 Arrays have NumPy's `StringDType` for strings, and `object` for bytes, as zarr-python has them. The memory of such
-an array refers to the values elsewhere, so it is never read from or written to a file as it is.
+an array only points to the values, so it is never read from or written to a file directly.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def variable_fill(value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def variable_fill_to_json(value: Any) -> str:
-    """Return a fill value as it is in a `zarr.json`: bytes in base 64."""
+    """Return the JSON form of a fill value in a `zarr.json`: bytes in base 64."""
     return value if isinstance(value, str) else base64.standard_b64encode(value).decode()
 
 

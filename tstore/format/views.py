@@ -106,7 +106,7 @@ class View(NamedTuple):
     def repeated(self) -> tuple[slice, ...] | None:
         """The index of the last values along axes of the view that no axis of the array follows.
 
-        All values along such an axis are the same. None if there are no others than the last ones.
+        All values along such an axis are the same. None if there are no other values.
         """
         if len(set().union(*self.follows)) == len(self.shape):
             return None

@@ -1,6 +1,6 @@
 """Group commit: commits of one process that are ready at the same time share one record.
 
-1. A task of its own appends the commits, in the order of their arrival. It begins when the other tasks that are
+1. A separate task appends the commits, in the order of their arrival. It begins when the other tasks that are
    ready to run have done so, and their commits have arrived too. Those that arrive while it appends wait.
 2. It takes along all waiting commits that may share a record with the first, and appends one record for them all.
 3. Commits that share a record are small (all of their data is inline, and together they are within the bounds of
@@ -36,8 +36,8 @@ _logger = logging.getLogger("tstore.log")
 
 _SHORTEST_PAUSE = 0.002  # seconds
 _LONGEST_PAUSE = 0.1
-_QUICK_ATTEMPTS = 20  # the longest pause is shorter if so many attempts, each as slow as the last one, are
-_ATTEMPTS = 12  # attempts of other writers that fit into the longest pause, each as slow as the last one here
+_QUICK_ATTEMPTS = 20  # the longest pause is at most as long as this many attempts like the last one
+_ATTEMPTS = 12  # attempts of other writers, each as slow as the last one here, that the longest pause allows
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 _PLAIN_BYTES = 1024  # more than a plain record takes beside its manifests
 _MAX_VALUES = RECORD_VALUES - 1  # one value is the empty metadata of the shared record
@@ -80,7 +80,7 @@ class QueuedCommit:
     ) -> None:
         """Queue the commit; its turn comes once the tasks that are ready to run have queued theirs."""
         self.record = record
-        self.size = len(data) or _PLAIN_BYTES + sum(m.size for m in record.manifests if isinstance(m, Manifest))
+        self.size = len(data) or _PLAIN_BYTES + sum([m.size for m in record.manifests if isinstance(m, Manifest)])
         self.validate = validate
         self.on_retry = on_retry
         self.append_record = append_record

@@ -101,7 +101,7 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
     Of `racers` concurrent creations, each with its own uuid, exactly one must succeed. Raise `Denied` if several
-    do, or without permission, and `NotAStore` if the URL is no folder or the folder contains other files.
+    do, or without permission, and `NotAStore` if the URL is not a folder or the folder contains other files.
     """
     try:
         empty = await storage.empty()

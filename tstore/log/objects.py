@@ -152,7 +152,7 @@ class MetadataObjects:
         inline = [m for m in record.manifests if isinstance(m, Manifest)]
         try:
             for manifest in inline:
-                manifest.attach(self.segments).validate()
+                _ = manifest.attach(self.segments).table  # raises `Corrupt` for invalid values
         except Corrupt as error:
             raise Corrupt(f"{self.storage.url}: {commit_key(version)}: {error}; {self.advice}") from error
         return inline if len(inline) == len(record.manifests) else None

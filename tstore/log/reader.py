@@ -95,6 +95,9 @@ class LogReader:
 
     async def record(self, version: int) -> Record:
         """Return the record of a version; if there is none, raise `NotFound`, or `Corrupt` if later ones exist."""
+        cached = self.records.cached(version)
+        if cached is not None:
+            return cached.record
         return (await self.records.stored_below(version, self._newest)).record
 
     def stored(self, version: int) -> Coroutine[Any, Any, StoredRecord]:
@@ -102,7 +105,7 @@ class LogReader:
         return self.records.stored_below(version, self._newest)
 
     def collection(self, version: int) -> Coroutine[Any, Any, Collection | None]:
-        """Return what the garbage collection of a version decided, or None if that version is no collection."""
+        """Return what the garbage collection of a version decided, or None if that version is not one."""
         return self.records.collection(version)
 
     def tree(self, version: int) -> Coroutine[Any, Any, Tree]:

@@ -117,10 +117,16 @@ class Trees:
             commits.append((before, stored.record, manifests))
             before -= 1
             tree = self._cached.get(before)
+        writes: list[Manifest] = []  # of the last commits that only wrote chunks, which are applied together
         for number, record, manifests in reversed(commits):
             if tree.nodes.after_reads(manifests):
                 return None
-            tree = tree.after(number, record, manifests)
+            if _only_writes(record, manifests) and number % ROOT_EVERY and tree.nodes:
+                writes += manifests
+                continue
+            tree = tree.after_writes(number - 1, writes).after(number, record, manifests)
+            writes = []
+        tree = tree.after_writes(version, writes)
         self._cached.put(version, tree)
         return tree
 
@@ -310,6 +316,12 @@ def _in_pages(reference: ObjectRef, nodes: dict[str, Node]) -> list[DerivedNodes
 def _is_of(root: Root, version: int, stored: StoredRecord | None) -> bool:
     """Return whether a root was written for exactly this record of this version."""
     return stored is not None and (root.version, root.record_check) == (version, stored.check)
+
+
+def _only_writes(record: Record, manifests: Sequence[Manifest]) -> bool:
+    """Return whether all that a commit does is to write chunks; it deletes nothing and is not a collection."""
+    tags = record.tags or record.dropped or record.tagged
+    return not (tags or record.void or any(any(m.replaces_node) for m in manifests))
 
 
 def _drop_if_long(stored: StoredRecord) -> _ReadAhead:

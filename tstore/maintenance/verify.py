@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.grid import chunk_coordinates
 from tstore.format.layers import Table
 from tstore.format.layout import ROOT_EVERY, commit_key, is_object, root_key

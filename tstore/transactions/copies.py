@@ -23,7 +23,8 @@ from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.errors import InvalidArgument, NotFound, TStoreError
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.codecs import Codecs
 from tstore.format.grid import chunk_coordinates, whole
 from tstore.format.node import Node

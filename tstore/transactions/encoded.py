@@ -18,7 +18,7 @@ from tstore.data.encoded_chunks import read_part
 from tstore.errors import Misuse, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import ChunkRow
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.grid import renumbered
 from tstore.format.layers import Table
 from tstore.format.node import Node

@@ -94,17 +94,21 @@ class Lifecycle:
 class Operation(Generic[T]):
     """An operation of a transaction, the block of an `async with`, which enters the result of `start`.
 
-    A small commit has four of them, and a generator would take several times as long to enter and leave.
+    `started` is that result if it is known. A small commit has three of them, and a generator would take several
+    times as long to enter and leave.
     """
 
-    __slots__ = ("_lifecycle", "_start")
+    __slots__ = ("_lifecycle", "_start", "_started")
 
-    def __init__(self, lifecycle: Lifecycle, start: Callable[[], Awaitable[T]]) -> None:
+    def __init__(self, lifecycle: Lifecycle, start: Callable[[], Awaitable[T]], started: T | None = None) -> None:
         self._lifecycle = lifecycle
         self._start = start
+        self._started = started
 
     async def __aenter__(self) -> T:
         self._lifecycle.start_operation()
+        if self._started is not None:
+            return self._started
         try:
             return await self._start()
         except BaseException as error:

@@ -119,7 +119,7 @@ def detected_attempt(environment: Mapping[str, str]) -> str | None:
     """Return a token for this start of the job from the variables of SLURM and torchelastic, or None.
 
     torchelastic restarts its workers within one SLURM job, so the token names both if both are set. A run whose id
-    is "none", the default of torchelastic, is no token by itself.
+    is "none", the default of torchelastic, is not a token on its own.
     """
     parts = []
     if "SLURM_JOB_ID" in environment:

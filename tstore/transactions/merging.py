@@ -19,9 +19,9 @@ __all__ = ["merge_references"]
 
 
 _COMMITS = 8
-"""One of so many commits merges rows at the bound, the others at twice the bound.
+"""One commit in this many, drawn at random, merges rows at the bound, the others at twice the bound.
 
-Otherwise all commits under way would merge the same rows, in vain except for the first."""
+Otherwise all commits under way would merge the same rows, and only the first merge would be kept."""
 
 
 async def merge_references(

@@ -23,7 +23,8 @@ from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt, Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
+from tstore.format.chunk_refs import ChunkSource, ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.documents import Document
 from tstore.format.grid import (
     Selection,
@@ -121,8 +122,8 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
 
     def has_long_tables(self, max_rows: int) -> bool:
         """Return whether there are more than `max_rows` references that are not in segments."""
-        tables = (*self.tables, *self._patched)
-        return len(self._rows) + sum(len(table) for table in tables if isinstance(table, ChunkTable)) > max_rows
+        tables = [table for table in (*self.tables, *self._patched) if isinstance(table, ChunkTable)]
+        return len(self._rows) + sum(map(len, tables)) > max_rows
 
     async def merge_base(self, base: Node, packs: PackSet, source: SegmentSource) -> None:
         """Merge references of the base if that pays, unless they can't be read, for which no commit fails."""
@@ -141,6 +142,8 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     @property
     def has_segments(self) -> bool:
         """Whether some references that the commit adds or merges are in segments."""
+        if self.merge is None and not self.tables and not self._patched:
+            return False  # as in most small commits
         return self.merge is not None or any(
             not isinstance(table, ChunkTable) for table in (*self.tables, *self._patched)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, bull
 from tstore.format.arguments import checked_name, checked_tag
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import tags_excess_message
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_rows import ChunkRow
 from tstore.format.columns import SHORT_COLUMN
 from tstore.format.documents import Document
 from tstore.format.layers import Table, overlay, stack
@@ -90,6 +92,7 @@ class TagEdits(NamedTuple):
 
 
 _NO_EDITS = TagEdits()
+_has_segments = operator.attrgetter("has_segments")
 
 
 class StagedTree:
@@ -104,6 +107,7 @@ class StagedTree:
         self.deleted: list[str] = []
         self.unplaced: dict[str, bytes] = {}  # bytes by Zarr key, of neither a group nor an array nor a chunk
         self._groups: dict[str, bytes] = {}
+        self._base_metas: dict[str, ArrayMeta] = {}  # of arrays that were looked up in the base
         # maps a path to a staged node at or below it, for `_check_free`
         self._occupied: dict[str, str] | None = None
 
@@ -175,11 +179,13 @@ class StagedTree:
         staged = self.arrays.get(path)
         if staged is not None:
             return staged.meta
-        self.reads.add_metadata([path])
-        node = array_node(self.base, path, self.origin)
-        if self.replaces or self._is_deleted(path):
+        meta = self._base_metas.get(path)
+        if meta is None:
+            self.reads.add_metadata([path])
+            meta = self._base_metas[path] = array_node(self.base, path, self.origin).meta
+        if self.replaces or (self.deleted and self._is_deleted(path)):
             raise NotFound(f"{self.origin}: {path!r} was deleted in this transaction")
-        return node.meta
+        return meta
 
     def check_handle(self, path: str, meta: ArrayMeta) -> None:
         """Raise `Misuse` unless the array still has the metadata of a handle, `NotFound` if it was deleted."""
@@ -248,7 +254,7 @@ class StagedTree:
     @property
     def reads_segments(self) -> bool:
         """Whether `manifest` and `changes` may read segments of staged arrays, and so block."""
-        return any(array.has_segments for array in self.arrays.values())
+        return any(map(_has_segments, self.arrays.values()))
 
     def manifest(self) -> Manifest:
         """Return the staged arrays and groups as a manifest, sorted by path."""
@@ -291,7 +297,7 @@ class StagedTree:
         """Return the changes that a concurrent commit can conflict with."""
         nodes = {path: NodeChange(True, NO_NUMBERS) for path in self._groups}
         for path, staged in self.arrays.items():
-            # a node that is replaced conflicts whatever its chunks are
+            # a replaced node conflicts regardless of its chunks
             numbers = NO_NUMBERS if staged.replaces_node else staged.staged_numbers()
             nodes[path] = NodeChange(staged.replaces_node, numbers, extends=staged.extension is not None)
         return Changes(nodes, tuple(self.deleted), self.replaces, tags.assigned, tags.dropped)

@@ -69,6 +69,7 @@ class Staging:
         self.log = log
         self.reader = log.reader
         self.tags = tags
+        self._checks_tags = bool(tags.assigned or tags.dropped)
         self.isolation = isolation
         self._durability = durability
         self._segments = log.reader.objects.segments
@@ -84,9 +85,7 @@ class Staging:
         self._manifest_prefix = "" if member is None else f"{member.host:05d}-"
         self.packs = PackSet(log.storage, folder_of(self.transaction), durability)
         # so that the merged manifest of all hosts is as short as that of one
-        self._max_inline_rows = (
-            MIN_SEGMENTED if member is None else max(MIN_OF_HOST, MIN_SEGMENTED // member.hosts)
-        )
+        self._max_inline_rows = max(MIN_OF_HOST, MIN_SEGMENTED // (1 if member is None else member.hosts))
         self._heartbeat = None if member is None else HeartbeatWriter(log.storage, member)
 
     # ---- staging changes
@@ -101,7 +100,7 @@ class Staging:
 
     def operation(self) -> Operation[StagedTree]:
         """Return a context manager that enters the staged tree; a commit waits for the end of the block."""
-        return Operation(self.lifecycle, self._checked_tree)
+        return Operation(self.lifecycle, self._checked_tree, None if self._checks_tags else self._staged)
 
     async def array(self, path: str) -> Array:
         """Return the array at a path; raise `NotFound`."""
@@ -306,8 +305,8 @@ class Staging:
 
     async def changes(self) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
-        tree, tags = self.tree, self.tags
-        return await run(tree.changes, tags) if tree.reads_segments else tree.changes(tags)
+        changes, tags = self.tree.changes, self.tags
+        return await run(changes, tags) if self.tree.reads_segments else changes(tags)
 
     def heartbeat(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Renew the heartbeat of a cooperative transaction while the block runs."""
@@ -317,7 +316,7 @@ class Staging:
         """Apply all patches, make the packs durable, and return the manifest."""
         staged = await self._checked_tree()
         staged.check_placed()
-        await self.read_nodes(staged, (a.path for a in staged.arrays.values() if not a.replaces_node))
+        await self.read_nodes(staged, [a.path for a in staged.arrays.values() if not a.replaces_node])
         for array in staged.arrays.values():
             if array.patches:
                 await self.apply_patches(staged, array)
@@ -386,7 +385,7 @@ class Staging:
     async def _checked_tree(self) -> StagedTree:
         """Return the staged tree; raise if its base does not permit the transaction's tags."""
         staged = self._staged or await self._staged_tree()
-        if self.tags.assigned or self.tags.dropped:
+        if self._checks_tags:
             self.tags.check(staged.base.tags, self.log.storage.url)
         return staged
 

@@ -4,11 +4,9 @@ A create leaves the whole object under its name, or nothing, even if the machine
 
 1. Create the missing folders. The first time this storage uses a folder, fsync its parent: another process may
    have created the folder and died before the fsync.
-2. Create the file whole, or not at all if the name is taken, and make its folder durable (`atomic_file`).
-3. Acknowledge.
+2. Create the file whole, or not at all if its name is taken; make its folder durable (`atomic_file`). Acknowledge.
 
-Packs are written in place, under names that nobody else uses. Other transactions read a pack only after a record
-refers to it.
+Packs are written in place, under names that nobody else uses, and read by others only after a record refers to them.
 
 A storage keeps up to 64 packs open for reading, and closes those that it deletes. The system frees the space of a
 deleted file only when all other readers, in this or another process, have closed it too.
@@ -33,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import secrets
@@ -394,6 +393,7 @@ def _read_whole(key: str, path: str, max_size: int | None) -> bytes:
     return data
 
 
+@functools.lru_cache(256)
 def path_in(root: str, key: str) -> str:
     """Return the path of a key below a folder; raise `InvalidArgument` if it is not valid."""
     return f"{root}/{checked_key(key, root)}"
