@@ -26,6 +26,7 @@ import tstore.sync as blocking
 from tests.support import http_server, processes
 from tests.support.sync_stub import MODULES, stub_path, sync_stub
 from tstore.runtime.event_loops import BACKGROUND
+from tstore.storage.local.store import LocalStorage
 
 CLASSES = ["Array", "Checkpointer", "Snapshot", "Store", "Transaction"]
 
@@ -188,6 +189,43 @@ def test_the_blocking_api_works_from_several_threads(tmp_path: Path) -> None:
     commits = list(store.history())
     assert len({c.transaction for c in commits}) == 65
     assert commits[0].version <= 65  # commits that waited for each other share a version
+
+
+@pytest.mark.parametrize("index", [0, (slice(3, 9), slice(None, None, -2)), slice(0, 0), (..., None), ([5, 2], 1)])
+def test_a_small_read_of_local_files_is_made_in_the_calling_thread(
+    tmp_path: Path, index: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.random.default_rng(0).integers(0, 1 << 30, (800, 8), "int32")
+    with blocking.open(tmp_path / "s").transaction() as tx:
+        tx.create_array("w", values.shape, "int32", (70, 3), codecs=["bytes", "zstd"]).write(values)
+    readers: list[threading.Thread] = []
+    reader = LocalStorage.reader
+
+    def noted(self: LocalStorage, key: str) -> Any:
+        readers.append(threading.current_thread())
+        return reader(self, key)
+
+    monkeypatch.setattr(LocalStorage, "reader", noted)
+    array = blocking.open(tmp_path / "s").snapshot().array("w")
+    out = np.zeros_like(values[index], dtype="int64")
+    assert (array[index].read() == values[index]).all()
+    assert array[index].read(out) is out
+    assert (out == values[index]).all()
+    if isinstance(index, tuple) and isinstance(index[0], list):
+        return  # points are read by worker threads
+    assert set(readers) <= {threading.current_thread()}
+    assert readers or not values[index].size
+
+
+def test_a_small_read_of_a_damaged_chunk_names_it(tmp_path: Path) -> None:
+    with blocking.open(tmp_path / "s").transaction() as tx:
+        tx.create_array("w", (4096,), "f8", (2048,)).write(1.0)
+    [pack] = (tmp_path / "s").glob("txn/*/pack-*")
+    pack.write_bytes(bytes(16384) + pack.read_bytes()[16384:])
+    array = blocking.open(tmp_path / "s").snapshot().array("w")
+    assert array[2048].read() == 1
+    with pytest.raises(tstore.errors.Corrupt, match=r"w, chunk \(0,\)"):
+        array[5].read()
 
 
 def test_errors_are_raised_unchanged(tmp_path: Path) -> None:

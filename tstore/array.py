@@ -263,22 +263,7 @@ class Array:
         unsuitable `out`, `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if
         stored bytes have changed.
         """
-        view = self._view
-        if out is None:
-            out = new_values(self.path, view.shape, self.dtype)
-        elif not isinstance(out, np.ndarray):
-            raise InvalidArgument(f"{self.path}: out must be a NumPy array, not a {type(out).__name__}")
-        elif out.shape != view.shape or not out.flags.writeable or not can_cast(self.dtype, out.dtype, "safe"):
-            writable = "writable" if out.flags.writeable else "read-only"
-            raise InvalidArgument(
-                f"{self.path}: out must be a writable array of shape {view.shape} and dtype {self.dtype} or one "
-                f"to which that is cast safely, not a {writable} one of {out.shape} and {out.dtype}"
-            )
-        elif may_overlap(out.shape, out.strides, out.itemsize):
-            raise InvalidArgument(
-                f"{self.path}: out must be memory of distinct elements; its strides are {out.strides} bytes"
-            )
-        read = _Read(self, out)
+        read = read_of(self, out)
         await self._source.read_array(read.path, read.meta, read.selection, read.target)
         return read.finished()
 
@@ -374,9 +359,24 @@ class _Read:
         return self.out
 
 
-def read_of(array: Array) -> _Read:
-    """Return a read of a view into a new array."""
-    return _Read(array, new_values(array.path, array.shape, array.dtype))
+def read_of(array: Array, out: npt.NDArray[Any] | None = None) -> _Read:
+    """Return a read of a view into a new array, or into `out`; raise `InvalidArgument` if `out` is unsuitable."""
+    shape, dtype = array.shape, array.dtype
+    if out is None:
+        return _Read(array, new_values(array.path, shape, dtype))
+    if not isinstance(out, np.ndarray):
+        raise InvalidArgument(f"{array.path}: out must be a NumPy array, not a {type(out).__name__}")
+    if out.shape != shape or not out.flags.writeable or not can_cast(dtype, out.dtype, "safe"):
+        writable = "writable" if out.flags.writeable else "read-only"
+        raise InvalidArgument(
+            f"{array.path}: out must be a writable array of shape {shape} and dtype {dtype} or one "
+            f"to which that is cast safely, not a {writable} one of {out.shape} and {out.dtype}"
+        )
+    if may_overlap(out.shape, out.strides, out.itemsize):
+        raise InvalidArgument(
+            f"{array.path}: out must be memory of distinct elements; its strides are {out.strides} bytes"
+        )
+    return _Read(array, out)
 
 
 def parts_of(array: Array) -> tuple[ArraySource, str, View]:

@@ -15,9 +15,9 @@ from tstore.data.encoded_chunks import Deliver, read_encoded
 from tstore.data.exmy_chunks import PackedRegion, read_packed
 from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.planning import ReadPlan, planned_bytes, read_plan
-from tstore.data.reader import read_chunks
+from tstore.data.reader import read_chunks, read_in_this_thread
 from tstore.data.shared_reads import SharedReads
-from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired
+from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired, TStoreError
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
@@ -121,6 +121,20 @@ class Snapshot:
         await self.read_nodes([path])
         node = array_node(self._tree, path, self.location)
         await guard_expiry(self._log, self.version, self._reads.read(ReadJob(path, meta, node, selection, out)))
+
+    def read_in_this_thread(self, view: Array, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any] | None:
+        """Return what `view.read(out)` returns if its chunks are few and local, else None. Blocking.
+
+        Return None if the read fails, too: `Array.read` raises the error. Raise `InvalidArgument` for an
+        unsuitable `out`.
+        """
+        read = read_of(view, out)
+        try:
+            node = array_node(self._tree, read.path, self.location)
+            job = ReadJob(read.path, read.meta, node, read.selection, read.target)
+            return read.finished() if read_in_this_thread(self._log.storage, job) else None
+        except TStoreError:
+            return None
 
     async def explain_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[np.uint16]
+Numbers = npt.NDArray[np.int64]
 Index = tuple[Any, ...]
 
 _STRIDE = 4
@@ -50,18 +51,22 @@ class Volume(NamedTuple):
         """Return all values in a new array."""
         values = np.empty(self.shape, np.uint16)
         for z in range(self.side):
-            values[z] = self.part((slice(z, z + 1), slice(None), slice(None)))[0]
+            self._fill(values[z : z + 1], np.arange(z, z + 1), np.arange(self.side), np.arange(self.side))
         return values
 
     def part(self, index: Index) -> Values:
         """Return the values at slices or numbers on each axis."""
-        line = np.arange(self.side, dtype=np.uint32)
-        z, y, x = (np.atleast_1d(line[i]) for i in index)
-        rows = (z * np.uint32(2654435761))[:, None] ^ (y * np.uint32(2246822519))[None, :] | np.uint32(1)
-        noise = (rows[:, :, None] * (x * np.uint32(3266489917) + np.uint32(12345))) >> np.uint32(26)
-        smooth = (z[:, None, None] + y[:, None] + x) // 4 % 1024 * 64
-        values = (smooth + noise).astype(np.uint16)
-        return values.reshape([len(a) for a, i in zip((z, y, x), index, strict=True) if not isinstance(i, int)])
+        axes = [np.atleast_1d(np.arange(self.side)[i]) for i in index]
+        values = np.empty([len(axis) for axis in axes], np.uint16)
+        self._fill(values, *axes)
+        return values.reshape([len(a) for a, i in zip(axes, index, strict=True) if not isinstance(i, int)])
+
+    def _fill(self, values: Values, z: Numbers, y: Numbers, x: Numbers) -> None:
+        """Store the values at these coordinates; the arithmetic is modulo 2^16."""
+        rows = (z * 40503).astype(np.uint16)[:, None] ^ (y * 30103).astype(np.uint16) | np.uint16(1)
+        np.multiply(rows[:, :, None], (x * 52711 + 12345).astype(np.uint16), out=values)
+        values >>= 10  # noise
+        values += ((z[:, None] + y).astype(np.uint16)[:, :, None] + x.astype(np.uint16)) // 4 * 64
 
     def boxes(self, count: int) -> list[Index]:
         """Return misaligned boxes of 100 × 100 × 64 values, or half of the side if that is shorter."""

@@ -193,3 +193,17 @@ def test_scratch_of_many_threads_stays_within_the_budget() -> None:
     finally:
         tracemalloc.stop()
     assert peak <= BUDGET + (8 << 20)
+
+
+def test_threads_that_have_ended_leave_the_budget_to_others() -> None:
+    def keeps_its_scratch() -> bool:
+        """Return whether a second use gets the same memory, which is not zeros as new memory is."""
+        with scratch(20 << 20) as buffer:
+            buffer[:] = 7
+            del buffer
+        with scratch(20 << 20) as buffer:
+            return bool((buffer == 7).all())
+
+    for _ in range(3 * BUDGET // (20 << 20)):
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(keeps_its_scratch).result()

@@ -165,8 +165,8 @@ class Limits(NamedTuple):
         return self.copied if meta.chain.identity else self.encoded
 
 
-BATCH = Limits(copied=1 << 20, encoded=1 << 20, staged=1 << 20)
-"""A batch that stays in a core's cache on the way from the caller's memory to the pack."""
+BATCH = Limits(copied=2 << 20, encoded=1 << 20, staged=1 << 20)
+"""A batch that stays in a processor's caches on the way from the caller's memory to the pack."""
 
 
 class Batch:

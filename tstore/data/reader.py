@@ -22,13 +22,15 @@ import numpy as np
 from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.data.planning import batches_of, parts_of, pieces_of
 from tstore.errors import Corrupt, InvalidArgument, NotFound
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.grid import Selection
 from tstore.format.variable import is_variable
-from tstore.runtime.budget import aligned_offset, page_aligned, scratch
+from tstore.runtime.budget import aligned_offset, page_aligned, populate, scratch
 from tstore.runtime.pool import each, run
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache import forget
 
-__all__ = ["new_values", "pack_reader", "read_chunks"]
+__all__ = ["new_values", "pack_reader", "read_chunks", "read_in_this_thread"]
 
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 _MIN_ALIGNED = 64 << 10  # bytes of a result that begins at a page
@@ -66,17 +68,43 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> N
         workers = min(workers, -(-sum(piece.size for piece in pieces) // _WORKER_SHARE))
 
     def read(batch: list[Piece]) -> None:
-        try:
-            _read_batch(storage, batch)
-        except MemoryError as error:
-            raise InvalidArgument(f"{batch[0].label}: too little memory to read it ({error})") from error
-        except Corrupt:
-            pack = batch[0].pack
-            if isinstance(pack, bytes) or not forget(storage, pack):
-                raise
-            _read_batch(storage, batch)  # the damage may have been in a cached copy, which is deleted now
+        _read_again_if_cached(storage, batch)
 
     await each(read, itertools.chain(first, batches), workers)
+
+
+def read_in_this_thread(storage: Storage, job: ReadJob) -> bool:
+    """Fill the `out` of a job if its chunks are few and in local storage, and return whether they are. Blocking.
+
+    Such a read takes less time than handing it to another thread. Raise what `read_chunks` raises.
+    """
+    if storage.tuning.latency_bound or not storage.capabilities.native_io:
+        return False
+    if not isinstance(job.selection, Selection) or _size_of_chunks(job.meta, job.selection) > _WORKER_SHARE:
+        return False
+    populate(job.out)
+    for batch in batches_of(pieces_of([job], storage.url), storage.tuning):
+        _read_again_if_cached(storage, batch)
+    return True
+
+
+def _size_of_chunks(meta: ArrayMeta, selection: Selection) -> int:
+    """Return the bytes of the decoded chunks between the first and the last selected value along each axis."""
+    spans = [abs(r[-1] // c - r[0] // c) + 1 if r else 0 for r, c in zip(selection.axes, meta.chunks, strict=True)]
+    return math.prod(spans) * meta.chunk_size * meta.dtype.itemsize
+
+
+def _read_again_if_cached(storage: Storage, batch: list[Piece]) -> None:
+    """Read a batch, and once more if its bytes are damaged and may have come from a cache."""
+    try:
+        _read_batch(storage, batch)
+    except MemoryError as error:
+        raise InvalidArgument(f"{batch[0].label}: too little memory to read it ({error})") from error
+    except Corrupt:
+        pack = batch[0].pack
+        if isinstance(pack, bytes) or not forget(storage, pack):
+            raise
+        _read_batch(storage, batch)  # the damage may have been in a cached copy, which is deleted now
 
 
 def _read_batch(storage: Storage, batch: list[Piece]) -> None:

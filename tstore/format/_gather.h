@@ -42,8 +42,35 @@ static void copy_elements(char *to, Py_ssize_t to_stride, const char *from, Py_s
 #undef COPY_ELEMENTS
 }
 
+/* Copy rows of elements; the loop is short, so that the processor loads several rows from memory at once. */
+static void copy_rows(char *to, const char *from, Py_ssize_t rows, const axis *row, const axis *element,
+                      Py_ssize_t size)
+{
+    const Py_ssize_t length = element->count * size;
+    if (element->to == size && element->from == size) {
+        for (; rows > 0; rows--, to += row->to, from += row->from)
+            memcpy(to, from, (size_t)length);
+    } else {
+        for (; rows > 0; rows--, to += row->to, from += row->from)
+            copy_elements(to, element->to, from, element->from, element->count, size);
+    }
+}
+
+/* Go to the next of the planes, which the axes from the third on count; return 0 after the last. */
+static int next_plane(const axis *axes, int n, Py_ssize_t *at, Py_ssize_t *from, Py_ssize_t *to)
+{
+    for (int k = 2; k < n; k++) {
+        *from += axes[k].from, *to += axes[k].to;
+        if (++at[k] < axes[k].count)
+            return 1;
+        *from -= axes[k].from * axes[k].count, *to -= axes[k].to * axes[k].count;
+        at[k] = 0;
+    }
+    return 0;
+}
+
 /* Describe the elements of a chunk that the array has, `part` of them along each axis, by as few axes as possible, the
- * innermost first; return the number of axes, at least one. */
+ * innermost first; return the number of axes, at least two: those of elements and of rows. */
 static int fewest_axes(const source *s, const Py_buffer *values, const Py_ssize_t *part, axis *axes)
 {
     int n = 0;
@@ -57,8 +84,8 @@ static int fewest_axes(const source *s, const Py_buffer *values, const Py_ssize_
         else
             axes[n++] = (axis){part[i], from, to};
     }
-    if (n == 0)
-        axes[n++] = (axis){1, values->itemsize, values->itemsize};
+    for (; n < 2; n++)
+        axes[n] = (axis){1, values->itemsize, values->itemsize};
     return n;
 }
 
@@ -66,31 +93,27 @@ static XXH128_canonical_t *gather_chunk(const source *s, const Py_buffer *values
                                         const Py_ssize_t *part, char *to, Py_ssize_t block,
                                         XXH128_canonical_t *checks)
 {
-    axis axes[MAX_AXES];
-    Py_ssize_t at[MAX_AXES] = {0};
+    axis axes[MAX_AXES + 1];
+    Py_ssize_t at[MAX_AXES + 1] = {0}, read = 0, write = 0, hashed = 0;
     const int n = fewest_axes(s, values, part, axes);
-    const axis inner = axes[0];
-    const Py_ssize_t step = inner.to < block ? block / inner.to : 1; /* elements of at most about a block */
-    Py_ssize_t read = 0, write = 0, hashed = 0;
-    for (int k = 1;;) {
-        for (Py_ssize_t done = 0; done < inner.count; done += step) {
-            const Py_ssize_t count = smaller(step, inner.count - done);
-            copy_elements(to + write + done * inner.to, inner.to, from + read + done * inner.from, inner.from, count,
+    const axis element = axes[0], row = axes[1];
+    /* copy at most about a block at a time: several rows, or a part of one */
+    const Py_ssize_t rows = row.to < block ? block / row.to : 1;
+    const Py_ssize_t elements = element.to < block ? block / element.to : 1;
+    do {
+        for (Py_ssize_t j = 0; j < row.count; j += rows) {
+            const Py_ssize_t row_count = smaller(rows, row.count - j);
+            for (Py_ssize_t i = 0; i < element.count; i += elements) {
+                const axis copied = {smaller(elements, element.count - i), element.from, element.to};
+                const Py_ssize_t start = write + j * row.to + i * element.to;
+                copy_rows(to + start, from + read + j * row.from + i * element.from, row_count, &row, &copied,
                           values->itemsize);
-            const Py_ssize_t complete = write + (done + count) * inner.to;
-            for (; complete - hashed >= block; hashed += block)
-                checks = hash_chunk(to + hashed, block, block, checks);
+                const Py_ssize_t complete = start + (row_count - 1) * row.to + copied.count * element.to;
+                for (; complete - hashed >= block; hashed += block)
+                    checks = hash_chunk(to + hashed, block, block, checks);
+            }
         }
-        for (k = 1; k < n; k++) {
-            read += axes[k].from, write += axes[k].to;
-            if (++at[k] < axes[k].count)
-                break;
-            read -= axes[k].from * axes[k].count, write -= axes[k].to * axes[k].count;
-            at[k] = 0;
-        }
-        if (k >= n)
-            break;
-    }
+    } while (next_plane(axes, n, at, &read, &write));
     return hashed < s->chunk_size ? hash_chunk(to + hashed, s->chunk_size - hashed, block, checks) : checks;
 }
 
@@ -292,8 +315,8 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
 /* Copy a chunk, whose bytes are in order, to an array; the axes of the chunk are those from `first` on. */
 static void scatter_chunk(const Py_buffer *target, int first, char *to, const char *from)
 {
-    axis axes[MAX_AXES];
-    Py_ssize_t at[MAX_AXES] = {0}, size = target->itemsize;
+    axis axes[MAX_AXES + 1];
+    Py_ssize_t at[MAX_AXES + 1] = {0}, size = target->itemsize, read = 0, write = 0;
     int n = 0;
     for (int i = target->ndim - 1; i >= first; size *= target->shape[i--]) {
         if (target->shape[i] == 1)
@@ -303,20 +326,11 @@ static void scatter_chunk(const Py_buffer *target, int first, char *to, const ch
         else
             axes[n++] = (axis){target->shape[i], size, target->strides[i]};
     }
-    if (n == 0)
-        axes[n++] = (axis){1, target->itemsize, target->itemsize};
-    for (int k = 1;;) {
-        copy_elements(to, axes[0].to, from, axes[0].from, axes[0].count, target->itemsize);
-        for (k = 1; k < n; k++) {
-            from += axes[k].from, to += axes[k].to;
-            if (++at[k] < axes[k].count)
-                break;
-            from -= axes[k].from * axes[k].count, to -= axes[k].to * axes[k].count;
-            at[k] = 0;
-        }
-        if (k >= n)
-            break;
-    }
+    for (; n < 2; n++)
+        axes[n] = (axis){1, target->itemsize, target->itemsize};
+    do {
+        copy_rows(to + write, from + read, axes[1].count, &axes[1], &axes[0], target->itemsize);
+    } while (next_plane(axes, n, at, &read, &write));
 }
 
 static void scatter_all(const Py_buffer *target, int first, const char *from, Py_ssize_t chunk_size, Py_ssize_t count,

@@ -22,7 +22,7 @@ import numpy as np
 import tstore as _async
 from tstore import *  # noqa: F403 - most names, such as those of errors, need no blocking version
 from tstore import Commit, Retry
-from tstore.array import Indexer
+from tstore.array import Indexer, parts_of
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.store import Mode
 from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped, unwrapped
@@ -54,7 +54,16 @@ class Array(BlockingWrapper):
     sparse = blocking(_async.Array.sparse)
     codecs = blocking(_async.Array.codecs)
 
-    read = blocking(_async.Array.read)
+    @functools.wraps(_async.Array.read)
+    def read(self, out: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
+        array = self._wrapped
+        source, _, _ = parts_of(array)
+        values: np.ndarray[Any, Any] | None = None
+        if isinstance(source, _async.Snapshot) and not BACKGROUND.is_running_here():
+            values = source.read_in_this_thread(array, out)
+        result: np.ndarray[Any, Any] = BACKGROUND.run(array.read(out)) if values is None else values
+        return result
+
     explain = blocking(_async.Array.explain)
     write = blocking(_async.Array.write)
     append = blocking(_async.Array.append)

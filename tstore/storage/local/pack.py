@@ -22,7 +22,7 @@ from tstore.storage.objects import Buffers, BufferStream, Durability, too_short
 
 __all__ = ["LocalPack", "LocalReader", "LocalUpload"]
 
-_EXTENT = 64 << 20  # bytes to preallocate at a time
+_EXTENT = 16 << 20  # bytes to preallocate at a time
 _WRITEBACK = 4 << 20  # after this many appended bytes, the system is asked to start writing them to the disk
 
 
