@@ -164,6 +164,7 @@ def _packed_study(
         has_largest = sample.size == meta.size or exmy.exponents(sample).highest == exponents.highest
         contenders = _contenders(candidates, has_largest=has_largest)
         tensor_fits = fit_tensor(values, contenders, importance=undecided.importance)
+        _add_pass(values, [fit for fit in tensor_fits if fit.noise is None], undecided.importance)
         errors = [(fit.format.standard, fit.noise or 0.0) for fit in tensor_fits]
         fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
         signal = tensor_fits[0].signal
@@ -258,11 +259,18 @@ def _complete(
 ) -> None:
     """Make the passes that the fits still need."""
     while unfinished := [fit for fit in fits if not fit.done]:
-        for region, slab in values.slabs():
-            for fit in unfinished:
-                fit.add(slab, _importance_of(importance, values.meta, region))
-        for fit in unfinished:
-            fit.end_pass()
+        _add_pass(values, unfinished, importance)
+
+
+def _add_pass(
+    values: Values, fits: Sequence[exmy.TensorFit], importance: npt.NDArray[np.float32] | None
+) -> None:
+    """Make one pass over the values for these fits."""
+    for region, slab in values.slabs() if fits else ():
+        for fit in fits:
+            fit.add(slab, _importance_of(importance, values.meta, region))
+    for fit in fits:
+        fit.end_pass()
 
 
 def _importance_of(
