@@ -115,7 +115,8 @@ class BiasFit:
        biases beyond that end.
 
     NaN and infinity count as 0. With `reports_noise`, the fit also has the signal, and the noise once a pass has
-    measured it, be it one after the fit is done. Pieces may have importance; errors and the signal are then weighted.
+    measured it, be it one after the fit is done. Pieces may have importance; errors and the signal are then
+    weighted.
     """
 
     def __init__(

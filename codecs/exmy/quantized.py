@@ -195,8 +195,7 @@ class Quantized:
         return count
 
     def _decoding(self, kind: Kind) -> tuple[Layout, Array | None]:
-        """Return the layout, and the scale of each group unless all elements share an offset, which is in its bias.
-        """
+        """Return the layout, and the scale of each group, or None if its bias has the offset of all elements."""
         layout = self.format.layout
         if self.scales is None and self.offsets.ndim == 0:
             return layout._replace(bias=layout.bias + int(self.offsets)), None

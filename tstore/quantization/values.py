@@ -62,7 +62,7 @@ class Values(NamedTuple):
 
 
 class Sample:
-    """At most about 4 MiB of values of an array, collected from its slabs: every k-th index along the longest axis.
+    """At most about 4 MiB of values of an array, from its slabs: every k-th index along the longest axis.
 
     Values that share an offset stay together: rows along `axis` are sampled along another axis, and if the longest
     axis is the one divided into blocks, the sample has every k-th block. A small array is its own sample.
