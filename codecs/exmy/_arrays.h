@@ -1,5 +1,5 @@
-/* Kernels on whole arrays, block by block: stochastic rounding, the histogram of exponents, and the comparison of two
- * arrays. */
+/* Kernels on whole arrays, block by block: stochastic rounding, the histogram of exponents, and the errors of an
+ * approximation. */
 
 #include "_runs.h"
 
@@ -70,15 +70,20 @@ static nonfinites stochastic_all(const lanes *l, spec s, int kind, uint64_t seed
     return bad;
 }
 
-/* Count the exponent fields in WAYS interleaved histograms. Consecutive elements often have the same exponent, so one
- * histogram would wait for its own last store, and histograms 4 KiB apart would wait for each other's stores. */
+/* Count the exponent fields in WAYS interleaved histograms, of as many elements as a word holds. Consecutive elements
+ * often have the same exponent, so one histogram would wait for its own last store, and histograms 4 KiB apart would
+ * wait for each other's stores. */
 #define DEFINE_FIELDS(BITS, MANTISSA, FIELDS, WAYS)                                                          \
     static void fields##BITS(const float##BITS##_bits *src, size_t n, uint64_t *bins)                        \
     {                                                                                                        \
+        const word64 *words = (const word64 *)src;                                                           \
         size_t i = 0;                                                                                        \
         for (; i + WAYS <= n; i += WAYS)                                                                     \
-            for (size_t j = 0; j < WAYS; j++)                                                                \
-                bins[((src[i + j] >> MANTISSA) & (FIELDS - 1)) * WAYS + j]++;                                \
+            for (size_t j = 0; j < WAYS; j += 64 / BITS) {                                                   \
+                const uint64_t word = words[(i + j) / (64 / BITS)];                                          \
+                for (size_t k = 0; k < 64 / BITS; k++)                                                       \
+                    bins[((word >> (BITS * k + MANTISSA)) & (FIELDS - 1)) * WAYS + j + k]++;                 \
+            }                                                                                                \
         for (; i < n; i++)                                                                                   \
             bins[((src[i] >> MANTISSA) & (FIELDS - 1)) * WAYS]++;                                            \
     }                                                                                                        \
@@ -140,31 +145,66 @@ static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n
     }
 }
 
-/* Writes the signal, noise, largest error and largest relative error of y as an approximation of x to totals. */
+/* Adds the errors of a block of y as an approximation of x to `sums`, of which _compare.h tells the layout. */
+static void compare_block(const lanes *l, int kind, const uint8_t *x, const uint8_t *y, size_t n, double *sums)
+{
+    uint32_t a[BLOCK], b[BLOCK];
+    if (kind == FLOAT64)
+        l->compare_f64((const float64_value *)x, (const float64_value *)y, n, sums);
+    else if (kind == FLOAT32)
+        l->compare_f32((const float32_value *)x, (const float32_value *)y, n, sums);
+    else {
+        (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)x, n, a);
+        (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)y, n, b);
+        l->compare_f32((const float32_value *)a, (const float32_value *)b, n, sums);
+    }
+}
+
+/* Writes the signal, noise, largest error and largest relative error to totals. */
+static void add_up(const double *sums, double *totals)
+{
+    for (size_t k = 0; k < 3; k++) {
+        totals[k] = 0;
+        for (size_t j = 0; j < 8; j++)
+            totals[k] = k < 2                           ? totals[k] + sums[8 * k + j]
+                        : totals[k] > sums[8 * k + j] ? totals[k]
+                                                      : sums[8 * k + j];
+    }
+    totals[3] = sums[24];
+}
+
+/* Writes the errors of y as an approximation of x to totals. */
 static void compare_all(const lanes *l, int kind, const uint8_t *x, const uint8_t *y, size_t n, double *totals)
 {
-    double sums[64] = {0};
-    uint32_t a[BLOCK], b[BLOCK];
+    double sums[25] = {0};
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();
-    for (size_t i = 0; i < n; i += BLOCK, x += BLOCK * size, y += BLOCK * size) {
+    for (size_t i = 0; i < n; i += BLOCK)
+        compare_block(l, kind, x + i * size, y + i * size, n - i < BLOCK ? n - i : BLOCK, sums);
+    add_up(sums, totals);
+    leave_float_mode(mode);
+}
+
+/* Writes the errors of packed codes as an approximation of x to totals, as if they were decoded to the kind of x: by
+ * `s` alone, or with the scales of g. No decoded value leaves the first-level cache. */
+static void measure_all(const lanes *l, spec s, int kind, const groups *g, const uint8_t *packed, const uint8_t *x,
+                        size_t n, double *totals)
+{
+    scratch r;
+    uint64_t decoded[BLOCK];
+    double sums[25] = {0};
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    decoder d = decoder_of(l, &s, kind, g, &r);
+    for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK;
-        if (kind == FLOAT64)
-            l->compare_f64((const float64_value *)x, (const float64_value *)y, m, sums);
-        else if (kind == FLOAT32)
-            l->compare_f32((const float32_value *)x, (const float32_value *)y, m, sums);
-        else {
-            (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)x, m, a);
-            (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)y, m, b);
-            l->compare_f32((const float32_value *)a, (const float32_value *)b, m, sums);
-        }
+        unpack_block(l, packed + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
+        if (g == NULL)
+            decode_block(l, &s, kind, r.codes, m, &r, (uint8_t *)decoded);
+        else
+            decode_run(l, &s, kind, g, &d, r.codes, i, m, &r, (uint8_t *)decoded);
+        compare_block(l, kind, x + i * size, (const uint8_t *)decoded, m, sums);
     }
-    for (size_t k = 0; k < 4; k++) {
-        totals[k] = 0;
-        for (size_t j = 0; j < 16; j++)
-            totals[k] = k < 2                            ? totals[k] + sums[16 * k + j]
-                        : totals[k] > sums[16 * k + j] ? totals[k]
-                                                       : sums[16 * k + j];
-    }
+    add_up(sums, totals);
     leave_float_mode(mode);
 }

@@ -98,6 +98,37 @@ static PyObject *py_compare(PyObject *self, PyObject *args)
     return result;
 }
 
+static PyObject *py_measure(PyObject *self, PyObject *args)
+{
+    int level, kind, x, y, bias;
+    groups g = {0, 0, 0, 0, NULL};
+    Py_ssize_t length, inner;
+    Py_buffer scales, packed, src;
+    PyObject *result = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiiiipnnz*y*y*", &level, &kind, &x, &y, &bias, &g.wide, &length, &inner, &scales,
+                          &packed, &src))
+        return NULL;
+    g.length = (size_t)length, g.inner = (size_t)inner, g.scales = scales.buf;
+    const lanes *l = lanes_of(level);
+    if (l != NULL && check_kind(kind) && check_format(x, y, bias)) {
+        const size_t n = (size_t)src.len / kind_size(kind);
+        const groups *grouped = scales.buf == NULL ? NULL : &g;
+        if (check_length("packed", packed.len, packed_bytes(n, 1 + x + y)) &&
+            (grouped == NULL || check_scales(&g, scales.len, n))) {
+            double totals[4];
+            Py_BEGIN_ALLOW_THREADS;
+            measure_all(l, spec_of(x, y, bias, 0), kind, grouped, packed.buf, src.buf, n, totals);
+            Py_END_ALLOW_THREADS;
+            result = Py_BuildValue("dddd", totals[0], totals[1], totals[2], totals[3]);
+        }
+    }
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&packed);
+    PyBuffer_Release(&src);
+    return result;
+}
+
 #define ARRAY_METHODS                                                                                        \
     {"stochastic", py_stochastic, METH_VARARGS,                                                              \
      "stochastic(level, kind, x, y, bias, seed, first, target, saturate, src, out) -> (count, first) of "    \
@@ -107,4 +138,6 @@ static PyObject *py_compare(PyObject *self, PyObject *args)
     {"exponents", py_exponents, METH_VARARGS,                                                                \
      "exponents(level, kind, src, out): adds to int64 counts of -1074 ... 1023, zeros, not finite."},        \
     {"compare", py_compare, METH_VARARGS,                                                                    \
-     "compare(level, kind, x, y) -> (signal, noise, largest error, largest relative error)."}
+     "compare(level, kind, x, y) -> (signal, noise, largest error, largest relative error)."},               \
+    {"measure", py_measure, METH_VARARGS,                                                                    \
+     "measure(level, kind, x, y, bias, wide, length, inner, scales or None, packed, src) -> as compare."}

@@ -3,7 +3,7 @@
  * noise: with z = |y * scale| * m, adds (z - the nearest value of the format)^2 to sums[i % 16] for element i, and
  * returns the total of the sums. `sums` may be NULL, which stands for zeros. The difference is computed in the type of
  * y, in which it is exact unless z clips; squares and sums are float64. As in the loops of _lanes.h that encode, |z| +
- * g - g is the nearest value.
+ * g - g is the nearest value. energy: the same sums of y^2.
  */
 
 /* Returns the total of 16 partial sums, added in a fixed order, by halves: lanes j and j + 8 first. */
@@ -60,6 +60,19 @@ static INLINE double LANE(total)(const double *sums)
         }                                                                                                    \
         if (sums != NULL)                                                                                    \
             memcpy(sums, lane, sizeof lane);                                                                 \
+        return LANE(total)(lane);                                                                            \
+    }                                                                                                        \
+    static double LANE(energy_f##BITS)(const float##BITS##_value *y, size_t n, double *sums)                 \
+    {                                                                                                        \
+        double lane[16];                                                                                     \
+        size_t i = 0;                                                                                        \
+        memcpy(lane, sums, sizeof lane);                                                                     \
+        for (; i + 16 <= n; i += 16)                                                                         \
+            for (size_t j = 0; j < 16; j++)                                                                  \
+                lane[j] += (double)y[i + j] * (double)y[i + j];                                              \
+        for (; i < n; i++)                                                                                   \
+            lane[i % 16] += (double)y[i] * (double)y[i];                                                     \
+        memcpy(sums, lane, sizeof lane);                                                                     \
         return LANE(total)(lane);                                                                            \
     }
 DEFINE_GROUPED(32, float, int32_t, 0x7f800000)

@@ -146,3 +146,17 @@ def stochastic_groups(
 ) -> None: ...
 def exponents(level: int, kind: int, src: Array, out: Array, /) -> None: ...
 def compare(level: int, kind: int, x: Array, y: Array, /) -> tuple[float, float, float, float]: ...
+def measure(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    wide: bool,
+    length: int,
+    inner: int,
+    scales: Array | None,
+    packed: Array,
+    src: Array,
+    /,
+) -> tuple[float, float, float, float]: ...

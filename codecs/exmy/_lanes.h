@@ -365,7 +365,7 @@ static const lanes LANE(table) = {
     LANE(narrow_f16),   LANE(narrow_bf16),  LANE(peak16),       LANE(peak32),      LANE(peak64),
     LANE(split16),      LANE(join16),
     LANE(scale_f32),    LANE(scale_f64),    LANE(scale_each_f32), LANE(scale_each_f64),
-    LANE(noise_f32),    LANE(noise_f64),
+    LANE(noise_f32),    LANE(noise_f64),    LANE(energy_f32),  LANE(energy_f64),
     {LANE(pack_plane4), LANE(pack_plane2), LANE(pack_plane1)},
     {LANE(unpack_plane4), LANE(unpack_plane2), LANE(unpack_plane1)},
     LANE(random_bits),  LANE(stochastic8),  LANE(stochastic16), LANE(compare_f32), LANE(compare_f64),

@@ -81,6 +81,8 @@ typedef struct {
     void (*scale_each_f64)(const float64_value *, size_t, const float64_value *, float64_value *);
     double (*noise_f32)(const float32_value *, size_t, float, float, const spec *, double *);
     double (*noise_f64)(const float64_value *, size_t, double, double, const spec *, double *);
+    double (*energy_f32)(const float32_value *, size_t, double *);
+    double (*energy_f64)(const float64_value *, size_t, double *);
     void (*pack_plane[3])(const uint8_t *, size_t, unsigned, size_t, uint8_t *);
     void (*unpack_plane[3])(const uint8_t *, size_t, unsigned, size_t, uint8_t *);
     void (*random_bits)(uint32_t, uint32_t, uint32_t, size_t, uint32_t *);

@@ -87,45 +87,63 @@ static void encode_groups(const lanes *l, spec s, int kind, const groups *g, int
     leave_float_mode(mode);
 }
 
+/* How codes become values times scales: `fused` in one loop, `is_small` by a table of the values. */
+typedef struct {
+    int fused, is_small;
+    float small[8];
+} decoder;
+
+static decoder decoder_of(const lanes *l, const spec *s, int kind, const groups *g, scratch *r)
+{
+    decoder d = {0};
+    d.fused = g != NULL && g->inner == 1 && kind == FLOAT32 && !g->wide && s->exact32 && !s->top32;
+    d.is_small = d.fused && small_table(l, s, r, d.small);
+    return d;
+}
+
+/* Writes the values of n codes times the scales, of elements from `first` + i on, in at most a block. */
+static void decode_run(const lanes *l, const spec *s, int kind, const groups *g, const decoder *d, const void *codes,
+                       size_t i, size_t n, scratch *r, uint8_t *out)
+{
+    uint64_t values[BLOCK], scaled[BLOCK];
+    const size_t group = (g->first + i) / g->length;
+    if (d->fused && (g->first + i + n - 1) / g->length == group) {
+        const float scale = ((const float32_value *)g->scales)[group];
+        if (d->is_small)
+            l->look_up_f32(codes, n, d->small, s->bits, scale, (float32_bits *)out);
+        else if (s->bits <= 8)
+            l->scaled8_f32(codes, n, s, scale, (float32_bits *)out);
+        else
+            l->scaled16_f32(codes, n, s, scale, (float32_bits *)out);
+        return;
+    }
+    const int direct = kind == (g->wide ? FLOAT64 : FLOAT32);
+    decode_block(l, s, g->wide ? FLOAT64 : FLOAT32, codes, n, r, (uint8_t *)values);
+    scale_block(l, g, i, (uint8_t *)values, n, direct ? out : (uint8_t *)scaled);
+    if (!direct && g->wide)
+        narrow_block(l, kind, (const float64_bits *)scaled, n, out);
+    else if (!direct)
+        narrow_single(l, kind, (const float32_bits *)scaled, n, out);
+}
+
 /* Writes the values of packed codes times the scales, rounded once to the kind of dst. If that is float16 or bfloat16
  * and not `wide`, float32 must represent every product exactly. */
 static void decode_groups(const lanes *l, spec s, int kind, const groups *g, const uint8_t *src, size_t n,
                           uint8_t *dst)
 {
     scratch r;
-    uint64_t values[BLOCK], scaled[BLOCK];
-    const size_t size = kind_size(kind);
-    const int streaming = n * size >= STREAM_BYTES, direct = kind == (g->wide ? FLOAT64 : FLOAT32);
-    const int fused = g->inner == 1 && kind == FLOAT32 && !g->wide && s.exact32 && !s.top32;
-    float small[8];
+    uint64_t piece[TILE];
+    const size_t size = kind_size(kind), code_size = s.bits <= 8 ? 1 : 2;
+    const int streaming = n * size >= STREAM_BYTES;
     const unsigned mode = enter_float_mode();
-    const int is_small = fused && small_table(l, &s, &r, small);
+    const decoder d = decoder_of(l, &s, kind, g, &r);
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK, step = streaming ? TILE : BLOCK;
         unpack_block(l, src + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
         for (size_t j = 0; j < m; j += step) {
             const size_t k = m - j < step ? m - j : step;
-            const uint8_t *codes = (const uint8_t *)r.codes + j * (s.bits <= 8 ? 1 : 2);
-            uint8_t *to = dst + (i + j) * size, *out = streaming ? (uint8_t *)values : to;
-            const size_t at = g->first + i + j, group = at / g->length;
-            if (fused && (at + k - 1) / g->length == group) {
-                const float scale = ((const float32_value *)g->scales)[group];
-                if (is_small)
-                    l->look_up_f32(codes, k, small, s.bits, scale, (float32_bits *)out);
-                else if (s.bits <= 8)
-                    l->scaled8_f32(codes, k, &s, scale, (float32_bits *)out);
-                else
-                    l->scaled16_f32((const code16 *)codes, k, &s, scale, (float32_bits *)out);
-                if (streaming)
-                    stream(to, out, k * size);
-                continue;
-            }
-            decode_block(l, &s, g->wide ? FLOAT64 : FLOAT32, codes, k, &r, (uint8_t *)values);
-            scale_block(l, g, i + j, (uint8_t *)values, k, direct ? out : (uint8_t *)scaled);
-            if (!direct && g->wide)
-                narrow_block(l, kind, (const float64_bits *)scaled, k, out);
-            else if (!direct)
-                narrow_single(l, kind, (const float32_bits *)scaled, k, out);
+            uint8_t *to = dst + (i + j) * size, *out = streaming ? (uint8_t *)piece : to;
+            decode_run(l, &s, kind, g, &d, (const uint8_t *)r.codes + j * code_size, i + j, k, &r, out);
             if (streaming)
                 stream(to, out, k * size);
         }

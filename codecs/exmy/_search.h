@@ -102,6 +102,25 @@ static void squared_errors_all(const lanes *l, const spec *specs, size_t biases,
     leave_float_mode(mode);
 }
 
+/* Returns the sum of squares. */
+static double energy_all(const lanes *l, int kind, const uint8_t *src, size_t n)
+{
+    scratch r;
+    double sums[16] = {0}, energy = 0;
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        const uint8_t *y = working_block(l, kind == FLOAT64, kind, src + i * size, m, &r);
+        if (kind == FLOAT64)
+            energy = l->energy_f64((const float64_value *)y, m, sums);
+        else
+            energy = l->energy_f32((const float32_value *)y, m, sums);
+    }
+    leave_float_mode(mode);
+    return energy;
+}
+
 /* out = the `width` columns of a matrix that begin at src, as rows; `stride` elements from row to row. */
 #define DEFINE_COLUMNS(NAME, WORD)                                                                           \
     static void NAME(const WORD *src, size_t stride, size_t rows, size_t width, WORD *out)                   \

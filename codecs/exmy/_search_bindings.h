@@ -54,11 +54,9 @@ static PyObject *py_energy(PyObject *self, PyObject *args)
         return NULL;
     const lanes *l = lanes_of(level);
     if (l != NULL && check_kind(kind)) {
-        spec nothing = spec_of(4, 3, 7, 0); /* with limit 0: its only value is 0, so the errors are the elements */
         double energy;
-        nothing.limit64 = nothing.limit32 = 0;
         Py_BEGIN_ALLOW_THREADS;
-        squared_errors_all(l, &nothing, 1, kind, kind == FLOAT64, src.buf, (size_t)src.len / kind_size(kind), &energy);
+        energy = energy_all(l, kind, src.buf, (size_t)src.len / kind_size(kind));
         Py_END_ALLOW_THREADS;
         result = PyFloat_FromDouble(energy);
     }

@@ -24,6 +24,7 @@ __all__ = [
     "encode_groups",
     "energy",
     "exponents",
+    "measure",
     "merge_zeros",
     "noise",
     "pack",
@@ -253,9 +254,21 @@ def exponents(kind: Kind, src: Array, out: Array) -> None:
         out += reference.exponents(reference.widen(src[start:stop], kind))
 
 
+def measure(
+    kind: Kind, layout: Layout, groups: Groups | None, scales: Array | None, packed: Array, x: Array
+) -> tuple[float, float, float, float]:
+    """See kernels.measure."""
+    decoded = np.empty_like(x)
+    if groups is None or scales is None:
+        decode(kind, layout, packed, decoded, packed=True)
+    else:
+        decode_groups(kind, layout, groups, 0, scales, packed, decoded)
+    return compare(kind, x, decoded)
+
+
 def compare(kind: Kind, x: Array, y: Array) -> tuple[float, float, float, float]:
-    """See kernels.compare. Element i goes to lane i mod 16 of the partial sums and maxima, as in C."""
-    sums, largest = np.zeros((2, 1, 16)), np.zeros((2, 16))
+    """See kernels.compare. Element i goes to lane i mod 8 of the partial sums and maxima, as in C."""
+    sums, largest = np.zeros((2, 1, 8)), np.zeros((2, 8))
     for start, stop in _blocks(x.size):
         parts = reference.compare(reference.widen(x[start:stop], kind), reference.widen(y[start:stop], kind))
         with np.errstate(invalid="ignore", over="ignore"):

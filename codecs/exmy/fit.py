@@ -108,13 +108,15 @@ class BiasFit:
     Methods "max" and "none" take one pass, "search" up to three:
 
     1. The first pass finds the largest magnitude and takes a sample: 256 runs of 256 elements, or the whole of
-       smaller tensors. At its end, the sample yields the bias with the least error on it.
+       smaller tensors. At its end, the sample yields the bias with the least error on it, unless the largest
+       magnitude alone decides.
     2. The second pass measures this bias and its neighbours on the whole tensor.
     3. If the least error is at an end of that window (because the runs missed outliers), a third pass measures the
        biases beyond that end.
 
-    NaN and infinity count as 0. With `reports_noise`, the fit also has the signal and the noise. Pieces may have
-    importance; errors and the signal are then weighted.
+    NaN and infinity count as 0. With `reports_noise`, the fit also has the signal, and the noise once a pass has
+    measured it, be it one after the fit is done. Pieces may have importance; errors and the signal are then
+    weighted.
     """
 
     def __init__(
@@ -187,8 +189,7 @@ class BiasFit:
                 and self._peak_rules_out_larger_biases()
             ):
                 self._top = self._floor + 1
-                self._window = range(self._floor, self._top)  # one more pass, only to measure the noise
-                self.done = not self._reports_noise
+                self.done = True
             else:
                 self._propose()
         self._sample, self._sample_weights = [], []

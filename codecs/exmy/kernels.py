@@ -45,6 +45,7 @@ __all__ = [
     "exponents",
     "level",
     "levels",
+    "measure",
     "noise",
     "pack",
     "peak",
@@ -345,3 +346,17 @@ def compare(kind: Kind, x: Array, y: Array) -> tuple[float, float, float, float]
     if _selection.native(x.size):
         return _kernels.compare(_selection.index, kind, x, y)
     return blockwise.compare(kind, x, y)
+
+
+def measure(
+    kind: Kind, layout: Layout, groups: Groups | None, scales: Array | None, packed: Array, x: Array
+) -> tuple[float, float, float, float]:
+    """Return what `compare` returns for x and the values of packed codes, without storing these values.
+
+    They are decoded to the kind of x: by `decode_groups` from position 0 on if there are scales, else by `decode`.
+    """
+    if _selection.native(x.size):
+        wide = scales is not None and scales.itemsize == 8
+        length, inner = (1, 1) if groups is None else (groups.length, groups.inner)
+        return _kernels.measure(_selection.index, kind, *layout, wide, length, inner, scales, packed, x)
+    return blockwise.measure(kind, layout, groups, scales, packed, x)

@@ -34,6 +34,14 @@ class Difference:
     largest_relative: float
     """The largest |x - y| / |x| over finite x != 0; NaN if any x - y is NaN, 0 if there is no such x."""
 
+    @staticmethod
+    def from_totals(count: int, totals: tuple[float, float, float, float]) -> Difference:
+        """Return the difference with the totals of `kernels.compare`, whose maxima ignore NaN."""
+        signal, noise, largest, relative = totals
+        if math.isnan(noise):
+            largest = relative = math.nan
+        return Difference(count, signal, noise, largest, relative)
+
     @property
     def sqnr(self) -> float:
         """The signal-to-quantization-noise ratio in dB: see `exmy.sqnr`."""
@@ -85,12 +93,10 @@ def compare(x: Any, y: Any, *, threads: int = 1) -> Difference:
     def compare_part(low: int, high: int) -> None:
         if kind is None:
             wide_a, wide_b = a[low:high].astype(np.float64), b[low:high].astype(np.float64)
-            signal, noise, largest, relative = kernels.compare(Kind.FLOAT64, wide_a, wide_b)
+            totals = kernels.compare(Kind.FLOAT64, wide_a, wide_b)
         else:
-            signal, noise, largest, relative = kernels.compare(kind, a[low:high], b[low:high])
-        if math.isnan(noise):
-            largest = relative = math.nan
-        differences[low // PART_LENGTH] = Difference(high - low, signal, noise, largest, relative)
+            totals = kernels.compare(kind, a[low:high], b[low:high])
+        differences[low // PART_LENGTH] = Difference.from_totals(high - low, totals)
 
     run_parts(compare_part, ((low, min(low + PART_LENGTH, a.size)) for low in starts), threads)
     return sum(differences, Difference(0, 0.0, 0.0, 0.0, 0.0))

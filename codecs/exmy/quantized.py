@@ -26,6 +26,7 @@ from exmy.errors import DtypeError, FormatError, SizeError
 from exmy.fit import BIAS_LIMIT
 from exmy.format import Format
 from exmy.groups import Granularity, Groups
+from exmy.noise import Difference, compare
 from exmy.packing import as_bytes, packed_size, unpack
 from exmy.reference import clipping_limit, widen
 from exmy.scales import FLOAT_SCALES, GroupScales, parse_scales, scales_size
@@ -135,12 +136,7 @@ class Quantized:
         kind = kind_of(out.dtype)
         target = builtin_view(out.reshape(-1), kind)
         threads = check_threads(threads)
-        bits, layout = self.format.bits, self.format.layout
-        scales: Array | None = None
-        if self.scales is None and self.offsets.ndim == 0:
-            layout = layout._replace(bias=layout.bias + int(self.offsets))
-        elif self.size:
-            layout, scales = self._decoding_scales(kind)
+        bits, (layout, scales) = self.format.bits, self._decoding(kind)
         saturating = needs_clamping(self, kind)
 
         def decode_part(low: int, high: int) -> None:
@@ -154,6 +150,21 @@ class Quantized:
 
         run_parts(decode_part, split_at_tiles(self.size, threads), threads)
         return out
+
+    def compare(self, x: Any) -> Difference:
+        """Return the error of the quantized array as an approximation of x, without storing the decoded values.
+
+        `x`: the unquantized array. The result is that of `exmy.compare(x, self.dequantize(x.dtype))`, up to the
+        order in which an array of more than 2^20 elements is added up. Raise `SizeError` for another shape.
+        """
+        elements, kind, shape = as_flat(x)
+        if shape != self.shape:
+            raise SizeError(f"x has shape {shape}; expected that of the quantized array, {self.shape}")
+        if needs_clamping(self, kind):
+            return compare(x, self.dequantize(np.asarray(x).dtype))
+        layout, scales = self._decoding(kind)
+        totals = kernels.measure(kind, layout, self.groups, scales, self.packed, elements)
+        return Difference.from_totals(self.size, totals)
 
     def count_clipped(self, x: Any) -> int:
         """Return the number of elements of x that the format clips.
@@ -182,6 +193,13 @@ class Quantized:
                 if stop < len(run):
                     count += _count_above(run[None, stop:], limit, kind)
         return count
+
+    def _decoding(self, kind: Kind) -> tuple[Layout, Array | None]:
+        """Return the layout, and the scale of each group, or None if its bias has the offset of all elements."""
+        layout = self.format.layout
+        if self.scales is None and self.offsets.ndim == 0:
+            return layout._replace(bias=layout.bias + int(self.offsets)), None
+        return self._decoding_scales(kind) if self.size else (layout, None)
 
     def _decoding_scales(self, kind: Kind) -> tuple[Layout, Array]:
         """Return the layout and the scale of each group, the arguments of `kernels.decode_groups`.

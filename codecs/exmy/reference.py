@@ -173,7 +173,7 @@ def narrow(values: NDArray[np.float64], kind: Kind) -> Array:
 
 
 def compare(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
-    """Return x^2, (x - y)^2, |x - y| and |x - y| / |x| (0 for x = 0), each in rows of 16."""
+    """Return x^2, (x - y)^2, |x - y| and |x - y| / |x| (0 for x = 0), each in rows of 8."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         error = np.abs(x - y)
         relative = np.divide(error, np.abs(x), out=np.zeros_like(error), where=np.abs(x) > 0)
@@ -181,8 +181,8 @@ def compare(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[NDArray[np.
 
 
 def _rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return values in rows of 16, the last one padded with zeros."""
-    rows = np.zeros((-(-values.size // 16), 16))
+    """Return values in rows of 8, the last one padded with zeros."""
+    rows = np.zeros((-(-values.size // 8), 8))
     rows.reshape(-1)[: values.size] = values
     return rows
 

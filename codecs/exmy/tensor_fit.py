@@ -104,7 +104,8 @@ class TensorFit:
     def noise(self) -> float | None:
         """The sum of squared errors with `format`; None if not measured.
 
-        With scale "max", measuring it takes another pass after the fit is `done`.
+        With scale "max", or if the largest magnitude alone decides on the bias, measuring it takes another pass
+        after the fit is `done`.
         """
         return self._fit.noise if self.done else None
 

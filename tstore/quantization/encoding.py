@@ -80,6 +80,10 @@ class EncodedArray(NamedTuple):
         return math.inf if difference is None else difference.sqnr
 
 
+_Loss = tuple[exmy.Difference, exmy.Difference | None, int]
+"""The error of a chunk, its error weighted by importance, and the number of clipped values."""
+
+
 class _Output:
     """An array while it is being written: the references to its chunks, and the measured loss of each chunk."""
 
@@ -87,8 +91,7 @@ class _Output:
         self.values, self.meta = values, meta
         self.importance = importance
         self.rows: list[ChunkRow] = []
-        # by chunk number: error, weighted error, and clipped values
-        self.losses: dict[int, tuple[exmy.Difference, exmy.Difference | None, int]] = {}
+        self.losses: dict[int, _Loss] = {}  # by chunk number
 
     def result(self, exponents: exmy.Exponents | None) -> EncodedArray:
         """Return the array once all of it is written, with its measured loss if it is in eXmY."""
@@ -297,23 +300,29 @@ async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
 
     def measure(item: tuple[_Box, int, Region, npt.NDArray[Any], exmy.Quantized]) -> None:
         box, number, region, x, q = item
-        meta = box.output.meta
-        source = part_of(x, region)
-        inside = tuple(slice(size) for size in source.shape)
-        with scratch(2 * meta.chunk_size * meta.dtype.itemsize) as buffer:
-            contiguous, decoded = buffer.view(meta.dtype).reshape(2, *meta.chunks)
-            padded = source
-            if source.shape != meta.chunks or not source.flags.c_contiguous:
-                contiguous[...] = 0  # pads a chunk at the array's edge
-                contiguous[inside] = source
-                padded = contiguous
-            q.dequantize(meta.dtype, out=decoded)
-            stored, weights = part_of(decoded, inside), box.output.importance_of(box.region)
-            difference = exmy.compare(part_of(padded, inside), stored)
-            weighted = None if weights is None else _weighted(difference, source, stored, weights[region])
-            box.output.losses[number] = (difference, weighted, q.count_clipped(padded))
+        source, weights = part_of(x, region), box.output.importance_of(box.region)
+        if weights is None and source.shape == q.shape and source.flags.c_contiguous:
+            box.output.losses[number] = (q.compare(source), None, q.count_clipped(source))
+        else:
+            box.output.losses[number] = _measured_part(source, q, None if weights is None else weights[region])
 
     await each(measure, chunks)
+
+
+def _measured_part(
+    source: npt.NDArray[Any], q: exmy.Quantized, importance: npt.NDArray[np.float32] | None
+) -> _Loss:
+    """Return the loss of a chunk whose front corner has these source values: at the array's edge, it is padded."""
+    with scratch(2 * q.size * source.dtype.itemsize) as buffer:
+        padded, decoded = buffer.view(source.dtype).reshape(2, *q.shape)
+        inside = tuple(slice(size) for size in source.shape)
+        padded[...] = 0
+        padded[inside] = source
+        q.dequantize(source.dtype, out=decoded)
+        stored = part_of(decoded, inside)
+        difference = exmy.compare(part_of(padded, inside), stored)
+        weighted = None if importance is None else _weighted(difference, source, stored, importance)
+        return difference, weighted, q.count_clipped(padded)
 
 
 def _weighted(

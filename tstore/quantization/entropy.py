@@ -7,7 +7,8 @@
    value, and e3m4 up to 6. Above, more mantissa bits lengthen the uniform grid, but the low bits of codes of more
    than 8 bits are not compressed: e2m5, e2m6 and e3m7 follow each other, and e3m5 where outliers exceed e2m5.
 3. The size and error at each step are measured on a sample, with steps half an octave apart, and interpolated.
-   What is stored is measured on all values.
+   Only steps near the expected one are, and all others if the choice falls on the first or last of them. What is
+   stored is measured on all values.
 4. Chunks have at most 2^20 values, because a part of a chunk can't be decoded alone.
 """
 
@@ -40,6 +41,9 @@ _OCTAVES = {
 }
 """For each format, the range of steps in octaves above the root mean square of the values."""
 
+_FINEST = min(low for low, _ in _OCTAVES.values())
+_COARSEST = max(high for _, high in _OCTAVES.values())
+_NORMAL_BITS = 2.05  # the entropy of normal values with a step of their standard deviation
 _MAX_SHARE = 0.25  # of an array's noise that values beyond the largest of a format may cause
 _MIN_SCALE, _MAX_SCALE = 2.0**-125, 2.0**125  # of exmy
 _MEASURED, _INTERPOLATED = 2, 32  # steps per octave
@@ -72,23 +76,30 @@ def entropy_points(
     meta: ArrayMeta,
     exponents: exmy.Exponents,
     signal: float,
-) -> Iterator[tuple[list[dict[str, Any]], int, float]]:
+    bits: tuple[float, float] = (-math.inf, math.inf),
+) -> Iterator[tuple[list[dict[str, Any]], int, float, bool]]:
     """Yield the codecs, the expected size in bytes and the expected error of an array for each format and step.
 
     `sample`: some of the array's finite values. `importance`: the weight of the squared error of each of them, or
-    None if all weigh the same. `exponents`, `signal`: of all values of the array; their sum of squares.
+    None if all weigh the same. `exponents`, `signal`: of all values of the array; their sum of squares. `bits`:
+    the steps to study, as the range of bits per value that normal values would take with them. The last element
+    tells whether the step is the first or last one of a range that leaves steps out.
     """
     rms = math.sqrt(signal / max(1, meta.size))
     overhead = _CHUNK_OVERHEAD * math.prod(
         -(-n // c) for n, c in zip(meta.shape, entropy_chunks(meta), strict=True)
     )
     if rms == 0:
-        yield entropy_codecs("e2m1", 1.0), overhead + meta.size // 1000, 0.0
+        yield entropy_codecs("e2m1", 1.0), overhead + meta.size // 1000, 0.0, False
         return
     from numcodecs import Zstd  # takes a sixth of the import time of tstore, so import it late
 
     compressor = Zstd(level=1)
+    finest, coarsest = _studied_octaves(bits)
     for name, (lowest, highest) in _OCTAVES.items():
+        lowest, highest = max(lowest, finest), min(highest, coarsest)
+        if lowest > highest:
+            continue
         format = exmy.Format(name)
         count = _SAMPLE_BYTES * 8 // min(8, format.bits)
         values = _runs(sample, count)
@@ -115,7 +126,14 @@ def entropy_points(
         fine_sizes, fine_errors = np.interp(fine, octaves, sizes), np.exp2(np.interp(fine, octaves, errors))
         for octave, size, error in zip(fine.tolist(), fine_sizes.tolist(), fine_errors.tolist(), strict=True):
             scale = float(np.float32(rms * 2**octave / unit))
-            yield entropy_codecs(name, scale), math.ceil(size), error
+            is_last = octave == finest > _FINEST or octave == coarsest < _COARSEST
+            yield entropy_codecs(name, scale), math.ceil(size), error, is_last
+
+
+def _studied_octaves(bits: tuple[float, float]) -> tuple[float, float]:
+    """Return the finest and the coarsest step, in octaves, with which normal values take bits of this range."""
+    low, high = (min(max(_NORMAL_BITS - b, _FINEST), _COARSEST) for b in bits)
+    return math.floor(high * _MEASURED) / _MEASURED, math.ceil(low * _MEASURED) / _MEASURED
 
 
 def _with_midpoints(values: list[float]) -> list[float]:

@@ -27,6 +27,7 @@ __all__ = [
     "corrected",
     "decide",
     "plan_by_rules",
+    "planned_bytes",
     "rules_for",
     "with_importance",
     "within_budgets",
@@ -268,7 +269,7 @@ def _share_budget(
     paths = [s.path for s in studies] if group.paths is None else group.paths
     values = sum(arrays[path].meta.size for path in paths)
     decided = [path for path in paths if path in plan.unchanged or path in plan.choices]
-    fixed_bytes = sum(_planned_bytes(plan, path, arrays[path]) for path in decided)
+    fixed_bytes = sum(planned_bytes(plan, path, arrays[path]) for path in decided)
     share = share if target.coding == "entropy" else 1.0
     curves = []
     for studied in studies:
@@ -294,7 +295,7 @@ def _share_budget(
             plan.choices[studied.path] = CodecChoice((point.option.codecs,), size=point.option.size)
 
 
-def _planned_bytes(plan: Plan, path: str, array: SourceArray) -> int:
+def planned_bytes(plan: Plan, path: str, array: SourceArray) -> int:
     """Return the size of an array whose codecs are chosen, which is estimated if it is entropy-coded."""
     choice = plan.choices.get(path)
     if choice is None:

@@ -27,6 +27,7 @@ from tstore.format.chunk_refs import ChunkTable
 from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.encoding import EncodedArray
 from tstore.quantization.entropy import is_entropy_coded
+from tstore.quantization.expected import unexpected, with_expected_bits
 from tstore.quantization.plan import (
     Plan,
     SourceArray,
@@ -225,7 +226,10 @@ class _Job(NamedTuple):
         """Return the plan, and by path the results for the arrays that it encodes."""
         undecided = plan_by_rules(arrays, self.request)
         undecided = with_importance(undecided, await self._importance(work.source, arrays, undecided))
+        undecided = with_expected_bits(undecided, arrays)
         studies = {s.path: s for s in await work.study(undecided.undecided)}
+        if again := unexpected(undecided, studies, arrays, _SHARES[0]):
+            studies |= {s.path: s for s in await work.study(again)}
         profiles = {path: study.profile for path, study in studies.items()}
         encoded: dict[str, EncodedArray] = {}
         plan = Plan({}, {}, [], {})

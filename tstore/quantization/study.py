@@ -26,6 +26,7 @@ from tstore.quantization.policy import Coding
 from tstore.quantization.values import Region, Sample, Values
 
 __all__ = [
+    "ALL_BITS",
     "Configuration",
     "Estimate",
     "Profile",
@@ -45,6 +46,9 @@ Configuration = Mapping[str, Any]
 
 _WIDTHS = range(2, 17)  # the widths, in bits, of the formats that packed arrays may get
 
+ALL_BITS = (-math.inf, math.inf)
+"""The range of bits of a study that leaves nothing out."""
+
 _ALWAYS_IN_RANGE = 123  # exponents below this one are in the range of every format with every scale
 _MIN_SQUARED, _MAX_SQUARED = -450, 511  # the exponents of values whose squares and errors float64 can represent
 
@@ -61,11 +65,15 @@ class Profile(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Codecs for an array, with the array's expected size in bytes and its expected squared error."""
+    """Codecs for an array, with the array's expected size in bytes and its expected squared error.
+
+    `is_last` says that codecs of fewer or more bits were not studied, because they were not expected to be chosen.
+    """
 
     codecs: Codecs
     size: int
     error: float
+    is_last: bool = False
 
 
 class Study(NamedTuple):
@@ -86,12 +94,14 @@ class Undecided(NamedTuple):
     """How an array will be stored whose format is not chosen yet.
 
     `settings`: the granularity and scale of packed codes. `importance`: the weight of each value's squared error,
-    as an array that broadcasts to the shape; None if all values weigh the same.
+    as an array that broadcasts to the shape; None if all values weigh the same. `bits`: the range of bits per
+    value to study, which stands for the steps of entropy coding with which normal values would take as many.
     """
 
     coding: Coding
     settings: Configuration
     importance: npt.NDArray[np.float32] | None = None
+    bits: tuple[float, float] = ALL_BITS
 
 
 def study(values: Values, undecided: Undecided) -> Study:
@@ -113,20 +123,20 @@ def study(values: Values, undecided: Undecided) -> Study:
         reason = reason or f"values of 2^{exponents.highest} are too large"
     if not reason and undecided.coding == "entropy":
         importance = None if weights is None else weights.values
-        return _entropy_study(values, signal, sample.values, importance, exponents)
+        return _entropy_study(values, signal, undecided.bits, sample.values, importance, exponents)
     return _packed_study(values, signal, undecided, sample.values, weights, exponents, reason)
 
 
 def _entropy_study(
     values: Values,
     signal: float,
+    bits: tuple[float, float],
     sample: npt.NDArray[Any],
     importance: npt.NDArray[Any] | None,
     exponents: exmy.Exponents,
 ) -> Study:
     """Return the estimates of entropy-coded eXmY; with importance, the signal and the errors are weighted."""
-    points = list(entropy_points(sample, importance, values.meta, exponents, signal))
-    estimates = [Estimate(codecs, size, error) for codecs, size, error in points]
+    estimates = [Estimate(*p) for p in entropy_points(sample, importance, values.meta, exponents, signal, bits)]
     reason = "" if estimates else f"values of 2^{exponents.highest} are beyond the steps of entropy coding"
     if importance is not None:
         weighted = np.square(sample, dtype=np.float64) * importance
@@ -143,17 +153,17 @@ def _packed_study(
     exponents: exmy.Exponents,
     reason: str,
 ) -> Study:
-    """Return the estimates of packed codes in all formats of `_WIDTHS` bits, likewise weighted."""
+    """Return the estimates of packed codes in all formats of the widths to study, likewise weighted."""
     meta, settings = values.meta, undecided.settings
-    formats = [
-        f for bits in _WIDTHS for f in exmy.formats(bits) if _in_range(exponents, {**settings, "format": f})
-    ]
+    low, high = undecided.bits
+    widths = [bits for bits in _WIDTHS if low <= bits <= high]
+    formats = [f for bits in widths for f in exmy.formats(bits) if _in_range(exponents, {**settings, "format": f})]
     if not formats:
         reason = reason or f"values of 2^{exponents.highest} are too large"
     if reason:
         return Study(values.path, reason, 0.0, [], Profile(exponents, {}))
     importance = None if weights is None or not weights.values.any() else weights.values
-    surveyed = exmy.survey(sample, _WIDTHS, importance=importance, **settings)
+    surveyed = exmy.survey(sample, widths, importance=importance, **settings)
     candidates = [c for c in surveyed if c.format.standard in formats]
     fits: dict[str, str] = {}
     if settings:
@@ -164,6 +174,7 @@ def _packed_study(
         has_largest = sample.size == meta.size or exmy.exponents(sample).highest == exponents.highest
         contenders = _contenders(candidates, has_largest=has_largest)
         tensor_fits = fit_tensor(values, contenders, importance=undecided.importance)
+        _add_pass(values, [fit for fit in tensor_fits if fit.noise is None], undecided.importance)
         errors = [(fit.format.standard, fit.noise or 0.0) for fit in tensor_fits]
         fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
         signal = tensor_fits[0].signal
@@ -172,7 +183,8 @@ def _packed_study(
     estimates = []
     for format, error in errors:
         codecs = {**settings, "format": format.name}
-        estimates.append(Estimate(codecs, stored_bytes(encoded_meta(meta, codecs)), error))
+        is_last = format.bits == widths[0] > _WIDTHS[0] or format.bits == widths[-1] < _WIDTHS[-1]
+        estimates.append(Estimate(codecs, stored_bytes(encoded_meta(meta, codecs)), error, is_last))
     return Study(values.path, "", signal, estimates, Profile(exponents, fits))
 
 
@@ -258,11 +270,16 @@ def _complete(
 ) -> None:
     """Make the passes that the fits still need."""
     while unfinished := [fit for fit in fits if not fit.done]:
-        for region, slab in values.slabs():
-            for fit in unfinished:
-                fit.add(slab, _importance_of(importance, values.meta, region))
-        for fit in unfinished:
-            fit.end_pass()
+        _add_pass(values, unfinished, importance)
+
+
+def _add_pass(values: Values, fits: Sequence[exmy.TensorFit], importance: npt.NDArray[np.float32] | None) -> None:
+    """Make one pass over the values for these fits."""
+    for region, slab in values.slabs() if fits else ():
+        for fit in fits:
+            fit.add(slab, _importance_of(importance, values.meta, region))
+    for fit in fits:
+        fit.end_pass()
 
 
 def _importance_of(

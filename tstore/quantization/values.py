@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.data.pieces import ReadJob
+from tstore.data.reader import new_values
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import boxes, part_of
-from tstore.runtime.budget import prefer_huge_pages, returnable_buffer
+from tstore.runtime.budget import page_aligned, prefer_huge_pages, returnable_buffer
 from tstore.runtime.pool import each, run
 from tstore.snapshot import Snapshot
 
@@ -28,6 +29,9 @@ SLAB = 16 << 20
 
 MEMORY = 256_000_000
 """Bytes of values that a quantization caches by default, so as not to read them again."""
+
+_SAMPLE_BYTES = 4 << 20
+"""The maximum bytes of values in a sample of an array, which suffice for the sizes and errors of all formats."""
 
 _BATCH = 64
 """The maximum number of arrays in a batch: enough to make its overhead small, few enough for several batches."""
@@ -58,7 +62,7 @@ class Values(NamedTuple):
 
 
 class Sample:
-    """About a slab of values of an array, collected from its slabs: every k-th index along the longest axis.
+    """At most about 4 MiB of values of an array, from its slabs: every k-th index along the longest axis.
 
     Values that share an offset stay together: rows along `axis` are sampled along another axis, and if the longest
     axis is the one divided into blocks, the sample has every k-th block. A small array is its own sample.
@@ -71,12 +75,13 @@ class Sample:
         axes = [k for k in range(len(shape)) if block is not None or k != group_axis]  # that may be sampled
         self._along = max(axes, key=lambda k: shape[k], default=0)
         self._unit = block if block is not None and self._along == group_axis else 1  # indices that stay together
-        self._step = -(-meta.nbytes // SLAB) if axes and meta.nbytes > SLAB else 1  # every k-th unit is sampled
+        is_sampled = axes and meta.nbytes > _SAMPLE_BYTES
+        self._step = -(-meta.nbytes // _SAMPLE_BYTES) if is_sampled else 1  # every k-th unit is sampled
         self._shape = meta.shape
         if shape:
             shape[self._along] = -(-shape[self._along] // (self._unit * self._step)) * self._unit
         size = math.prod(shape) * meta.dtype.itemsize
-        self.values: npt.NDArray[Any] = returnable_buffer(size).view(meta.dtype).reshape(shape)
+        self.values: npt.NDArray[Any] = page_aligned(size).view(meta.dtype).reshape(shape)
 
     def add(self, region: Region, slab: npt.NDArray[Any]) -> None:
         """Add the values of a slab that belong to the sample."""
@@ -122,7 +127,7 @@ class ValueCache:
             self._slabs += slabs
             return
         self._size += size
-        arrays.update({path: self._new_array(metas[path]) for path in absent})
+        arrays.update({path: self._new_array(path, metas[path]) for path in absent})
         self._trim()
         try:
             await snapshot.read_jobs([ReadJob.of(snapshot.tree.nodes[path], arrays[path]) for path in absent])
@@ -139,11 +144,11 @@ class ValueCache:
             self._size -= self._arrays.popitem()[1].nbytes
         return self._size + size <= self._limit
 
-    def _new_array(self, meta: ArrayMeta) -> npt.NDArray[Any]:
+    def _new_array(self, path: str, meta: ArrayMeta) -> npt.NDArray[Any]:
         """Return an uninitialized array, in the memory of one that was dropped if it is about as large."""
         fits = (i for i, memory in enumerate(self._free) if meta.nbytes <= memory.size < 2 * meta.nbytes)
         if meta.nbytes <= SLAB or (i := next(fits, None)) is None:
-            return np.empty(meta.shape, meta.dtype)
+            return new_values(path, meta.shape, meta.dtype)
         return self._free.pop(i)[: meta.nbytes].view(meta.dtype).reshape(meta.shape)
 
     def drop(self, paths: Iterable[str]) -> None:
