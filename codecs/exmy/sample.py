@@ -139,8 +139,9 @@ class Sample:
         else:
             tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - offsets + 1)
             best, noise = self._best_factors(layout, scales, _OFFSET_FACTORS, tries, rising=True)
-            scales, offsets = np.ldexp(scales, best.astype(np.int32)), offsets + best
-            noise = np.ldexp(noise, 2 * best)
+            with np.errstate(over="ignore"):  # of the scale of subnormal values, which only float scales use
+                scales = np.ldexp(scales, best.astype(np.int32))
+            offsets, noise = offsets + best, np.ldexp(noise, 2 * best)
         if is_float_scale(scale):
             all_tries = np.full(len(self.runs), _SCALE_FACTORS.size)
             best, noise = self._best_factors(layout, scales, _SCALE_FACTORS, all_tries, rising=False)

@@ -316,3 +316,9 @@ def test_the_reason_describes_all_values():
     h = exmy.exponents(x)
     assert f"exponents range over {h.lowest} … 5 (entropy {h.entropy:.2f} bits)" in f.reason
     assert f"{h.below(f):.2%} of the nonzero values are below" in f.reason
+
+
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
+def test_a_survey_of_subnormal_values_gives_no_warning(kind):
+    x = (np.random.default_rng(0).normal(size=(256, 257)) * 1e-39).astype(kind)
+    assert all(math.isfinite(c.noise) for c in exmy.survey(x))

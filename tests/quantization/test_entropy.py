@@ -125,6 +125,17 @@ async def test_arrays_without_much_to_encode(tmp_path: Path) -> None:
     assert all(a.sqnr > 30 for a in report.encoded if a.path not in ("zeros", "few"))
 
 
+@pytest.mark.parametrize("bits", [0.2, 0.5, 1, 1.2])
+async def test_a_budget_is_kept_where_the_size_jumps(tmp_path: Path, bits: float) -> None:
+    """Signs take no space where the step is so coarse that all are 0, and a bit where it is a little finer."""
+    rng = np.random.default_rng(1)
+    tree = {name: rng.choice([-0.02, 0.02], (200, 257)).astype("f4") for name in "ab"}
+    tree["wide"] = np.clip(rng.standard_t(1.2, (64, 31)), -6e4, 6e4).astype("f4")
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, bits=bits)
+    assert report.bits_per_value <= bits
+
+
 async def test_zarr_reads_the_chunks(tmp_path: Path) -> None:
     tree = {"w": laplace(300, 700), "v": laplace(200, 700)}
     await tstore.save(tmp_path, tree, 0)

@@ -393,6 +393,20 @@ async def test_a_resize_to_the_same_shape_changes_nothing(eight: tstore.Store) -
         assert (await view.read()).tolist() == [2, 3]
 
 
+@pytest.mark.parametrize("committed", [False, True])
+async def test_an_array_without_axes_is_resized_to_its_shape(store: tstore.Store, committed: bool) -> None:
+    async with store.transaction() as tx:
+        scalar = await tx.create_array("scalar", (), "float32")
+        await scalar.write(2.5)
+        if committed:
+            await tx.commit()
+            async with store.transaction() as tx:
+                await (await tx.array("scalar")).resize(())
+        else:
+            await scalar.resize(())
+    assert await (await (await store.snapshot()).array("scalar")).read() == 2.5
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["f4", "i8", "i2"])
 async def test_a_handle_of_a_recreated_array_is_misuse(eight: tstore.Store, kind: str, dtype: str) -> None:

@@ -276,10 +276,11 @@ def renumbered(
 
     `before` and `counts` are the numbers of chunks along the axes of both grids.
     """
+    if not counts:  # one chunk, or none; NumPy refuses to unravel an array of numbers
+        return np.arange(len(numbers)), np.zeros(len(numbers), np.intp)
     axes = np.unravel_index(numbers.astype(np.int64), tuple(before))
-    inside = [indices < n for indices, n in zip(axes, counts, strict=True)]
-    kept = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
-    return kept, np.ravel_multi_index([indices[kept] for indices in axes], tuple(counts)) if counts else kept
+    kept = np.flatnonzero(np.logical_and.reduce([i < n for i, n in zip(axes, counts, strict=True)]))
+    return kept, np.ravel_multi_index([indices[kept] for indices in axes], tuple(counts))
 
 
 def covering_chunks(region: Sequence[slice], chunks: Sequence[int]) -> tuple[range, ...]:

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,6 +48,7 @@ _NORMAL_BITS = 2.05  # the entropy of normal values with a step of their standar
 _MAX_SHARE = 0.25  # of an array's noise that values beyond the largest of a format may cause
 _MIN_SCALE, _MAX_SCALE = 2.0**-125, 2.0**125  # of exmy
 _MEASURED, _INTERPOLATED = 2, 32  # steps per octave
+_JUMP = 1.5  # the growth of a size in half an octave, above which it is no smooth function of the step
 _CHUNK_VALUES = 1 << 20
 _SAMPLE_BYTES = 260 << 10  # of codes; zstd compresses 256 KiB or less with other parameters than a chunk
 _RUN = 2048  # neighbouring values in a sample, since zstd codes equal neighbours together
@@ -121,8 +123,8 @@ def entropy_points(
                 errors.append(math.log2(error + clipped) if error + clipped else -1e4)
         if not octaves:
             continue
+        fine = _interpolated_octaves(octaves, sizes)
         octaves, sizes, errors = _with_midpoints(octaves), _with_midpoints(sizes), _with_midpoints(errors)
-        fine = np.arange(octaves[0] * _INTERPOLATED, octaves[-1] * _INTERPOLATED + 1) / _INTERPOLATED
         fine_sizes, fine_errors = np.interp(fine, octaves, sizes), np.exp2(np.interp(fine, octaves, errors))
         for octave, size, error in zip(fine.tolist(), fine_sizes.tolist(), fine_errors.tolist(), strict=True):
             scale = float(np.float32(rms * 2**octave / unit))
@@ -136,13 +138,26 @@ def _studied_octaves(bits: tuple[float, float]) -> tuple[float, float]:
     return math.floor(high * _MEASURED) / _MEASURED, math.ceil(low * _MEASURED) / _MEASURED
 
 
+def _interpolated_octaves(octaves: list[float], sizes: list[float]) -> npt.NDArray[np.float64]:
+    """Return the measured octaves and those between them, except where sizes jump, as those of two values do."""
+    step, parts = 1 / _INTERPOLATED, []
+    for (start, stop), pair in zip(itertools.pairwise(octaves), itertools.pairwise(sizes), strict=True):
+        jumps = max(pair) > _JUMP * min(pair)
+        parts.append(np.arange(start, start + step / 2 if jumps else stop, step))
+    return np.concatenate([*parts, octaves[-1:]])
+
+
 def _with_midpoints(values: list[float]) -> list[float]:
-    """Return equidistant values of a smooth function and those halfway between, by cubic interpolation."""
+    """Return equidistant values of a function and those halfway between, by cubic interpolation.
+
+    The values between lie between their neighbours: at a jump, such as that of the size of an array of two values,
+    the cubic polynomial would leave their range, and estimate negative sizes.
+    """
     if len(values) < 4:
         return values
     result = [values[0], (values[0] + values[1]) / 2]
     for a, b, c, d in zip(values, values[1:], values[2:], values[3:], strict=False):
-        result += [b, (9 * (b + c) - a - d) / 16]
+        result += [b, min(max((9 * (b + c) - a - d) / 16, min(b, c)), max(b, c))]
     return [*result, values[-2], (values[-2] + values[-1]) / 2, values[-1]]
 
 

@@ -242,6 +242,11 @@ class _Job(NamedTuple):
             if within_budgets(undecided, arrays, sizes):
                 break
             studies = corrected(studies, plan, sizes)
+        else:
+            raise InvalidArgument(
+                "the sizes of entropy-coded arrays differ too much from their estimates to keep the budget of "
+                "bits; allow more bits, or pass coding='packed'"
+            )
         return plan, encoded
 
     async def _importance(
