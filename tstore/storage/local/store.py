@@ -6,7 +6,7 @@ A create leaves the whole object under its name, or nothing, even if the machine
    have created the folder and died before the fsync.
 2. Create the file whole, or not at all if its name is taken; make its folder durable (`atomic_file`). Acknowledge.
 
-Packs are written in place, under names that nobody else uses, and read by others only after a record refers to them.
+Packs are written in place, under names that nobody else uses; others read them only after a record refers to them.
 
 A storage keeps up to 64 packs open for reading, and closes those that it deletes. The system frees the space of a
 deleted file only when all other readers, in this or another process, have closed it too.
