@@ -146,7 +146,7 @@ class LocalStorage(Storage):
         keys = list(keys)
         objects = await run(self._read_quickly, keys)
         others = keys[len(objects) :]  # the disk is waited for, so wait for many objects at once
-        return objects + await together(lambda key: run(self._get_short, key), others)
+        return [*objects, *await together(lambda key: run(self._get_short, key), others)]
 
     def stage(self, data: bytes, durability: Durability) -> LocalStagedObject:
         return LocalStagedObject(data, durability, self.path, self.make_folder, self._creates)
@@ -229,7 +229,7 @@ class LocalStorage(Storage):
             return self._get(key, SHORT_OBJECT)
         return None
 
-    def _read_quickly(self, keys: Sequence[str]) -> list[bytes | None]:
+    def _read_quickly(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         """Return the first short objects, those that are read within a few milliseconds."""
         end = time.perf_counter() + _QUICK_READS
         return [self._get_short(key) for key in itertools.takewhile(lambda _: time.perf_counter() < end, keys)]
