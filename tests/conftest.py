@@ -16,6 +16,7 @@ from hypothesis import settings
 from tests.support import gcs
 
 settings.register_profile("default", max_examples=50, deadline=None)  # a busy machine may be slow
+settings.register_profile("deep", max_examples=500, deadline=None)
 settings.register_profile("long", max_examples=20_000, deadline=None)
 settings.load_profile("default")
 
@@ -46,10 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
+gc.disable()  # until the tests are collected, which leaves hardly any garbage
+
+
 def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collection, as they live until the end."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +20,8 @@ from tests.attacks.runner import Group, Result, run, share, untried
 from tests.attacks.sample_store import SampleStore
 from tests.attacks.table import show
 from tests.attacks.target import lay_out
+from tests.support import processes
+from tests.support.documents import ROOT
 
 CHOSEN = {
     "requests": ["path: /../secret", "line: TRACE", "token: ''", "random requests: 7"],
@@ -41,6 +41,12 @@ CHOSEN = {
         "bomb: zstd, no frame",
     ],
 }
+
+
+COMMAND = """
+    import runpy
+    runpy.run_module("tests.attacks", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +140,7 @@ async def divided() -> None:
 
 
 def test_the_command_lists_its_cases() -> None:
-    command = [sys.executable, "-m", "tests.attacks", "--list", "--group", "floods"]
-    place = Path(__file__).parent.parent.parent
-    said = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True, timeout=60).stdout
+    said = processes.python(COMMAND, "--list", "--group", "floods", cwd=ROOT)
     assert "floods: slow packs: sends 128 packs" in said
 
 
@@ -153,7 +157,7 @@ def test_cases_that_did_not_run_are_reported() -> None:
 
 @pytest.mark.timeout(120)
 def test_the_exit_status_shows_that_cases_did_not_run() -> None:
-    command = [sys.executable, "-m", "tests.attacks", "--group", "metadata", "--seconds", "0.001"]
-    place = Path(__file__).parent.parent.parent
-    ended = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False, timeout=100)
-    assert (ended.returncode, "of metadata" in ended.stderr) == (3, True), ended.stderr
+    process = processes.start(COMMAND, "--group", "metadata", "--seconds", "0.001", cwd=ROOT)
+    with processes.running(process):
+        _, told = process.communicate(timeout=100)
+    assert (process.returncode, "of metadata" in told) == (3, True), told

@@ -161,18 +161,18 @@ async def test_commits_with_more_metadata_than_a_record_may_have_share_several(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is within the bounds; readers would refuse one record with all of them."""
-    monkeypatch.setattr("tstore.format.encoding.RECORD_VALUES", 1 << 17)
-    monkeypatch.setattr("tstore.log.group_commit._MAX_VALUES", (1 << 17) - 1)
+    monkeypatch.setattr("tstore.format.encoding.RECORD_VALUES", 1 << 14)
+    monkeypatch.setattr("tstore.log.group_commit._MAX_VALUES", (1 << 14) - 1)
     await make(url, 4)
     store, faults = await open_faulty(url)
-    values = [0] * 30_000
+    values = [0] * 3_750
     ready = [store.transaction(f"m{i}", tag=f"t{i}", metadata={"loss": values}) for i in range(8)]
     for i, tx in enumerate(ready):
         await created(tx, f"a{i}")
     assert await together(url, store, ready) == [3, 3, 3, 3, 4, 4, 4, 4]
     assert faults.count("create", "commits/*") == 3
     other = await tstore.open(url, "r")
-    assert [len(c.metadata["loss"]) for c in [c async for c in other.history()][:8]] == [30_000] * 8
+    assert [len(c.metadata["loss"]) for c in [c async for c in other.history()][:8]] == [3_750] * 8
     assert (await other.verify()).ok
 
 

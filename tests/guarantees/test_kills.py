@@ -24,7 +24,6 @@ import tstore.sync as tstore
 from tests.support import forks, http_server
 from tstore.errors import DeadlineExceeded
 
-RANDOM_KILLS = 60
 SLOTS = 3
 HOSTS = 3
 # How often the last calls are tried. The number of calls before a job creates its record varies, since its threads
@@ -219,7 +218,8 @@ for number in itertools.count(first):
 """
 
 
-def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.deep)])
+def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path, kills: int) -> None:
     rng = random.Random(int(os.environ.get("TSTORE_CRASH_SEED", "0")))
     url = tmp_path / "s"
     with tstore.open(url) as store, store.transaction("") as tx:
@@ -245,7 +245,7 @@ def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path) ->
         outs = [tmp_path / f"out-{slot}" for slot in range(SLOTS)]
         pids = [server.start(out, url, slot) for slot, out in enumerate(outs)]
         try:
-            for _ in range(RANDOM_KILLS):
+            for _ in range(kills):
                 slot = rng.randrange(SLOTS)
                 until_written(outs[slot])
                 time.sleep(rng.uniform(0, 0.04))
@@ -273,7 +273,7 @@ def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path) ->
         assert sorted(counts) == list(range(1, len(counts) + 1))  # each number once, without gaps
         assert acknowledged[slot].items() <= numbers.items()  # nothing acknowledged is lost
         assert acknowledged[slot]
-    assert sum(map(len, acknowledged)) > RANDOM_KILLS // 10
+    assert sum(map(len, acknowledged)) > kills // 10
     report = store.verify()
     assert report.ok, report.faults
     with store.transaction("next") as tx:
@@ -328,7 +328,8 @@ for turn in range(10_000):
 """
 
 
-def test_clients_of_a_server_killed_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.deep)])
+def test_clients_of_a_server_killed_at_random_moments(tmp_path: Path, kills: int) -> None:
     """What the server acknowledged stays, nothing else is half visible, and a gc cleans up."""
     rng, told = random.Random(0), 0
     with (
@@ -336,7 +337,7 @@ def test_clients_of_a_server_killed_at_random_moments(tmp_path: Path) -> None:
         forks.forks(CLIENT) as clients,
         tstore.open(server.url, storage_options={"token": http_server.ADMIN}) as store,
     ):
-        for number in range(8):
+        for number in range(kills):
             out = tmp_path / f"out-{number}"
             client = clients.start(out, server.url, http_server.ADMIN, number)
             until = 1 + rng.randrange(3)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,12 @@ from tests.support import power
 from tstore.copying.copy import copy_to
 from tstore.errors import NotAStore, NotFound, Unavailable
 from tstore.format.layout import commit_key
+from tstore.simulation.scenario import override_constants
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.objects import Durability
 
+ROOT = 8
+"""The version with a root."""
 WIDE = 250
 """The number of arrays of a checkpoint, enough for a separate manifest object."""
 DRAWN = 5
@@ -57,8 +60,14 @@ WORKS: dict[str, tuple[Work, int, int]] = {  # operation, arrays of step 0, vers
     "first save": (save, 0, 1),
     "small": (small, 1, 2),
     "group": (group, WIDE, 2),
-    "the 64th": (small, 1, 64),
+    "with a root": (small, 1, ROOT),
 }
+
+
+@pytest.fixture
+def frequent_roots() -> Iterator[None]:
+    with override_constants(ROOT_EVERY=ROOT):
+        yield
 
 
 async def value_of(url: Path, version: int) -> int:
@@ -117,6 +126,7 @@ async def replay(recorder: power.Recorder, place: Path, version: int) -> set[tup
 
 
 @pytest.mark.parametrize("work", WORKS)
+@pytest.mark.usefixtures("frequent_roots")
 async def test_a_power_failure_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
     act, before, version = WORKS[work]
     url = tmp_path / "disk" / "s"

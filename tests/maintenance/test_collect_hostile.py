@@ -18,6 +18,7 @@ from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Conflict, Corrupt, InvalidArgument, Unavailable
 from tstore.format.layout import commit_key
 from tstore.format.records import Collection, LivingVersion, Record
+from tstore.simulation.scenario import override_constants
 from tstore.storage.objects import Durability
 
 NOW = timedelta(0)
@@ -151,11 +152,12 @@ async def test_a_transaction_whose_data_a_voided_gc_deleted_is_not_committed(*, 
 
 
 async def test_a_collection_with_too_many_metrics_says_what_to_do() -> None:
-    """Each commit may have 1 MiB of them, and the record of a collection has those of all living versions."""
+    """Each commit may have 1 MiB of them, and the record of a collection, here of 4 MiB, has those of all."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
-    for step in range(36):
+    for step in range(6):
         metrics = {f"{i:04}".ljust(240, "m"): float(i) for i in range(4000)}
         await tstore.save(store, {"w": np.array([step])}, step, metrics=metrics)
-    with pytest.raises(InvalidArgument, match=r"exceeds the limit.*Nothing was collected.*keep fewer versions"):
-        await store.collect(Keep(last=35))
-    assert (await store.collect(Keep(last=20))).versions == list(range(1, 17))
+    with override_constants(COLLECTION_BYTES=4 << 20):
+        with pytest.raises(InvalidArgument, match=r"exceeds the limit.*Nothing was collected.*fewer versions"):
+            await store.collect(Keep(last=5))
+        assert (await store.collect(Keep(last=3))).versions == [1, 2, 3]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from tstore.format import segments
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.layers import Table
 from tstore.log.segments import SegmentReader
+from tstore.simulation.scenario import override_constants
 from tstore.transactions import staged_array, staging
 
 CHUNK = 8
@@ -52,6 +53,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_MIN_TABLES", 1)
     monkeypatch.setattr(writer, "_MAX_INLINE", 0)
     monkeypatch.setattr(write_job, "SHORT_COLUMN", 1)
+
+
+@pytest.fixture
+def frequent_roots() -> Iterator[None]:
+    with override_constants(ROOT_EVERY=16):
+        yield
 
 
 @pytest.fixture
@@ -98,12 +105,12 @@ async def test_an_element_costs_one_segment(url: str, loaded: list[segments.Segm
     assert len(set(loaded)) == len(loaded) == 7
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("short", "frequent_roots")
 async def test_changes_over_segments_are_read_back(url: str) -> None:
     rng, values = np.random.default_rng(7), np.arange(100 * CHUNK, dtype="i8")
     store = await tstore.open(url)
     await create(store, values)
-    for version in range(2, 70):  # past a root
+    for version in range(2, 20):  # past a root
         start, stop = sorted(rng.integers(0, len(values) + 1, 2).tolist())
         values[start:stop] = version
         async with store.transaction() as tx:
