@@ -121,4 +121,4 @@ class Forked(subprocess.Popen[Any]):
             self.pid = _template().fork(msgspec.msgpack.encode(request), fds)
             self._child_created = True
         finally:
-            self._close_pipe_fds(*pipes)
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
