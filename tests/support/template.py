@@ -20,12 +20,11 @@ import msgspec
 __all__ = ["Forked"]
 
 _LOOP = """
-import gc, os, signal, socket, sys
+import os, signal, socket, sys
 import msgspec
 import numpy, tstore, tstore.sync, tstore.server, tstore.cli, tstore.cli.demo, tstore.conformance.faults
 
 assert len(os.listdir("/proc/self/task")) == 1  # a fork keeps only the thread that forks
-gc.freeze()
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 requests = socket.socket(fileno=int(sys.argv[1]))
 while True:
