@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.support.template import Forked
 
-DEADLINE = 60
+DEADLINE = 120
 
 
 def start(code: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
