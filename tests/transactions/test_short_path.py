@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,28 @@ async def test_a_small_commit_makes_few_calls_and_no_hops(tmp_path: Path, monkey
         sys.setprofile(None)
     assert calls / 20 <= MAX_CALLS
     assert not hops
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_process_that_follows_the_commits_of_others_has_the_tree_that_a_new_one_builds(seed: int) -> None:
+    """Commits that only write chunks are applied together, up to one that does more, or that has a root."""
+    url, draw = f"memory://{uuid.uuid4()}", random.Random(seed)
+    writer, follower = await tstore.open(url, "x"), await tstore.open(url)
+    async with writer.transaction() as tx:
+        for path in "ab":
+            await tx.create_array(path, (40,), "int64", (1,), sparse=True)
+    while (version := (await writer.snapshot()).version) < 200:
+        for _ in range(draw.randrange(1, 40)):
+            action = draw.random()
+            async with writer.transaction(move_tag="t" if action < 0.1 else None) as tx:
+                if 0.1 < action < 0.2:
+                    await (await tx.array("b")).resize((draw.choice([20, 40]),))
+                else:
+                    array = await tx.array(draw.choice("ab"))
+                    await array[draw.randrange(array.shape[0])].write(draw.randrange(1 << 40))
+        followed = (await follower.snapshot()).version
+        assert followed > version
+        tree = await follower.log.reader.tree(followed)
+        built = await (await tstore.open(url)).log.reader.tree(followed)
+        assert built.differences(tree, nodes=True) == []
+        assert tree.root(b"c" * 16).data == built.root(b"c" * 16).data

@@ -85,7 +85,7 @@ class Staging:
         self._manifest_prefix = "" if member is None else f"{member.host:05d}-"
         self.packs = PackSet(log.storage, folder_of(self.transaction), durability)
         # so that the merged manifest of all hosts is as short as that of one
-        self._max_inline_rows = max(MIN_OF_HOST, MIN_SEGMENTED // (1 if member is None else member.hosts))
+        self._max_rows = MIN_SEGMENTED if member is None else max(MIN_OF_HOST, MIN_SEGMENTED // member.hosts)
         self._heartbeat = None if member is None else HeartbeatWriter(log.storage, member)
 
     # ---- staging changes
@@ -327,9 +327,9 @@ class Staging:
     async def manifest(self) -> ObjectRef | Manifest:
         """Make the packs durable and return the manifest; write a long one and return the reference to it."""
         staged = self.tree
-        long = [a for a in staged.arrays.values() if a.has_long_tables(self._max_inline_rows)]
+        long = [a for a in staged.arrays.values() if a.has_long_tables(self._max_rows)]
         for array in long:
-            await array.write_segments(self.packs, self._segments, self._max_inline_rows)
+            await array.write_segments(self.packs, self._segments, self._max_rows)
         await self.packs.flush()
         manifest = await run(staged.manifest) if staged.reads_segments else staged.manifest()
         await give_way()
