@@ -10,12 +10,12 @@ from typing import Any
 import exmy
 import numpy.typing as npt
 
-from tstore.array import Appended, Array, read_of
+from tstore.array import Appended, Array, parts_of, read_of
 from tstore.data.encoded_chunks import Deliver, read_encoded
 from tstore.data.exmy_chunks import PackedRegion, read_packed
 from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.planning import ReadPlan, planned_bytes, read_plan
-from tstore.data.reader import read_chunks, read_in_this_thread
+from tstore.data.reader import is_small, read_chunks, read_small
 from tstore.data.shared_reads import SharedReads
 from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired, TStoreError
 from tstore.format.arguments import quote
@@ -128,11 +128,16 @@ class Snapshot:
         Return None if the read fails, too: `Array.read` raises the error. Raise `InvalidArgument` for an
         unsuitable `out`.
         """
-        read = read_of(view, out)
+        storage = self._log.storage
+        _, path, shown = parts_of(view)
         try:
-            node = array_node(self._tree, read.path, self.location)
-            job = ReadJob(read.path, read.meta, node, read.selection, read.target)
-            return read.finished() if read_in_this_thread(self._log.storage, job) else None
+            node = array_node(self._tree, path, self.location)
+            selection = shown.selection()
+            if not is_small(storage, node.meta, selection):
+                return None
+            read = read_of(view, out)
+            read_small(storage, ReadJob(path, read.meta, node, selection, read.target))
+            return read.finished()
         except TStoreError:
             return None
 

@@ -24,13 +24,14 @@ from tstore.data.planning import batches_of, parts_of, pieces_of
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection
+from tstore.format.points import PointSelection
 from tstore.format.variable import is_variable
 from tstore.runtime.budget import aligned_offset, page_aligned, populate, scratch
 from tstore.runtime.pool import each, run
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache import forget
 
-__all__ = ["new_values", "pack_reader", "read_chunks", "read_in_this_thread"]
+__all__ = ["is_small", "new_values", "pack_reader", "read_chunks", "read_small"]
 
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 _MIN_ALIGNED = 64 << 10  # bytes of a result that begins at a page
@@ -73,19 +74,18 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> N
     await each(read, itertools.chain(first, batches), workers)
 
 
-def read_in_this_thread(storage: Storage, job: ReadJob) -> bool:
-    """Fill the `out` of a job if its chunks are few and in local storage, and return whether they are. Blocking.
+def is_small(storage: Storage, meta: ArrayMeta, selection: Selection | PointSelection) -> bool:
+    """Return whether the chunks of a selection are few and local; then `read_small` takes less time."""
+    if storage.tuning.latency_bound or not storage.capabilities.native_io or isinstance(selection, PointSelection):
+        return False
+    return _size_of_chunks(meta, selection) <= _WORKER_SHARE
 
-    Such a read takes less time than handing it to another thread. Raise what `read_chunks` raises.
-    """
-    if storage.tuning.latency_bound or not storage.capabilities.native_io:
-        return False
-    if not isinstance(job.selection, Selection) or _size_of_chunks(job.meta, job.selection) > _WORKER_SHARE:
-        return False
+
+def read_small(storage: Storage, job: ReadJob) -> None:
+    """Fill the `out` of a job in the calling thread, and raise what `read_chunks` raises. Blocking."""
     populate(job.out)
     for batch in batches_of(pieces_of([job], storage.url), storage.tuning):
         _read_again_if_cached(storage, batch)
-    return True
 
 
 def _size_of_chunks(meta: ArrayMeta, selection: Selection) -> int:
