@@ -24,7 +24,7 @@ from tstore.format.wellformed import check_documents
 
 __all__ = ["PAGE_BYTES", "StoredManifest", "check_object", "decode_page", "in_pages", "manifests_in", "stored"]
 
-PAGE_BYTES = 256 << 10
+PAGE_BYTES = 64 << 10
 """The length of a page in bytes; pages of a very long manifest are longer, so that their number stays bounded."""
 
 _MAX_COUNT = 1024  # of pages, as long as no node takes more than a page
