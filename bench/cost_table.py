@@ -14,9 +14,9 @@ _MIB = 2**20
 
 
 def cost_table(results: Results, remarks: Sequence[str] = ()) -> Table:
-    """Return the medians of each piece of work, and the median ratio of the time to tstore's."""
+    """Return the medians of each piece of work, and the median ratios of the times to tstore's."""
     out = Table(title="medians of the rounds", title_justify="left")
-    for head in ("", "seconds", "÷ tstore", "CPU", "peak MiB", "read", "written", "rounds"):
+    for head in ("", "seconds", "÷ tstore", "CPU", "÷ tstore", "peak MiB", "read", "written", "rounds"):
         out.add_column(head, justify="right" if head else "left", no_wrap=True)
     columns: list[tuple[str, Callable[[float], str]]] = [
         ("seconds", _seconds),
@@ -35,7 +35,8 @@ def cost_table(results: Results, remarks: Sequence[str] = ()) -> Table:
                 values = [(f.median(measure), form) for measure, form in columns]
                 cells = ["–" if isnan(value) else form(value) for value, form in values]
                 own = figures.get("tstore")
-                cells.insert(1, number(f.ratio("seconds", own) if own else float("nan"), "×"))
+                for at, measure in ((1, "seconds"), (3, "cpu")):
+                    cells.insert(at, number(f.ratio(measure, own) if own else float("nan"), "×"))
                 out.add_row(f"  {f.title}", *cells, str(len(f.of("seconds"))))
     notes = [
         f"{work}: {f.title}: {f.error}" for work, figures in results.items() for f in figures.values() if f.error

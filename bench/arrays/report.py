@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.arrays.peers import PEERS, RAW, TENSORSTORE
-from bench.arrays.rounds import READ_ALL, WRITE, WRITE_DURABLE, Sizes
+from bench.arrays.rounds import READ_ALL, READ_COLD, WRITE, WRITE_DURABLE, Sizes
 from bench.arrays.volume import Volume
 from bench.bars import Bar, bars_as_data
 from bench.figures import Figures
@@ -34,7 +34,8 @@ def bars(results: Results, volumes: Sequence[Volume]) -> list[Bar]:
                     out.append(Bar(f"{work}: tensorstore ÷ tstore", 1.5, by_tensorstore))
     for work, figures in results.items():
         out.append(Bar(f"{work}: best peer ÷ tstore", 0.8, _speed(figures, PEERS)))
-        if work.startswith(f"{_SMALL}³") and not work.endswith(WRITE_DURABLE):  # zarr-python never calls fsync
+        # zarr-python never calls fsync, and a disk limits all alike
+        if work.startswith(f"{_SMALL}³") and not work.endswith((WRITE_DURABLE, READ_COLD)):
             out.append(Bar(f"{work}: zarr-python ÷ tstore", 5, _speed(figures, ("zarr",))))
     return out
 

@@ -1,7 +1,8 @@
 """The measurements of `bench.arrays`, in interleaved rounds of all contenders.
 
 Each piece of work runs in a new process. Not measured are: importing the library, making values, opening the array
-that is read, emptying the folder, syncing the disk, and filling the page cache, from which all contenders read.
+that is read, emptying the folder, syncing the disk, and filling the page cache, from which all contenders read,
+except in the row "read cold", before which the files leave the cache (those of a tmpfs stay).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from bench.processes import Hosts
 from bench.rounds import Rounds
 from bench.scale.contenders import array_name
 
-WRITE, WRITE_DURABLE, READ_ALL = "write", "write durable", "read"
-READS = (READ_ALL, "boxes", "single chunks", "elements", "strided")
+WRITE, WRITE_DURABLE, READ_ALL, READ_COLD = "write", "write durable", "read", "read cold"
+READS = (READ_ALL, READ_COLD, "boxes", "single chunks", "elements", "strided")
 ARRAYS = ("write many arrays", "open many arrays")
 ROWS = (WRITE, WRITE_DURABLE, *READS, "arrays")
 """The pieces of work on a volume, and that on many arrays."""
@@ -56,10 +57,11 @@ class Bench(Rounds):
                         self._measure(volume, row, name, turn, "write", durable)
             if self.figures(work(volume, WRITE), name).error:
                 continue
-            machine.warm(self.folder)
             for row, do, argument in self._reads(volume):
-                if row in self.rows and (row == READ_ALL or name not in RAW):
+                if row in self.rows and (row in (READ_ALL, READ_COLD) or name not in RAW):
                     with self.attempt(work(volume, row), name):
+                        prepare = machine.evict if row == READ_COLD else machine.warm
+                        prepare(self.folder)
                         self._measure(volume, row, name, turn, do, *argument)
         machine.clear(self.folder)
 
@@ -81,6 +83,7 @@ class Bench(Rounds):
     def _reads(self, volume: Volume) -> list[tuple[str, str, tuple[Any, ...]]]:
         sizes = self.sizes
         return [
+            (READ_COLD, "read_all", ()),
             (READ_ALL, "read_all", ()),
             ("boxes", "read_boxes", (volume.boxes(sizes.boxes),)),
             ("single chunks", "read_boxes", (volume.single_chunks(sizes.singles),)),
