@@ -225,7 +225,7 @@ async def export_huggingface(
 
 
 def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
-    """Split tensors, in order, into files of at most `limit` bytes; a longer tensor gets a file of its own."""
+    """Split tensors, in order, into files of at most `limit` bytes; a longer tensor gets its own file."""
     shards: list[dict[str, Spec]] = [{}]
     size = 0
     for name, (dtype, shape) in specs.items():

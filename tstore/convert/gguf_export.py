@@ -147,7 +147,7 @@ def _check(path: str, arrays: Mapping[str, Array]) -> None:
 async def _planned(
     snapshot: Snapshot, arrays: Mapping[str, Array], requantize: GgufType | None
 ) -> tuple[dict[str, _Tensor], list[ExportedArray]]:
-    """Return how each array is written, and what becomes of the quantized ones."""
+    """Return how each array is written, and the GGUF types of the quantized ones."""
     formats, report, tensors = quantized_arrays(snapshot, arrays), [], {}
     for name, array in arrays.items():
         plain = tensors[name] = _Tensor(_PLAIN[array.dtype], array.shape or (1,), array.nbytes)

@@ -38,7 +38,7 @@ Tensors = dict[str, npt.NDArray[Any] | StreamedArray]
 
 
 class _Index(msgspec.Struct):
-    """The part of an index that is read. Parsing only this takes little memory, whatever else is in the file."""
+    """The part of an index that is read. Parsing no more than this keeps memory small for any file."""
 
     weight_map: msgspec.Raw
 

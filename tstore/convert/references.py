@@ -186,17 +186,17 @@ async def _write_json(path: str, source: _Source, report: _Reporter) -> int:
     keys: dict[str, str] = {}
 
     def entries(name: str, rows: list[ChunkRow]) -> bytes:
-        found: dict[str, Any] = {}
+        references: dict[str, Any] = {}
         for row in rows:
             key, data = f"{name}/{chunk_name(row.number, source.meta(name).counts)}", source.inline(name, row)
             if data is not None:
-                found[key] = f"base64:{base64.b64encode(data).decode()}"
+                references[key] = f"base64:{base64.b64encode(data).decode()}"
                 continue
             assert isinstance(row.pack, str)
             if row.pack not in keys:
                 keys[row.pack] = f"{base}/{source.key(row.pack)}"
-            found[key] = [keys[row.pack], row.offset, row.length]
-        return b",\n" + msgspec.json.encode(found)[1:-1] if found else b""
+            references[key] = [keys[row.pack], row.offset, row.length]
+        return b",\n" + msgspec.json.encode(references)[1:-1] if references else b""
 
     def append(data: bytes, offset: int) -> int:
         with mapped_errors("write", path):

@@ -1,7 +1,7 @@
 """Files of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`), which are pickles.
 
 A file of tensors, plain containers and numbers is read as data, without torch and without running anything (see
-`torch_archive`). Any other is loaded by torch, which runs whatever code the pickle names. Import only files whose
+`torch_archive`). Any other is loaded by torch, which runs any code that the pickle names. Import only files whose
 origin you trust.
 """
 
@@ -49,7 +49,7 @@ def _load(path: str, reason: str) -> Any:
         raise UnsupportedFormat(f"{reason}; to load it with PyTorch, run pip install torch") from error
     try:
         return torch.load(path, map_location="cpu", weights_only=False)
-    except Exception as error:  # whatever the code in the pickle raises
+    except Exception as error:  # the code in the pickle may raise any exception
         raise Corrupt(
             f"{path} can't be loaded by torch.load ({type(error).__name__}: {str(error)[:300]}); check the file, "
             "and that the packages whose classes it names are installed"

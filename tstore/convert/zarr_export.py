@@ -35,7 +35,7 @@ __all__ = ["chunk_name", "export_zarr", "plain_documents", "unreadable_elsewhere
 
 _ROUND_BYTES = 32 << 20  # of decoded chunks in memory, unless one chunk is longer
 _ROUND_CHUNKS = 1 << 14  # of which the references are in memory
-_NAMES = ChunkNames("c", "/")  # whatever the program that wrote the array chose
+_NAMES = ChunkNames("c", "/")  # even if the array's metadata name other keys
 
 
 async def export_zarr(

@@ -168,16 +168,16 @@ class ZarrArray:
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
     ) -> ReadPlan:
         """Return what `read_array` would read: the whole file of each chunk."""
-        found: dict[int, ByteRange] = {}
+        files: dict[int, ByteRange] = {}
 
         def look_up(projection: Any) -> None:
             key = self._prefix + self._key(projection.chunk)
             if (size := self._folder.size(key)) is not None:
-                found[chunk_number(projection.chunk, meta.counts)] = ByteRange(key, 0, size)
+                files[chunk_number(projection.chunk, meta.counts)] = ByteRange(key, 0, size)
 
         await each(look_up, _projections(selection, meta), self._folder.workers)
-        numbers = sorted(found)
-        return ReadPlan(numbers, [found[number] for number in numbers], out.nbytes)
+        numbers = sorted(files)
+        return ReadPlan(numbers, [files[number] for number in numbers], out.nbytes)
 
     async def write_array(self, path: str, meta: ArrayMeta, selection: Any, values: npt.NDArray[Any]) -> None:
         """Raise `Misuse`: a plain array is only read."""

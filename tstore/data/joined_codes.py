@@ -76,7 +76,7 @@ def _groups(meta: ArrayMeta, region: Region, codec: exmy.ChunkCodec) -> exmy.Gro
     # represent one offset per chunk (`codec.axis` is None), but not one per row of a chunk.
     if block is None and codec.axis is not None:
         raise Unrepresentable(
-            f"rows along axis {axis} span several chunks of shape {meta.chunks}, each with offsets of its own; "
+            f"rows along axis {axis} span several chunks of shape {meta.chunks}, each with its own offsets; "
             "tstore.quantize gives such rows one offset"
         )
     blocks = [b for b in exmy.BLOCKS if all(n % b == 0 for n in (block or chunk, chunk, start, length))]

@@ -1,4 +1,4 @@
-"""The blocks of a long unencoded chunk, one after the other, whatever the strides of its values; no I/O.
+"""The blocks of a long unencoded chunk, one after the other, for values with any strides; no I/O.
 
 A copy of the whole chunk would leave the CPU's caches before it is hashed and written.
 """

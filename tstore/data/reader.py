@@ -6,6 +6,8 @@ straight into the result where the chunk's part of the result is contiguous. Of 
 blocks with selected values are read. Every block is verified while it is in the CPU's caches, before any value is
 decoded.
 
+A blocking read of a few local chunks is made in the calling thread (`read_small`), where it needs no other.
+
 The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
 with a few threads, a remote server with many requests.
 """

@@ -2,11 +2,11 @@
 
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: values are
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
-caches. Short chunks are written in batches (`batches`). A long unencoded chunk is copied, hashed and written block
-by block. A save in the background takes the interpreter's lock less often: its
-batches are longer than the caches, long chunks are among them, and one call gathers and hashes a batch. Staged
-chunks, which nothing can change, are not copied. If a chunk has the same checksums as in the earlier version, the
-new version refers to the old bytes, and none are written.
+caches. Short chunks are written in batches, each of which one call gathers and hashes (`batches`). A long
+unencoded chunk is copied, hashed and written block by block. A save in the background takes the interpreter's
+lock less often: its batches are longer than the caches, and long chunks are among them. Staged chunks, which
+nothing can change, are not copied. If a chunk has the same checksums as in the earlier version, the new version
+refers to the old bytes, and none are written.
 
 A file system serializes the writers of one file, so each worker has its own pack. When a pack is full, it is
 finished and the worker begins the next one.

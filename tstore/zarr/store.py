@@ -142,10 +142,10 @@ class ZarrStore(Store):
         if data is not None:
             start, stop = _extent(byte_range)(len(data))
             return prototype.buffer.from_bytes(data[start:stop])
-        found = await self._chunk(key)
-        if found is None:
+        located = await self._chunk(key)
+        if located is None:
             return None
-        node, number = found
+        node, number = located
         values = await self._hierarchy.encoded(node.path, number, _extent(byte_range))
         return None if values is None else prototype.buffer.from_array_like(values)
 
@@ -174,15 +174,15 @@ class ZarrStore(Store):
 
     async def _length(self, key: str) -> int | None:
         """Return the encoded length of a chunk, None if the key is not that of one."""
-        found = await self._chunk(key)
-        if found is None:
+        located = await self._chunk(key)
+        if located is None:
             return None
-        node = await self._hierarchy.chunks(found[0].path)
-        row = await run(node.row, found[1]) if node.reads_segments else node.row(found[1])
+        node = await self._hierarchy.chunks(located[0].path)
+        row = await run(node.row, located[1]) if node.reads_segments else node.row(located[1])
         return None if row is None else row.length
 
     async def _document(self, path: str) -> bytes | None:
-        """Return the metadata of the node at a path; a group without a node of its own has no attributes."""
+        """Return the metadata of the node at a path; a group without its own node has no attributes."""
         node = await self._hierarchy.node(path)
         if node is not None:
             return document_of(node)
@@ -279,12 +279,12 @@ class ZarrStore(Store):
             await self._set_node(metadata_path(key) or "", fields)
             unplaced.pop(key, None)
             return
-        found = await self._chunk(key)
-        if found is None:
+        located = await self._chunk(key)
+        if located is None:
             unplaced[key] = data
         else:
             unplaced.pop(key, None)
-            await self._staging.set_chunk(found[0].path, found[1], data)
+            await self._staging.set_chunk(located[0].path, located[1], data)
 
     async def _set_node(self, path: str, fields: dict[str, Any]) -> None:
         if path.strip("/") != path:
@@ -300,8 +300,8 @@ class ZarrStore(Store):
         await self._staging.set_array(path, fields)
         unplaced = await self._staging.unplaced()
         for key in [key for key in unplaced if key.startswith(f"{path}/")]:
-            if (found := await self._chunk(key)) is not None:
-                await self._staging.set_chunk(path, found[1], unplaced.pop(key))
+            if (located := await self._chunk(key)) is not None:
+                await self._staging.set_chunk(path, located[1], unplaced.pop(key))
 
     async def delete(self, key: str) -> None:
         """Stage the removal of a key, if it exists; that of the metadata of an array removes its chunks too.
@@ -321,8 +321,8 @@ class ZarrStore(Store):
         if unplaced.pop(key, None) is not None:
             return
         if (path := metadata_path(key)) is None:
-            if (found := await self._chunk(key)) is not None:
-                await self._staging.remove_chunks(found[0].path, [found[1]])
+            if (located := await self._chunk(key)) is not None:
+                await self._staging.remove_chunks(located[0].path, [located[1]])
             return
         below = await self._staging.nodes_below(path)
         if any(node.path != path for node in below):
