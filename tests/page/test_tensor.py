@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.http_server import READ, WRITE, Client, client_of
+from tests.support.http_server import READ, WRITE, Client, client_of, everybody
 from tstore.format.tree import RESERVED_ATTRIBUTE
-from tstore.server import Server
+from tstore.page import Site
+from tstore.server import Limits, Server
 from tstore.statistics.cache import RESULTS
 from tstore.statistics.heat_map import heat_map
 
@@ -268,8 +269,28 @@ async def test_a_client_whose_views_take_long_leaves_turns_for_others(
         assert (await greedy("GET", "/-/page/tree")).status == 200
 
 
+async def test_views_leave_requests_for_those_who_save(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("tstore.page.tensor.summarize", endless)
+    async with (
+        Server(store, access=everybody(), page=Site(), limits=Limits(requests=32)) as server,
+        client_of(server, READ) as greedy,
+        client_of(server, WRITE) as host,
+    ):
+        views = [asyncio.create_task(greedy("GET", "/-/page/tensor?path=w")) for _ in range(60)]
+        refused, _ = await asyncio.wait(views, return_when=asyncio.FIRST_COMPLETED)
+        assert {view.result().status for view in refused} == {503}
+        for path in ("/tstore.json", "/-/page/tree"):
+            assert (await host("GET", path)).status == 200
+        for view in views:
+            view.cancel()
+        await asyncio.wait(views)
+
+
 async def test_the_computation_ends_when_the_client_leaves(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     started, cancelled = threading.Event(), threading.Event()
 
@@ -281,13 +302,15 @@ async def test_the_computation_ends_when_the_client_leaves(
             cancelled.set()
 
     monkeypatch.setattr("tstore.page.tensor.summarize", endless)
-    address = urlsplit(server.url)
-    _, writer = await asyncio.open_connection(address.hostname, address.port)
-    request = (
-        f"GET /-/page/tensor?path=w HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {READ}\r\n\r\n"
-    )
-    writer.write(request.encode())
-    assert await asyncio.to_thread(started.wait, 30)
-    assert not cancelled.is_set()
-    writer.close()
-    assert await asyncio.to_thread(cancelled.wait, 30)
+    async with Server(store, access=everybody(), page=Site()) as server:
+        address = urlsplit(server.url)
+        _, writer = await asyncio.open_connection(address.hostname, address.port)
+        request = (
+            f"GET /-/page/tensor?path=w HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {READ}\r\n\r\n"
+        )
+        writer.write(request.encode())
+        assert await asyncio.to_thread(started.wait, 30)
+        assert not cancelled.is_set()
+        writer.close()
+        assert await asyncio.to_thread(cancelled.wait, 30)
+    assert caplog.messages == []

@@ -56,6 +56,7 @@ _MAX_FORM = 8 << 10  # bytes
 _MAX_PARAMETERS = 50
 _FORM_TIMEOUT = 10.0  # seconds
 _MAX_VIEWS = 4  # computed at once
+_LEFT = 499  # the status in the access log of a request whose client left before the response
 _LONGEST_WAIT = 30.0  # seconds for a turn to be computed
 _SHORTEST_COMPRESSED = 1 << 10  # bytes
 _COMPRESSION = 3
@@ -118,6 +119,8 @@ class Site:
             return self._refusal(request, refused)
         except TStoreError as error:
             return self._refusal(request, self._refusal_from(error, request))
+        except ConnectionResetError:
+            return web.Response(status=_LEFT)
 
     def _visitor(self, visit: Visit) -> Visitor:
         """Return the sender of a request; raise `Refused` for an unknown token."""

@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Hashable
 
 __all__ = ["Turns"]
 
+_MOST_WAITING = 16  # requests of one client, so that they do not fill up the requests that a server permits
+_MOST_WAITING_OF_ALL = 64
+
 
 class Turns:
     """At most `most` turns at once; one client has at most all but one, so that others need not wait for it."""
@@ -22,7 +25,8 @@ class Turns:
     async def turn(self, client: Hashable, longest_wait: float) -> AsyncIterator[None]:
         """Take a turn for the duration of the block; raise `TimeoutError` if there is none in time, in seconds.
 
-        Turns are given in the order of requests, but to the clients that have the fewest first.
+        Turns are given in the order of requests, but to the clients that have the fewest first. If many requests
+        wait, raise `TimeoutError` at once.
         """
         await self._take(client, longest_wait)
         try:
@@ -31,6 +35,9 @@ class Turns:
             self._release(client)
 
     async def _take(self, client: Hashable, longest_wait: float) -> None:
+        own = sum(waiting == client for waiting, _ in self._waiting)
+        if own >= _MOST_WAITING or len(self._waiting) >= _MOST_WAITING_OF_ALL:
+            raise TimeoutError
         request = client, asyncio.get_running_loop().create_future()
         self._waiting.append(request)
         self._give()
