@@ -49,7 +49,7 @@ def test_stats_of_integers_and_of_an_empty_array(store: str, capsys: pytest.Capt
     with blocking.open(store).transaction() as tx:
         tx.create_array("empty", (0, 4), "float32")
     assert main(["stats", store, "empty"]) == 0
-    assert "minimum           none" in capsys.readouterr().out
+    assert "minimum         none" in capsys.readouterr().out
 
 
 def test_the_loss_of_a_quantized_array(store: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_the_loss_of_a_quantized_array(store: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["w", "--budget", "0"], 2, "'0' is not a number of bytes, such as 8MB, or all"),
+        (["w", "--budget", "0"], 2, "'0' is not a number of bytes, such as 500kB, 8MB or 2GB, or all"),
         (["w", "--budget", "-5"], 2, "'-5' is not a number of bytes"),
         (["w", "--budget", "9" * 40], 2, "is not a number of bytes"),
         (["w", "--at", "nine"], 1, "no tag 'nine'"),

@@ -6,8 +6,10 @@ import asyncio
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterable
@@ -253,6 +255,21 @@ async def test_arrays_are_found_and_sorted(tree: Path) -> None:
         assert [row["path"] for row in up["rows"]] == ["größe", "重み", "layers"]
         assert (await document(server, "tree", sort="secrets"))["status"] == 400
         assert (await document(server, "tree", first="x"))["status"] == 400
+
+
+@pytest.mark.parametrize("parameters", [{}, {"group": "layers"}, {"find": "w"}, {"find": "**/w", "at": "step/1"}])
+async def test_the_command_and_python_list_what_the_tree_shows(tree: Path, parameters: dict[str, str]) -> None:
+    async with Server(tree, access=everybody(), page=Site(str(tree))) as server:
+        shown = await document(server, "tree", **parameters)
+    python = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", shown["python"]], capture_output=True, text=True, check=True
+    )
+    command = [sys.executable, "-m", "tstore", *shlex.split(shown["command"])[1:], "--json"]
+    listed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    paths = [array["path"] for array in json.loads(listed.stdout)["arrays"]]
+    assert len(paths) == shown["total"]["arrays"]
+    assert all(repr(path) in python.stdout for path in paths)
+    assert python.stdout.count("'") == 2 * len(paths)
 
 
 async def test_rows_come_in_pages(tmp_path: Path) -> None:

@@ -263,6 +263,7 @@ class _Demo:
         url = shlex.quote(self._store)
         return [
             f"tstore log {url}",
+            f"tstore view {url}",
             f"tstore ls {url} --at step/{step}/{FORMATS[0]}",
             f"tstore verify {url}",
             f"tstore export {url} out.safetensors --at step/{step}/{FORMATS[0]}",

@@ -23,8 +23,8 @@ from tstore.statistics.reading import BUDGET
 
 __all__ = ["budget_option", "stats"]
 
-_SIZE = re.compile(r"(\d{1,15})([kMG]?)B?", re.ASCII)
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+_SIZE = re.compile(r"(\d{1,15})([kMGT]?)B?", re.ASCII)
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BAR = 40  # characters of the longest bar
 _SHOWN_BINS = 24
 
@@ -35,7 +35,7 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str | None
         return None
     parsed = _SIZE.fullmatch(value)
     if parsed is None or not int(parsed[1]):
-        raise click.BadParameter(f"{value!r} is not a number of bytes, such as 8MB, or all")
+        raise click.BadParameter(f"{value!r} is not a number of bytes, such as 500kB, 8MB or 2GB, or all")
     return int(parsed[1]) * _UNITS[parsed[2]]
 
 
@@ -76,7 +76,9 @@ def stats(store: str, path: str, at: int | str | None, budget: int | None, loss:
 def _show_summary(summary: Document) -> None:
     coverage = summary["coverage"]
     read = max(1, coverage["values_read"])
-    print(escape(f"{summary['path']}: {summary['dtype']} {format_shape(summary['shape'])}, {_coverage(coverage)}"))
+    by = ", by magnitude" if summary["dtype"].startswith("complex") else ""
+    what = f"{summary['dtype']} {format_shape(summary['shape'])}"
+    print(escape(f"{summary['path']}: {what}, {_coverage(coverage)}{by}"))
     rows = [[name, _number(summary[name])] for name in ("minimum", "maximum", "mean", "rms")]
     rows += [[name, f"{summary[name]:,} ({summary[name] / read:.2%})"] for name in ("zeros", "negative")]
     rows.append(["not finite", f"{summary['nonfinite']:,}"])
@@ -84,7 +86,7 @@ def _show_summary(summary: Document) -> None:
         span = summary["range"]
         limits = f"{_number(span['smallest'])} … {_number(span['largest'])} in magnitude"
         rows.append([f"{span['name']} stores", limits])
-    print_table([Column("of finite values"), Column("", preferred_width=20)], rows)
+    print_table([Column("statistic"), Column("value", preferred_width=20)], rows)
     _show_values(summary["histogram"])
     exponents = summary["exponents"]
     if exponents["counts"]:

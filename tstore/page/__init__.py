@@ -12,8 +12,8 @@
 
 To add a view, write a module with a function from a `Query` (the store, the parameters in the URL) to a document
 of plain JSON values, and a template with the same name below `templates/` that extends `page.html` and finds the
-document as `data`. Then add a `View` to the list in `navigation`. The view has the URL `/-/page/<name>?…`, from
-where programs get the document itself with `Accept: application/json`. The document has the keys "command" and
+document as `data`. Then add a `View` to the list in `navigation`. The view has the URL `/-/page/<name>?…`, where
+programs get the document itself with `Accept: application/json`. The document has the keys "command" and
 "python": how to get the same from a shell and in Python, which the page offers to copy. Text from a store is shown
 with the filter `text`, which makes control characters visible. No template has scripts or styles inline, because
 browsers refuse them here: `static/page.css` and `static/page.js` have both, and lengths that depend on data are

@@ -17,7 +17,7 @@ from tstore.page.plots import SIZE
 __all__ = ["Distribution", "HeatImage", "exponent_plot", "heat_image", "value_plot"]
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_ROOM = 6  # exponents beside those of values for which the range of a format is shown
+_ROOM = 6  # exponents of a format's range that are shown beyond those of the values
 _LABELS = 5
 _MOST_BARS = 256
 _SEQUENTIAL = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725")
@@ -132,7 +132,7 @@ def _power(exponent: int) -> str:
 
 
 def _short(value: float, high: float, low: float) -> str:
-    """Format a tick, with 0 for what is nothing beside the ends."""
+    """Format a tick; one that is negligible beside the ends becomes 0."""
     return "0" if abs(value) < 1e-9 * max(abs(high), abs(low)) else f"{value:.3g}"
 
 

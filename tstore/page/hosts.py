@@ -12,7 +12,7 @@ from tstore.transactions.pending import PendingTransaction, describe_pending, ho
 __all__ = ["load"]
 
 _SHORTEST_POLL, _LONGEST_POLL = 2.0, 60.0  # seconds between polls of a browser
-_SHARE = 20  # a poll may take this share of the time between polls
+_SHARE = 20  # polls are at least this many times as far apart as one takes
 _INTERVAL, _MAX_RATE = 10.0, 100.0
 """A host renews its heartbeat every ten seconds, or less often if the hosts would renew more than 100 a second."""
 _MOST_TRANSACTIONS = 32  # that are shown, first those with a heartbeat

@@ -1,6 +1,6 @@
 """The geometry of plots, which templates draw as SVG and label in HTML.
 
-A plot fills a box of 1000 × 1000 units, which the browser stretches to the room that there is; the lines keep
+A plot fills a box of 1000 × 1000 units, which the browser stretches to the available space; the lines keep
 their width. Ticks are spaced evenly, so that their labels need no positions of their own. All functions take plain
 numbers.
 """
@@ -151,7 +151,7 @@ def _places(xs: Sequence[float]) -> Callable[[float], float]:
 
 
 def _thinned(points: list[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
-    """Return few points that look like many: of each stretch the first, the lowest and the highest."""
+    """Return fewer points that draw about the same line: the first, lowest and highest of each stretch."""
     if len(points) <= _MOST_POINTS:
         return points
     stretch = -(-3 * len(points) // _MOST_POINTS)

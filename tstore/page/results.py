@@ -35,8 +35,8 @@ class Results:
     async def get(self, kind: str, key: Hashable, make: Callable[[], Coroutine[Any, Any, T]], most: int) -> T:
         """Return the result for a key, or make it; keep at most `most` results of this kind.
 
-        Requests for one key wait for the same computation. It is cancelled when all of them have been, and one
-        that failed is made again.
+        Requests for one key wait for the same computation. It is cancelled when all of them are, and made again
+        after a failure.
         """
         results = self._kinds.setdefault(kind, OrderedDict())
         result = results.get(key)

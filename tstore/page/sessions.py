@@ -15,7 +15,7 @@ from collections import OrderedDict
 __all__ = ["Sessions"]
 
 _IDLE = 12 * 3600.0  # seconds
-_MAX_SESSIONS = 1000  # beyond these, the one that was used longest ago ends
+_MAX_SESSIONS = 1000  # beyond these, the least recently used ends
 _MAX_OF_TOKEN = 100  # so that the holder of one token can't sign out the others
 
 
@@ -54,13 +54,13 @@ class Sessions:
         self._open.pop(_hash(identifier), None)
 
     def add_link(self, token_digest: bytes, seconds: float) -> str:
-        """Return a code with which one browser can start a session for a token, so soon, without knowing it."""
+        """Return a code with which one browser can start a session, within some seconds, without the token."""
         code = secrets.token_urlsafe(32)
         self._links[_hash(code)] = token_digest, time.monotonic() + seconds
         return code
 
     def redeem(self, code: str) -> bytes | None:
-        """Return the digest of the token for which a code was made, the first time, if in time; otherwise None."""
+        """Return the digest of the token of a code; None if the code was redeemed before, or has expired."""
         digest, end = self._links.pop(_hash(code), (b"", 0.0))
         return digest if digest and time.monotonic() < end else None
 

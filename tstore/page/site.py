@@ -65,7 +65,7 @@ _log = logging.getLogger("tstore.server")
 
 
 class Visitor(NamedTuple):
-    """The sender of a request: its session, "" if it has none, its scope, and by what it differs from others."""
+    """The sender of a request: its session, "" if it has none, its scope, and what tells it from other clients."""
 
     session: str
     scope: Scope
@@ -103,7 +103,7 @@ class Site:
         await self._verification.stop()
 
     def entrance(self, server_url: str, token: str, seconds: float) -> str:
-        """Return a URL that signs in the first browser that opens it so soon, as the holder of a token."""
+        """Return a URL that gives the first browser that opens it, within some seconds, a session of a token."""
         matched = Access({token: "read"}).match(f"Bearer {token}")
         assert matched is not None
         return f"{server_url}{PAGE}enter?code={self._sessions.add_link(matched[0], seconds)}"

@@ -95,7 +95,7 @@ async def _loss(query: Query, snapshot: Snapshot, path: str, budget: int) -> Doc
 
 
 def _larger(budget: int, nbytes: int) -> list[int]:
-    """Return larger budgets to offer: none beyond the first that is enough for all."""
+    """Return the larger budgets to offer, up to the first that suffices for all values."""
     larger = [b for b in _BUDGETS if b > budget]
     enough = next((i for i, b in enumerate(larger) if b >= nbytes), len(larger))
     return larger[: enough + 1] if budget < nbytes else []
@@ -164,7 +164,7 @@ def _divided(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _widened(start: int, stop: int, length: int) -> tuple[int, int]:
-    """Return a side of a window that has the given one as a part."""
+    """Return a larger side of a window around this one."""
     size = min(length, _PARTS * (stop - start))
     first = min(max(0, (start + stop - size) // 2), length - size)
     return first, first + size

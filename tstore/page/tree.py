@@ -59,7 +59,7 @@ async def load(query: Query) -> Document:
     path = find if _is_pattern(find) else f"**/*{find}*/**" if find else group
     return {
         "command": shell_command("ls", [query.address, *([path] if path else [])], ["--at", at] if at else []),
-        "python": _python(query.address, at, path),
+        "python": _python(query.address, at_argument(at or str(snapshot.version)), path),
         "version": snapshot.version,
         "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
         "at": at,
@@ -291,12 +291,15 @@ def _inner(index: Index, row: Row) -> list[Row]:
 
 
 def _python(address: str, at: str, path: str) -> str:
+    if _is_pattern(path):
+        plan = f"tstore.explain({address!r}, at={at}, only={path!r})"
+        return f"import tstore.sync as tstore\n\nprint({plan}.arrays)"
     lines = [
         "import tstore.sync as tstore",
         "",
-        f"snapshot = tstore.open({address!r}, 'r').snapshot({at_argument(at)})",
+        f"snapshot = tstore.open({address!r}, 'r').snapshot({at})",
     ]
-    if path and not _is_pattern(path):
+    if path:
         return "\n".join(
             [*lines, f"print([path for path in snapshot.paths() if path.startswith({path + '/'!r})])"]
         )

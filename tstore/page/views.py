@@ -79,9 +79,9 @@ class View(NamedTuple):
 
 
 def shell_command(name: str, arguments: Sequence[str], options: Sequence[str] = ()) -> str:
-    """Return a command of tstore for a shell, which runs nothing else wherever it is pasted.
+    """Return a tstore command for a shell; whoever pastes it runs nothing else.
 
-    Arguments that begin with a hyphen are no options.
+    Arguments that begin with a hyphen follow "--", so that they are not options.
     """
     words, flags = map(_shell_word, arguments), map(_shell_word, options)
     if any(argument.startswith("-") for argument in arguments):
@@ -93,8 +93,8 @@ def _shell_word(text: str) -> str:
     """Return a text as a word of a shell.
 
     Quotes do not suffice for control characters: a terminal takes those of a pasted text for keys, such as the one
-    that ends a line. Marks that turn the direction of text would show another command than is copied. So words
-    with such characters are in $'…' with only octal escapes, in which no shell finds an end before the last
+    that ends a line. Marks that turn the direction of text would show another command than is copied. So a word
+    with such characters is written as $'…' with octal escapes only, where no shell sees an end before the last
     character.
     """
     if text.isprintable():
