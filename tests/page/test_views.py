@@ -288,7 +288,7 @@ async def test_a_stopped_verification_finds_no_store_whole(
             await asyncio.Event().wait()
         if outcome == "fail":
             raise ValueError("unforeseen")
-        return VerifyReport(2, 3, 3, 100, [f"{store}: a fault"], [], [])
+        return VerifyReport(2, 3, 3, 100, [f"{store}: a fault <b>"], [], ["<i>"])
 
     monkeypatch.setattr(tstore.Store, "verify", verify)
 
@@ -301,7 +301,10 @@ async def test_a_stopped_verification_finds_no_store_whole(
             return await ended() if found["running"] else found
 
         await client("POST", "/-/page/health/start", form)
-        assert (await ended())["report"]["faults"] == [f"{server.url}: a fault"]
+        assert (await ended())["report"]["faults"] == [f"{server.url}: a fault <b>"]
+        page = (await client("GET", "/-/page/health", Accept="text/html")).body.decode()
+        assert "a fault &lt;b&gt;" in page
+        assert "&lt;i&gt;" in page
         outcome = "wait"
         await client("POST", "/-/page/health/start", form)
         await client("POST", "/-/page/health/stop", form)
