@@ -54,6 +54,7 @@ async def test_every_response_forbids_scripts_frames_and_caches(server: Server) 
             assert "default-src 'none'" in policy
             assert "frame-ancestors 'none'" in policy
             assert "unsafe" not in policy
+            assert response.headers["X-Frame-Options"] == "DENY"
             assert response.headers["X-Content-Type-Options"] == "nosniff"
             assert "static" in path or response.headers["Cache-Control"] == "no-store"
 
