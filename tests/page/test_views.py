@@ -268,13 +268,15 @@ async def test_rows_come_in_pages(tmp_path: Path) -> None:
 
 
 async def test_a_verification_is_started_by_whoever_may(store: Path) -> None:
-    async with Server(store, access=Access({WRITE: "write"}, anonymous="read"), page=Site()) as server:
+    site = Site()
+    async with Server(store, access=Access({WRITE: "write"}, anonymous="read"), page=site) as server:
         async with client_of(server) as client:
             page = (await client("GET", "/-/page/health", Accept="text/html")).body.decode()
             assert "sign in with a token" in page
             assert (await client("POST", "/-/page/health/start", {})).status == 403
-            form_token = Site()._sessions.form_token("")  # of another server
-            assert (await client("POST", "/-/page/health/start", {"form_token": form_token})).status == 403
+            for of in (Site(), site):  # another server, and this one
+                form = {"form_token": of._sessions.form_token("")}
+                assert (await client("POST", "/-/page/health/start", form)).status == 403
         assert (await document(server, "health", token=WRITE))["running"] is False
 
 
