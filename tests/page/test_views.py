@@ -117,7 +117,13 @@ async def test_a_new_version_reads_only_the_new_records(
     assert len(read) <= 2
 
 
-async def test_a_history_that_changed_is_shown_as_a_new_server_shows_it(server: Server, store: Path) -> None:
+async def test_a_history_that_changed_is_shown_as_a_new_server_shows_it(
+    server: Server, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tstore.log.records.CACHED_RECORDS", 1
+    )  # a repair of a cached record opens the store again
+
     async def shown() -> None:
         async with Server(store, access=everybody(), page=Site()) as other:
             fresh = await document(other, "")
