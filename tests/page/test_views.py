@@ -120,9 +120,7 @@ async def test_a_new_version_reads_only_the_new_records(
 async def test_a_history_that_changed_is_shown_as_a_new_server_shows_it(
     server: Server, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "tstore.log.records.CACHED_RECORDS", 1
-    )  # a repair of a cached record opens the store again
+    monkeypatch.setattr("tstore.log.records.CACHED_RECORDS", 1)  # a repair of a cached one opens it again
 
     async def shown() -> None:
         async with Server(store, access=everybody(), page=Site()) as other:
