@@ -107,6 +107,7 @@ async def test_a_new_version_reads_only_the_new_records(
         return await short_objects(self, keys)
 
     monkeypatch.setattr(LocalStorage, "short_objects", noted)
+    monkeypatch.setattr("tstore.log.records.CACHED_RECORDS", 1)
     w = np.zeros(100)
     for step in range(30, 400, 10):  # more records than are read with the first one
         await tstore.save(store, {"w": w}, step=step)
