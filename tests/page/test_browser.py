@@ -142,6 +142,25 @@ def test_text_of_a_hostile_store_is_text(window: Browser, tmp_path: Path) -> Non
         assert "n" * 200 not in text
 
 
+def test_only_the_rows_in_sight_are_fetched(window: Browser, tmp_path: Path) -> None:
+    names = [f"w{number:03}" for number in range(950)]
+    tstore.save(tmp_path / "many", {"deep": {name: np.zeros(1) for name in names}, "b": np.zeros(1)}, step=1)
+    count = "return document.querySelectorAll('.tree tbody tr th').length"
+    with viewing(tmp_path / "many") as entrance:
+        window.show(entrance)
+        window.show(urljoin(entrance, "/-/page/tree"))
+        assert window.script(count) == 2
+        window.all(".twist[aria-expanded]")[0].click()
+        window.wait(lambda: window.script(count) > 50)
+        assert window.script(count) < 400
+        for _ in names:
+            window.script("scrollTo(0, document.body.scrollHeight)")
+            if window.script(count) == 2 + len(names):
+                break
+        window.wait(lambda: window.script(count) == 2 + len(names))
+        assert window.complaints() == []
+
+
 def test_everything_is_reached_by_keys(window: Browser, run: Path) -> None:
     with viewing(run) as entrance:
         window.show(entrance)

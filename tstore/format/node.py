@@ -100,12 +100,12 @@ class Node(msgspec.Struct, eq=False, gc=False):
     @property
     def chunk_count(self) -> int:
         """The number of chunks that were written."""
-        return self._totals[0]
+        return len(self.tables[0]) if len(self.tables) == 1 else self._totals[0]
 
     @property
     def stored_bytes(self) -> int:
         """The encoded bytes of all chunks."""
-        return self._totals[1]
+        return self.tables[0].stored_bytes if len(self.tables) == 1 else self._totals[1]
 
     @property
     def _totals(self) -> tuple[int, int]:

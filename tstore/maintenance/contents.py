@@ -93,7 +93,12 @@ def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) 
     nodes = snapshot.tree.nodes
     selected = depth_first_order(filter(selects, _nearby(snapshot, top)))  # before a node is looked up
     found = nodes.many(selected)
-    arrays = [array_info(p, node) for p in selected if (node := found[p]).is_array]
+    arrays: list[ArrayInfo] = []
+    alike: dict[int, ArrayInfo] = {}  # the first array with each metadata, which many arrays share
+    for at in selected:
+        if (node := found[at]).is_array:
+            first = alike.get(id(node.metadata)) or alike.setdefault(id(node.metadata), array_info(at, node))
+            arrays.append(ArrayInfo(at, *first[1:-1], node.stored_bytes))
     if not arrays and top and top not in nodes and not any(map(selects, scalars)):
         paths = [*(p for p, node in nodes.items() if node.is_array), *scalars]
         names = list(dict.fromkeys(p.partition("/")[0] for p in paths))

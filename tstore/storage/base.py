@@ -52,7 +52,7 @@ from tstore.storage.objects import (
 )
 from tstore.storage.packs import PACK, BufferedReader, Packs, Upload
 
-__all__ = ["LEADING_BYTES", "REMOTE", "Leading", "PackReader", "PackWriter", "StagedObject", "Storage"]
+__all__ = ["LEADING_BYTES", "REMOTE", "Leading", "Objects", "PackReader", "PackWriter", "StagedObject", "Storage"]
 
 REMOTE = Tuning(streams=STREAMS, batch=PACK, piece=PACK, gap=256 << 10)
 """How to read packs behind a network."""
@@ -70,6 +70,10 @@ class Leading(NamedTuple):
     hole: bool
     truncated: bool = False
     """Whether reading stopped at `LEADING_BYTES`, so that more objects may follow."""
+
+
+Objects = list[bytes | None]
+"""Objects in the order of their keys, None for those that were not read."""
 
 
 class StagedObject(Protocol):
@@ -208,7 +212,7 @@ class Storage(abc.ABC):
         """
         return await _read_leading(self, keys, _MAX_CONCURRENT if self.tuning.latency_bound else 1)
 
-    async def short_objects(self, keys: Iterable[str]) -> list[bytes | None]:
+    async def short_objects(self, keys: Iterable[str]) -> Objects:
         """Return the objects, in the order of the keys; None for one that is missing, damaged, or not short.
 
         A short object has at most `SHORT_OBJECT` bytes. The caller reads the others one at a time.

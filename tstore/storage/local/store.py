@@ -46,7 +46,7 @@ from tstore.errors import Corrupt, NotFound
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import WORKERS, run
 from tstore.runtime.quick_calls import QuickCalls
-from tstore.storage.base import LEADING_BYTES, Leading, Storage
+from tstore.storage.base import LEADING_BYTES, Leading, Objects, Storage
 from tstore.storage.local.atomic_file import (
     LocalStagedObject,
     fsync_folder,
@@ -142,7 +142,7 @@ class LocalStorage(Storage):
     async def leading(self, keys: Iterable[str]) -> Leading:
         return await self._reads.run(self._leading, keys)
 
-    async def short_objects(self, keys: Iterable[str]) -> list[bytes | None]:
+    async def short_objects(self, keys: Iterable[str]) -> Objects:
         keys = list(keys)
         objects = await run(self._read_quickly, keys)
         others = keys[len(objects) :]  # the disk is waited for, so wait for many objects at once
@@ -229,7 +229,7 @@ class LocalStorage(Storage):
             return self._get(key, SHORT_OBJECT)
         return None
 
-    def _read_quickly(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+    def _read_quickly(self, keys: Sequence[str]) -> Objects:
         """Return the first short objects, those that are read within a few milliseconds."""
         end = time.perf_counter() + _QUICK_READS
         return [self._get_short(key) for key in itertools.takewhile(lambda _: time.perf_counter() < end, keys)]
