@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tstore.sync as tstore
+from tests.support.fileservers import python_files
 from tstore.convert.zarr_import import import_zarr
 from tstore.errors import Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 
@@ -182,3 +183,31 @@ def test_missing_moments_of_v2_are_no_moments(tmp_path: Path, dtype: str) -> Non
     (tmp_path / ".zarray").write_text(json.dumps(V2 | {"dtype": dtype, "fill_value": None}))
     values = tstore.open({"driver": "zarr", "kvstore": f"file://{tmp_path}/"}).read()
     assert np.isnat(values).all()
+
+
+def test_files_that_a_server_lacks_are_missing_chunks(tmp_path: Path) -> None:
+    """The error of fsspec for a missing file has no errno, unlike that of a local one."""
+    (tmp_path / "x.zarr/a").mkdir(parents=True)
+    (tmp_path / "x.zarr/.zgroup").write_text('{"zarr_format": 2}')
+    metadata = {"a/.zarray": V2 | {"shape": [8]}, ".zgroup": {"zarr_format": 2}}
+    (tmp_path / "x.zarr/.zmetadata").write_text(json.dumps({"metadata": metadata}))
+    (tmp_path / "x.zarr/a/.zarray").write_text(json.dumps(V2 | {"shape": [8]}))
+    (tmp_path / "x.zarr/a/1").write_bytes(bytes([1, 0, 0, 0] * 4))
+    with python_files(tmp_path) as url:
+        plain = tstore.open({"driver": "zarr", "kvstore": f"{url}/x.zarr/a"})
+        assert plain.read().tolist() == [0] * 4 + [1] * 4
+        asyncio.run(import_zarr(f"{url}/x.zarr", tmp_path / "store"))
+    assert tstore.open(tmp_path / "store").snapshot().array("a").read().tolist() == [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize("consolidated", [[1], "x", {"metadata": [1]}, {"metadata": {"a": None}}])
+def test_consolidated_metadata_of_the_wrong_type(tmp_path: Path, consolidated: Any) -> None:
+    (tmp_path / "zarr.json").write_text(json.dumps(GROUP | {"consolidated_metadata": consolidated}))
+    with python_files(tmp_path) as url, pytest.raises(Corrupt, match="metadata"):
+        asyncio.run(import_zarr(url, tmp_path / "store"))
+
+
+@pytest.mark.parametrize("spec", [{"driver": ["zarr3"]}, {"driver": "zarr3", "kvstore": "file:///a%00b"}])
+def test_specs_that_can_name_no_array(spec: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"can't be opened|has a NUL"):
+        tstore.open(spec)

@@ -43,6 +43,8 @@ class Folder:
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         import fsspec
 
+        if "\0" in url:
+            raise InvalidArgument(f"{quote(url)} has a NUL; pass a path or URL without one")
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
         except (ValueError, ImportError, TypeError) as error:
@@ -68,6 +70,8 @@ class Folder:
                             data = file.read(min(max_size, os.fstat(file.fileno()).st_size) + 1)
                     else:
                         data = self._fs.cat_file(path, 0, max_size + 1)
+                except FileNotFoundError:  # of fsspec, which gives no errno
+                    return None
                 except ClientError as error:
                     failure = f"can't read {self.url}/{key}: {error}"
                     raise Unavailable(f"{failure}; check the URL and the server, or try again") from error
@@ -281,14 +285,17 @@ def _below(folder: Folder, path: str, depth: int) -> Iterator[ZarrNode]:
 
 def _consolidated(folder: Folder, root: ZarrNode) -> Iterator[ZarrNode]:
     """Yield the nodes below the root from consolidated metadata."""
-    consolidated = root.metadata.get("consolidated_metadata") or {}
-    documents = dict(consolidated.get("metadata") or {})
-    if not documents and (v2 := _json(folder, ".zmetadata")) is not None:
-        files = v2["metadata"]
-        for name in files:
-            path, _, file = name.rpartition("/")
-            if path and file in (".zarray", ".zgroup"):
-                documents[path] = _v3(f"{folder.url}/{path}", files[name], files.get(f"{path}/.zattrs"))
+    try:
+        consolidated = root.metadata.get("consolidated_metadata") or {}
+        documents = dict(consolidated.get("metadata") or {})
+        if not documents and (v2 := _json(folder, ".zmetadata")) is not None:
+            files = v2["metadata"]
+            for name in files:
+                path, _, file = name.rpartition("/")
+                if path and file in (".zarray", ".zgroup"):
+                    documents[path] = _v3(f"{folder.url}/{path}", files[name], files.get(f"{path}/.zattrs"))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt(f"{folder.url}: its consolidated metadata does not parse: {error!r:.300}") from error
     if not documents:
         raise InvalidArgument(
             f"{folder.url} is a group on a server that can't list its members; pass one of its arrays, or "
