@@ -410,6 +410,36 @@ def test_ctrl_c_cancels_a_save_at_once_and_harms_nothing(tmp_path: Path, stage: 
     assert not blocking.restore(url, 0)["x"].any()
 
 
+INTERRUPTED_ANYWHERE = """
+    import sys, warnings
+    import tstore.sync as tstore
+    warnings.simplefilter("ignore")  # of coroutines that had no time to begin
+    array = tstore.open("memory://interrupted").transaction().create_array("a", (3,), "int32")
+    def interrupt(frame, event, argument):  # where Python handles signals
+        global left
+        if event in ("call", "c_return"):
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+    for moment in range(1, 1000):
+        left = moment
+        sys.setprofile(interrupt)
+        try:
+            array.write([1, 2, 3])
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.setprofile(None)
+        break
+    print(moment > 20, array.read().tolist())
+"""
+
+
+def test_ctrl_c_at_any_moment_leaves_later_calls_and_the_exit_unblocked() -> None:
+    assert processes.python(INTERRUPTED_ANYWHERE).split(maxsplit=1) == ["True", "[1, 2, 3]\n"]
+
+
 async def begun(url: Path) -> bool:
     """Return once the store has an object of a second transaction."""
     deadline = asyncio.get_running_loop().time() + 30

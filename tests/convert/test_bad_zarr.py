@@ -9,11 +9,13 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tstore.sync as tstore
+from tests.support.fileservers import python_files
 from tstore.convert.zarr_import import import_zarr
-from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.errors import Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 
 LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 GZIP = {"name": "gzip", "configuration": {"level": 1}}
@@ -126,3 +128,86 @@ CHUNKS = {
 def test_chunks(tmp_path: Path, name: str) -> None:
     metadata, chunk, match = CHUNKS[name]
     refuse(tmp_path, metadata, chunk, Corrupt, match)
+
+
+def write_zarr(folder: Path, **files: Any) -> None:
+    for name, contents in files.items():
+        path = folder / name.replace("__", "/").replace("zarr_json", "zarr.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(contents if isinstance(contents, str) else json.dumps(contents))
+
+
+GROUP: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+
+
+def test_a_linked_array_is_imported_and_a_linked_group_refused(tmp_path: Path) -> None:
+    write_zarr(tmp_path / "elsewhere", zarr_json=V3, c__0="0123456789abcdef")
+    write_zarr(tmp_path / "x.zarr", zarr_json=GROUP, a__zarr_json=GROUP)
+    (tmp_path / "x.zarr/a/w").symlink_to(tmp_path / "elsewhere")
+    asyncio.run(import_zarr(tmp_path / "x.zarr", tmp_path / "store"))
+    assert tstore.open(tmp_path / "store").snapshot().array("a/w").read().tobytes() == b"0123456789abcdef"
+    (tmp_path / "x.zarr/a/again").symlink_to("..")
+    with pytest.raises(UnsupportedFormat, match="a/again is a symbolic link to a folder that is not an array"):
+        asyncio.run(import_zarr(tmp_path / "x.zarr", tmp_path / "other"))
+
+
+def test_a_chunk_that_is_a_broken_link_is_not_a_missing_chunk(tmp_path: Path) -> None:
+    write_zarr(tmp_path / "x.zarr", zarr_json=V3)
+    (tmp_path / "x.zarr/c").mkdir()
+    (tmp_path / "x.zarr/c/0").symlink_to("annexed")
+    with pytest.raises(NotFound, match="c/0 is a symbolic link to a file that does not exist"):
+        asyncio.run(import_zarr(tmp_path / "x.zarr", tmp_path / "store"))
+
+
+def test_a_chunk_larger_than_memory(tmp_path: Path) -> None:
+    huge = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1 << 45]}}}
+    write_zarr(tmp_path / "x.zarr", zarr_json=COMPRESSED | huge, c__0="x")
+    with pytest.raises(InvalidArgument, match=r"chunk \(0,\): too little memory to decode it"):
+        asyncio.run(import_zarr(tmp_path / "x.zarr", tmp_path / "store"))
+
+
+@pytest.mark.parametrize("node", [V3, GROUP])
+def test_attributes_that_cannot_be_stored(tmp_path: Path, node: dict[str, Any]) -> None:
+    (tmp_path / "deep.zarr").mkdir()
+    deep = json.dumps(node | {"attributes": 0})[:-2] + '{"a":' * 600 + "0" + "}" * 601
+    (tmp_path / "deep.zarr/zarr.json").write_text(deep)
+    with pytest.raises(Corrupt, match="nested too deep"):
+        asyncio.run(import_zarr(tmp_path / "deep.zarr", tmp_path / "store"))
+    write_zarr(tmp_path / "text.zarr", zarr_json=node | {"attributes": {"a": "\ud800"}})
+    with pytest.raises(Corrupt, match="surrogates not allowed"):
+        asyncio.run(import_zarr(tmp_path / "text.zarr", tmp_path / "store"))
+
+
+@pytest.mark.parametrize("dtype", ["<M8[ns]", "<m8[s]"])
+def test_missing_moments_of_v2_are_no_moments(tmp_path: Path, dtype: str) -> None:
+    (tmp_path / ".zarray").write_text(json.dumps(V2 | {"dtype": dtype, "fill_value": None}))
+    values = tstore.open({"driver": "zarr", "kvstore": f"file://{tmp_path}/"}).read()
+    assert np.isnat(values).all()
+
+
+def test_files_that_a_server_lacks_are_missing_chunks(tmp_path: Path) -> None:
+    """The error of fsspec for a missing file has no errno, unlike that of a local one."""
+    (tmp_path / "x.zarr/a").mkdir(parents=True)
+    (tmp_path / "x.zarr/.zgroup").write_text('{"zarr_format": 2}')
+    metadata = {"a/.zarray": V2 | {"shape": [8]}, ".zgroup": {"zarr_format": 2}}
+    (tmp_path / "x.zarr/.zmetadata").write_text(json.dumps({"metadata": metadata}))
+    (tmp_path / "x.zarr/a/.zarray").write_text(json.dumps(V2 | {"shape": [8]}))
+    (tmp_path / "x.zarr/a/1").write_bytes(bytes([1, 0, 0, 0] * 4))
+    with python_files(tmp_path) as url:
+        plain = tstore.open({"driver": "zarr", "kvstore": f"{url}/x.zarr/a"})
+        assert plain.read().tolist() == [0] * 4 + [1] * 4
+        asyncio.run(import_zarr(f"{url}/x.zarr", tmp_path / "store"))
+    assert tstore.open(tmp_path / "store").snapshot().array("a").read().tolist() == [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize("consolidated", [[1], "x", {"metadata": [1]}, {"metadata": {"a": None}}])
+def test_consolidated_metadata_of_the_wrong_type(tmp_path: Path, consolidated: Any) -> None:
+    (tmp_path / "zarr.json").write_text(json.dumps(GROUP | {"consolidated_metadata": consolidated}))
+    with python_files(tmp_path) as url, pytest.raises(Corrupt, match="metadata"):
+        asyncio.run(import_zarr(url, tmp_path / "store"))
+
+
+@pytest.mark.parametrize("spec", [{"driver": ["zarr3"]}, {"driver": "zarr3", "kvstore": "file:///a%00b"}])
+def test_specs_that_can_name_no_array(spec: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"can't be opened|has a NUL"):
+        tstore.open(spec)

@@ -138,6 +138,19 @@ def test_json_has_small_chunks_and_names_each_other_by_a_range(store: Path, tmp_
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
+def test_arrays_that_zarr_cannot_open_hide_no_others(store: Path, tmp_path: Path, name: str) -> None:
+    if not name.endswith(".json"):
+        pytest.importorskip("fastparquet")
+    wanted = expected(store)
+    with tstore.open(store).transaction() as tx:
+        tx.create_array("layers/0/small", (50, 40), "bfloat16", (7, 40)).write(1.0)
+        tx.create_array("layers/0/codes", (8,), "int4").write(1)
+        tx.create_array("back\\slash/a", (8,), "int8").write(1)
+    write(store, tmp_path / name)
+    assert read_by_zarr({"fo": str(tmp_path / name), **reader_options(str(store))}) == wanted
+
+
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
 def test_missing_chunks_have_the_fill_value(store: Path, tmp_path: Path, name: str) -> None:
     if not name.endswith(".json"):
         pytest.importorskip("fastparquet")

@@ -199,6 +199,8 @@ CASTS = [
     ("uint8", 255, True),
     ("float32", 1j, False),
     ("float32", np.array([1j] * 4), False),
+    ("int8", 100, True),
+    ("int8", 300, False),
     ("uint8", 256, False),
     ("uint8", -1, False),
     ("int8", 1.0, False),
@@ -228,6 +230,14 @@ async def test_casts_within_a_kind(dtype: str, values: Any, fits: bool, region: 
     expected = np.zeros(4, array.dtype)
     expected[region] = part
     assert same(await (await (await opened.snapshot()).array("a")).read(), expected)
+
+
+@pytest.mark.parametrize("step", [10**20, -(10**20), 2**63 - 1, -(2**63)])
+async def test_a_step_beyond_every_axis_selects_one_value(step: int) -> None:
+    values = np.arange(24, dtype="f4").reshape(4, 6)
+    array = await stored(values, (2, 4))
+    assert same(await array[::step, 1].read(), values[::step, 1])
+    assert same(await array[1:][::step][:, ::step].read(), values[1:][::step][:, ::step])
 
 
 async def test_out_must_fit() -> None:

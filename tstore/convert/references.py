@@ -26,6 +26,7 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
 from tstore.format.chunk_rows import ChunkRow
+from tstore.format.dtypes import is_ml_dtype
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder, write_all
@@ -51,7 +52,8 @@ async def export_references(
 
     With it, zarr-python reads the version through the file system `reference://` of fsspec, without tstore, until
     the version is collected. The chunks stay in the store; those that are stored in a record are copied into the
-    file. A Parquet folder needs the package fastparquet, here and where it is read.
+    file. A Parquet folder needs the package fastparquet, here and where it is read. Arrays of a dtype that
+    zarr-python lacks, such as bfloat16, are in the file, but not among the members of their groups.
 
     Raise `InvalidArgument` for another name, a store in memory, and an array that other programs can't read (in an
     eXmY format, unless `keep_exmy`); `AlreadyExists`, `NotFound` (a chunk of a dense array was never written),
@@ -132,11 +134,14 @@ class _Source:
     def nodes(self) -> dict[str, dict[str, Any]]:
         """Return the metadata of each group and array by path.
 
-        The root repeats that of all others, since zarr-python can't list groups through `reference://`.
+        The root repeats that of all others, since zarr-python can't list groups through `reference://`. Left out
+        there are arrays with a dtype of ml_dtypes or a backslash in their path: with one of these, zarr-python
+        would open none of the others.
         """
         documents = plain_documents(self.snapshot, keep_exmy=True)
         nodes = {path: msgspec.json.decode(document) for path, document in documents.items()}
-        below = {path: fields for path, fields in nodes.items() if path}
+        unlisted = {path for path in self.arrays if is_ml_dtype(self.meta(path).dtype)}
+        below = {p: fields for p, fields in nodes.items() if p and p not in unlisted and "\\" not in p}
         nodes[""]["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": below}
         return nodes
 

@@ -83,7 +83,7 @@ async def open(
         raise InvalidArgument("a plain Zarr array is only read, in place: pass no mode and no cache with a spec")
     spec = dict(url)
     driver = spec.pop("driver", None)
-    if driver not in _FORMATS:
+    if not isinstance(driver, str) or driver not in _FORMATS:
         raise InvalidArgument(f"driver {quote(driver)} can't be opened: expected 'zarr3' or 'zarr'")
     location, path = _location(spec.pop("kvstore", None)), spec.pop("path", "")
     dtype = spec.pop("dtype", None)

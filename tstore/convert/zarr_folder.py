@@ -6,7 +6,9 @@ those of stores, so a chunk that decodes to too much or too little is refused.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +43,8 @@ class Folder:
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         import fsspec
 
+        if "\0" in url:
+            raise InvalidArgument(f"{quote(url)} has a NUL; pass a path or URL without one")
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
         except (ValueError, ImportError, TypeError) as error:
@@ -63,13 +67,19 @@ class Folder:
                 try:
                     if self._is_local:
                         with open_file(path) as file:  # which does not wait for a pipe
-                            data = file.read(max_size + 1)
+                            data = file.read(min(max_size, os.fstat(file.fileno()).st_size) + 1)
                     else:
                         data = self._fs.cat_file(path, 0, max_size + 1)
+                except FileNotFoundError:  # of fsspec, which gives no errno
+                    return None
                 except ClientError as error:
                     failure = f"can't read {self.url}/{key}: {error}"
                     raise Unavailable(f"{failure}; check the URL and the server, or try again") from error
         except NotFound:
+            if self._is_local and os.path.islink(path):
+                raise NotFound(
+                    f"{self.url}/{key} is a symbolic link to a file that does not exist; restore that file"
+                ) from None
             return None
         if len(data) > max_size:
             raise Corrupt(
@@ -90,8 +100,16 @@ class Folder:
         path = f"{self._root}/{key}".rstrip("/")
         with mapped_errors("list", f"{self.url}/{key}"):
             entries = self._fs.ls(path, detail=True)
-        names = {e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"}
-        return sorted(names)
+        folders = (
+            e["name"].rstrip("/")
+            for e in entries
+            if e["type"] == "directory" or (e.get("islink") and os.path.isdir(e["name"]))
+        )
+        return sorted({name.rpartition("/")[2] for name in folders})
+
+    def is_link(self, key: str) -> bool:
+        """Return whether a folder is a symbolic link, below which there could be itself."""
+        return self._is_local and os.path.islink(f"{self._root}/{key}")
 
 
 class ZarrNode(NamedTuple):
@@ -137,12 +155,21 @@ class ZarrArray:
         """Return the bytes of a chunk, None if it does not exist. Blocking."""
         return self._folder.get(self._prefix + self._key(chunk), self.meta.chain.max_length)
 
-    def decode(self, chunk: Sequence[int], data: bytes, out: npt.NDArray[Any]) -> None:
-        """Decode a chunk into `out`, an array of its shape; raise `Corrupt` or `UnsupportedFormat`."""
+    @contextlib.contextmanager
+    def decoded(self, chunk: Sequence[int], data: bytes) -> Iterator[npt.NDArray[Any]]:
+        """Yield the values of a chunk, whose memory is reused once the context ends.
+
+        Raise `Corrupt`, `UnsupportedFormat`, or `InvalidArgument` if memory is short.
+        """
+        where = f"{self.location}, chunk {tuple(chunk)}"
         try:
-            self.meta.chain.decode(memoryview(data), out)
+            with chunk_memory(self.meta) as values:
+                self.meta.chain.decode(memoryview(data), values)
+                yield values
         except (Corrupt, UnsupportedFormat) as error:
-            raise type(error)(f"{self.location}, chunk {tuple(chunk)}: {error}") from error
+            raise type(error)(f"{where}: {error}") from error
+        except MemoryError as error:
+            raise InvalidArgument(f"{where}: too little memory to decode it ({error})") from error
 
     async def read_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
@@ -154,8 +181,7 @@ class ZarrArray:
             if data is None:
                 out[projection.result] = meta.fill_value
                 return
-            with chunk_memory(meta) as values:
-                self.decode(projection.chunk, data, values)
+            with self.decoded(projection.chunk, data) as values:
                 if isinstance(projection, PointProjection):
                     projection.read(values.reshape(-1), 0, out)
                 else:
@@ -249,19 +275,27 @@ def _below(folder: Folder, path: str, depth: int) -> Iterator[ZarrNode]:
         if node is not None:
             yield node
         if node is None or not node.is_array:
+            if folder.is_link(child):
+                raise UnsupportedFormat(
+                    f"{folder.url}/{child} is a symbolic link to a folder that is not an array; remove it, or "
+                    "replace it by a copy of the folder"
+                )
             yield from _below(folder, child, depth + 1)
 
 
 def _consolidated(folder: Folder, root: ZarrNode) -> Iterator[ZarrNode]:
     """Yield the nodes below the root from consolidated metadata."""
-    consolidated = root.metadata.get("consolidated_metadata") or {}
-    documents = dict(consolidated.get("metadata") or {})
-    if not documents and (v2 := _json(folder, ".zmetadata")) is not None:
-        files = v2["metadata"]
-        for name in files:
-            path, _, file = name.rpartition("/")
-            if path and file in (".zarray", ".zgroup"):
-                documents[path] = _v3(f"{folder.url}/{path}", files[name], files.get(f"{path}/.zattrs"))
+    try:
+        consolidated = root.metadata.get("consolidated_metadata") or {}
+        documents = dict(consolidated.get("metadata") or {})
+        if not documents and (v2 := _json(folder, ".zmetadata")) is not None:
+            files = v2["metadata"]
+            for name in files:
+                path, _, file = name.rpartition("/")
+                if path and file in (".zarray", ".zgroup"):
+                    documents[path] = _v3(f"{folder.url}/{path}", files[name], files.get(f"{path}/.zattrs"))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt(f"{folder.url}: its consolidated metadata does not parse: {error!r:.300}") from error
     if not documents:
         raise InvalidArgument(
             f"{folder.url} is a group on a server that can't list its members; pass one of its arrays, or "
@@ -288,7 +322,9 @@ def _json(folder: Folder, key: str) -> Any:
     if data is None:
         return None
     try:
-        return json.loads(data)  # not msgspec: writers of v2 use NaN
+        fields = json.loads(data)  # not msgspec: writers of v2 use NaN
+        msgspec.json.encode(fields)  # fails for lone surrogates
+        return fields
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{folder.url}/{key} is not JSON: {error}") from error
 
@@ -304,7 +340,10 @@ def _checked(location: str, path: str, fields: Any) -> ZarrNode:
     attributes = fields.get("attributes") or {}
     if not isinstance(attributes, dict):
         raise Corrupt(f"{location}: its attributes are not a JSON object")
-    return ZarrNode(path, fields | {"attributes": v3_attributes(attributes)})
+    try:
+        return ZarrNode(path, fields | {"attributes": v3_attributes(attributes)})
+    except RecursionError as error:
+        raise Corrupt(f"{location}: its attributes are nested too deep") from error
 
 
 def _v3(location: str, fields: Any, attributes: Any) -> dict[str, Any]:
@@ -316,5 +355,5 @@ def _v3(location: str, fields: Any, attributes: Any) -> dict[str, Any]:
         return {"zarr_format": 3, "node_type": "group", "attributes": v3_attributes(attributes)}
     except (InvalidArgument, UnsupportedFormat) as error:
         raise UnsupportedFormat(f"{location}: {error}") from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise Corrupt(f"{location}: its Zarr v2 metadata does not parse: {error!r:.300}") from error

@@ -29,7 +29,7 @@ _SHUFFLES = {0: "noshuffle", 1: "shuffle", 2: "bitshuffle"}
 def v3_array(fields: Mapping[str, Any], attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `zarr.json` for the fields of a `.zarray` and of its `.zattrs`.
 
-    A fill value of null becomes zero, and the attribute with xarray's dimension names becomes `dimension_names`.
+    A fill value of null becomes NaT or zero, and the attribute with xarray's dimension names `dimension_names`.
     Raise `UnsupportedFormat` for a dtype or an order that v3 lacks, and LookupError, TypeError or ValueError for
     fields that are invalid.
     """
@@ -97,6 +97,8 @@ def _dtype(name: Any, filters: Any) -> np.dtype[Any]:
 
 def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return a fill value as a v3 `zarr.json` has it."""
+    if value is None and dtype.kind in "mM":
+        return fill_to_json(np.array("NaT", dtype)[()], dtype)  # as zarr-python reads it
     if value is None or (dtype.kind in "USVTO" and value in (0, "")):
         return "" if is_variable(dtype) else fill_to_json(np.zeros((), dtype)[()], dtype)
     if dtype.kind == "b":

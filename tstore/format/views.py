@@ -198,11 +198,13 @@ class View(NamedTuple):
                 length = self.shape[len(picks)]
                 if isinstance(item, slice):
                     try:
-                        kept = len(range(length)[item])
+                        chosen = range(length)[item]
                     except (TypeError, ValueError) as error:
                         raise InvalidIndex(f"slice {item} on axis {len(picks)}: {error}") from None
+                    if len(chosen) == 1 and abs(chosen.step) > length:  # NumPy has no steps beyond 2^63
+                        item = slice(chosen.start, chosen.start + 1, length)
                     new.append(len(shape))
-                    shape.append(kept)
+                    shape.append(len(chosen))
                 else:
                     assert isinstance(item, int)
                     if not -length <= item < length:

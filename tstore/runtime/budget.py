@@ -191,7 +191,11 @@ def page_aligned(size: int) -> npt.NDArray[np.uint8]:
 
 def returnable_buffer(size: int) -> npt.NDArray[np.uint8]:
     """Return a buffer whose memory goes back to the system when the buffer is freed; malloc would retain it."""
-    return np.frombuffer(mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
+    try:
+        memory = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size:,} bytes: {error.strerror}") from error
+    return np.frombuffer(memory, np.uint8, size)
 
 
 def return_large_buffers() -> None:

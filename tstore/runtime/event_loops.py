@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import queue
 import signal
 import sys
 import threading
@@ -221,10 +222,11 @@ class BackgroundLoop:
             os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread: _LoopThread | None = None
         self._tasks: set[Cancellable] = set()
-        self._calls = 0  # the number under way
+        self._calls: set[object] = set()  # those under way
         self._exiting = False
         self._failures: dict[object, str] = {}
 
@@ -236,21 +238,25 @@ class BackgroundLoop:
                 "a tstore.sync function can't be called on its own event loop; await the function of the same "
                 "name in tstore"
             )
-        loop = self._begin(work)
+        call = object()
         try:
+            loop = self._begin(call, work)
             return self._run_in_this_thread(work) if loop is None else self._run_on_loop(loop, work)
         finally:
-            self._end()
+            self._calls.discard(call)  # before anything that Ctrl-C could prevent
+            self._notify()
 
     def start(self, work: Coroutine[Any, Any, T]) -> LoopCall[T]:
         """Start a coroutine, from any thread, and return its `LoopCall`.
 
         Raise `Misuse` at exit, or if the exiting interpreter can no longer start the loop's thread.
         """
-        loop = self._begin(work)
+        call = object()
+        loop = self._begin(call, work)
         if loop is None:
             work.close()
-            self._end()
+            self._calls.discard(call)
+            self._notify()
             refusal = "the main thread has ended, so no background call can start; start such calls earlier"
             self.report_at_exit(self, refusal)  # in case the caller does not report it
             raise Misuse(refusal)
@@ -259,7 +265,8 @@ class BackgroundLoop:
 
         def end(_: Future[T]) -> None:
             self._tasks.discard(started)
-            self._end()
+            self._calls.discard(call)
+            self._notify()
 
         started.future.add_done_callback(end)
         return started
@@ -276,18 +283,18 @@ class BackgroundLoop:
         """Withdraw the message of an origin, for example because the error has been raised after all."""
         self._failures.pop(origin, None)
 
-    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.AbstractEventLoop | None:
-        """Count a call and return the loop; None if the exiting interpreter can't start the loop's thread.
+    def _begin(self, call: object, work: Coroutine[Any, Any, Any]) -> asyncio.AbstractEventLoop | None:
+        """Note a call and return the loop; None if the exiting interpreter can't start the loop's thread.
 
         Raise `Misuse` if the process accepts no more calls from this thread.
         """
-        with self._changed:
+        with self._lock:  # not the condition: Ctrl-C in its `__enter__` would leave it locked
             caller = threading.current_thread()
             refused = self._exiting and caller is not threading.main_thread() and caller is not self._thread
             if refused or sys.is_finalizing():
                 work.close()
                 raise Misuse("the process is exiting, so tstore accepts no more calls; make them earlier")
-            self._calls += 1
+            self._calls.add(call)
             if self._thread is None:
                 try:
                     self._thread = _LoopThread("tstore-loop")
@@ -296,34 +303,39 @@ class BackgroundLoop:
                 self._finish_with_multiprocessing()
             return self._thread.loop
 
-    def _end(self) -> None:
-        with self._changed:
-            self._calls -= 1
+    def _notify(self) -> None:
+        with self._lock:
             self._changed.notify_all()
 
     def _run_on_loop(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-        ended = threading.Event()
+        ended = queue.SimpleQueue[None]()  # unlike an Event, it has no lock that Ctrl-C could leave locked
         tasks: list[asyncio.Task[T]] = []
 
         def start() -> None:
-            task = loop.create_task(work)
-            tasks.append(task)
-            self._tasks.add(task)
-            task.add_done_callback(end)
+            if not tasks:
+                task = loop.create_task(work)
+                tasks.append(task)
+                self._tasks.add(task)
+                task.add_done_callback(end)
 
         def end(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)
-            ended.set()
+            ended.put(None)
 
         def cancel() -> None:
+            start()  # in case Ctrl-C came before the start was requested
             tasks[0].cancel()
 
-        loop.call_soon_threadsafe(start)
+        def wait() -> None:
+            while not (tasks and tasks[0].done()):  # done already if Ctrl-C came after the end
+                ended.get()
+
         try:
-            ended.wait()
+            loop.call_soon_threadsafe(start)
+            wait()
         except BaseException:
             loop.call_soon_threadsafe(cancel)
-            ended.wait()
+            wait()
             if not tasks[0].cancelled():
                 tasks[0].exception()  # retrieved, or asyncio would log it as never retrieved
             raise
@@ -363,7 +375,7 @@ class BackgroundLoop:
     def _interrupt(self) -> None:
         """Cancel all calls, wait for them, and end the process by SIGINT; a second Ctrl-C ends it at once."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        print(f"tstore: Ctrl-C cancels {self._calls} calls under way", file=sys.stderr)
+        print(f"tstore: Ctrl-C cancels {len(self._calls)} calls under way", file=sys.stderr)
         if self._thread is not None:
             self._thread.loop.call_soon_threadsafe(self._cancel)
         self._changed.wait_for(lambda: not self._calls)
