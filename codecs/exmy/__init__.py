@@ -41,7 +41,7 @@ from exmy.errors import (
 from exmy.exponents import Exponents, exponents
 from exmy.format import Format, formats
 from exmy.groups import BLOCKS, Groups
-from exmy.noise import Difference, compare, sqnr
+from exmy.noise import Difference, compare, energy, sqnr
 from exmy.packing import TILE, pack, packed_size, slice_bytes, unpack
 from exmy.quantized import Quantized
 from exmy.quantizer import quantize
@@ -77,6 +77,7 @@ __all__ = [
     "decode_packed",
     "encode",
     "encode_packed",
+    "energy",
     "exponents",
     "formats",
     "kernels",

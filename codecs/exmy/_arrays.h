@@ -185,17 +185,31 @@ static void compare_all(const lanes *l, int kind, const uint8_t *x, const uint8_
     leave_float_mode(mode);
 }
 
-/* Writes the errors of packed codes as an approximation of x to totals, as if they were decoded to the kind of x: by
- * `s` alone, or with the scales of g. No decoded value leaves the first-level cache. */
-static void measure_all(const lanes *l, spec s, int kind, const groups *g, const uint8_t *packed, const uint8_t *x,
-                        size_t n, double *totals)
+/* Returns the number of elements whose magnitude exceeds a limit. */
+static size_t count_above(const lanes *l, int kind, const uint8_t *src, size_t n, double limit)
 {
+    const size_t size = kind_size(kind);
+    size_t count = 0;
+    if (peak_all(l, kind, src, n) <= limit) /* false for NaN */
+        return 0;
+    for (size_t i = 0; i < n; i++)
+        count += nonfinite(kind, src, i) < 2 && peak_all(l, kind, src + i * size, 1) > limit;
+    return count;
+}
+
+/* Writes the errors of packed codes as an approximation of x to totals, as if they were decoded to the kind of x: by
+ * `s` alone, or with the scales of g. No decoded value leaves the first-level cache. Returns the number of elements
+ * whose magnitude exceeds the limit. */
+static size_t measure_all(const lanes *l, spec s, int kind, const groups *g, double limit, const uint8_t *packed,
+                          const uint8_t *x, size_t n, double *totals)
+{
+    size_t above = 0;
     scratch r;
     uint64_t decoded[BLOCK];
     double sums[25] = {0};
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();
-    decoder d = decoder_of(l, &s, kind, g, &r);
+    const decoder d = decoder_of(l, &s, kind, g);
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK;
         unpack_block(l, packed + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
@@ -204,7 +218,9 @@ static void measure_all(const lanes *l, spec s, int kind, const groups *g, const
         else
             decode_run(l, &s, kind, g, &d, r.codes, i, m, &r, (uint8_t *)decoded);
         compare_block(l, kind, x + i * size, (const uint8_t *)decoded, m, sums);
+        above += count_above(l, kind, x + i * size, m, limit);
     }
     add_up(sums, totals);
     leave_float_mode(mode);
+    return above;
 }

@@ -103,11 +103,12 @@ static PyObject *py_measure(PyObject *self, PyObject *args)
     int level, kind, x, y, bias;
     groups g = {0, 0, 0, 0, NULL};
     Py_ssize_t length, inner;
+    double limit;
     Py_buffer scales, packed, src;
     PyObject *result = NULL;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iiiiipnnz*y*y*", &level, &kind, &x, &y, &bias, &g.wide, &length, &inner, &scales,
-                          &packed, &src))
+    if (!PyArg_ParseTuple(args, "iiiiipnndz*y*y*", &level, &kind, &x, &y, &bias, &g.wide, &length, &inner, &limit,
+                          &scales, &packed, &src))
         return NULL;
     g.length = (size_t)length, g.inner = (size_t)inner, g.scales = scales.buf;
     const lanes *l = lanes_of(level);
@@ -117,10 +118,11 @@ static PyObject *py_measure(PyObject *self, PyObject *args)
         if (check_length("packed", packed.len, packed_bytes(n, 1 + x + y)) &&
             (grouped == NULL || check_scales(&g, scales.len, n))) {
             double totals[4];
+            size_t above;
             Py_BEGIN_ALLOW_THREADS;
-            measure_all(l, spec_of(x, y, bias, 0), kind, grouped, packed.buf, src.buf, n, totals);
+            above = measure_all(l, spec_of(x, y, bias, 0), kind, grouped, limit, packed.buf, src.buf, n, totals);
             Py_END_ALLOW_THREADS;
-            result = Py_BuildValue("dddd", totals[0], totals[1], totals[2], totals[3]);
+            result = Py_BuildValue("ddddn", totals[0], totals[1], totals[2], totals[3], (Py_ssize_t)above);
         }
     }
     PyBuffer_Release(&scales);
@@ -140,4 +142,5 @@ static PyObject *py_measure(PyObject *self, PyObject *args)
     {"compare", py_compare, METH_VARARGS,                                                                    \
      "compare(level, kind, x, y) -> (signal, noise, largest error, largest relative error)."},               \
     {"measure", py_measure, METH_VARARGS,                                                                    \
-     "measure(level, kind, x, y, bias, wide, length, inner, scales or None, packed, src) -> as compare."}
+     "measure(level, kind, x, y, bias, wide, length, inner, limit, scales or None, packed, src) -> the errors as " \
+     "compare, and the number of magnitudes above the limit."}

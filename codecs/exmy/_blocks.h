@@ -130,17 +130,22 @@ static void decode_block(const lanes *l, const spec *s, int kind, const void *co
         narrow_single(l, kind, single, n, dst);
 }
 
-/* Writes the values of the codes 0 ... 7 without their sign bits as float32, for look_up_f32. Returns whether that
- * decodes the format: it has at most 4 bits. */
-static int small_table(const lanes *l, const spec *s, scratch *r, float *table)
+/* The factor with which `halves8_f32` and `halves16_f32` decode a format, or 0 if they do not. */
+static float halves_factor(const lanes *l, const spec *s)
 {
-    uint8_t codes[8];
-    if (l->look_up_f32 == NULL || s->bits > 4)
+    const int exponent = 15 + (s->tiny32 >> 23) - 128; /* 15 - bias */
+    if (l->halves8_f32 == NULL || !s->exact32 || s->exponent_bits > 4 || s->mantissa_bits > 10 || exponent < -126 ||
+        exponent > 127)
         return 0;
-    for (unsigned i = 0; i < 8; i++)
-        codes[i] = (uint8_t)(i & ((1u << (s->bits - 1)) - 1));
-    decode_block(l, s, FLOAT32, codes, 8, r, (uint8_t *)table);
-    return 1;
+    return (float)power_of_two(exponent);
+}
+
+static void decode_halves(const lanes *l, const spec *s, const void *codes, size_t n, float factor, float32_bits *out)
+{
+    if (s->bits <= 8)
+        l->halves8_f32(codes, n, s, factor, out);
+    else
+        l->halves16_f32(codes, n, s, factor, out);
 }
 
 static size_t packed_bytes(size_t n, int bits)
@@ -299,10 +304,9 @@ static void decode_all(const lanes *l, spec s, int kind, const uint8_t *src, siz
     code16 table[TILE / 2];
     const size_t size = kind_size(kind);
     const int streaming = n * size >= STREAM_BYTES;
-    float small[8];
+    const float factor = kind == FLOAT32 ? halves_factor(l, &s) : 0;
     const int tabled = l->look_up != NULL && size == 2 && s.bits <= 8 && n >= BLOCK;
     const unsigned mode = enter_float_mode();
-    const int is_small = kind == FLOAT32 && small_table(l, &s, &r, small);
     if (tabled) {
         for (size_t i = 0; i < TILE / 2; i++)
             r.low[i] = (uint8_t)i;
@@ -321,8 +325,8 @@ static void decode_all(const lanes *l, spec s, int kind, const uint8_t *src, siz
             uint8_t *to = dst + (i + j) * size, *out = streaming ? (uint8_t *)values : to;
             if (tabled)
                 l->look_up(from, k, table, (code16 *)out);
-            else if (is_small)
-                l->look_up_f32(from, k, small, s.bits, 1.0f, (float32_bits *)out);
+            else if (factor > 0)
+                decode_halves(l, &s, from, k, factor, (float32_bits *)out);
             else
                 decode_block(l, &s, kind, from, k, &r, out);
             if (streaming)

@@ -206,13 +206,14 @@ static PyObject *py_grouped(PyObject *args, int encoding)
         const size_t n = (size_t)(encoding ? src.len : dst.len) / kind_size(kind);
         if (check_length("packed", encoding ? dst.len : src.len, packed_bytes(n, 1 + x + y)) &&
             check_scales(&g, scales.len, n)) {
+            int finite = 1;
             Py_BEGIN_ALLOW_THREADS;
             if (encoding)
-                encode_groups(l, spec_of(x, y, bias, 0), kind, &g, one_zero, src.buf, n, dst.buf);
+                finite = encode_groups(l, spec_of(x, y, bias, 0), kind, &g, one_zero, src.buf, n, dst.buf);
             else
                 decode_groups(l, spec_of(x, y, bias, 0), kind, &g, src.buf, n, dst.buf);
             Py_END_ALLOW_THREADS;
-            result = Py_BuildValue("");
+            result = encoding ? PyBool_FromLong(finite) : Py_BuildValue("");
         }
     }
     PyBuffer_Release(&scales);
@@ -256,7 +257,8 @@ static PyMethodDef methods[] = {
     {"unpack", py_unpack, METH_VARARGS, "unpack(level, bits, count, packed, out)."},
     {"peak", py_peak, METH_VARARGS, "peak(level, kind, src) -> (largest magnitude, count, first)."},
     {"encode_groups", py_encode_groups, METH_VARARGS,
-     "encode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, src, out, one_zero)."},
+     "encode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, src, out, one_zero) -> whether all "\
+     "scaled values are finite."},
     {"decode_groups", py_decode_groups, METH_VARARGS,
      "decode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, packed, out)."},
     SEARCH_METHODS,

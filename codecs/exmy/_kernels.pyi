@@ -83,7 +83,7 @@ def encode_groups(
     out: Array,
     one_zero: bool,
     /,
-) -> None: ...
+) -> bool: ...
 def decode_groups(
     level: int,
     kind: int,
@@ -155,8 +155,9 @@ def measure(
     wide: bool,
     length: int,
     inner: int,
+    limit: float,
     scales: Array | None,
     packed: Array,
     src: Array,
     /,
-) -> tuple[float, float, float, float]: ...
+) -> tuple[float, float, float, float, int]: ...

@@ -170,30 +170,33 @@ static void LANE(look_up)(const uint8_t *codes, size_t n, const code16 *table, c
 }
 #endif
 
-/* Decodes n codes of up to 4 bits to float32, times a factor: the values of the codes 0 ... 7 without their sign bits are
- * in the table. */
+/* Decode n codes to float32, times a factor, by way of float16: its fields have room for up to 4 exponent and 10 mantissa
+ * bits, and a difference of biases is part of the factor. */
 #if LANE_HAS_F16C
-static void LANE(look_up_f32)(const uint8_t *codes, size_t n, const float *table, int bits, float factor,
-                              float32_bits *out)
-{
-    const __m256 values = _mm256_mul_ps(_mm256_loadu_ps(table), _mm256_set1_ps(factor));
-    const __m128i sign_shift = _mm_cvtsi32_si128(32 - bits);
-    const __m256i sign = _mm256_set1_epi32((int)0x80000000u);
-    float scaled[8];
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(codes + i)));
-        const __m256 value = _mm256_permutevar8x32_ps(values, code);
-        const __m256i minus = _mm256_and_si256(_mm256_sll_epi32(code, sign_shift), sign);
-        _mm256_storeu_ps((float *)(out + i), _mm256_or_ps(value, _mm256_castsi256_ps(minus)));
+#define DEFINE_HALVES(NAME, CODE, LOAD)                                                                      \
+    static void LANE(NAME)(const CODE *codes, size_t n, const spec *s, float factor, float32_bits *out)      \
+    {                                                                                                        \
+        const __m128i rise = _mm_cvtsi32_si128(16 - s->bits), drop = _mm_cvtsi32_si128(5 - s->exponent_bits); \
+        const __m256i fields = _mm256_set1_epi16((short)(0x8000 | ((1 << (10 + s->exponent_bits)) - 1)));    \
+        const __m256 by = _mm256_set1_ps(factor);                                                            \
+        CODE last[16] = {0};                                                                                 \
+        float values[16];                                                                                    \
+        for (size_t i = 0; i < n; i += 16) {                                                                 \
+            const size_t m = n - i < 16 ? n - i : 16;                                                        \
+            const CODE *from = m < 16 ? memcpy(last, codes + i, m * sizeof *last) : codes + i;               \
+            float *to = m < 16 ? values : (float *)(out + i);                                                \
+            const __m256i half = _mm256_and_si256(_mm256_sra_epi16(_mm256_sll_epi16(LOAD, rise), drop), fields); \
+            const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(half));                                \
+            const __m256 high = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));                          \
+            _mm256_storeu_ps(to, _mm256_mul_ps(low, by));                                                    \
+            _mm256_storeu_ps(to + 8, _mm256_mul_ps(high, by));                                               \
+            if (m < 16)                                                                                      \
+                memcpy(out + i, values, m * sizeof *values);                                                 \
+        }                                                                                                    \
     }
-    _mm256_storeu_ps(scaled, values);
-    for (; i < n; i++) {
-        float32_word value;
-        value.f = scaled[codes[i] & 7];
-        out[i] = (uint32_t)value.i | (((uint32_t)codes[i] << (32 - bits)) & 0x80000000u);
-    }
-}
+DEFINE_HALVES(halves8_f32, uint8_t, _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from)))
+DEFINE_HALVES(halves16_f32, code16, _mm256_loadu_si256((const __m256i *)from))
+#undef DEFINE_HALVES
 #endif
 
 /* Converts float16 bits to float32 bits, exactly; infinities and NaNs are preserved. */
@@ -357,9 +360,9 @@ static const lanes LANE(table) = {
     NULL,
 #endif
 #if LANE_HAS_F16C
-    LANE(look_up_f32),
+    LANE(halves8_f32),  LANE(halves16_f32),
 #else
-    NULL,
+    NULL,               NULL,
 #endif
     LANE(widen_f16),    LANE(widen_bf16),   LANE(widen_f32),   LANE(narrow_f64),
     LANE(narrow_f16),   LANE(narrow_bf16),  LANE(peak16),       LANE(peak32),      LANE(peak64),

@@ -63,7 +63,8 @@ typedef struct {
     void (*untop8)(const uint8_t *, size_t, const spec *, float32_bits *);
     void (*untop16)(const code16 *, size_t, const spec *, float32_bits *);
     void (*look_up)(const uint8_t *, size_t, const code16 *, code16 *); /* NULL if it would not pay */
-    void (*look_up_f32)(const uint8_t *, size_t, const float *, int, float, float32_bits *); /* NULL if there is none */
+    void (*halves8_f32)(const uint8_t *, size_t, const spec *, float, float32_bits *); /* NULL if there is none */
+    void (*halves16_f32)(const code16 *, size_t, const spec *, float, float32_bits *);
     void (*widen_f16)(const code16 *, size_t, float32_bits *);
     void (*widen_bf16)(const code16 *, size_t, float32_bits *);
     void (*widen_f32)(const float32_value *, size_t, float64_value *);

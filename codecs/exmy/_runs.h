@@ -68,36 +68,38 @@ static void merge_zeros(void *codes, size_t n, int bits)
 }
 
 /* Writes the packed codes of src times the scales; infinity becomes the largest value of its sign, NaN code 0, and -0
- * becomes +0 if `one_zero`. */
-static void encode_groups(const lanes *l, spec s, int kind, const groups *g, int one_zero, const uint8_t *src,
+ * becomes +0 if `one_zero`. Returns whether all products were finite. */
+static int encode_groups(const lanes *l, spec s, int kind, const groups *g, int one_zero, const uint8_t *src,
                           size_t n, uint8_t *dst)
 {
     scratch r;
     uint64_t scaled[BLOCK];
+    int finite = 1;
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK;
         scale_block(l, g, i, working_block(l, g->wide, kind, src + i * size, m, &r), m, (uint8_t *)scaled);
-        encode_block(l, &s, g->wide ? FLOAT64 : FLOAT32, (uint8_t *)scaled, m, 1, &r, r.codes);
+        finite &= encode_block(l, &s, g->wide ? FLOAT64 : FLOAT32, (uint8_t *)scaled, m, 1, &r, r.codes);
         if (one_zero)
             merge_zeros(r.codes, m, s.bits);
         pack_block(l, r.codes, m, s.bits, &r, dst + packed_bytes(i, s.bits));
     }
     leave_float_mode(mode);
+    return finite;
 }
 
-/* How codes become values times scales: `fused` in one loop, `is_small` by a table of the values. */
+/* How codes become values times scales: `fused` in one loop, or by way of float16 unless `factor` is 0. */
 typedef struct {
-    int fused, is_small;
-    float small[8];
+    int fused;
+    float factor;
 } decoder;
 
-static decoder decoder_of(const lanes *l, const spec *s, int kind, const groups *g, scratch *r)
+static decoder decoder_of(const lanes *l, const spec *s, int kind, const groups *g)
 {
     decoder d = {0};
     d.fused = g != NULL && g->inner == 1 && kind == FLOAT32 && !g->wide && s->exact32 && !s->top32;
-    d.is_small = d.fused && small_table(l, s, r, d.small);
+    d.factor = d.fused ? halves_factor(l, s) : 0;
     return d;
 }
 
@@ -108,9 +110,9 @@ static void decode_run(const lanes *l, const spec *s, int kind, const groups *g,
     uint64_t values[BLOCK], scaled[BLOCK];
     const size_t group = (g->first + i) / g->length;
     if (d->fused && (g->first + i + n - 1) / g->length == group) {
-        const float scale = ((const float32_value *)g->scales)[group];
-        if (d->is_small)
-            l->look_up_f32(codes, n, d->small, s->bits, scale, (float32_bits *)out);
+        const float scale = ((const float32_value *)g->scales)[group], factor = scale * d->factor;
+        if (factor >= 0x1p-126f && factor <= 0x1p127f) /* otherwise the product of the two may be rounded */
+            decode_halves(l, s, codes, n, factor, (float32_bits *)out);
         else if (s->bits <= 8)
             l->scaled8_f32(codes, n, s, scale, (float32_bits *)out);
         else
@@ -136,7 +138,7 @@ static void decode_groups(const lanes *l, spec s, int kind, const groups *g, con
     const size_t size = kind_size(kind), code_size = s.bits <= 8 ? 1 : 2;
     const int streaming = n * size >= STREAM_BYTES;
     const unsigned mode = enter_float_mode();
-    const decoder d = decoder_of(l, &s, kind, g, &r);
+    const decoder d = decoder_of(l, &s, kind, g);
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK, step = streaming ? TILE : BLOCK;
         unpack_block(l, src + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);

@@ -220,13 +220,16 @@ def encode_groups(
     out: Array,
     *,
     seed: int | None = None,
-) -> None:
+) -> bool:
     """See kernels.encode_groups."""
+    finite = True
     for start, stop in _blocks(src.size):
         group = groups.index(first + start, first + stop)
         values = _multiply(kind, src[start:stop], scales.reshape(-1)[group]).astype(np.float64)
+        finite &= bool(np.isfinite(values).all())
         codes = _codes(values, layout, None if seed is None else Dither(seed, first), start)
         out[_byte_range(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
+    return finite
 
 
 def merge_zeros(bits: int, packed: Array, count: int) -> None:
@@ -255,15 +258,15 @@ def exponents(kind: Kind, src: Array, out: Array) -> None:
 
 
 def measure(
-    kind: Kind, layout: Layout, groups: Groups | None, scales: Array | None, packed: Array, x: Array
-) -> tuple[float, float, float, float]:
+    kind: Kind, layout: Layout, groups: Groups, scales: Array | None, limit: float, packed: Array, x: Array
+) -> tuple[float, float, float, float, int]:
     """See kernels.measure."""
     decoded = np.empty_like(x)
-    if groups is None or scales is None:
+    if scales is None:
         decode(kind, layout, packed, decoded, packed=True)
     else:
         decode_groups(kind, layout, groups, 0, scales, packed, decoded)
-    return compare(kind, x, decoded)
+    return *compare(kind, x, decoded), int(np.count_nonzero(np.abs(reference.widen(x, kind)) > limit))
 
 
 def compare(kind: Kind, x: Array, y: Array) -> tuple[float, float, float, float]:

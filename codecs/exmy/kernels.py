@@ -286,11 +286,12 @@ def encode_groups(
     *,
     one_zero: bool = False,
     seed: int | None = None,
-) -> None:
+) -> bool:
     """Write the packed codes of src, times the scale of each element's group, into out.
 
     `first` is the position of src[0] in the whole array. Infinity becomes the largest value of its sign, NaN
-    becomes +0, and with `one_zero` so does -0. With a `seed`, rounding is stochastic.
+    becomes +0, and with `one_zero` so does -0. With a `seed`, rounding is stochastic. Return whether all scaled
+    values are known to be finite; if not, elements may be NaN or infinite.
     """
     if _selection.native(src.size):
         wide = scales.itemsize == 8
@@ -300,14 +301,14 @@ def encode_groups(
             )
             if one_zero:
                 blockwise.merge_zeros(layout.bits, out, src.size)
-            return
-        _kernels.encode_groups(
+            return False
+        return _kernels.encode_groups(
             _selection.index, kind, *layout, wide, groups.length, groups.inner, first, scales, src, out, one_zero
         )
-    else:
-        blockwise.encode_groups(kind, layout, groups, first, scales, src, out, seed=seed)
-        if one_zero:
-            blockwise.merge_zeros(layout.bits, out, src.size)
+    finite = blockwise.encode_groups(kind, layout, groups, first, scales, src, out, seed=seed)
+    if one_zero:
+        blockwise.merge_zeros(layout.bits, out, src.size)
+    return finite
 
 
 def decode_groups(
@@ -349,14 +350,15 @@ def compare(kind: Kind, x: Array, y: Array) -> tuple[float, float, float, float]
 
 
 def measure(
-    kind: Kind, layout: Layout, groups: Groups | None, scales: Array | None, packed: Array, x: Array
-) -> tuple[float, float, float, float]:
+    kind: Kind, layout: Layout, groups: Groups, scales: Array | None, limit: float, packed: Array, x: Array
+) -> tuple[float, float, float, float, int]:
     """Return what `compare` returns for x and the values of packed codes, without storing these values.
 
-    They are decoded to the kind of x: by `decode_groups` from position 0 on if there are scales, else by `decode`.
+    The last result is the number of elements of x whose magnitude exceeds `limit`. The values are decoded to the
+    kind of x: by `decode_groups` from position 0 on if there are scales, else by `decode`.
     """
     if _selection.native(x.size):
         wide = scales is not None and scales.itemsize == 8
-        length, inner = (1, 1) if groups is None else (groups.length, groups.inner)
-        return _kernels.measure(_selection.index, kind, *layout, wide, length, inner, scales, packed, x)
-    return blockwise.measure(kind, layout, groups, scales, packed, x)
+        length, inner = groups.length, groups.inner
+        return _kernels.measure(_selection.index, kind, *layout, wide, length, inner, limit, scales, packed, x)
+    return blockwise.measure(kind, layout, groups, scales, limit, packed, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from exmy.elements import Array, Kind, as_flat
 from exmy.errors import DtypeError, SizeError
 from exmy.threads import PART_LENGTH, check_threads, run_parts
 
-__all__ = ["Difference", "compare", "decibels", "sqnr"]
+__all__ = ["Difference", "compare", "decibels", "energy", "sqnr"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Difference:
     """The largest |x - y| / |x| over finite x != 0; NaN if any x - y is NaN, 0 if there is no such x."""
 
     @staticmethod
-    def from_totals(count: int, totals: tuple[float, float, float, float]) -> Difference:
+    def from_totals(count: int, totals: Iterable[float]) -> Difference:
         """Return the difference with the totals of `kernels.compare`, whose maxima ignore NaN."""
         signal, noise, largest, relative = totals
         if math.isnan(noise):
@@ -100,6 +101,12 @@ def compare(x: Any, y: Any, *, threads: int = 1) -> Difference:
 
     run_parts(compare_part, ((low, min(low + PART_LENGTH, a.size)) for low in starts), threads)
     return sum(differences, Difference(0, 0.0, 0.0, 0.0, 0.0))
+
+
+def energy(x: Any) -> float:
+    """Return the sum of squares of finite values: float16, bfloat16, float32 or float64 of any shape."""
+    elements, kind, _ = as_flat(x)
+    return kernels.energy(kind, elements)
 
 
 def _flatten(x: Array, y: Array) -> tuple[Array, Array, Kind | None]:

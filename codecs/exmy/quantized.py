@@ -32,7 +32,7 @@ from exmy.reference import clipping_limit, widen
 from exmy.scales import FLOAT_SCALES, GroupScales, parse_scales, scales_size
 from exmy.threads import check_threads, run_parts, split_at_tiles
 
-__all__ = ["Quantized", "needs_clamping"]
+__all__ = ["Quantized", "decoding", "needs_clamping"]
 
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")  # FORMAT.md, section 8
 _MAGIC = b"eXmY"
@@ -136,7 +136,7 @@ class Quantized:
         kind = kind_of(out.dtype)
         target = builtin_view(out.reshape(-1), kind)
         threads = check_threads(threads)
-        bits, (layout, scales) = self.format.bits, self._decoding(kind)
+        bits, (layout, scales) = self.format.bits, decoding(self, kind)
         saturating = needs_clamping(self, kind)
 
         def decode_part(low: int, high: int) -> None:
@@ -151,20 +151,23 @@ class Quantized:
         run_parts(decode_part, split_at_tiles(self.size, threads), threads)
         return out
 
-    def compare(self, x: Any) -> Difference:
-        """Return the error of the quantized array as an approximation of x, without storing the decoded values.
+    def measure(self, x: Any) -> tuple[Difference, int]:
+        """Return the error of the quantized array as an approximation of x, and the number of clipped elements.
 
-        `x`: the unquantized array. The result is that of `exmy.compare(x, self.dequantize(x.dtype))`, up to the
-        order in which an array of more than 2^20 elements is added up. Raise `SizeError` for another shape.
+        `x`: the unquantized array. The results are those of `exmy.compare(x, self.dequantize(x.dtype))`, up to the
+        order in which an array of more than 2^20 elements is added up, and of `count_clipped(x)`. They take less
+        time, since the decoded values are not stored. Raise `SizeError` for another shape.
         """
         elements, kind, shape = as_flat(x)
         if shape != self.shape:
             raise SizeError(f"x has shape {shape}; expected that of the quantized array, {self.shape}")
         if needs_clamping(self, kind):
-            return compare(x, self.dequantize(np.asarray(x).dtype))
-        layout, scales = self._decoding(kind)
-        totals = kernels.measure(kind, layout, self.groups, scales, self.packed, elements)
-        return Difference.from_totals(self.size, totals)
+            return compare(x, self.dequantize(np.asarray(x).dtype)), self.count_clipped(x)
+        layout, scales = decoding(self, kind)
+        limits = self._clipping_limits()
+        limit = float(limits[0]) if limits.size == 1 else math.inf
+        *totals, count = kernels.measure(kind, layout, self.groups, scales, limit, self.packed, elements)
+        return Difference.from_totals(self.size, totals), count if limits.size == 1 else self.count_clipped(x)
 
     def count_clipped(self, x: Any) -> int:
         """Return the number of elements of x that the format clips.
@@ -177,11 +180,7 @@ class Quantized:
             raise SizeError(f"x has shape {shape}; expected that of the quantized array, {self.shape}")
         if not self.size:
             return 0
-        if self.scales is None:
-            limits = np.ldexp(clipping_limit(self.format.layout), -self.offsets.astype(np.int32)).reshape(-1)
-        else:
-            limits = clipping_limit(self.format.layout) * self.scales.astype(np.float64).reshape(-1)
-        count = 0
+        limits, count = self._clipping_limits(), 0
         for low, high in self.groups.strips():
             runs = self.groups.runs(elements, low, high)
             if runs.shape[1] <= _LINE:
@@ -194,31 +193,12 @@ class Quantized:
                     count += _count_above(run[None, stop:], limit, kind)
         return count
 
-    def _decoding(self, kind: Kind) -> tuple[Layout, Array | None]:
-        """Return the layout, and the scale of each group, or None if its bias has the offset of all elements."""
-        layout = self.format.layout
-        if self.scales is None and self.offsets.ndim == 0:
-            return layout._replace(bias=layout.bias + int(self.offsets)), None
-        return self._decoding_scales(kind) if self.size else (layout, None)
-
-    def _decoding_scales(self, kind: Kind) -> tuple[Layout, Array]:
-        """Return the layout and the scale of each group, the arguments of `kernels.decode_groups`.
-
-        With offsets, the layout has its standard bias, and the scales absorb the difference. This keeps values and
-        scales near 1, so that float64 represents both and their product exactly, for any bias and offset.
-        """
-        layout = self.format.layout
-        if self.scales is not None:
-            narrow = kind is Kind.FLOAT32 and _is_float32(layout)
-            return layout, self.scales.reshape(-1).astype(np.float32 if narrow else np.float64)
-        standard = self.format.standard.layout
-        offsets = self.offsets.reshape(-1).astype(np.int32) + (layout.bias - standard.bias)
-        low, high = int(offsets.min()), int(offsets.max())
-        x, y, bias = standard
-        narrow = kind is not Kind.FLOAT64 and _is_float32(standard) and -126 <= low <= high <= 126
-        if kind in {Kind.FLOAT16, Kind.BFLOAT16}:  # float32 products must be exact: the kernels round them again
-            narrow = narrow and 1 - bias - y - high >= -149 and (1 << x) - bias - low <= 127
-        return standard, np.ldexp(1.0, -offsets).astype(np.float32 if narrow else np.float64)
+    def _clipping_limits(self) -> NDArray[np.float64]:
+        """Return for each group the magnitude above which elements are clipped."""
+        limit = clipping_limit(self.format.layout)
+        if self.scales is None:
+            return np.ldexp(limit, -self.offsets.astype(np.int32)).reshape(-1)
+        return limit * self.scales.astype(np.float64).reshape(-1)
 
     def _header_size(self) -> int:
         """Return the number of bytes before the packed codes in `to_bytes`."""
@@ -315,6 +295,34 @@ def _offsets(deltas: NDArray[np.int32], base: int, bias: int) -> NDArray[np.int3
             f"-{BIAS_LIMIT} or more than {BIAS_LIMIT}"
         )
     return deltas + base
+
+
+def decoding(q: Quantized, kind: Kind) -> tuple[Layout, Array | None]:
+    """Return the layout, and the scale of each group, or None if its bias has the offset of all elements."""
+    layout = q.format.layout
+    if q.scales is None and q.offsets.ndim == 0:
+        return layout._replace(bias=layout.bias + int(q.offsets)), None
+    return _group_scales(q, kind) if q.size else (layout, None)
+
+
+def _group_scales(q: Quantized, kind: Kind) -> tuple[Layout, Array]:
+    """Return the layout and the scale of each group, the arguments of `kernels.decode_groups`.
+
+    With offsets, the layout has its standard bias, and the scales absorb the difference. This keeps values and
+    scales near 1, so that float64 represents both and their product exactly, for any bias and offset.
+    """
+    layout = q.format.layout
+    if q.scales is not None:
+        narrow = kind is Kind.FLOAT32 and _is_float32(layout)
+        return layout, q.scales.reshape(-1).astype(np.float32 if narrow else np.float64)
+    standard = q.format.standard.layout
+    offsets = q.offsets.reshape(-1).astype(np.int32) + (layout.bias - standard.bias)
+    low, high = int(offsets.min()), int(offsets.max())
+    x, y, bias = standard
+    narrow = kind is not Kind.FLOAT64 and _is_float32(standard) and -126 <= low <= high <= 126
+    if kind in {Kind.FLOAT16, Kind.BFLOAT16}:  # float32 products must be exact: the kernels round them again
+        narrow = narrow and 1 - bias - y - high >= -149 and (1 << x) - bias - low <= 127
+    return standard, np.ldexp(1.0, -offsets).astype(np.float32 if narrow else np.float64)
 
 
 def needs_clamping(q: Quantized, kind: Kind) -> bool:

@@ -86,8 +86,6 @@ def quantize(
     offsets, scales = np.zeros(groups.counts, np.int16), None
     if isinstance(scale, float):
         scales = fixed_scale(scale, groups)
-        if not saturate and not math.isfinite(kernels.peak(kind, elements)[0]):
-            raise _nonfinite_error(elements, kind, shape)
     elif groups.axis is None and scale in {"max", "search"}:
         method: FitMethod = "max" if scale == "max" else "search"
         fit = fit_bias(elements, kind, f.layout, method, threads, saturate=saturate, importance=weights)
@@ -218,7 +216,11 @@ def _encode(
             )
         else:
             seed = dither and dither.seed
-            kernels.encode_groups(kind, layout, groups, low, scales, source, target, one_zero=one_zero, seed=seed)
+            finite = kernels.encode_groups(
+                kind, layout, groups, low, scales, source, target, one_zero=one_zero, seed=seed
+            )
+            if not finite and not saturate:
+                results.append(kernels.peak(kind, source)[1:])
 
     run_parts(encode_part, split_at_tiles(elements.size, threads), threads)
     if any(count for count, _ in results):

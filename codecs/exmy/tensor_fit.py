@@ -32,7 +32,7 @@ class TensorFit:
     "none" the bias of f. The result equals that of `Format.fit` and `quantize`; it depends neither on the slabs
     (which may differ between passes) nor on `threads`, the maximum number of threads. An empty or all-zero tensor
     keeps the bias of f. `nonfinite` is as for `encode`; with "saturate", only finite values count, also in `noise`
-    and `signal`.
+    and `signal`. `measures`: "bias" leaves out `noise` and `signal`, which takes less time.
     """
 
     def __init__(
@@ -43,9 +43,13 @@ class TensorFit:
         *,
         nonfinite: NonFinite = "error",
         threads: int = 1,
+        measures: Literal["bias", "errors"] = "errors",
     ) -> None:
         if scale not in {"search", "max", "none"}:
             raise FormatError(f"scale is {scale!r}; expected 'search', 'max' or 'none'")
+        if measures not in {"bias", "errors"}:
+            raise FormatError(f"measures is {measures!r}; expected 'bias' or 'errors'")
+        self._measures_errors = measures == "errors"
         self._f, self._count, self._scale = as_format(f), check_count(count), scale
         self._saturates, self._threads = saturates(nonfinite), check_threads(threads)
         self._kind: Kind | None = None
@@ -53,7 +57,7 @@ class TensorFit:
         self._fit = self._start(Kind.FLOAT32)
 
     def _start(self, kind: Kind) -> BiasFit:
-        return BiasFit(self._f.layout, kind, self._count, self._scale, reports_noise=True)
+        return BiasFit(self._f.layout, kind, self._count, self._scale, reports_noise=self._measures_errors)
 
     def add(self, slab: Any, importance: Any = None) -> None:
         """Add the next elements of the pass, in C order: float16, bfloat16, float32 or float64 of any shape.
@@ -111,7 +115,9 @@ class TensorFit:
 
     @property
     def signal(self) -> float:
-        """The sum of squares of all elements. Raise `SizeError` before the first pass has ended."""
-        if not self._fit.passes:
-            raise SizeError("the signal is not known yet; add the slabs of a pass and call end_pass")
+        """The sum of squares of all elements. Raise `SizeError` before the first pass, or if not measured."""
+        if not self._fit.passes or not self._measures_errors:
+            raise SizeError(
+                "the signal is not known yet; measure errors, add the slabs of a pass and call end_pass"
+            )
         return self._fit.signal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -204,14 +205,45 @@ def test_the_layout_of_compressed_tensors_has_the_same_values(store: Path, tmp_p
 
 def test_compressed_tensors_reads_it(store: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors to read its layout with it")
+    to_folder(store, tmp_path / "out", layout="compressed-tensors")
+    check_read_by_compressed_tensors(tmp_path / "out", store)
+
+
+def check_read_by_compressed_tensors(folder: Path, store: Path) -> None:
     import safetensors.torch
     import torch
     from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer
 
-    to_folder(store, tmp_path / "out", layout="compressed-tensors")
-    reader = CompressedTensorsDequantizer(str(tmp_path / "out"), dtype=torch.float32)
-    tensors = reader.validate(safetensors.torch.load_file(tmp_path / "out/model.safetensors"))
+    reader = CompressedTensorsDequantizer(str(folder), dtype=torch.float32)
+    tensors = reader.validate(safetensors.torch.load_file(folder / "model.safetensors"))
     check_exact({name: tensor.float().numpy() for name, tensor in tensors.items()}, store)
+
+
+@pytest.mark.parametrize("f", ["e2m1", "e2m3", "e3m3", "e0m3", "e0m7"])
+def test_shapes_that_no_block_or_byte_divides(tmp_path: Path, f: str) -> None:
+    """Sides that are no multiples of 2, 8 or 32, vectors, scalars, empty and tied arrays, in both layouts."""
+    shapes = [(5, 33), (1, 256), (7, 34), (9, 40), (64, 1), (2, 63), (33, 96), (300,), (0, 64), (64, 0)]
+    tree: dict[str, Any] = {"x".join(map(str, shape)): {"weight": weights(shape)} for shape in shapes}
+    tied = weights((256, 1024))
+    tree |= {"scalar": np.float32(3), "tied": {"weight": tied}, "twin": {"weight": tied}}
+    tstore.save(tmp_path / "store", tree, 1)
+    tstore.quantize(tmp_path / "store", {"*/weight": {"format": f, "axis": -1}}, tag="low")
+    expected = flat(tstore.restore(tmp_path / "store", at="low"))
+
+    to_folder(tmp_path / "store", tmp_path / "packed", layout="compressed-tensors")
+    tensors, _ = open_tensors(tmp_path / "packed/model.safetensors")
+    config = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]
+    check_exact(decoded(tensors, config), tmp_path / "store")
+    if importlib.util.find_spec("compressed_tensors") is not None:
+        check_read_by_compressed_tensors(tmp_path / "packed", tmp_path / "store")
+
+    to_folder(tmp_path / "store", tmp_path / "fp8", layout="fp8")
+    tensors, _ = open_tensors(tmp_path / "fp8/model.safetensors")
+    for name, values in expected.items():
+        read = np.asarray(tensors[name], np.float32)
+        if f"{name}_scale" in tensors:
+            read = read * broadcast(np.asarray(tensors[f"{name}_scale"], np.float32), values.shape)
+        np.testing.assert_array_equal(read, values, name)
 
 
 def test_one_scheme_is_the_format_of_all(tmp_path: Path) -> None:

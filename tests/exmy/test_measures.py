@@ -165,3 +165,27 @@ def test_the_largest_relative_error_is_exact_among_ratios_an_ulp_apart(seed):
         with exmy.kernels.use(level):
             assert exmy.compare(x, y).largest_relative == np.nanmax(np.where(x == 0, 0, ratios))
             assert exmy.compare(x[::-1], y[::-1]).largest_relative == np.nanmax(np.where(x == 0, 0, ratios))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("e4m3", {}),
+        ("e2m1", {"block": 32}),
+        ("e3m2", {"axis": 0}),
+        ("e2m1", {"block": 16, "scale": "6bit"}),
+        ("e3m4", {"scale": 0.01}),
+        ("e3m7", {"scale": 2.0**-100}),
+        ("e8m3", {}),
+    ],
+)
+def test_a_quantized_array_is_measured_as_if_it_were_decoded(level, dtype, name, options):
+    x = np.random.default_rng(3).standard_t(3, (37, 128)).astype(dtype)
+    q = exmy.quantize(x, name, **options)
+    difference, clipped = q.measure(x)
+    assert difference == exmy.compare(x, q.dequantize(x.dtype))
+    assert clipped == q.count_clipped(x)
+    assert difference.signal == pytest.approx(exmy.energy(x))
+    with pytest.raises(exmy.SizeError, match="expected that of the quantized array"):
+        q.measure(x[1:])

@@ -109,6 +109,13 @@ async def test_packed_codes_of_important_columns_have_less_error(
         stored = await tstore.restore(tmp_path, at=name)
         error[name] = float(np.sum((importance * (x - stored["x"]) ** 2), dtype="f8"))
         size[name] = report.arrays[0].bytes_after
+        row = (await tstore.quantize_report(tmp_path, name)).arrays[0]
+        if name == "plain":
+            assert row.weighted_sqnr is None
+        else:
+            decibel = 10 * np.log10(float(np.sum(importance * x**2, dtype="f8")) / error[name])
+            assert row.weighted_sqnr == pytest.approx(decibel, abs=0.01)
+            assert f"{row.sqnr:.1f} (weighted {row.weighted_sqnr:.1f})" in report.table()
         codes = (await tstore.restore(tmp_path, at=name, packed=True))["x"] if report.arrays[0].format else None
         if codes is not None:
             np.testing.assert_array_equal(codes.dequantize(), stored["x"])
@@ -152,3 +159,9 @@ async def test_bad_sensitivity_changes_nothing(url: Path, options: dict[str, Any
         await tstore.quantize(url, **options)
     async with await tstore.open(url) as store:
         assert await store.tags() == {"step/0": 1}
+
+
+async def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, TREE | {"n": np.arange(1000).reshape(10, 100)}, 0)
+    with pytest.raises(InvalidArgument, match="sensitivity of n: arrays of int64 are not encoded in eXmY"):
+        await tstore.quantize(tmp_path, bits=5, sensitivity={"a": 2, "n": 2})

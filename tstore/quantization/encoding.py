@@ -302,7 +302,8 @@ async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
         box, number, region, x, q = item
         source, weights = part_of(x, region), box.output.importance_of(box.region)
         if weights is None and source.shape == q.shape and source.flags.c_contiguous:
-            box.output.losses[number] = (q.compare(source), None, q.count_clipped(source))
+            difference, clipped = q.measure(source)
+            box.output.losses[number] = (difference, None, clipped)
         else:
             box.output.losses[number] = _measured_part(source, q, None if weights is None else weights[region])
 

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import Executor
@@ -110,7 +111,8 @@ async def quantize(
         How much the error of arrays matters to `bits`, relative to the size of their values: weights by path, 1
         for the others. An array of weights, of shape (columns,) or (rows, 1) as it broadcasts, is the importance
         of each column or row, such as the mean square of a layer's inputs (the imatrix of llama.cpp): it weighs
-        errors in the choice of steps, offsets and scales, also in the format that a rule names. Or a
+        errors in the choice of steps, offsets and scales, also in the format that a rule names; the report has
+        the SQNR of weighted squares beside the unweighted errors. Or a
         function that takes the arrays by path, as a dict, and returns the loss of the model: it is called once for
         each array, with noise of 10 % in that array, and the growth of the loss is the array's weight.
     at
@@ -306,6 +308,7 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None
     errors = loss.signal, loss.noise, loss.largest_error, loss.largest_relative, encoded.clipped_count / values
     histogram = None if exponents is None else (exponents.lowest, exponents.counts.tolist())
     name, coding = codec.format.standard.name, "entropy" if is_entropy_coded(meta.chain.documents) else "packed"
+    weighted = None if encoded.weighted is None or not math.isfinite(encoded.sqnr) else encoded.sqnr
     return QuantizedArray(
-        path, name, codec.granularity, "", values, before, after, *errors, histogram, coding, weight
+        path, name, codec.granularity, "", values, before, after, *errors, histogram, coding, weight, weighted
     )

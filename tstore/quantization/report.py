@@ -43,7 +43,8 @@ class QuantizedArray(NamedTuple):
     `bytes_after` are encoded bytes with the codec's metadata. `signal` and `noise` are the sums of the squared
     values and errors. `clipped` is the fraction of values beyond the largest that their format and scale can
     represent. `exponents` is (lowest, counts): how many values have floor(log2 |x|) = lowest, lowest + 1, …; None
-    if not stored.
+    if not stored. `weighted_sqnr` is the SQNR in dB of squares weighted by the importance of rows or columns, by
+    which codes were chosen; None without importance. All other errors are unweighted.
     """
 
     path: str
@@ -61,6 +62,7 @@ class QuantizedArray(NamedTuple):
     exponents: tuple[int, list[int]] | None = None
     coding: str = ""
     sensitivity: float = 1.0
+    weighted_sqnr: float | None = None
 
     def __repr__(self) -> str:
         encoding = "exact"
@@ -105,7 +107,7 @@ class QuantizeReport(NamedTuple):
         """Return a line of text for each array, with the reasons why some are exact, and the totals."""
         rows = [("array", "format", "bits/value", "SQNR dB", "largest error", "why exact")]
         for a in self.arrays:
-            measured = (f"{a.sqnr:.1f}", f"{a.largest_error:.3g}") if a.format else ("", "")
+            measured = (_sqnr_text(a), f"{a.largest_error:.3g}") if a.format else ("", "")
             name = f"{a.format} {a.coding}" if a.format else "exact"
             rows.append((a.path, name, f"{a.bits_per_value:.2f}", *measured, a.reason))
         return f"{text_table(rows, left=(0, 1, 5))}\n{self!r}"
@@ -185,6 +187,11 @@ class QuantizeReport(NamedTuple):
                 for a in self.arrays
             ],
         }
+
+
+def _sqnr_text(array: QuantizedArray) -> str:
+    weighted = array.weighted_sqnr
+    return f"{array.sqnr:.1f}" if weighted is None else f"{array.sqnr:.1f} (weighted {weighted:.1f})"
 
 
 def stored_document(report: QuantizeReport) -> dict[str, Any]:

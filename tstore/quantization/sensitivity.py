@@ -23,6 +23,7 @@ from tstore.data.pieces import ReadJob
 from tstore.errors import InvalidArgument, bullet_list
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
+from tstore.format.codecs import FLOATS
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 
@@ -52,6 +53,12 @@ def given_importance(sensitivity: Mapping[str, Any], arrays: Mapping[str, ArrayM
         raise InvalidArgument(
             f"sensitivity: this checkpoint has no array at these paths; correct them:{bullet_list(unknown)}"
         )
+    for path in sensitivity:
+        if (dtype := arrays[path].dtype).name not in FLOATS:
+            raise InvalidArgument(
+                f"sensitivity of {path}: arrays of {dtype} are not encoded in eXmY, so a weight has no effect; "
+                "leave this array out"
+            )
     return {path: _parsed(path, value, arrays[path].shape) for path, value in sensitivity.items()}
 
 

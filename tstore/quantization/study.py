@@ -117,7 +117,7 @@ def study(values: Values, undecided: Undecided) -> Study:
             assert undecided.importance is not None
             weights.add(region, np.broadcast_to(undecided.importance, meta.shape)[region])
         if settings or undecided.coding == "entropy":  # else `fit_tensor` measures the signal
-            signal += exmy.compare(slab, slab).signal
+            signal += exmy.energy(slab)
     reason = obstacle(meta, exponents, [])
     if exponents.highest > _MAX_SQUARED:
         reason = reason or f"values of 2^{exponents.highest} are too large"
@@ -173,7 +173,7 @@ def _packed_study(
     else:
         has_largest = sample.size == meta.size or exmy.exponents(sample).highest == exponents.highest
         contenders = _contenders(candidates, has_largest=has_largest)
-        tensor_fits = fit_tensor(values, contenders, importance=undecided.importance)
+        tensor_fits = fit_tensor(values, contenders, importance=undecided.importance, measures="errors")
         _add_pass(values, [fit for fit in tensor_fits if fit.noise is None], undecided.importance)
         errors = [(fit.format.standard, fit.noise or 0.0) for fit in tensor_fits]
         fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
@@ -190,7 +190,8 @@ def _packed_study(
 
 def profile(values: Values, formats: Iterable[str], importance: npt.NDArray[np.float32] | None = None) -> Profile:
     """Return the profile of an array that was not studied, fitted to these formats if they can represent it."""
-    fits = {name: exmy.TensorFit(name, values.meta.size, nonfinite="saturate") for name in formats}
+    size = values.meta.size
+    fits = {name: exmy.TensorFit(name, size, nonfinite="saturate", measures="bias") for name in formats}
     exponents = _no_exponents(values.meta)
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
@@ -258,9 +259,10 @@ def fit_tensor(
     formats: Iterable[exmy.Format | str],
     scale: Literal["search", "max"] = "search",
     importance: npt.NDArray[np.float32] | None = None,
+    measures: Literal["bias", "errors"] = "bias",
 ) -> list[exmy.TensorFit]:
     """Fit an offset for all values in each format, in passes over the slabs."""
-    fits = [exmy.TensorFit(f, values.meta.size, scale) for f in formats]
+    fits = [exmy.TensorFit(f, values.meta.size, scale, measures=measures) for f in formats]
     _complete(values, fits, importance)
     return fits
 

@@ -141,7 +141,7 @@ class ValueCache:
     def _make_room(self, size: int) -> bool:
         """Drop cached arrays, the last one cached first, until `size` more bytes fit; return whether they do."""
         while self._size + size > self._limit and self._arrays:
-            self._size -= self._arrays.popitem()[1].nbytes
+            self.drop([next(reversed(self._arrays))])
         return self._size + size <= self._limit
 
     def _new_array(self, path: str, meta: ArrayMeta) -> npt.NDArray[Any]:
