@@ -23,8 +23,8 @@ EXTENSIONS = {
         **_COMMON,
     ),
     ".": Extension(
-        "tstore.format._checksums",
-        sources=["tstore/format/_checksums.c"],
+        "tstore.format.kernels",
+        sources=["tstore/format/kernels.c"],
         include_dirs=["codecs/xxhash"],
         extra_compile_args=["-O3"],
         **_COMMON,

@@ -180,7 +180,7 @@ def test_the_command_runs_beside_and_inside_the_clone(clone: Clone) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.parametrize(
-    ("module", "folder"), [("exmy._kernels", "codecs/exmy"), ("tstore.format._checksums", "tstore/format")]
+    ("module", "folder"), [("exmy._kernels", "codecs/exmy"), ("tstore.format.kernels", "tstore/format")]
 )
 def test_the_modules_in_c_are_compiled(clone: Clone, module: str, folder: str) -> None:
     file = clone.run("-c", f"import {module} as module; print(module.__file__)").strip()
@@ -266,7 +266,7 @@ def test_a_wheel_of_the_sdist_has_every_file_of_both_packages(clone: Clone) -> N
         "tstore/sync/__init__.pyi",
         "exmy/py.typed",
         "exmy/_kernels.c",
-        "tstore/format/_checksums.c",
+        "tstore/format/kernels.c",
         "exmy/FORMAT.md",
         "exmy/README.md",
     } <= held

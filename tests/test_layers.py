@@ -1,8 +1,9 @@
 """The layers of the source: a package imports only from packages above it in `LAYERS`.
 
-A package is a layer as a whole; so is a module at the top. Those of one row do not import each other, and imports
-form no cycle. A package that is not in the table fails the test. Imports inside functions and under TYPE_CHECKING
-count like any other. "Reading the source" in the README is the same for people.
+A package is a layer as a whole, but for its own packages in the table; so is a module at the top. Those of one row
+do not import each other, and imports form no cycle. A package that is not in the table fails the test. Imports
+inside functions and under TYPE_CHECKING count like any other. "Reading the source" in the README is the same for
+people.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
     ("sharding", "runtime", "format"),
+    ("format.arrays",),
+    ("format.objects",),
+    ("format.tree",),
     ("storage",),
     ("data", "log"),
     ("array",),
@@ -98,9 +102,11 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def layer_of(module: str) -> str:
-    """Return the package of a module, or the name of a top-level module."""
-    return module.partition(".")[2].partition(".")[0]
+def layer_of(module: str, layers: Sequence[Sequence[str]]) -> str:
+    """Return the innermost package of a module that is in a layer, or else its outermost one."""
+    name = module.partition(".")[2]
+    known = [layer for row in layers for layer in row if within(name, layer)]
+    return max(known, key=len, default=name.partition(".")[0])
 
 
 def targets_of(module: Module, modules: Mapping[str, Module]) -> Iterator[tuple[str, int]]:
@@ -118,12 +124,12 @@ def layer_faults(modules: Mapping[str, Module], layers: Sequence[Sequence[str]])
     faults = [
         f"{name} is in no layer: give its package a place in LAYERS"
         for name in modules
-        if layer_of(name) not in level
+        if layer_of(name, layers) not in level
     ]
     for module in modules.values():
-        own = layer_of(module.name)
+        own = layer_of(module.name, layers)
         for target, line in targets_of(module, modules):
-            other = layer_of(target)
+            other = layer_of(target, layers)
             if target not in modules:
                 faults.append(f"{module.name}:{line} imports {target}, which does not exist")
             elif own in level and other in level and other != own and level[other] >= level[own]:
@@ -207,7 +213,7 @@ def test_the_source_was_found() -> None:
 
 def test_every_package_is_in_one_layer() -> None:
     names = [name for layer in LAYERS for name in layer]
-    assert sorted(names) == sorted({layer_of(name) for name in TSTORE})
+    assert sorted(names) == sorted({layer_of(name, LAYERS) for name in TSTORE})
 
 
 def test_packages_import_only_from_layers_below() -> None:
@@ -309,6 +315,20 @@ def test_an_import_from_above_is_detected(tmp_path: Path, name: str, text: str) 
 )
 def test_an_import_from_below_or_beside_is_fine(tmp_path: Path, name: str, text: str) -> None:
     assert layer_faults(fabricated(tmp_path, {name: text}), ORDER) == []
+
+
+def test_a_package_within_a_package_may_be_a_layer_of_its_own(tmp_path: Path) -> None:
+    order = [("kv",), ("kv.disk",), ("low",)]
+    files = {"kv/disk/__init__.py": "from tstore.kv import base", "low.py": "from tstore.kv.disk import x"}
+    only = {
+        name: module
+        for name, module in fabricated(tmp_path, files).items()
+        if name not in ("tstore", "tstore.high")
+    }
+    assert layer_faults(only, order) == []
+    files["kv/base.py"] = "from tstore.kv import disk"
+    [fault] = layer_faults({**only, "tstore.kv.base": fabricated(tmp_path, files)["tstore.kv.base"]}, order)
+    assert fault.startswith("tstore.kv.base:1 imports tstore.kv.disk")
 
 
 def test_a_module_in_no_layer_is_detected(tmp_path: Path) -> None:

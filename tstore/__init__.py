@@ -21,7 +21,7 @@ from tstore.checkpoint.restore import explain, restore
 from tstore.checkpoint.save import save
 from tstore.convert.tensorstore_spec import open
 from tstore.copying.copy import CopyReport, copy
-from tstore.format.retention import Keep
+from tstore.format.tree.retention import Keep
 from tstore.log.group_commit import Retry
 from tstore.log.history import Commit
 from tstore.maintenance.diff import ArrayDiff, Diff

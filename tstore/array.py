@@ -13,11 +13,11 @@ from tstore.data.planning import ReadPlan
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, InvalidIndex, Misuse
 from tstore.format.arguments import quote
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Selection, may_overlap
-from tstore.format.indices import Index, IndexItem
-from tstore.format.points import PointSelection
-from tstore.format.views import View, whole_view
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import Selection, may_overlap
+from tstore.format.arrays.indices import Index, IndexItem
+from tstore.format.arrays.points import PointSelection
+from tstore.format.arrays.views import View, whole_view
 
 __all__ = ["Appended", "Array", "ArraySource", "Indexer", "parts_of", "read_of", "viewed"]
 

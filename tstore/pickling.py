@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from tstore.array import Array, parts_of, viewed
 from tstore.errors import Misuse, NotAStore, TimelineChanged
-from tstore.format.views import View
+from tstore.format.arrays.views import View
 from tstore.log.reader import LogReader
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.snapshot import Snapshot, log_of

@@ -19,13 +19,13 @@ from tstore.data.reader import is_small, read_chunks, read_small
 from tstore.data.shared_reads import SharedReads
 from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired, TStoreError
 from tstore.format.arguments import quote
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.grid import Selection, chunk_coordinates
-from tstore.format.node import Node
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import Selection, chunk_coordinates
+from tstore.format.arrays.points import PointSelection
+from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.paths import checked_path
-from tstore.format.points import PointSelection
-from tstore.format.tree import RESERVED_ATTRIBUTE, Tree
+from tstore.format.tree.node import Node
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.log.expiry import check_alive, guard_expiry
 from tstore.log.pages import read_pages
 from tstore.log.reader import LogReader

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from tstore.errors import InvalidArgument, NotFound, name_list
 from tstore.format.arguments import checked_step
-from tstore.format.records import date_of
-from tstore.format.retention import step_of
+from tstore.format.objects.records import date_of
+from tstore.format.tree.retention import step_of
 from tstore.log.expiry import changes_nothing, living_versions
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.store import Store, opened

@@ -15,7 +15,7 @@ import numpy as np
 
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, Misuse, NotFound, TStoreError
 from tstore.format.arguments import checked_indices, checked_metadata, checked_text, quote
-from tstore.format.retention import Keep
+from tstore.format.tree.retention import Keep
 from tstore.log.expiry import check_tag_alive, newest_tree
 from tstore.log.history import Commit, history, version_at, version_named
 from tstore.log.log import Log

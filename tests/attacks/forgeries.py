@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.encoding import decode
-from tstore.format.records import Collection, Record
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.objects.encoding import decode
+from tstore.format.objects.records import Collection, Record
 
 __all__ = [
     "COLLECTIONS",

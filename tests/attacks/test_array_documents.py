@@ -14,8 +14,8 @@ import pytest
 import tstore
 from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.documents import Document
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.objects.documents import Document
 
 BLOSC = {"cname": "lz4", "clevel": 3, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}
 DOCUMENTS = [

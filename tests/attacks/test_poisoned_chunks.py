@@ -21,14 +21,14 @@ import tstore
 from tests.attacks.forgeries import framed
 from tests.support.http_server import ADMIN, WRITE, Client, client_of, everybody
 from tstore import Keep
-from tstore.format import validation
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, block_checks
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
 from tstore.format.layout import commit_key
-from tstore.format.records import Record
-from tstore.format.references import Manifest
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.records import Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree import validation
 from tstore.server import Server, chunk_checks
 
 COUNT = 16

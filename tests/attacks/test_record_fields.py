@@ -24,11 +24,11 @@ from tests.support.work import counted_work
 from tstore import Keep
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
 from tstore.format.bounds import RECORD_VALUES
-from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key
-from tstore.format.object_ref import ObjectRef
-from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
-from tstore.format.references import Body, Manifest
+from tstore.format.objects.encoding import decode, encode
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.records import Collection, Fragment, LivingVersion, Part, Record, Root
+from tstore.format.objects.references import Body, Manifest
 from tstore.storage.base import Storage
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'

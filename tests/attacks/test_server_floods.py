@@ -19,14 +19,14 @@ import trustme
 
 import tstore
 from tests.support.http_server import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.records import Record
-from tstore.format.references import Manifest
-from tstore.format.tree import Tree
-from tstore.format.validation import Steps, check_chunks, next_tree
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.records import Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.tree import Tree
+from tstore.format.tree.validation import Steps, check_chunks, next_tree
 from tstore.server import Access, Certificate, Limits, Server, transfers
 from tstore.server.limits import Shares, Turns
 from tstore.server.responses import Refused

@@ -25,16 +25,16 @@ import tstore
 from tests.support.http_server import ADMIN, WRITE, Client, client_of, everybody
 from tstore import Keep
 from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.checksums import digest
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.object_ref import ObjectRef, reference
-from tstore.format.records import Collection, LivingVersion, Part, Record, Root
-from tstore.format.references import Manifest
-from tstore.format.tree import Tree, group_document
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.encoding import decode
+from tstore.format.objects.object_ref import ObjectRef, reference
+from tstore.format.objects.records import Collection, LivingVersion, Part, Record, Root
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.tree import Tree, group_document
 from tstore.server import Server, admission, manifests
 from tstore.server.log_state import LogState, manifest_memory
 from tstore.simulation.scenario import override_constants

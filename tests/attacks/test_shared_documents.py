@@ -11,15 +11,15 @@ import pytest
 import tstore
 from tests.support.fuzzing import bounded_time
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.format import array_metadata
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.encoding import decode, encode
+from tstore.format.arrays import array_metadata
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.layout import commit_key
-from tstore.format.object_ref import reference
-from tstore.format.records import Record
-from tstore.format.references import Manifest
-from tstore.format.tree import Tree
-from tstore.format.validation import next_tree, run_steps
+from tstore.format.objects.encoding import decode, encode
+from tstore.format.objects.object_ref import reference
+from tstore.format.objects.records import Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.tree import Tree
+from tstore.format.tree.validation import next_tree, run_steps
 from tstore.maintenance.contents import listing
 
 NODES, LISTS = 3000, 40_000  # to parse the document takes about 20 ms

@@ -20,7 +20,7 @@ from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, 
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
 from tstore.convert.exporting import export_safetensors
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
-from tstore.format.documents import Document
+from tstore.format.objects.documents import Document
 from tstore.format.tree_document import paths_in, stored_document
 
 

@@ -18,7 +18,7 @@ from tstore.checkpoint import source
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
 from tstore.errors import NotFound
-from tstore.format import pages, segments
+from tstore.format.objects import pages, segments
 from tstore.format.patterns import compile_patterns, extent_of
 from tstore.format.tree_parts import part_of
 from tstore.sharding import Mesh, P

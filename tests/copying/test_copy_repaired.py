@@ -13,9 +13,9 @@ import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
 from tstore import Keep
 from tstore.errors import Corrupt, Denied, InvalidArgument
-from tstore.format.encoding import encode
 from tstore.format.layout import commit_key
-from tstore.format.records import REPAIR, Collection, Record
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.records import REPAIR, Collection, Record
 from tstore.server import Server
 from tstore.tags import set_tag
 

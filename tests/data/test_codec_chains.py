@@ -25,7 +25,7 @@ from zarr.core.metadata import ArrayV3Metadata
 
 import tstore
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.maintenance.contents import array_info
 
 Values = npt.NDArray[Any]

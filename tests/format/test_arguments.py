@@ -18,7 +18,7 @@ import tstore
 import tstore.sync as blocking
 from tstore import Keep
 from tstore.errors import InvalidArgument, TStoreError
-from tstore.format.records import Record
+from tstore.format.objects.records import Record
 from tstore.server import Access
 from tstore.sharding import Mesh
 from tstore.storage.objects import Durability

@@ -12,7 +12,7 @@ from tests.support.threads import assert_releases_interpreter
 from tstore.format import checksums
 from tstore.format.checksums import BLOCK, block_checks
 
-compiled = pytest.mark.skipif(checksums._checksums is None, reason="installed without a C compiler")
+compiled = pytest.mark.skipif(checksums.kernels is None, reason="installed without a C compiler")
 
 
 def expected(data: bytes, chunk: int, block: int = BLOCK) -> bytes:
@@ -25,8 +25,8 @@ def expected(data: bytes, chunk: int, block: int = BLOCK) -> bytes:
 @pytest.fixture(params=["in C", "xxhash"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "xxhash":
-        monkeypatch.setattr(checksums, "_checksums", None)
-    elif checksums._checksums is None:
+        monkeypatch.setattr(checksums, "kernels", None)
+    elif checksums.kernels is None:
         pytest.skip("installed without a C compiler")
 
 
@@ -42,7 +42,7 @@ def test_checks_of_blocks_are_those_of_xxhash(implementation, size):
 @given(st.binary(max_size=2000), st.integers(1, 600), st.integers(1, 600), st.integers(0, 7))
 def test_the_c_module_equals_xxhash_at_any_alignment(data, chunk, block, start):
     view = memoryview(data)[start:]
-    assert checksums._checksums.block_checks(view, chunk, block) == expected(bytes(view), chunk, block)
+    assert checksums.kernels.block_checks(view, chunk, block) == expected(bytes(view), chunk, block)
 
 
 def test_a_block_of_a_chunk_is_a_mebibyte(implementation):
@@ -54,11 +54,11 @@ def test_a_block_of_a_chunk_is_a_mebibyte(implementation):
 @compiled
 def test_the_interpreter_runs_on_while_blocks_are_hashed():
     data = np.ones(1 << 29, np.uint8)
-    assert_releases_interpreter(lambda: checksums._checksums.block_checks(data.data, 1 << 29, 1 << 10))
+    assert_releases_interpreter(lambda: checksums.kernels.block_checks(data.data, 1 << 29, 1 << 10))
 
 
 @compiled
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 1)])
 def test_chunks_and_blocks_without_bytes_are_refused(sizes):
     with pytest.raises(ValueError, match=r"bytes; expected at least 1$"):
-        checksums._checksums.block_checks(b"abc", *sizes)
+        checksums.kernels.block_checks(b"abc", *sizes)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tstore.format.checksums import BLOCK, CHECK_SIZE
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
 
 PACKS: tuple[str | bytes, ...] = ("txn/a/pack-0", b"inline", "txn/b/pack-0")
 

@@ -22,13 +22,13 @@ import tstore
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import METADATA_VALUES
 from tstore.format.checksums import BLOCK, BlockHash, as_checks, block_checks
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.encoding import decode, encode
-from tstore.format.layers import overlay_each
-from tstore.format.object_ref import ObjectRef, reference
-from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
-from tstore.format.references import Manifest
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.encoding import decode, encode
+from tstore.format.objects.layers import overlay_each
+from tstore.format.objects.object_ref import ObjectRef, reference
+from tstore.format.objects.records import Collection, Fragment, LivingVersion, Part, Record, Root
+from tstore.format.objects.references import Manifest
 from tstore.log.marker import Marker
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'

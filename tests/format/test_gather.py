@@ -15,23 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.threads import assert_releases_interpreter
-from tstore.format import gather as module
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays import gather as module
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.gather import Source, gather, scatter
+from tstore.format.arrays.grid import view_as_chunks
 from tstore.format.checksums import BLOCK
-from tstore.format.gather import Source, gather, scatter
-from tstore.format.grid import view_as_chunks
 
 Values = npt.NDArray[Any]
 
-compiled = pytest.mark.skipif(module._checksums is None, reason="installed without a C compiler")
+compiled = pytest.mark.skipif(module.kernels is None, reason="installed without a C compiler")
 DTYPES = ["?", "u1", "<f2", ">f2", "<i4", ">f4", "f8", ">c8", "c16", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
 
 
 @pytest.fixture(params=["in C", "NumPy"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "NumPy":
-        monkeypatch.setattr(module, "_checksums", None)
-    elif module._checksums is None:
+        monkeypatch.setattr(module, "kernels", None)
+    elif module.kernels is None:
         pytest.skip("installed without a C compiler")
 
 
@@ -83,7 +83,7 @@ def test_chunks_of_any_view_are_copied_and_hashed(parts, block, gap):
         arguments.append((values, chunks, fill, offset))
         offset += sum(map(len, expected[-1])) + gap
     buffer = np.full(offset, 0xA5, np.uint8)
-    checks = module._checksums.gather(arguments, buffer, block)
+    checks = module.kernels.gather(arguments, buffer, block)
     assert checks == [b"".join(checks_of(chunk, block) for chunk in each) for each in expected]
     pad = b"\xa5" * gap
     assert buffer.tobytes() == pad + b"".join(b"".join(each) + pad for each in expected)
@@ -133,7 +133,7 @@ def test_a_list_of_arrays_gives_a_chunk_of_each(implementation, dtype, shape):
 def test_the_interpreter_runs_on_while_chunks_are_gathered():
     values, buffer = np.ones((1 << 14, 1 << 14), np.uint8), np.empty(1 << 28, np.uint8)
     source = (values, (1 << 14, 1 << 8), b"\0", 0)
-    assert_releases_interpreter(lambda: module._checksums.gather([source], buffer, 1 << 10))
+    assert_releases_interpreter(lambda: module.kernels.gather([source], buffer, 1 << 10))
 
 
 @compiled
@@ -168,10 +168,10 @@ def test_sources_that_do_not_fit_are_refused(source, error):
     buffer = np.full(32, 7, np.uint8)
     fits = (np.zeros((2, 2)), (2, 2), bytes(8), 0)
     with pytest.raises((ValueError, TypeError, OverflowError), match=error):
-        module._checksums.gather([fits, source], buffer, 1)
+        module.kernels.gather([fits, source], buffer, 1)
     assert (buffer == 7).all()
     with pytest.raises(ValueError, match="blocks of 0 bytes"):
-        module._checksums.gather([fits], buffer, 0)
+        module.kernels.gather([fits], buffer, 0)
 
 
 @st.composite
@@ -194,14 +194,14 @@ def targets(draw: st.DrawFn) -> tuple[Values, Values]:
 @pytest.mark.parametrize("in_c", [True, False])
 @given(st.data())
 def test_chunks_are_scattered_to_any_view_and_hashed(in_c, data):
-    if in_c and module._checksums is None:
+    if in_c and module.kernels is None:
         pytest.skip("installed without a C compiler")
     values, target = data.draw(targets())
     size = values.nbytes // math.prod(target.shape[: values.ndim])
     chunks = np.random.default_rng(values.size).integers(0, 256, values.nbytes, np.uint8)
     with pytest.MonkeyPatch.context() as patch:
         if not in_c:
-            patch.setattr(module, "_checksums", None)
+            patch.setattr(module, "kernels", None)
         checks = scatter(chunks, target)
     assert checks == checks_of(chunks.tobytes(), size)
     stored = expected_chunks(values.view(f"V{values.itemsize}"), target.shape[values.ndim :], 0)
@@ -215,15 +215,15 @@ def test_chunks_are_scattered_to_any_view_and_hashed(in_c, data):
 def test_chunks_that_do_not_fill_an_array_are_not_scattered(size, first, block):
     target = np.zeros((2, size and 4), np.uint8)
     with pytest.raises(ValueError, match="do not fill"):
-        module._checksums.scatter(np.ones(size, np.uint8), target, first, block)
+        module.kernels.scatter(np.ones(size, np.uint8), target, first, block)
     assert not target.any()
     target.flags.writeable = False
     with pytest.raises((ValueError, BufferError)):
-        module._checksums.scatter(np.ones(target.size, np.uint8), target, 1, 9)
+        module.kernels.scatter(np.ones(target.size, np.uint8), target, 1, 9)
 
 
 @compiled
 def test_the_interpreter_runs_on_while_chunks_are_scattered():
     data, target = np.ones(1 << 28, np.uint8), np.empty((1 << 14, 1 << 14), np.uint8)
     chunks = view_as_chunks(target, (1 << 14, 1 << 8))
-    assert_releases_interpreter(lambda: module._checksums.scatter(data, chunks, 2, 1 << 10))
+    assert_releases_interpreter(lambda: module.kernels.scatter(data, chunks, 2, 1 << 10))

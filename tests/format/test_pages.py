@@ -15,23 +15,23 @@ from msgspec.structs import replace
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format import layout
-from tstore.format import pages as module
-from tstore.format import tree as tree_module
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.encoding import decode, encode
 from tstore.format.frame import seal
 from tstore.format.layout import root_key
-from tstore.format.node import same_node
-from tstore.format.nodes import Nodes
-from tstore.format.object_ref import MAX_PAGES, ObjectRef, Page
-from tstore.format.pages import StoredManifest, check_object, decode_page, manifests_in, stored
-from tstore.format.records import Record, Root
-from tstore.format.references import Manifest
-from tstore.format.roots import StoredRoot, decode_root, decode_root_at_end, stored_root
-from tstore.format.segments import NO_SOURCE, Segment, SegmentedTable
-from tstore.format.stored_nodes import ManifestNodes
-from tstore.format.tree import Tree
+from tstore.format.objects import pages as module
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.encoding import decode, encode
+from tstore.format.objects.object_ref import MAX_PAGES, ObjectRef, Page
+from tstore.format.objects.pages import StoredManifest, check_object, decode_page, manifests_in, stored
+from tstore.format.objects.records import Record, Root
+from tstore.format.objects.references import Manifest
+from tstore.format.objects.roots import StoredRoot, decode_root, decode_root_at_end, stored_root
+from tstore.format.objects.segments import NO_SOURCE, Segment, SegmentedTable
+from tstore.format.tree import tree as tree_module
+from tstore.format.tree.node import same_node
+from tstore.format.tree.nodes import Nodes
+from tstore.format.tree.stored_nodes import ManifestNodes
+from tstore.format.tree.tree import Tree
 from tstore.log.pages import PageReader
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability

@@ -9,12 +9,12 @@ import pytest
 
 from tests.support.fuzzing import bounded_time
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.objects.records import Record
+from tstore.format.objects.references import Manifest
 from tstore.format.paths import checked_path, is_at_or_below
-from tstore.format.records import Record
-from tstore.format.references import Manifest
-from tstore.format.tree import Tree, group_document
-from tstore.format.validation import next_tree, run_steps
+from tstore.format.tree.tree import Tree, group_document
+from tstore.format.tree.validation import next_tree, run_steps
 from tstore.format.wellformed import check_paths
 
 NAMES = ["a", "b", "a.", "a-b", "aa", "é", "a b"]  # some sort before "/", some after

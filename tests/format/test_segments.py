@@ -14,19 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tstore.errors import Corrupt
-from tstore.format import segments as module
 from tstore.format.checksums import digest
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.documents import Document
-from tstore.format.encoding import decode, encode
-from tstore.format.layers import Table, layers, numbers_of, stack
-from tstore.format.merges import Merge, MergePlan, merged
-from tstore.format.node import Node
-from tstore.format.records import Record
-from tstore.format.references import Manifest
-from tstore.format.segments import Segment, SegmentedTable, cut, decode_segment, encode_segment
-from tstore.format.validation import check_merges
+from tstore.format.objects import segments as module
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.documents import Document
+from tstore.format.objects.encoding import decode, encode
+from tstore.format.objects.layers import Table, layers, numbers_of, stack
+from tstore.format.objects.merges import Merge, MergePlan, merged
+from tstore.format.objects.records import Record
+from tstore.format.objects.references import Manifest
+from tstore.format.objects.segments import Segment, SegmentedTable, cut, decode_segment, encode_segment
+from tstore.format.tree.node import Node
+from tstore.format.tree.validation import check_merges
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 ROWS = [
@@ -332,7 +332,7 @@ def test_a_merge_takes_the_place_of_what_it_replaces() -> None:
 
 def test_a_merge_is_compared_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server serves others between them; here each is of two rows, or of one segment."""
-    monkeypatch.setattr("tstore.format.merges.SEGMENT_ROWS", 2)
+    monkeypatch.setattr("tstore.format.objects.merges.SEGMENT_ROWS", 2)
     memory = Memory()
     rows = ChunkTable.from_rows([ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(20)])
     merge = Merge(SegmentedTable([memory.write(rows)], memory), frozenset(), rows.number)

@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from tstore.errors import Corrupt
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.columns import SHORT_COLUMN
-from tstore.format.references import Manifest
-from tstore.format.validation import check_chunks, run_steps
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.columns import SHORT_COLUMN
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.validation import check_chunks, run_steps
 
 META = ArrayMeta.new((1 << 40,), "u1", (1,))
 INLINE = bytes(range(100))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.support.indices import numpy_indices, orthogonal_indices, select_orthogonally, select_points
 from tstore.errors import InvalidArgument, InvalidIndex
-from tstore.format.grid import part_of, projections
-from tstore.format.points import PointSelection, point_projections, touched_chunks
-from tstore.format.views import View, whole_view
+from tstore.format.arrays.grid import part_of, projections
+from tstore.format.arrays.points import PointSelection, point_projections, touched_chunks
+from tstore.format.arrays.views import View, whole_view
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

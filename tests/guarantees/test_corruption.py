@@ -16,7 +16,7 @@ import xxhash
 import tstore
 from tests.support import fileservers
 from tstore.errors import Corrupt, NotAStore, NotFound, TStoreError, UnsupportedFormat
-from tstore.format.records import Record, Root
+from tstore.format.objects.records import Record, Root
 from tstore.server.kinds import Kind, kind_of
 from tstore.simulation.scenario import override_constants
 from tstore.storage.base import Storage

@@ -16,7 +16,7 @@ from tests.fuzz.timeline import Mismatch, Timeline
 from tests.support.mutation import Edit
 
 FOUND: dict[str, Edit] = {
-    "a tag keeps nothing": Edit("tstore.format.retention:Keep.select", "versions.add(named[tag])", "pass"),
+    "a tag keeps nothing": Edit("tstore.format.tree.retention:Keep.select", "versions.add(named[tag])", "pass"),
     "values of the wrong place": Edit(
         "tstore.array:Array.read",
         "return read.finished()",

@@ -86,7 +86,7 @@ from tests.support.mutation import Edit
 NEWFILE, APPEND, TREE = (
     "tstore.storage.local.atomic_file:StagedFile.",
     "tstore.log.log:Append.",
-    "tstore.format.tree:Changes.",
+    "tstore.format.tree.tree:Changes.",
 )
 QUEUE = "tstore.log.group_commit:QueuedCommit."
 COOPERATIVE, STAGING = (
@@ -135,7 +135,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "condemned packs are reused": (
         "maintenance/test_collect.py::test_a_commit_that_reuses_condemned_packs_is_refused",
-        Edit("tstore.format.retention:refuse_condemned", "if removed:", "if False:"),
+        Edit("tstore.format.tree.retention:refuse_condemned", "if removed:", "if False:"),
     ),
     "an expired version can be opened": (
         "maintenance/test_collect.py::test_an_expired_version_is_reported_as_expired",
@@ -164,7 +164,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a merge hides rows written since its base": (
         "transactions/test_merges.py::test_a_merge_replaces_all_rows_but_those_written_meanwhile",
         Edit(
-            "tstore.format.merges:Merge.without",
+            "tstore.format.objects.merges:Merge.without",
             "np.setdiff1d(self.numbers, numbers, assume_unique=True)",
             "self.numbers",
         ),
@@ -179,7 +179,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a merge restates rows that were replaced": (
         "transactions/test_merges.py::test_a_row_below_newer_segments_is_not_restated",
-        Edit("tstore.format.merges:MergePlan.rows", "in segments_first(self.tables)", "in self.tables"),
+        Edit("tstore.format.objects.merges:MergePlan.rows", "in segments_first(self.tables)", "in self.tables"),
     ),
     "a merge fails a commit": (
         "transactions/test_merges.py::test_a_collected_chunk_that_only_a_merge_needs_does_not_fail_the_commit",
@@ -187,7 +187,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "merges are accepted unchecked": (
         "transactions/test_merges.py::test_a_merge_that_changes_chunks_is_noticed",
-        Edit("tstore.format.validation:check_merges", "if differs:", "if False:"),
+        Edit("tstore.format.tree.validation:check_merges", "if differs:", "if False:"),
     ),
     "dropping and setting a tag do not conflict": (
         "transactions/test_transaction.py::test_dropped_tags_conflict",
@@ -279,7 +279,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "retention sees only the first step tag": (
         "guarantees/test_contention.py::test_retention_sees_every_step_tag_of_one_version",
-        Edit("tstore.format.retention:Keep.select", "in entry.tags if (step", "in entry.tags[:1] if (step"),
+        Edit("tstore.format.tree.retention:Keep.select", "in entry.tags if (step", "in entry.tags[:1] if (step"),
     ),
     "an expired intermediate version is skipped": (
         "transactions/test_reapply.py::test_an_expired_intermediate_version_loses_no_update",
@@ -342,7 +342,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "every chunk of another pack is known": (
         POISONED + "test_a_chunk_of_other_bytes_is_refused",
         Edit(
-            "tstore.format.added_chunks:_equal",
+            "tstore.format.tree.added_chunks:_equal",
             "(x.checks != y.checks).any(axis=1)",
             "(x.checks != x.checks).any(axis=1)",
         ),
@@ -357,11 +357,15 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a chunk written again since is known": (
         "format/test_added_chunks.py::test_only_the_newest_row_of_a_chunk_is_known",
-        Edit("tstore.format.added_chunks:_groups", "table = tables[at][-depth]", "table = tables[at][depth - 1]"),
+        Edit(
+            "tstore.format.tree.added_chunks:_groups",
+            "table = tables[at][-depth]",
+            "table = tables[at][depth - 1]",
+        ),
     ),
     "finding new chunks reads whole arrays": (
         "format/test_added_chunks.py::test_the_work_depends_on_the_chunks_of_the_record_alone",
-        Edit("tstore.format.chunk_refs:ChunkTable.take", "columns.number[at]", "(columns.number + 0)[at]"),
+        Edit("tstore.format.objects.chunk_refs:ChunkTable.take", "columns.number[at]", "(columns.number + 0)[at]"),
     ),
     "the first commit is not the outcome": (
         "log/test_log.py::test_the_outcome_of_a_transaction_is_its_first_commit",
@@ -373,7 +377,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "the values of a record are not counted": (
         "format/test_bounds.py::test_the_metadata_of_all_transactions_is_counted_together",
-        Edit("tstore.format.encoding:_check_size", "if excess:", "if False:"),
+        Edit("tstore.format.objects.encoding:_check_size", "if excess:", "if False:"),
     ),
     "a body needs no least rate": (
         "server/test_server.py::test_server_and_client_tolerate_the_same_slowness",
@@ -390,7 +394,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a zstd frame may declare any size": (
         "attacks/test_frames.py::test_the_declared_size_is_checked_before_anything_is_decoded",
         Edit(
-            "tstore.format.compressors:_Zstd.decode",
+            "tstore.format.arrays.compressors:_Zstd.decode",
             "size > max_size or not is_feasible(size, len(data))",
             "False",
         ),
@@ -406,7 +410,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "errors in a document keep their own type": (
         "attacks/test_array_documents.py::test_the_error_of_an_invalid_document_names_its_path",
         Edit(
-            "tstore.format.array_metadata:ArrayMeta.__init__",
+            "tstore.format.arrays.array_metadata:ArrayMeta.__init__",
             "except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)",
             "except LookupError",
         ),
@@ -441,11 +445,11 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "metadata is checked in one step": (
         "attacks/test_server_floods.py::test_large_metadata_is_checked_in_steps",
-        Edit("tstore.format.validation:_check_nodes", "if parsed > _STEP_BYTES:", "if False:"),
+        Edit("tstore.format.tree.validation:_check_nodes", "if parsed > _STEP_BYTES:", "if False:"),
     ),
     "a new node may be below an array": (
         "format/test_paths.py::test_a_node_below_an_array_is_refused[0]",
-        Edit("tstore.format.validation:_check_nesting", "nodes[path].is_array", "False"),
+        Edit("tstore.format.tree.validation:_check_nesting", "nodes[path].is_array", "False"),
     ),
     "gc does not look for records above a gap": (
         "maintenance/test_collect.py::test_a_gap_in_the_log_prevents_the_collection[lost0-folder]",

@@ -92,7 +92,7 @@ MOST = 600
 
 APPEND, READER = "tstore.log.log:Append.", "tstore.log.reader:LogReader."
 REAPPLY = "tstore.transactions.conflicts:reapply"
-COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree:Changes."
+COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree.tree:Changes."
 STAGING, STORAGE = "tstore.transactions.staging:Staging.", "tstore.simulation.storage:SharedObjects."
 MERGE = "tstore.transactions.fragments:FragmentTree.merge_block"
 GC, QUEUE, ARRAY = (
@@ -229,19 +229,21 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "gc lets the newest version expire": [
         Edit(
-            "tstore.format.retention:Keep.select",
+            "tstore.format.tree.retention:Keep.select",
             "versions = {max(alive)} if alive else set()",
             "versions = set()",
         )
     ],
-    "a tag keeps no version": [Edit("tstore.format.retention:Keep.select", "versions.add(named[tag])", "pass")],
+    "a tag keeps no version": [
+        Edit("tstore.format.tree.retention:Keep.select", "versions.add(named[tag])", "pass")
+    ],
     "the best by a metric are off by one": [
-        Edit("tstore.format.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
+        Edit("tstore.format.tree.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
     ],
     "dropped tags share a record": [Edit(QUEUE + "QueuedCommit.__init__", " or changes.dropped", "")],
     "an expired version is tagged": [
         Edit(
-            "tstore.format.retention:refuse_condemned",
+            "tstore.format.tree.retention:refuse_condemned",
             "set(record.tagged.values()).intersection(collection.expired)",
             "set()",
         )
@@ -286,7 +288,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "gc forgets packs of segments": [
         Edit(
-            "tstore.format.retention:packs_of",
+            "tstore.format.tree.retention:packs_of",
             "node.packs for node in tree.nodes.values()",
             "node.packs for node in tree.nodes.values() if not node.reads_segments",
         )
@@ -296,7 +298,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "a root forgets deletions": [
         Edit(
-            "tstore.format.nodes:Nodes.changes",
+            "tstore.format.tree.nodes:Nodes.changes",
             "tuple(path for path, node in nodes.items() if node is None)",
             "()",
         )
@@ -323,7 +325,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "references are merged in the wrong order": [
         Edit(
-            "tstore.format.merges:MergePlan.parts",
+            "tstore.format.objects.merges:MergePlan.parts",
             "ChunkTable.overlay([*slab, _between(rows, start, stop)])",
             "ChunkTable.overlay([_between(rows, start, stop), *slab])",
         )

@@ -26,12 +26,12 @@ from tstore.errors import (
     StorageFull,
     Unavailable,
 )
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.encoding import encode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.records import Record
-from tstore.format.references import Manifest
-from tstore.format.tree import Changes
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.records import Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.tree import Changes
 from tstore.log.group_commit import QueuedCommit
 from tstore.log.reader import LogReader
 from tstore.server import Server

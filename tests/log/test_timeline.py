@@ -19,9 +19,9 @@ import tstore
 from tests.support.forging import forged
 from tstore import Keep
 from tstore.errors import Conflict, TimelineChanged
-from tstore.format.encoding import decode
 from tstore.format.layout import commit_key, root_key
-from tstore.format.records import Root
+from tstore.format.objects.encoding import decode
+from tstore.format.objects.records import Root
 from tstore.log.records import VersionCache
 from tstore.storage.base import Storage
 from tstore.storage.memory import MemoryStorage

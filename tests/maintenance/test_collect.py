@@ -37,7 +37,7 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.format.layout import commit_key
-from tstore.format.object_ref import ObjectRef
+from tstore.format.objects.object_ref import ObjectRef
 from tstore.server import Server
 from tstore.storage.connect import connect
 from tstore.storage.objects import Buffers, Durability, PutMode

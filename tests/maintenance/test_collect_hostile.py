@@ -17,7 +17,7 @@ from tstore import Keep
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Conflict, Corrupt, InvalidArgument, Unavailable
 from tstore.format.layout import commit_key
-from tstore.format.records import Collection, LivingVersion, Record
+from tstore.format.objects.records import Collection, LivingVersion, Record
 from tstore.simulation.scenario import override_constants
 from tstore.storage.objects import Durability
 

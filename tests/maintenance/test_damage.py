@@ -16,9 +16,9 @@ from tests.maintenance.test_repair import VALUES, check_works, damage
 from tstore import Keep
 from tstore.cli import main
 from tstore.errors import Corrupt, InvalidArgument, SnapshotExpired
-from tstore.format.encoding import encode
 from tstore.format.layout import ROOT_EVERY, commit_key
-from tstore.format.records import Part, Record
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.records import Part, Record
 from tstore.storage.objects import Durability
 
 

@@ -20,9 +20,9 @@ from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.cli import main
 from tstore.errors import Corrupt, Denied, InvalidArgument, SnapshotExpired, TimelineChanged, TStoreError
-from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.records import Collection, Record
+from tstore.format.objects.encoding import decode
+from tstore.format.objects.records import Collection, Record
 from tstore.maintenance import repair
 from tstore.server import Server
 from tstore.storage.memory import MemoryStorage

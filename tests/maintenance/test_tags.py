@@ -19,11 +19,11 @@ from tests.support.http_server import ADMIN, WRITE, client_of, everybody
 from tstore import Keep
 from tstore.conformance.faults import open_faulty
 from tstore.errors import AlreadyExists, Conflict, Corrupt, NotFound, SnapshotExpired
-from tstore.format.encoding import encode
 from tstore.format.layout import commit_key
-from tstore.format.nodes import Nodes
-from tstore.format.records import Record
-from tstore.format.tree import Tree
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.records import Record
+from tstore.format.tree.nodes import Nodes
+from tstore.format.tree.tree import Tree
 from tstore.maintenance import gc
 from tstore.server import Server
 from tstore.storage.objects import Durability

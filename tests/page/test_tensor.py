@@ -14,7 +14,7 @@ import pytest
 
 import tstore
 from tests.support.http_server import READ, WRITE, Client, client_of, everybody
-from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.page import Site
 from tstore.server import Limits, Server
 from tstore.statistics.cache import RESULTS

@@ -16,11 +16,11 @@ import tstore
 from tests.support.forging import forged, sealed
 from tstore import Keep
 from tstore.errors import Conflict, Corrupt, DeadlineExceeded, InvalidArgument, SnapshotExpired, TStoreError
-from tstore.format.encoding import decode, encode
 from tstore.format.frame import PLAIN, seal
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
-from tstore.format.references import Manifest
+from tstore.format.objects.encoding import decode, encode
+from tstore.format.objects.records import Collection, Fragment, LivingVersion, Part, Record, Root
+from tstore.format.objects.references import Manifest
 from tstore.log.expiry import last_collection
 from tstore.log.marker import read_marker
 from tstore.server.kinds import Kind, parse_metadata

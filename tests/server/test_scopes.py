@@ -15,8 +15,8 @@ import pytest
 import tstore
 from tstore import Keep
 from tstore.errors import Denied, TStoreError
-from tstore.format.encoding import decode, encode
-from tstore.format.records import Record
+from tstore.format.objects.encoding import decode, encode
+from tstore.format.objects.records import Record
 from tstore.server import Access, Server
 from tstore.tags import move_tag, set_tag
 

@@ -26,10 +26,10 @@ import tstore
 from tests.support.http_server import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybody, serving, wire
 from tstore.cli import main
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
-from tstore.format.encoding import encode
 from tstore.format.frame import seal
-from tstore.format.records import Record, Root
-from tstore.format.references import Manifest
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.records import Record, Root
+from tstore.format.objects.references import Manifest
 from tstore.server import Access, Certificate, JsonLines, Limits, Server, logging_to
 from tstore.server.limits import LIMITS, PIECE
 from tstore.server.responses import Refused

@@ -19,14 +19,14 @@ from tests.support.forging import forged, sealed
 from tests.support.http_server import ADMIN, WRITE, Client, Response, client_of, everybody
 from tests.support.work import CountedText, counted_work
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.encoding import decode, decode_record, encode
 from tstore.format.layout import commit_key, root_key
-from tstore.format.nodes import Nodes
-from tstore.format.object_ref import reference
-from tstore.format.records import Collection, Record
-from tstore.format.references import Manifest
-from tstore.format.retention import Ledger
-from tstore.format.tree import Changes, NodeChange, Tree
+from tstore.format.objects.encoding import decode, decode_record, encode
+from tstore.format.objects.object_ref import reference
+from tstore.format.objects.records import Collection, Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.nodes import Nodes
+from tstore.format.tree.retention import Ledger
+from tstore.format.tree.tree import Changes, NodeChange, Tree
 from tstore.log.expiry import ledger_since
 from tstore.log.reader import LogReader
 from tstore.log.trees import ROOT_EVERY

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tstore.format.records import Fragment, Record, Root
-from tstore.format.references import Manifest
+from tstore.format.objects.records import Fragment, Record, Root
+from tstore.format.objects.references import Manifest
 
 KINDS = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 

@@ -12,7 +12,7 @@ import tstore
 from tests.support.fuzzing import ABSURD, changed, fuzz
 from tests.support.lazy import lazy
 from tstore.errors import TStoreError
-from tstore.format.documents import Document
+from tstore.format.objects.documents import Document
 
 torch = lazy("torch")
 nn = lazy("torch.nn")

@@ -16,7 +16,7 @@ import tstore
 import tstore.sync as blocking
 from tests.support import http_server
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, Misuse, NotFound
-from tstore.format.codecs import Chain
+from tstore.format.arrays.codecs import Chain
 from tstore.transactions import copies
 
 MIB = 1 << 20

@@ -18,9 +18,9 @@ import pytest
 import tstore
 from tstore.data import write_job, writer
 from tstore.errors import Conflict, Corrupt, Inconsistent, Misuse
-from tstore.format import segments
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.layers import Table
+from tstore.format.objects import segments
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.layers import Table
 from tstore.log.segments import SegmentReader
 from tstore.simulation.scenario import override_constants
 from tstore.transactions import staged_array, staging

@@ -15,11 +15,12 @@ from msgspec.structs import replace
 import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
 from tstore.errors import AlreadyExists, Conflict, Corrupt, NotFound, SnapshotExpired
-from tstore.format import nodes, pages
-from tstore.format.encoding import encode
 from tstore.format.layout import root_key
-from tstore.format.object_ref import ObjectRef, Page
-from tstore.format.records import Root
+from tstore.format.objects import pages
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.object_ref import ObjectRef, Page
+from tstore.format.objects.records import Root
+from tstore.format.tree import nodes
 from tstore.log import ranges
 from tstore.log.pages import PageReader
 from tstore.maintenance.contents import contents

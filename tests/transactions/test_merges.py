@@ -14,10 +14,10 @@ import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
 from tstore.data import write_job, writer
 from tstore.errors import Conflict, InvalidArgument, SnapshotExpired
-from tstore.format import merges, pages, segments
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.segments import SegmentedTable
-from tstore.format.tree import Changes
+from tstore.format.objects import merges, pages, segments
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.segments import SegmentedTable
+from tstore.format.tree.tree import Changes
 from tstore.server import Server
 from tstore.transactions import merging, staging
 from tstore.transactions.transaction import staging_of

@@ -18,11 +18,12 @@ import tstore
 from tests.support.counted_reads import count_reads
 from tests.support.http_server import ADMIN, everybody
 from tests.transactions.test_merges import make_small
-from tstore.format import nodes, pages
 from tstore.format.layout import root_chain, root_key
-from tstore.format.levels import Change, Level
-from tstore.format.object_ref import ObjectRef
-from tstore.format.roots import StoredRoot
+from tstore.format.objects import pages
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.roots import StoredRoot
+from tstore.format.tree import nodes
+from tstore.format.tree.levels import Change, Level
 from tstore.log import objects
 from tstore.log.pages import PageReader
 from tstore.server import Server

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 import tstore
 from tstore.data.writer import PackSet
 from tstore.errors import Corrupt
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.references import Manifest
-from tstore.format.short_manifests import short_manifest
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.references import Manifest
+from tstore.format.objects.short_manifests import short_manifest
 from tstore.runtime.pool import Workers
 from tstore.runtime.world import World, use_world
 
@@ -97,7 +97,7 @@ def test_the_quick_check_of_a_short_manifest_accepts_nothing_that_the_other_refu
     forged = msgspec.structs.replace(one, **fields)
     with pytest.MonkeyPatch.context() as patch:
         quick = table_of(forged)
-        patch.setattr("tstore.format.references.surely_valid_rows", lambda *_: None)
+        patch.setattr("tstore.format.objects.references.surely_valid_rows", lambda *_: None)
         slow = table_of(msgspec.structs.replace(forged))
         if quick is None or slow is None:
             assert quick is slow

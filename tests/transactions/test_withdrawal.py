@@ -18,7 +18,7 @@ from tests.support.dying import Dead, Dying
 from tstore import Checkpointer, Shards
 from tstore.conformance.faults import open_faulty
 from tstore.errors import Corrupt, DeadlineExceeded
-from tstore.format.encoding import encode
+from tstore.format.objects.encoding import encode
 from tstore.server import Access, Server
 from tstore.simulation.scenario import override_constants
 from tstore.simulation.storage import HostStorage, SharedObjects

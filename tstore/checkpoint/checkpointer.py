@@ -30,7 +30,7 @@ from tstore.checkpoint.save import checked_order, checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
 from tstore.format.arguments import checked_index, checked_step, quote
-from tstore.format.retention import Keep, checked_keep
+from tstore.format.tree.retention import Keep, checked_keep
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.steps import Step, saved_steps, steps

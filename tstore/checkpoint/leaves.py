@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
-from tstore.format.array_metadata import dtype_named
+from tstore.format.arrays.array_metadata import dtype_named
 from tstore.sharding import Halo, Index, Mesh, ReplicaSplit, with_halo
 
 __all__ = ["Destination", "PackedShards", "ShardLayout", "Shards", "as_values", "dtype_of"]

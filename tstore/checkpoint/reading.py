@@ -14,8 +14,8 @@ from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
 from tstore.data.pieces import ReadJob, StackJob
 from tstore.errors import InvalidArgument
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Selection, chunk_number, may_overlap, whole
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import Selection, chunk_number, may_overlap, whole
 from tstore.sharding import Index
 
 __all__ = ["Reading", "RestorePlan", "unallocated"]

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
-from tstore.format.array_metadata import dtype_named
-from tstore.format.dtypes import has_nonfinite, is_float
+from tstore.format.arrays.array_metadata import dtype_named
+from tstore.format.arrays.dtypes import has_nonfinite, is_float
 from tstore.format.patterns import Extent, compile_patterns, compile_renames, extent_of
 
 __all__ = ["Cast", "Missing", "Request"]

@@ -34,7 +34,7 @@ from tstore.format.arguments import (
     checked_text,
     quote,
 )
-from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
 from tstore.runtime.pool import give_way, run_to_end

@@ -12,8 +12,8 @@ from tstore.checkpoint.leaves import dtype_of
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten
 from tstore.errors import NotFound, StructureMismatch, parsing
-from tstore.format.node import Node
 from tstore.format.paths import parents
+from tstore.format.tree.node import Node
 from tstore.format.tree_document import (
     TreeDocument,
     is_document,

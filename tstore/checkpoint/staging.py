@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from tstore.data.write_job import StagedChunks
 from tstore.data.writer import WriteJob
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import chunk_numbers, view_as_chunks
 from tstore.format.checksums import BLOCK
-from tstore.format.grid import chunk_numbers, view_as_chunks
 from tstore.runtime.budget import aligned_offset, returnable_buffer
 from tstore.runtime.pool import each
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
 
 __all__ = ["StreamedArray", "StreamedRegions"]
 

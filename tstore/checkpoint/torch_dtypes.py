@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tstore.format.array_metadata import dtype_named
+from tstore.format.arrays.array_metadata import dtype_named
 
 __all__ = ["TORCH_DTYPES"]
 

@@ -21,7 +21,7 @@ from tstore.cli.tables import (
 )
 from tstore.cli.text import format_size
 from tstore.errors import InvalidArgument
-from tstore.format.retention import Best, Keep
+from tstore.format.tree.retention import Best, Keep
 from tstore.log.marker import read_marker
 from tstore.maintenance.gc import ABANDONED_AFTER
 from tstore.maintenance.verify import VerifyProgress

@@ -13,7 +13,7 @@ from tstore.convert.layouts import Encoded, Layout, encoder, quantization_config
 from tstore.convert.narrow import NoCounterpart
 from tstore.convert.safetensors_header import Spec
 from tstore.errors import InvalidArgument, bullet_list
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 

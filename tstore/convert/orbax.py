@@ -22,7 +22,7 @@ from tstore.checkpoint.streamed import StreamedArray
 from tstore.convert.files import read_whole
 from tstore.convert.nesting import Keys, nested
 from tstore.errors import Corrupt, InvalidArgument, NotFound, Unavailable, UnsupportedFormat
-from tstore.format.array_metadata import dtype_named
+from tstore.format.arrays.array_metadata import dtype_named
 from tstore.storage.local.atomic_file import mapped_errors
 
 __all__ = ["METADATA", "is_orbax", "open_orbax", "other_items"]

@@ -23,10 +23,10 @@ from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, 
 from tstore.convert.files import StrPath, refuse_existing
 from tstore.convert.zarr_export import chunk_name, plain_documents, unreadable_elsewhere
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.dtypes import is_ml_dtype
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.dtypes import is_ml_dtype
+from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder, write_all

@@ -12,7 +12,7 @@ from tstore.array import Array
 from tstore.convert.zarr_folder import Folder, read_array
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
-from tstore.format.dtypes import dtype_named
+from tstore.format.arrays.dtypes import dtype_named
 from tstore.storage.base import Storage
 from tstore.storage.cache import Cache
 from tstore.store import Mode, Store

@@ -19,13 +19,13 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_names import ChunkNames
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.codecs import chain_documents
-from tstore.format.grid import boxes, chunk_coordinates, part_of
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.chunk_names import ChunkNames
+from tstore.format.arrays.codecs import chain_documents
+from tstore.format.arrays.grid import boxes, chunk_coordinates, part_of
+from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.paths import parents
-from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.runtime.pool import each, run
 from tstore.snapshot import Snapshot
 from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all

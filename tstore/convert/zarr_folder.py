@@ -23,10 +23,10 @@ from tstore.data.chunk_memory import chunk_memory
 from tstore.data.planning import ByteRange, ReadPlan
 from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, Unavailable, UnsupportedFormat
 from tstore.format.arguments import quote
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_names import ChunkNames
-from tstore.format.grid import Selection, chunk_number, part_of, projections
-from tstore.format.points import PointProjection, PointSelection, point_projections
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.chunk_names import ChunkNames
+from tstore.format.arrays.grid import Selection, chunk_number, part_of, projections
+from tstore.format.arrays.points import PointProjection, PointSelection, point_projections
 from tstore.runtime.pool import WORKERS, each, run
 from tstore.storage.local.atomic_file import mapped_errors
 

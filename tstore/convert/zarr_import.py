@@ -16,10 +16,10 @@ from tstore.convert.exporting import ProgressCallback
 from tstore.convert.files import StrPath
 from tstore.convert.importing import ImportReport, SourceKind
 from tstore.convert.zarr_folder import Folder, ZarrArray, read_nodes
+from tstore.format.arrays.grid import chunk_coordinates
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.grid import chunk_coordinates
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.runtime.pool import each
 from tstore.store import Store, opened
 from tstore.transactions.encoded import EncodedStaging

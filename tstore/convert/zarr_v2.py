@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from tstore.errors import UnsupportedFormat
-from tstore.format.dtypes import array_dtype, dtype_named, dtype_to_json, fill_to_json
-from tstore.format.variable import is_variable, variable_dtype
+from tstore.format.arrays.dtypes import array_dtype, dtype_named, dtype_to_json, fill_to_json
+from tstore.format.arrays.variable import is_variable, variable_dtype
 
 __all__ = ["v3_array", "v3_attributes"]
 

@@ -67,8 +67,8 @@ from tstore.copying.source_records import SourceRecords
 from tstore.copying.transfer import DamagedPack, PackTransfer, is_intact
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.format.layout import HINT, MARKER, ROOT_EVERY, commit_key, owner_of, root_chain, root_key
-from tstore.format.object_ref import ObjectRef
-from tstore.format.roots import decode_root
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.roots import decode_root
 from tstore.log.expiry import guard_expiry, named_collection
 from tstore.log.marker import read_marker
 from tstore.log.reader import LogReader

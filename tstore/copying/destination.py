@@ -8,9 +8,9 @@ from uuid import UUID
 
 from tstore.copying.source_records import SourceRecords
 from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotFound
-from tstore.format.encoding import decode
 from tstore.format.layout import MARKER, commit_key, is_record, version_of
-from tstore.format.records import Record
+from tstore.format.objects.encoding import decode
+from tstore.format.objects.records import Record
 from tstore.log.marker import Marker, read_marker
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together

@@ -15,14 +15,14 @@ import numpy.typing as npt
 import xxhash
 from msgspec.structs import replace
 
+from tstore.format.arrays.grid import chunk_coordinates
 from tstore.format.checksums import BLOCK, digest
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.grid import chunk_coordinates
 from tstore.format.layout import owner_of
-from tstore.format.object_ref import ObjectRef
-from tstore.format.records import Collection, Record
-from tstore.format.references import Manifest
-from tstore.format.tree import Tree
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.records import Collection, Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.tree import Tree
 from tstore.log.expiry import changes_nothing, last_collection, ledger_at, living_versions
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import check_tagged

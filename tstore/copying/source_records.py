@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Awaitable, Iterable
 from typing import TypeVar
 
 from tstore.errors import Conflict, Corrupt, NotFound
-from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key
-from tstore.format.records import Record
+from tstore.format.objects.encoding import decode, encode
+from tstore.format.objects.records import Record
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Storage
 from tstore.storage.objects import SHORT_OBJECT

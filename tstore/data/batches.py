@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from tstore.data.write_job import EncodedRun, StagedChunks, Values, WriteJob
 from tstore.errors import InvalidArgument, NotFinite
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.gather import Source, copy_chunks, gather
+from tstore.format.arrays.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
+from tstore.format.arrays.variable import bytes_in, is_variable
 from tstore.format.checksums import BLOCK
-from tstore.format.gather import Source, copy_chunks, gather
-from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
-from tstore.format.variable import bytes_in, is_variable
 from tstore.runtime.budget import aligned_offset, scratch
 
 __all__ = [

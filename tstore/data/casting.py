@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
-from tstore.format.dtypes import as_records, has_nonfinite, is_float, is_integer, is_ml_dtype
-from tstore.format.variable import as_variable, is_variable
+from tstore.format.arrays.dtypes import as_records, has_nonfinite, is_float, is_integer, is_ml_dtype
+from tstore.format.arrays.variable import as_variable, is_variable
 
 __all__ = ["Casting", "as_castable", "can_cast"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.variable import is_variable
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.variable import is_variable
 from tstore.runtime.budget import scratch
 
 __all__ = ["chunk_memory"]

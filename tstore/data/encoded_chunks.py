@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tstore.data.reader import pack_reader
 from tstore.errors import Corrupt
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.chunk_rows import ChunkRow
+from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import WORKERS, each
 from tstore.storage.base import Storage

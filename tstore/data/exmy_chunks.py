@@ -13,9 +13,9 @@ from tstore.data.joined_codes import Unrepresentable, join_chunks
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import new_values, read_chunks
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkSource
-from tstore.format.grid import Selection, chunk_coordinates, chunk_numbers, covering_chunks
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import Selection, chunk_coordinates, chunk_numbers, covering_chunks
+from tstore.format.objects.chunk_refs import ChunkSource
 from tstore.storage.base import Storage
 
 __all__ = ["PackedRead", "PackedRegion", "is_packed", "read_packed", "read_packed_chunks"]

@@ -14,8 +14,8 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import covering_chunks
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import covering_chunks
 
 __all__ = ["Unrepresentable", "join_chunks"]
 

@@ -21,19 +21,19 @@ import numpy.typing as npt
 
 from tstore.data.chunk_memory import chunk_memory
 from tstore.errors import Corrupt
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.chunk_refs import ChunkSource
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.grid import (
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import (
     Projection,
     Selection,
     chunk_number,
     part_of,
     whole,
 )
-from tstore.format.node import Node
-from tstore.format.points import PointSelection
+from tstore.format.arrays.points import PointSelection
+from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
+from tstore.format.objects.chunk_refs import ChunkSource
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.tree.node import Node
 
 __all__ = [
     "Bytes",

@@ -21,11 +21,11 @@ from tstore.data.runs import divide, stacked_pieces
 from tstore.data.small_arrays import small_arrays
 from tstore.data.tile_pieces import tile_pieces
 from tstore.errors import NotFound
+from tstore.format.arrays.grid import Projection, Selection, chunk_coordinates, chunk_number
+from tstore.format.arrays.points import PointProjection
 from tstore.format.checksums import BLOCK
-from tstore.format.chunk_refs import ChunkSource
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.grid import Projection, Selection, chunk_coordinates, chunk_number
-from tstore.format.points import PointProjection
+from tstore.format.objects.chunk_refs import ChunkSource
+from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.storage.base import Storage
 from tstore.storage.objects import Tuning
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from tstore.data.chunk_memory import chunk_memory
 from tstore.data.pieces import Bytes, ChunkPiece, ReadJob
+from tstore.format.arrays.points import PointProjection
 from tstore.format.checksums import BLOCK
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.points import PointProjection
+from tstore.format.objects.chunk_rows import ChunkRow
 
 __all__ = ["PointPiece", "point_pieces"]
 

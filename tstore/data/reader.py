@@ -24,10 +24,10 @@ import numpy as np
 from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.data.planning import batches_of, parts_of, pieces_of
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Selection
-from tstore.format.points import PointSelection
-from tstore.format.variable import is_variable
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import Selection
+from tstore.format.arrays.points import PointSelection
+from tstore.format.arrays.variable import is_variable
 from tstore.runtime.budget import aligned_offset, page_aligned, populate, scratch
 from tstore.runtime.pool import each, run
 from tstore.storage.base import PackReader, Storage

@@ -14,11 +14,8 @@ import numpy.typing as npt
 
 from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.errors import Corrupt
-from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.gather import scatter
-from tstore.format.grid import (
+from tstore.format.arrays.gather import scatter
+from tstore.format.arrays.grid import (
     AxisRun,
     Projection,
     axis_runs,
@@ -32,7 +29,10 @@ from tstore.format.grid import (
     projections,
     view_as_chunks,
 )
-from tstore.format.points import PointProjection, PointSelection, point_projections
+from tstore.format.arrays.points import PointProjection, PointSelection, point_projections
+from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
 
 __all__ = ["RunPiece", "divide", "stacked_pieces"]
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from tstore.data.pieces import Bytes, ReadJob, StackJob, can_decode_into
 from tstore.data.runs import RunPiece
+from tstore.format.arrays.grid import whole
 from tstore.format.checksums import BLOCK
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.grid import whole
-from tstore.format.node import Node
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.tree.node import Node
 
 __all__ = ["SmallArraysPiece", "small_arrays"]
 

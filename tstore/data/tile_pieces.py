@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from tstore.data.pieces import Bytes, ChunkPiece, ReadJob
-from tstore.format.array_codecs import Tiles
+from tstore.format.arrays.array_codecs import Tiles
+from tstore.format.arrays.grid import Projection
 from tstore.format.checksums import BLOCK
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.grid import Projection
+from tstore.format.objects.chunk_rows import ChunkRow
 
 __all__ = ["TilePiece", "tile_pieces"]
 

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, as_checks, block_checks
-from tstore.format.chunk_refs import ChunkSource, ChunkTable
-from tstore.format.chunk_rows import ChunkRow, chunk_rows
-from tstore.format.columns import SHORT_COLUMN
-from tstore.format.segments import Segment
+from tstore.format.objects.chunk_refs import ChunkSource, ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow, chunk_rows
+from tstore.format.objects.columns import SHORT_COLUMN
+from tstore.format.objects.segments import Segment
 
 __all__ = ["EncodedRun", "StagedChunks", "Values", "WriteJob", "joined_checks"]
 

@@ -36,11 +36,11 @@ from tstore.data.batches import (
 )
 from tstore.data.long_chunks import blocks_of, blocks_to_compare
 from tstore.data.write_job import EncodedRun, Values, WriteJob, joined_checks
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, digest
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.segments import MIN_SEGMENTED, SEGMENT_ROWS, Segment, cut, encode_segment
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.segments import MIN_SEGMENTED, SEGMENT_ROWS, Segment, cut, encode_segment
 from tstore.runtime import pool, world
 from tstore.runtime.budget import BUDGET, scratch
 from tstore.runtime.pool import WORKERS, each, give_way_in_worker, has_low_priority

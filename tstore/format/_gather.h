@@ -1,4 +1,4 @@
-/* Copies of chunks from and to strided arrays, with their checksums; included by _checksums.c.
+/* Copies of chunks from and to strided arrays, with their checksums; included by kernels.c.
  *
  * The bytes of a gathered chunk are written in order, and each block is hashed as soon as it is complete, while it is
  * in the CPU's caches. A chunk to scatter is hashed first, so that it is in the caches when it is copied.

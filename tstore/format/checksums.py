@@ -11,9 +11,9 @@ import xxhash
 from tstore.errors import Corrupt
 
 try:
-    from tstore.format import _checksums
+    from tstore.format import kernels
 except ImportError:  # installed without a C compiler
-    _checksums = None  # type: ignore[assignment]
+    kernels = None  # type: ignore[assignment]
 
 __all__ = ["BLOCK", "CHECK_SIZE", "BlockHash", "as_checks", "block_checks", "digest"]
 
@@ -33,8 +33,8 @@ def block_checks(data: memoryview, chunk: int = sys.maxsize) -> bytes:
     """
     if len(data) <= min(chunk, BLOCK):
         return digest(data)
-    if _checksums is not None:
-        return _checksums.block_checks(data, chunk, BLOCK)
+    if kernels is not None:
+        return kernels.block_checks(data, chunk, BLOCK)
     chunks = (data[i : i + chunk] for i in range(0, len(data), chunk))
     return b"".join([digest(part[i : i + BLOCK]) for part in chunks for i in range(0, len(part), BLOCK)])
 

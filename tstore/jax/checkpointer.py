@@ -13,7 +13,7 @@ from tstore.checkpoint.background import BackgroundSave, InFlight
 from tstore.checkpoint.policies import Policy
 from tstore.errors import Unavailable
 from tstore.format.arguments import checked_step
-from tstore.format.retention import Keep
+from tstore.format.tree.retention import Keep
 from tstore.jax.processes import Processes, any_process, broadcast_number
 from tstore.jax.restore import restore
 from tstore.jax.save import unchanging_values

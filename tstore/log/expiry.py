@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable
 from tstore.format.layout import commit_key
-from tstore.format.records import Collection, LivingVersion, Record, date_of
-from tstore.format.retention import Ledger
-from tstore.format.tree import Tree
+from tstore.format.objects.records import Collection, LivingVersion, Record, date_of
+from tstore.format.tree.retention import Ledger
+from tstore.format.tree.tree import Tree
 from tstore.log.reader import LogReader
 
 __all__ = [

@@ -23,11 +23,11 @@ from typing import NamedTuple
 
 from tstore.errors import CommitOutcomeUnknown, InvalidArgument, NotFound
 from tstore.format.bounds import RECORD_BYTES, RECORD_VALUES
-from tstore.format.encoding import max_value_count
-from tstore.format.records import Part, Record
-from tstore.format.references import Manifest
-from tstore.format.tree import Changes
-from tstore.format.validation import MAX_PARTS
+from tstore.format.objects.encoding import max_value_count
+from tstore.format.objects.records import Part, Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.tree import Changes
+from tstore.format.tree.validation import MAX_PARTS
 from tstore.runtime import world
 
 __all__ = ["CommitQueue", "Newer", "QueuedCommit", "Retry", "Validate", "next_pause"]

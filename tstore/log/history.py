@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from tstore.errors import InvalidArgument, NotFound, name_list
 from tstore.format.arguments import quote
-from tstore.format.records import Part, Record, date_of
-from tstore.format.retention import step_of
+from tstore.format.objects.records import Part, Record, date_of
+from tstore.format.tree.retention import step_of
 from tstore.log.expiry import living_versions
 from tstore.log.reader import LogReader
 

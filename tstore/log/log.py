@@ -46,12 +46,12 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.format.encoding import encode, memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key
-from tstore.format.records import VOID, Record, StoredRecord
-from tstore.format.retention import refuse_condemned
-from tstore.format.tree import Changes
+from tstore.format.objects.encoding import encode, memory_of
+from tstore.format.objects.records import VOID, Record, StoredRecord
+from tstore.format.tree.retention import refuse_condemned
+from tstore.format.tree.tree import Changes
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.log.reader import LogReader

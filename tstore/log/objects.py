@@ -9,14 +9,14 @@ from typing import TypeVar
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.bounds import MANIFEST_BYTES
-from tstore.format.encoding import decode, decode_record
 from tstore.format.layout import commit_key, root_key
-from tstore.format.nodes import Nodes
-from tstore.format.object_ref import ObjectRef
-from tstore.format.pages import manifests_in
-from tstore.format.records import Fragment, Record, Root
-from tstore.format.references import Manifest
-from tstore.format.roots import ROOT_TRAILER, decode_root, decode_root_at_end, frame_length, is_in_pages
+from tstore.format.objects.encoding import decode, decode_record
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.pages import manifests_in
+from tstore.format.objects.records import Fragment, Record, Root
+from tstore.format.objects.references import Manifest
+from tstore.format.objects.roots import ROOT_TRAILER, decode_root, decode_root_at_end, frame_length, is_in_pages
+from tstore.format.tree.nodes import Nodes
 from tstore.log.pages import PageReader
 from tstore.log.ranges import read_range
 from tstore.log.segments import SegmentReader

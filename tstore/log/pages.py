@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from tstore.errors import Corrupt, NotFound
 from tstore.format.layout import is_root
-from tstore.format.nodes import Nodes
-from tstore.format.object_ref import ObjectRef, Page, PagePlace
-from tstore.format.pages import decode_page
-from tstore.format.segments import SegmentSource
-from tstore.format.stored_nodes import ManifestNodes, PageNodes
+from tstore.format.objects.object_ref import ObjectRef, Page, PagePlace
+from tstore.format.objects.pages import decode_page
+from tstore.format.objects.segments import SegmentSource
+from tstore.format.tree.nodes import Nodes
+from tstore.format.tree.stored_nodes import ManifestNodes, PageNodes
 from tstore.log.ranges import Ranges, read_range
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage

@@ -23,10 +23,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import Any, NamedTuple, TypeVar
 
 from tstore.errors import Corrupt, NotFound, Unavailable, UnsupportedFormat
-from tstore.format.encoding import decode
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key, version_of
-from tstore.format.records import Collection, Record, StoredRecord
-from tstore.format.tree import Tree
+from tstore.format.objects.encoding import decode
+from tstore.format.objects.records import Collection, Record, StoredRecord
+from tstore.format.tree.tree import Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import Records
 from tstore.log.search import NEVER, Bounds, Search

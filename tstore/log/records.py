@@ -19,10 +19,10 @@ from typing import Generic, TypeVar, cast
 from msgspec.structs import replace
 
 from tstore.errors import Corrupt, NotFound, TimelineChanged, UnsupportedFormat
-from tstore.format.encoding import memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import commit_key
-from tstore.format.records import Collection, Record, StoredRecord
+from tstore.format.objects.encoding import memory_of
+from tstore.format.objects.records import Collection, Record, StoredRecord
 from tstore.log.objects import MetadataObjects
 from tstore.storage.objects import SHORT_OBJECT
 

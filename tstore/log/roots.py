@@ -6,8 +6,8 @@ import contextlib
 
 from tstore.errors import AlreadyExists, Corrupt, Denied, NotFound, StorageFull, TStoreError, Unavailable
 from tstore.format.layout import HINT, root_chain, root_key
-from tstore.format.roots import StoredRoot
-from tstore.format.tree import Tree
+from tstore.format.objects.roots import StoredRoot
+from tstore.format.tree.tree import Tree
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
 from tstore.storage.objects import Durability

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.segments import Segment, decode_segment
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.segments import Segment, decode_segment
 from tstore.log.ranges import Ranges, read_range
 from tstore.storage.base import Storage
 

@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ROOT_EVERY, commit_key, root_chain, root_key, version_of
-from tstore.format.node import Node
-from tstore.format.nodes import Nodes
-from tstore.format.object_ref import ObjectRef
-from tstore.format.records import Record, Root, StoredRecord
-from tstore.format.references import Manifest
-from tstore.format.stored_nodes import DerivedNodes
-from tstore.format.tree import Changes, Tree
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.records import Record, Root, StoredRecord
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.node import Node
+from tstore.format.tree.nodes import Nodes
+from tstore.format.tree.stored_nodes import DerivedNodes
+from tstore.format.tree.tree import Changes, Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import CACHED_RECORDS, Records, VersionCache
 from tstore.runtime.event_loops import run_apart

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tstore.errors import NotFound
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.codecs import codecs_text
-from tstore.format.dtypes import dtype_text
+from tstore.format.arrays.codecs import codecs_text
+from tstore.format.arrays.dtypes import dtype_text
 from tstore.format.layout import owner_of
-from tstore.format.node import Node
+from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.paths import depth_first_order, is_at_or_below
 from tstore.format.patterns import compile_patterns, extent_of
+from tstore.format.tree.node import Node
 from tstore.log.expiry import changes_nothing
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run

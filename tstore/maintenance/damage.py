@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import commit_key, is_record, version_of
-from tstore.format.records import Record
-from tstore.format.retention import packs_of
-from tstore.format.validation import pack_ends
+from tstore.format.objects.records import Record
+from tstore.format.tree.retention import packs_of
+from tstore.format.tree.validation import pack_ends
 from tstore.log.expiry import changes_nothing, existing_collection, living_versions
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run

@@ -20,13 +20,13 @@ import numpy.typing as npt
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.format.arguments import checked_budget
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.documents import Document
-from tstore.format.dtypes import is_float
-from tstore.format.grid import Selection, box_sides, chunk_coordinates
-from tstore.format.node import Node, same_metadata
+from tstore.format.arrays.dtypes import is_float
+from tstore.format.arrays.grid import Selection, box_sides, chunk_coordinates
+from tstore.format.arrays.samples import Tiling, spread_indices
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.documents import Document
 from tstore.format.plain_text import text_table
-from tstore.format.samples import Tiling, spread_indices
+from tstore.format.tree.node import Node, same_metadata
 from tstore.maintenance.contents import ArrayInfo, array_info
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot

@@ -49,9 +49,9 @@ from tstore.format.layout import (
     root_chain,
     root_key,
 )
-from tstore.format.object_ref import ObjectRef
-from tstore.format.records import Collection, Record
-from tstore.format.retention import Keep, Ledger, packs_of, step_of
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.records import Collection, Record
+from tstore.format.tree.retention import Keep, Ledger, packs_of, step_of
 from tstore.log.expiry import ledger_at
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log

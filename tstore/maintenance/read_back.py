@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tstore.data.reader import pack_reader
 from tstore.errors import Corrupt, NotFound
 from tstore.format.checksums import BLOCK, block_checks
-from tstore.format.chunk_rows import ChunkRow
+from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import Storage

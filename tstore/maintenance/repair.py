@@ -27,10 +27,10 @@ import msgspec
 import xxhash
 
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound
-from tstore.format.encoding import encode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.records import REPAIR, VOIDED, Collection, Record
-from tstore.format.retention import Ledger
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.records import REPAIR, VOIDED, Collection, Record
+from tstore.format.tree.retention import Ledger
 from tstore.log.expiry import ledger_at, named_collection
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log

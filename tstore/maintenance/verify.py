@@ -21,19 +21,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.grid import chunk_coordinates
-from tstore.format.layers import Table
+from tstore.format.arrays.grid import chunk_coordinates
 from tstore.format.layout import ROOT_EVERY, commit_key, is_object, root_key
-from tstore.format.node import Node
-from tstore.format.nodes import Nodes
-from tstore.format.object_ref import ObjectRef
-from tstore.format.records import Record
-from tstore.format.references import Manifest
-from tstore.format.tree import RESERVED_ATTRIBUTE, Tree
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.layers import Table
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.records import Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.node import Node
+from tstore.format.tree.nodes import Nodes
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE, Tree
+from tstore.format.tree.validation import check_merges, run_steps
 from tstore.format.tree_document import is_document
-from tstore.format.validation import check_merges, run_steps
 from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import (

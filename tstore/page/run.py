@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.arguments import quote
-from tstore.format.records import REPAIR
-from tstore.format.retention import Best, Keep
+from tstore.format.objects.records import REPAIR
+from tstore.format.tree.retention import Best, Keep
 from tstore.log.expiry import last_collection
 from tstore.log.history import Commit, history
 from tstore.maintenance.contents import detailed_listing

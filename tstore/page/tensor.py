@@ -9,9 +9,9 @@ from typing import NamedTuple
 from tstore.array import Array
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.arguments import quote
-from tstore.format.codecs import codecs_text
-from tstore.format.dtypes import dtype_text
-from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.format.arrays.codecs import codecs_text
+from tstore.format.arrays.dtypes import dtype_text
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.page.views import Document, Query, at_argument, shell_command
 from tstore.quantization.report import read_report
 from tstore.snapshot import Snapshot

@@ -27,11 +27,11 @@ from tstore.data.reader import read_chunks
 from tstore.data.write_job import StagedChunks
 from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.codecs import Codecs, as_configuration, is_exmy, with_configuration
-from tstore.format.grid import Selection, boxes, part_of
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.codecs import Codecs, as_configuration, is_exmy, with_configuration
+from tstore.format.arrays.grid import Selection, boxes, part_of
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.quantization.study import Configuration, Profile, encoded_meta, fit_tensor, obstacle, profile
 from tstore.quantization.values import SLAB, Region, Values, in_threads
 from tstore.runtime.budget import scratch

@@ -23,9 +23,9 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.codecs import Codecs, as_configuration, is_exmy
-from tstore.format.grid import default_chunks
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.codecs import Codecs, as_configuration, is_exmy
+from tstore.format.arrays.grid import default_chunks
 
 __all__ = ["entropy_chunks", "entropy_codecs", "entropy_points", "is_entropy_coded"]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.codecs import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
-from tstore.format.grid import default_chunks
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.codecs import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
+from tstore.format.arrays.grid import default_chunks
 from tstore.quantization.allocation import Point, allocate
 from tstore.quantization.encoding import MIN_VALUES, CodecChoice, fits_importance
 from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Match, MinSqnr, QuantizeRules, Rules, Target

@@ -18,7 +18,7 @@ import numpy as np
 
 from tstore.errors import InvalidArgument, bullet_list
 from tstore.format.arguments import checked_attributes
-from tstore.format.codecs import FLOATS, Codecs, as_configuration, is_exmy
+from tstore.format.arrays.codecs import FLOATS, Codecs, as_configuration, is_exmy
 from tstore.format.patterns import compile_patterns
 
 __all__ = [

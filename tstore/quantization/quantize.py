@@ -23,9 +23,9 @@ import numpy as np
 
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
 from tstore.format.arguments import checked_index, checked_tag, checked_text, quote
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.encoding import EncodedArray
 from tstore.quantization.entropy import is_entropy_coded
 from tstore.quantization.expected import unexpected, with_expected_bits

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from tstore.data.pieces import ReadJob
 from tstore.errors import InvalidArgument, bullet_list
 from tstore.format.arguments import quote
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.codecs import FLOATS
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.codecs import FLOATS
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 

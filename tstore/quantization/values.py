@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import new_values
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import boxes, part_of
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import boxes, part_of
 from tstore.runtime.budget import page_aligned, prefer_huge_pages, returnable_buffer
 from tstore.runtime.pool import each, run
 from tstore.snapshot import Snapshot

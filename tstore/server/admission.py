@@ -27,14 +27,14 @@ import math
 from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
-from tstore.format.added_chunks import added_chunks
 from tstore.format.bounds import MAX_METRICS, tags_excess_message
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.records import REPAIR, Record, Root
-from tstore.format.retention import Ledger, check_collection, packs_of
-from tstore.format.tree import Tree
-from tstore.format.validation import (
+from tstore.format.objects.records import REPAIR, Record, Root
+from tstore.format.tree.added_chunks import added_chunks
+from tstore.format.tree.retention import Ledger, check_collection, packs_of
+from tstore.format.tree.tree import Tree
+from tstore.format.tree.validation import (
     Steps,
     check_chunks,
     check_merges,

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from tstore.errors import Corrupt
 from tstore.format.checksums import BLOCK, CHECK_SIZE, BlockHash, as_checks, digest
-from tstore.format.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.runtime.budget import scratch
 from tstore.runtime.concurrency import batched
 from tstore.runtime.pool import each, run

@@ -27,12 +27,12 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, version_of
-from tstore.format.pages import check_object
-from tstore.format.records import Fragment, Record, Root
-from tstore.format.references import Manifest
-from tstore.format.roots import decode_root
+from tstore.format.objects.encoding import decode
+from tstore.format.objects.pages import check_object
+from tstore.format.objects.records import Fragment, Record, Root
+from tstore.format.objects.references import Manifest
+from tstore.format.objects.roots import decode_root
 from tstore.format.wellformed import check_documents
 from tstore.log.marker import Marker
 from tstore.storage.objects import checked_key

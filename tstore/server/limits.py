@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, TypeVar
 
 from tstore.errors import InvalidArgument
-from tstore.format.validation import Steps, advance
+from tstore.format.tree.validation import Steps, advance
 from tstore.runtime.pool import run
 from tstore.server.responses import Refused
 from tstore.storage.limits import BODY_RATE

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.frame import check_of
 from tstore.format.layout import commit_key, owner_of
-from tstore.format.records import LivingVersion, Record
-from tstore.format.references import Manifest
-from tstore.format.retention import Condemned, Ledger
-from tstore.format.tree import Tree
+from tstore.format.objects.records import LivingVersion, Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.retention import Condemned, Ledger
+from tstore.format.tree.tree import Tree
 from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import missing_records

@@ -6,12 +6,12 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Corrupt
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.object_ref import ObjectRef
-from tstore.format.pages import manifests_in
-from tstore.format.records import Record
-from tstore.format.references import Manifest
-from tstore.format.segments import Segment
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.pages import manifests_in
+from tstore.format.objects.records import Record
+from tstore.format.objects.references import Manifest
+from tstore.format.objects.segments import Segment
 from tstore.log.segments import SegmentReader
 from tstore.server.chunk_checks import ChunkChecks
 from tstore.server.limits import SIZE_ADVICE, Turns

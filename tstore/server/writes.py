@@ -22,7 +22,7 @@ from tstore.errors import AlreadyExists, Corrupt, UnsupportedFormat
 from tstore.format.bounds import max_object_size
 from tstore.format.checksums import BlockHash
 from tstore.format.layout import version_of
-from tstore.format.records import Record, Root
+from tstore.format.objects.records import Record, Root
 from tstore.server.access import Sender
 from tstore.server.admission import Admission
 from tstore.server.bodies import check_declared_length, receive

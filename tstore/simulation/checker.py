@@ -29,8 +29,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import CommitOutcomeUnknown
-from tstore.format.records import Record
-from tstore.format.retention import Keep
+from tstore.format.objects.records import Record
+from tstore.format.tree.retention import Keep
 from tstore.log.history import Commit
 from tstore.simulation.history import (
     Append,

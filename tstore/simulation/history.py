@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from tstore.format.retention import Keep
+from tstore.format.tree.retention import Keep
 
 __all__ = [
     "CELLS",

@@ -12,8 +12,8 @@ import tstore
 from tstore.copying.copy import copy_to
 from tstore.errors import Conflict, NotAStore, NotFound, SnapshotExpired, TStoreError
 from tstore.format.layout import MARKER, commit_key
-from tstore.format.object_ref import ObjectRef
-from tstore.format.segments import SEGMENT_ROW
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.segments import SEGMENT_ROW
 from tstore.simulation.checker import CommittedVersion, find_violations
 from tstore.simulation.client import SimulatedStore, read_state
 from tstore.simulation.edits import create

@@ -18,7 +18,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.format.retention import Keep
+from tstore.format.tree.retention import Keep
 from tstore.simulation.client import Client, read_state
 from tstore.simulation.cooperation import METRIC, checkpoint, finish
 from tstore.simulation.edits import burst, transact

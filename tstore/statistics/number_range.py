@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 
 from tstore.data.exmy_chunks import PackedRead, read_packed_chunks
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.dtypes import is_integer
-from tstore.format.node import Node
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.dtypes import is_integer
+from tstore.format.tree.node import Node
 from tstore.snapshot import Snapshot, log_of
 from tstore.statistics.numbers import finite_or_none
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
-from tstore.format.dtypes import dtype_text, is_integer, is_ml_dtype
+from tstore.format.arrays.dtypes import dtype_text, is_integer, is_ml_dtype
 
 __all__ = ["Floats", "as_floats", "check_numbers", "finite_or_none", "is_number"]
 

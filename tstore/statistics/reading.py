@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from tstore.array import Array, ArraySource, parts_of
 from tstore.errors import InvalidArgument
-from tstore.format.grid import boxes, part_of
-from tstore.format.node import Node
-from tstore.format.samples import Tiling
+from tstore.format.arrays.grid import boxes, part_of
+from tstore.format.arrays.samples import Tiling
+from tstore.format.tree.node import Node
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot, array_node
 from tstore.statistics.cache import digest

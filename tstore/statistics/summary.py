@@ -13,9 +13,9 @@ import numpy as np
 from tstore.array import Array
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_budget, quote
-from tstore.format.dtypes import dtype_text, is_integer
+from tstore.format.arrays.dtypes import dtype_text, is_integer
+from tstore.format.arrays.samples import Tiling
 from tstore.format.plain_text import text_table
-from tstore.format.samples import Tiling
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.statistics.cache import RESULTS

@@ -47,8 +47,8 @@ from tstore.checkpoint.request import Cast, Missing
 from tstore.copying.copy import At
 from tstore.data.casting import Casting
 from tstore.data.planning import ReadPlan
-from tstore.format.codecs import Codecs
-from tstore.format.indices import Index, IndexItem
+from tstore.format.arrays.codecs import Codecs
+from tstore.format.arrays.indices import Index, IndexItem
 from tstore.maintenance.repair import RepairReport
 from tstore.maintenance.verify import VerifyProgress, VerifyReport
 from tstore.quantization.policy import QuantizeRules, Target
@@ -804,7 +804,8 @@ def quantize(
         How much the error of arrays matters to `bits`, relative to the size of their values: weights by path, 1
         for the others. An array of weights, of shape (columns,) or (rows, 1) as it broadcasts, is the importance
         of each column or row, such as the mean square of a layer's inputs (the imatrix of llama.cpp): it weighs
-        errors in the choice of steps, offsets and scales, also in the format that a rule names. Or a
+        errors in the choice of steps, offsets and scales, also in the format that a rule names; the report has
+        the SQNR of weighted squares beside the unweighted errors. Or a
         function that takes the arrays by path, as a dict, and returns the loss of the model: it is called once for
         each array, with noise of 10 % in that array, and the growth of the loss is the array's weight.
     at

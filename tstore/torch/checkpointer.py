@@ -12,7 +12,7 @@ from tstore.checkpoint import checkpointer
 from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.format.arguments import checked_step
-from tstore.format.retention import Keep
+from tstore.format.tree.retention import Keep
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime import pool
 from tstore.store import Store

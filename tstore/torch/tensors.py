@@ -15,7 +15,7 @@ import torch
 
 from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.errors import InvalidArgument
-from tstore.format.grid import may_overlap
+from tstore.format.arrays.grid import may_overlap
 
 __all__ = [
     "checked_dtype",

@@ -23,12 +23,12 @@ from tstore.data.pieces import ReadJob, Values
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Conflict, InvalidArgument, Misuse
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.documents import Document
-from tstore.format.grid import Selection, axis_runs, chunk_number, full_boxes, part_of, partial_projections
-from tstore.format.layers import overlay
-from tstore.format.node import Node
-from tstore.format.segments import SegmentSource
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import Selection, axis_runs, chunk_number, full_boxes, part_of, partial_projections
+from tstore.format.objects.documents import Document
+from tstore.format.objects.layers import overlay
+from tstore.format.objects.segments import SegmentSource
+from tstore.format.tree.node import Node
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.transactions.extension import Extension

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tstore.data.writer import PackSet
 from tstore.errors import Conflict
-from tstore.format.tree import Changes
+from tstore.format.tree.tree import Changes
 from tstore.log.expiry import guard_expiry
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.pages import read_pages

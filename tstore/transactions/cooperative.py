@@ -50,12 +50,12 @@ from tstore.errors import (
     InvalidArgument,
     NotFound,
 )
-from tstore.format.encoding import encode
-from tstore.format.object_ref import ObjectRef
-from tstore.format.pages import stored
-from tstore.format.records import INLINE_MANIFEST_BYTES, Fragment, Record
-from tstore.format.references import Manifest
-from tstore.format.tree import Changes
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.pages import stored
+from tstore.format.objects.records import INLINE_MANIFEST_BYTES, Fragment, Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.tree import Changes
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.runtime import world

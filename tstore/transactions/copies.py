@@ -22,12 +22,12 @@ from tstore.array import Array, parts_of
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.errors import InvalidArgument, NotFound, TStoreError
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.codecs import Codecs
-from tstore.format.grid import chunk_coordinates, whole
-from tstore.format.node import Node
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.codecs import Codecs
+from tstore.format.arrays.grid import chunk_coordinates, whole
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.tree.node import Node
 from tstore.log.expiry import guard_expiry
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run

@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from tstore.data.encoded_chunks import read_part
 from tstore.errors import Misuse, UnsupportedFormat
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import renumbered
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.grid import renumbered
-from tstore.format.layers import Table
-from tstore.format.node import Node
-from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.layers import Table
+from tstore.format.tree.node import Node
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.runtime.pool import run
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.staging import Staging

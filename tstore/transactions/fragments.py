@@ -25,18 +25,18 @@ import msgspec
 import numpy as np
 
 from tstore.errors import AlreadyExists, DeadlineExceeded, Inconsistent, Unavailable
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.documents import Document
-from tstore.format.dtypes import dtype_text
-from tstore.format.encoding import encode
-from tstore.format.grid import chunk_coordinates, region_text
-from tstore.format.layers import Table, count_of, numbers_of
-from tstore.format.node import Node
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.dtypes import dtype_text
+from tstore.format.arrays.grid import chunk_coordinates, region_text
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.documents import Document
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.layers import Table, count_of, numbers_of
+from tstore.format.objects.records import Fragment, Record
+from tstore.format.objects.references import Manifest
 from tstore.format.paths import is_at_or_below, parents
-from tstore.format.records import Fragment, Record
-from tstore.format.references import Manifest
-from tstore.format.tree import Tree
+from tstore.format.tree.node import Node
+from tstore.format.tree.tree import Tree
 from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.pool import run

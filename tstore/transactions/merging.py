@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from tstore.data.writer import PackSet
-from tstore.format import merges
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.layers import Table
-from tstore.format.merges import Merge, MergePlan
-from tstore.format.segments import Segment, SegmentedTable, SegmentSource
+from tstore.format.objects import merges
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.layers import Table
+from tstore.format.objects.merges import Merge, MergePlan
+from tstore.format.objects.segments import Segment, SegmentedTable, SegmentSource
 from tstore.runtime import world
 from tstore.runtime.pool import run
 

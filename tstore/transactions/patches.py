@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.points import PointProjection, Target
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.points import PointProjection, Target
 
 __all__ = ["Patch", "Region", "assign", "check_unpatched", "whole_chunk"]
 

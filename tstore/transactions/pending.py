@@ -19,7 +19,7 @@ import msgspec
 from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, name_list
 from tstore.format.arguments import checked_text, quote
 from tstore.format.layout import TRANSACTIONS, folder_of
-from tstore.format.records import Fragment
+from tstore.format.objects.records import Fragment
 from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched

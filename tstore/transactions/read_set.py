@@ -14,11 +14,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Selection
-from tstore.format.node import Node, same_metadata
-from tstore.format.points import PointSelection, touched_chunks
-from tstore.format.tree import Tree
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import Selection
+from tstore.format.arrays.points import PointSelection, touched_chunks
+from tstore.format.tree.node import Node, same_metadata
+from tstore.format.tree.tree import Tree
 
 __all__ = ["ReadSet"]
 

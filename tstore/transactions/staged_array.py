@@ -22,11 +22,8 @@ from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt, Misuse, NotFound
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkSource, ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.documents import Document
-from tstore.format.grid import (
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import (
     Selection,
     axis_runs,
     chunk_number,
@@ -35,13 +32,16 @@ from tstore.format.grid import (
     partial_projections,
     renumbered,
 )
-from tstore.format.layers import Table, layers, numbers_of, overlay, segments_first, stack
-from tstore.format.merges import Merge
-from tstore.format.node import Node
-from tstore.format.points import PointProjection, PointSelection, point_projections
-from tstore.format.references import EXTENDS
-from tstore.format.segments import SegmentSource, fitting
-from tstore.format.tree import NodeChange
+from tstore.format.arrays.points import PointProjection, PointSelection, point_projections
+from tstore.format.objects.chunk_refs import ChunkSource, ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.documents import Document
+from tstore.format.objects.layers import Table, layers, numbers_of, overlay, segments_first, stack
+from tstore.format.objects.merges import Merge
+from tstore.format.objects.references import EXTENDS
+from tstore.format.objects.segments import SegmentSource, fitting
+from tstore.format.tree.node import Node
+from tstore.format.tree.tree import NodeChange
 from tstore.runtime.pool import each, run
 from tstore.storage.base import Storage
 from tstore.transactions.extension import Extension

@@ -13,19 +13,19 @@ import numpy.typing as npt
 from tstore.data.writer import WriteJob
 from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, bullet_list, name_list
 from tstore.format.arguments import checked_name, checked_tag
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.bounds import tags_excess_message
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.chunk_rows import ChunkRow
-from tstore.format.columns import SHORT_COLUMN
-from tstore.format.documents import Document
-from tstore.format.layers import Table, overlay, stack
-from tstore.format.node import Node
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.columns import SHORT_COLUMN
+from tstore.format.objects.documents import Document
+from tstore.format.objects.layers import Table, overlay, stack
+from tstore.format.objects.references import Manifest
+from tstore.format.objects.segments import SegmentSource
+from tstore.format.objects.short_manifests import short_manifest
 from tstore.format.paths import checked_new_path, checked_path, is_at_or_below, parents
-from tstore.format.references import Manifest
-from tstore.format.segments import SegmentSource
-from tstore.format.short_manifests import short_manifest
-from tstore.format.tree import NO_NUMBERS, Changes, NodeChange, Tree, group_document
+from tstore.format.tree.node import Node
+from tstore.format.tree.tree import NO_NUMBERS, Changes, NodeChange, Tree, group_document
 from tstore.snapshot import array_node
 from tstore.transactions.read_set import ReadSet
 from tstore.transactions.staged_array import StagedArray

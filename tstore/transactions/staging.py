@@ -20,20 +20,20 @@ from tstore.data.planning import ReadPlan, read_plan
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt, Misuse, NotFound
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkTable
-from tstore.format.grid import Selection, whole
-from tstore.format.layers import Table
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import Selection, whole
+from tstore.format.arrays.points import PointSelection
 from tstore.format.layout import folder_of
-from tstore.format.node import Node
-from tstore.format.object_ref import ObjectRef
-from tstore.format.pages import stored
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.layers import Table
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.pages import stored
+from tstore.format.objects.records import INLINE_MANIFEST_BYTES
+from tstore.format.objects.references import Manifest
+from tstore.format.objects.segments import MIN_SEGMENTED
 from tstore.format.paths import checked_path, parents
-from tstore.format.points import PointSelection
-from tstore.format.records import INLINE_MANIFEST_BYTES
-from tstore.format.references import Manifest
-from tstore.format.segments import MIN_SEGMENTED
-from tstore.format.tree import Changes, Tree
+from tstore.format.tree.node import Node
+from tstore.format.tree.tree import Changes, Tree
 from tstore.log.expiry import changes_nothing, check_alive, guard_expiry, newest_tree
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log

@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 from tstore.array import Array
 from tstore.errors import DeadlineExceeded, Misuse, NotFound, SourceCondemned
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.codecs import Codecs
-from tstore.format.object_ref import ObjectRef
-from tstore.format.records import Fragment, Record
-from tstore.format.references import Manifest
-from tstore.format.tree import Changes
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.codecs import Codecs
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.records import Fragment, Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.tree import Changes
 from tstore.log.group_commit import Newer, Retry, Validate
 from tstore.log.log import Log
 from tstore.runtime import world

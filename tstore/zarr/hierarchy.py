@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from tstore.data.encoded_chunks import read_part
 from tstore.errors import NotFound
-from tstore.format.grid import chunk_coordinates
-from tstore.format.node import Node
+from tstore.format.arrays.grid import chunk_coordinates
+from tstore.format.tree.node import Node
 from tstore.log.expiry import guard_expiry
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot, log_of

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from tstore.errors import UnsupportedFormat
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_names import ChunkNames
-from tstore.format.grid import chunk_coordinates, chunk_number
-from tstore.format.node import Node
-from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.chunk_names import ChunkNames
+from tstore.format.arrays.grid import chunk_coordinates, chunk_number
+from tstore.format.tree.node import Node
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 
 __all__ = [
     "ChunkKeys",

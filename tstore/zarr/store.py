@@ -24,8 +24,8 @@ from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.arguments import quote
-from tstore.format.chunk_names import ChunkNames
-from tstore.format.node import Node
+from tstore.format.arrays.chunk_names import ChunkNames
+from tstore.format.tree.node import Node
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.runtime.pool import run, wait_all
 from tstore.snapshot import Snapshot

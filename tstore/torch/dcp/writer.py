@@ -29,7 +29,7 @@ from tstore.format.arguments import (
     checked_text,
     quote,
 )
-from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, nested_document
 from tstore.quantization.policy import CodecRules, Rules
 from tstore.runtime.event_loops import BACKGROUND

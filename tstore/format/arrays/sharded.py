@@ -1,0 +1,200 @@
+"""Zarr's `sharding_indexed`: a chunk that holds inner chunks, and an index of where each lies; pure, no I/O.
+
+The index has the offset and the length of each inner chunk in C order, both 2^64 - 1 for one that is not stored
+because all of its values are the fill value. Every inner chunk is checked against the end of the data and against
+its own codecs before memory is allocated for it. So the metadata of an array alone bounds the memory for its
+chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.format.arrays.array_codecs import ArrayCodec
+from tstore.format.arrays.compressors import Bytes
+from tstore.format.arrays.grid import Projection, axis_projections, part_of
+from tstore.format.arrays.numcodecs_classes import unsupported
+from tstore.format.arrays.variable import MAX_ENCODED, is_variable
+
+__all__ = ["InnerChain", "Sharded", "inner_counts"]
+
+Values = npt.NDArray[Any]
+Shape = tuple[int, ...]
+
+_ABSENT = (1 << 64) - 1
+
+
+class InnerChain(Protocol):
+    """What `Chain` offers to the inner chunks of a shard, and to its index."""
+
+    lossless: bool
+    finite: bool
+    has_parts: bool
+    out_size: int
+    max_length: int
+    fixed_length: int | None
+
+    def encode(self, chunk: Values, out: Bytes) -> memoryview:
+        """Return the encoded bytes of a C-contiguous chunk."""
+
+    def check_length(self, length: int) -> None:
+        """Raise `Corrupt` if no encoded chunk can have this length."""
+
+    def decode(self, data: memoryview, out: Values) -> None:
+        """Decode a chunk into `out`."""
+
+    def decode_part(self, data: memoryview, inside: tuple[slice, ...], out: Values) -> None:
+        """Decode the selected elements, if it `has_parts`."""
+
+
+def inner_counts(document: Mapping[str, Any], shape: Shape) -> Shape:
+    """Return the number of inner chunks along each axis of a shard; raise if they do not partition it."""
+    inner = (document.get("configuration") or {}).get("chunk_shape")
+    if not isinstance(inner, (list, tuple)) or not all(type(n) is int and n > 0 for n in inner):
+        raise unsupported(document, "expected 'chunk_shape' to be a list of positive integers")
+    if len(inner) != len(shape) or any(n % i for n, i in zip(shape, inner, strict=True)):
+        raise InvalidArgument(
+            f"codec sharding_indexed: inner chunks of shape {list(inner)} do not divide chunks of {list(shape)}"
+        )
+    return tuple(n // i for n, i in zip(shape, inner, strict=True))
+
+
+class Sharded(ArrayCodec):
+    """The codec for chunks of one shape, of which `counts` are the inner chunks along each axis."""
+
+    def __init__(
+        self,
+        document: Mapping[str, Any],
+        shape: Shape,
+        counts: Shape,
+        fill: Values,
+        inner: InnerChain,
+        index: InnerChain,
+    ) -> None:
+        location = document["configuration"].get("index_location", "end")
+        if location not in ("start", "end"):
+            raise unsupported(document, "expected 'index_location' to be 'start' or 'end'")
+        if index.fixed_length is None:
+            raise unsupported(document, "the length of its index must not depend on the data")
+        self.document = document
+        self.lossless = inner.lossless
+        self.finite = inner.finite
+        self._inner = inner
+        self._index = index
+        self._index_size = index.fixed_length
+        self._index_first = location == "start"
+        self._shape = shape
+        self._counts = counts
+        self._chunks = tuple(n // count for n, count in zip(shape, counts, strict=True))
+        self._fill = fill
+        self.min_size = self._index_size
+        self.max_size = self._index_size + math.prod(counts) * inner.max_length
+        if is_variable(fill.dtype):
+            self.max_size = min(self.max_size, self._index_size + max(MAX_ENCODED, inner.max_length))
+
+    def encode(self, chunk: Values, out: Bytes) -> Any:
+        """Return the inner chunks that have values other than the fill value, and the index."""
+        index = np.full((*self._counts, 2), _ABSENT, np.uint64)
+        parts: list[memoryview] = []
+        at = self._index_size if self._index_first else 0
+        for coordinates in _morton_order(self._counts):
+            region = tuple(slice(i * n, (i + 1) * n) for i, n in zip(coordinates, self._chunks, strict=True))
+            values = np.array(
+                part_of(chunk, region), order="C"
+            )  # its memory may be what the encoded bytes refer to
+            if _is_filled(values, self._fill):
+                continue
+            data = self._inner.encode(values, np.empty(self._inner.out_size, np.uint8))
+            index[coordinates] = at, len(data)
+            at += len(data)
+            parts.append(data)
+        if (size := self._index_size + sum(map(len, parts))) > self.max_size:
+            raise InvalidArgument(
+                f"a shard of values of variable length has {size} bytes, more than {self.max_size}; choose "
+                "smaller chunks"
+            )
+        encoded_index = self._index.encode(index, np.empty(self._index.out_size, np.uint8))
+        return b"".join([encoded_index, *parts] if self._index_first else [*parts, encoded_index])
+
+    def decode(self, data: memoryview, out: Values) -> None:
+        """Decode all inner chunks."""
+        self.decode_part(data, tuple(slice(0, n, 1) for n in self._shape), out)
+
+    def decode_part(self, data: memoryview, inside: tuple[slice, ...], out: Values) -> None:
+        """Decode the selected elements, whose steps are positive, and cast them to the dtype of `out`."""
+        index = self._decoded_index(data)
+        for projection in self._projections(inside):
+            target = part_of(out, projection.result)
+            offset, length = (int(n) for n in index[projection.chunk])
+            if offset == length == _ABSENT:
+                np.copyto(target, self._fill, casting="unsafe")
+                continue
+            if length > len(data) or offset > len(data) - length:
+                raise Corrupt(
+                    f"inner chunk {projection.chunk} has {length} bytes at {offset}, beyond the end of its shard"
+                )
+            try:
+                self._decode_inner(data[offset : offset + length], projection.inside, target)
+            except Corrupt as error:
+                raise Corrupt(f"inner chunk {projection.chunk}: {error}") from error
+
+    def _decode_inner(self, data: memoryview, inside: tuple[slice, ...], target: Values) -> None:
+        if target.shape == self._chunks and target.dtype == self._fill.dtype:
+            self._inner.decode(data, target)
+        elif self._inner.has_parts:
+            self._inner.decode_part(data, inside, target)
+        else:
+            self._inner.check_length(len(data))
+            decoded = np.empty(self._chunks, self._fill.dtype)
+            self._inner.decode(data, decoded)
+            np.copyto(target, decoded[inside], casting="unsafe")
+
+    def _decoded_index(self, data: memoryview) -> npt.NDArray[np.uint64]:
+        if len(data) < self._index_size:
+            raise Corrupt(f"{len(data)} bytes are less than the {self._index_size} of a shard's index")
+        index = np.empty((*self._counts, 2), np.uint64)
+        part = data[: self._index_size] if self._index_first else data[len(data) - self._index_size :]
+        try:
+            self._index.decode(part, index)
+        except Corrupt as error:
+            raise Corrupt(f"the index of a shard: {error}") from error
+        return index
+
+    def _projections(self, inside: tuple[slice, ...]) -> Iterator[Projection]:
+        """Yield the intersections of a selection with the inner chunks."""
+        axes = (range(s.start, s.stop, s.step) for s in inside)
+        per_axis = [axis_projections(r, n, c) for r, n, c in zip(axes, self._shape, self._chunks, strict=True)]
+        for parts in itertools.product(*per_axis):
+            yield Projection.from_axes(parts)
+
+
+def _is_filled(values: Values, fill: Values) -> bool:
+    """Return whether all elements have the bits of the fill value."""
+    if is_variable(fill.dtype):
+        return bool((values == fill).all())
+    data, size = values.reshape(-1).view(np.uint8), fill.dtype.itemsize
+    return data[:size].tobytes() == fill.tobytes() and bool((data[size:] == data[:-size]).all())
+
+
+def _morton_order(counts: Shape) -> Iterator[Shape]:
+    """Yield the coordinates of a grid in Morton order, in which zarr-python stores inner chunks.
+
+    The bits of a chunk's place are those of its coordinates, the lowest of each axis first.
+    """
+    coordinates = np.indices(counts).reshape(len(counts), math.prod(counts))
+    place, shift = np.zeros(math.prod(counts), np.uint64), 0
+    widths = [(n - 1).bit_length() for n in counts]
+    for bit in range(max(widths, default=0)):
+        for axis, width in enumerate(widths):
+            if bit < width:
+                place |= (coordinates[axis].astype(np.uint64) >> np.uint64(bit) & np.uint64(1)) << np.uint64(shift)
+                shift += 1
+    for number in np.argsort(place).tolist():
+        yield tuple(int(i) for i in np.unravel_index(number, counts)) if counts else ()

@@ -1,0 +1,379 @@
+"""Records, fragments and roots: the contents of a store's metadata objects; pure, no I/O.
+
+Decoding checks everything that can be checked without other objects, except that `decode_record` leaves inline
+manifests to be checked at their first use. `validation` checks a record against its manifests and the tree.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from tstore.errors import Corrupt
+from tstore.format.bounds import MAX_ALIVE, MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
+from tstore.format.layout import (
+    is_collectable,
+    is_transaction_object,
+    owner_of,
+    parent_root,
+    root_key,
+)
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.references import Body, Checksum, Manifest, Message, Names, Natural
+from tstore.format.wellformed import (
+    check_ascending,
+    check_keys,
+    check_metadata,
+    check_packs,
+    check_paths,
+    check_tags,
+    check_time,
+    check_transactions,
+)
+
+__all__ = [
+    "INLINE_MANIFEST_BYTES",
+    "MAX_PARTS_READ",
+    "REPAIR",
+    "VOID",
+    "VOIDED",
+    "Collection",
+    "Fragment",
+    "LivingVersion",
+    "Part",
+    "Record",
+    "Root",
+    "StoredRecord",
+    "date_of",
+]
+
+INLINE_MANIFEST_BYTES = 16 << 10
+"""The largest `Manifest.size` of a manifest inside a record or fragment, instead of in an object of its own."""
+
+REPAIR, VOIDED = "repair-", "voided"
+"""The prefix of the transaction ids of `tstore repair`, and the metadata key for the versions that it voided."""
+
+VOID = ".void"
+"""The suffix of the transaction id of a void record, unless a repair wrote it. No transaction has such an id."""
+
+MAX_PARTS_READ = 1024
+"""The most transactions, and the most manifests, that readers accept in a record; writers use `MAX_PARTS`."""
+
+_MAX_HOSTS = 100_000
+_LONG_BYTES = 256 << 10  # of memory; a record that takes more is long (`StoredRecord.is_long`)
+
+TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TAGS_SET)]
+TagTargets = Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_TAGS_SET)]
+
+
+class Part(Body, frozen=True):
+    """One of several transactions that share a record, with the values that the others do not share."""
+
+    transaction: str
+    time: float
+    message: Message
+    tags: TagsSet
+    bytes_added: Natural
+    metadata: dict[str, Any]
+
+    def validate(self) -> None:
+        """Raise `Corrupt` for invalid values."""
+        check_transactions((self.transaction,))
+        check_time(self.time)
+        check_metadata(self.metadata)
+
+
+class LivingVersion(Body, frozen=True):
+    """What garbage collection must know about a living version.
+
+    `dependencies` are objects of other transactions that the version needs: packs that its record reuses, and
+    objects inherited from expired versions. A `standalone` version needs only its own objects and these.
+    """
+
+    version: Natural
+    transaction: str
+    time: float
+    tags: Names
+    standalone: bool
+    metrics: dict[str, float]
+    dependencies: Names
+
+
+class Collection(Body, dict=True, frozen=True):
+    """What a garbage collection decided: the versions that stay alive, and what it condemned.
+
+    `expired` are the versions that it removed, `tags` their tags. `transactions` are condemned with all of their
+    objects; `objects` are condemned one by one. A condemned object may be deleted once the record exists. A
+    transaction that is condemned or reuses a condemned pack can no longer be committed.
+    """
+
+    alive: Annotated[tuple[LivingVersion, ...], msgspec.Meta(max_length=MAX_ALIVE)]
+    expired: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_NAMES)]
+    tags: Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_NAMES)]
+    transactions: Names
+    objects: Names
+
+    def validate(self) -> None:
+        """Raise `Corrupt` for invalid values."""
+        versions = [entry.version for entry in self.alive]
+        check_ascending(versions, "living")
+        check_ascending(self.expired, "expired")
+        if not self.versions.isdisjoint(self.expired):
+            raise Corrupt("a version is both alive and expired")
+        living = {entry.transaction for entry in self.alive}
+        check_transactions((*living, *self.transactions))
+        check_tags(tag for entry in self.alive for tag in entry.tags)
+        for entry in self.alive:
+            check_time(entry.time)
+            if entry.dependencies:
+                check_keys(entry.dependencies, is_transaction_object, "an object of a transaction")
+            if entry.metrics and not all(map(math.isfinite, entry.metrics.values())):
+                raise Corrupt(f"a metric of version {entry.version} is not finite")
+        check_tags(self.tags)
+        if not set(self.tags.values()) <= set(self.expired):
+            raise Corrupt("a tag expired although its version did not")
+        check_keys(self.objects, is_collectable, "an object that a garbage collection may delete")
+        if not living.isdisjoint((*self.transactions, *map(owner_of, self.objects))):
+            raise Corrupt("it condemns an object of a living version")
+
+    @functools.cached_property
+    def versions(self) -> frozenset[int]:
+        """The living versions."""
+        return frozenset(a.version for a in self.alive)
+
+
+class Record(Body, frozen=True):
+    """One commit. Its bytes do not depend on its version, except through `collected`.
+
+    `replaces` says that the tree consists of this commit's nodes only. `tags` are set to the commit's own version,
+    `tagged` maps other tags to earlier versions, and `dropped` are the tags that the commit removes. A `void`
+    record changes nothing: it either occupies a version number, so that a delayed commit can't take it, or
+    replaces a record that a repair voided. `durable` says that this commit and all before it survive a power
+    failure. `collected` is the version of the newest garbage collection before it, 0 for none. `reused` are the
+    packs of other transactions to which its manifests refer. The record of a garbage collection has a `collection`
+    and does not change the tree. `parts` are the transactions that share the record, if there are several;
+    `transaction` is then another id.
+    """
+
+    transaction: str
+    base: Natural
+    time: float
+    message: Message = ""
+    tags: TagsSet = ()
+    replaces: bool = False
+    deleted: Names = ()
+    manifests: Annotated[tuple[ObjectRef | Manifest, ...], msgspec.Meta(max_length=MAX_PARTS_READ)] = ()
+    bytes_added: Natural = 0
+    void: bool = False
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    durable: bool = True
+    collected: Natural = 0
+    reused: Names = ()
+    collection: Collection | None = None
+    parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_PARTS_READ)] = ()
+    dropped: Names = ()
+    tagged: TagTargets = msgspec.field(default_factory=dict)
+
+    def validate(self) -> None:
+        """Raise `Corrupt` for invalid values."""
+        self.validate_shallow()
+        for manifest in self.manifests:
+            manifest.validate()
+
+    def validate_shallow(self) -> None:
+        """Raise `Corrupt` for invalid values outside of inline manifests, which `Manifest.table` checks later."""
+        check_transactions((self.transaction,))
+        check_time(self.time)
+        owners = set(self.transactions)
+        for manifest in self.manifests:
+            if isinstance(manifest, ObjectRef):
+                manifest.validate()  # copying a store creates an object with this key without decoding the object
+                if owner_of(manifest.key) not in owners:  # gc would not keep it for this version
+                    raise Corrupt(f"{manifest.key[:60]!r} is a manifest of another transaction")
+        if self.tags or self.dropped or self.tagged:
+            check_tags((*self.tags, *self.dropped, *self.tagged))
+        if self.tagged and not 0 < min(self.tagged.values()) <= max(self.tagged.values()) <= self.base:
+            raise Corrupt("it tags a version that does not exist as of its base")
+        if self.deleted:
+            check_paths(self.deleted)
+        if self.metadata:
+            check_metadata(self.metadata)
+        if self.reused:
+            check_packs(self.reused)
+        if self.parts:
+            self._check_parts()
+        if self.collection is not None:
+            self.collection.validate()
+        if self.void or self.collection is not None:
+            tags = self.tags or self.dropped or self.tagged
+            listed = tags or self.deleted or self.manifests or self.reused or self.parts
+            if listed or self.replaces or self.bytes_added or (self.void and self.collection is not None):
+                raise Corrupt("a void record, or that of a garbage collection, changes nodes or tags")
+        if self.void and not (self.transaction.endswith(VOID) or self.was_voided):
+            raise Corrupt("a void record has the id of a transaction, whose writer could believe it was committed")
+
+    def _check_parts(self) -> None:
+        for part in self.parts:
+            part.validate()
+        ids = {self.transaction, *self.transactions}
+        if len(ids) <= len(self.parts):
+            raise Corrupt("a record has the same transaction twice")
+        if self.tags != tuple(tag for part in self.parts for tag in part.tags):
+            raise Corrupt("the tags of a record are not those of its transactions")
+        others = self.replaces or self.dropped or self.tagged or self.message or self.metadata or self.reused
+        if others or self.bytes_added != sum(part.bytes_added for part in self.parts):
+            raise Corrupt("a record has changes or bytes that are not those of its transactions")
+
+    def check_number(self, version: int) -> None:
+        """Raise `Corrupt` if the record refers to its own version or a later one: that could form a loop.
+
+        Tags need no check: `validate_shallow` refuses a tag of a version above the base.
+        """
+        latest = max(self.base, self.collected)
+        if self.collection is not None:
+            living = [entry.version for entry in self.collection.alive[-1:]]
+            latest = max((latest, *living, *self.collection.expired[-1:]))
+        if latest >= version:
+            raise Corrupt(f"it refers to version {version} or a later one")
+
+    @property
+    def transactions(self) -> tuple[str, ...]:
+        """The ids of all transactions that the record commits."""
+        return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
+
+    @property
+    def paged_manifest(self) -> ObjectRef | None:
+        """The reference to the record's manifest if it is the only one, and in pages."""
+        match self.manifests:
+            case (ObjectRef(pages=[_, *_]) as reference,):
+                return reference
+        return None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the record has no names or metadata but those in its inline manifests."""
+        named = self.tags or self.deleted or self.dropped or self.tagged or self.reused or self.parts
+        inline = all(isinstance(manifest, Manifest) for manifest in self.manifests)
+        return inline and not (named or self.metadata or self.message or self.collection)
+
+    @property
+    def changes_nodes(self) -> bool:
+        """Whether the record creates, changes or deletes groups or arrays, not only tags."""
+        written = any(isinstance(m, ObjectRef) or m.paths for m in self.manifests)
+        return bool(self.replaces or self.deleted or written)
+
+    @property
+    def by_repair(self) -> bool:
+        """Whether a repair wrote the record, as its own commit or in place of a record that it voided."""
+        return self.transaction.startswith(REPAIR)
+
+    @property
+    def was_voided(self) -> bool:
+        """Whether a repair voided the version; this record replaces the one that was voided."""
+        return self.void and self.by_repair
+
+    @property
+    def voids(self) -> tuple[int, ...]:
+        """The versions that a repair voided, if this record is the repair's own commit; otherwise none."""
+        if not self.by_repair:
+            return ()
+        listed = self.metadata.get(VOIDED)
+        return tuple(v for v in listed if isinstance(v, int)) if isinstance(listed, list | tuple) else ()
+
+    def commits(self, transaction: str) -> bool:
+        """Return whether the record commits a transaction, alone or together with others."""
+        return not self.void and (transaction == self.transaction or transaction in self.transactions)
+
+
+class StoredRecord(NamedTuple):
+    """A record, the checksum at the end of its frame, and about how many bytes the record takes in memory."""
+
+    record: Record
+    check: bytes
+    memory: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the record takes so much memory that only a few such records may be in use at once."""
+        return self.memory > _LONG_BYTES
+
+
+class Fragment(Body, frozen=True):
+    """What one host adds to a cooperative transaction; `structure` is the checksum of the tree's structure."""
+
+    transaction: str
+    host: Natural
+    hosts: Natural
+    base: Natural
+    message: Message
+    tags: TagsSet
+    replaces: bool
+    deleted: Names
+    manifest: ObjectRef | Manifest
+    bytes_added: Natural
+    structure: Annotated[bytes, msgspec.Meta(max_length=STRUCTURE_BYTES)]
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    durable: bool = True
+
+    def validate(self) -> None:
+        """Raise `Corrupt` for invalid values."""
+        check_transactions((self.transaction,))
+        check_tags(self.tags)
+        check_paths(self.deleted)
+        self.manifest.validate()
+        check_metadata(self.metadata)
+        if not self.host < self.hosts <= _MAX_HOSTS:
+            raise Corrupt(f"host {self.host} of {self.hosts} is impossible")
+
+
+class Root(Body, frozen=True):
+    """The whole tree and all tags as of one version; `record_check` is the checksum of that version's record.
+
+    The nodes are those of `manifest`, which may be in pages before the root in the same object. Others, except at
+    the paths in `deleted`, are those of `base`, an earlier commit's manifest in pages, or those as of the version
+    `parent`, which has a root.
+    """
+
+    version: Natural
+    record_check: Checksum
+    tags: Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_NAMES)]
+    manifest: ObjectRef | Manifest
+    base: ObjectRef | None = None
+    deleted: Names = ()
+    parent: Natural = 0
+
+    def validate(self) -> None:
+        """Raise `Corrupt` for invalid values."""
+        check_tags(self.tags)
+        if self.tags and not 0 < min(self.tags.values()) <= max(self.tags.values()) <= self.version:
+            raise Corrupt("a tag of a root names a version that the root cannot contain")
+        check_paths(list(filter(None, self.deleted)))
+        if isinstance(self.manifest, ObjectRef):
+            self.manifest.check_pages()
+            if self.manifest.key != root_key(self.version) or not self.manifest.pages:
+                raise Corrupt("the nodes of a root are not in pages of its own object")
+        else:
+            self.manifest.validate()
+            if not set(self.deleted).isdisjoint(self.manifest.paths):
+                raise Corrupt("a root has a node that it deletes")
+        if self.parent not in (0, parent_root(self.version)) or (self.parent and self.base is not None):
+            raise Corrupt("a root refers to another root than to that which its version implies")
+        if self.base is not None:
+            self.base.validate()
+            if not self.base.pages:
+                raise Corrupt("the base of a root has no pages")
+        elif self.deleted and not self.parent:
+            raise Corrupt("a root without a base deletes nodes")
+
+
+def date_of(time: float) -> datetime.datetime:
+    """Return the date of a record's time, or the nearest date if the time is outside of the calendar."""
+    try:
+        return datetime.datetime.fromtimestamp(time, datetime.UTC)
+    except (ValueError, OverflowError, OSError):
+        nearest = datetime.datetime.max if time > 0 else datetime.datetime.min
+        return nearest.replace(tzinfo=datetime.UTC)

@@ -1,0 +1,8 @@
+"""The tree of a version, and the rules by which a commit may change it; pure, no I/O.
+
+1. `node`: a group or array with its chunks; `nodes`: those of a version; `stored_nodes`: those of manifests;
+   `levels`: stored nodes, and what changed after them.
+2. `tree`: what a commit changes in them, and when two commits conflict. `validation`: whether a record can be the
+   next commit. `added_chunks`: the chunks that it adds.
+3. `retention`: which versions to keep, the ledger of living versions, and what a garbage collection may delete.
+"""

@@ -1,0 +1,134 @@
+"""The levels of a tree's nodes: each has what changed after those below it; pure, no I/O."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from tstore.format.objects.documents import Document
+from tstore.format.objects.layers import Table, stack
+from tstore.format.objects.merges import Merge, merged
+from tstore.format.tree.node import Node
+from tstore.format.tree.stored_nodes import Paged, StoredNodes
+
+__all__ = ["NO_DOCUMENT", "OPEN", "Change", "Layer", "Level", "Overlay", "combined", "resolved"]
+
+NO_DOCUMENT = Document(b"")
+
+OPEN = 1 << 62
+"""In place of a version, of the top level: the changes of the next commits are added to it."""
+
+
+class Layer(NamedTuple):
+    """The tables of one commit that wrote chunks of a node, and its merge of the tables below them, if any."""
+
+    merge: Merge | None
+    tables: tuple[Table, ...]
+
+    def over(self, below: tuple[Table, ...]) -> tuple[Table, ...]:
+        """Return the tables of the node after the commit."""
+        return stack(below if self.merge is None else merged(below, self.merge), self.tables)
+
+
+class Overlay(NamedTuple):
+    """The commits that wrote chunks of a node, whose tables are to be laid over it one after the other."""
+
+    metadata: Document
+    layers: tuple[Layer, ...]
+
+
+Change = Node | Overlay | None  # None: deleted
+
+
+def resolved(path: str, former: Node | None, overlay: Overlay) -> Node:
+    """Return a node with the tables of an overlay."""
+    layers = iter(overlay.layers)
+    tables = next(layers).tables if former is None else former.tables  # a merge of nothing is ignored
+    for layer in layers:
+        tables = layer.over(tables)
+    return Node(path, overlay.metadata, tables)
+
+
+def combined(path: str, former: Change, change: Change) -> Change:
+    """Return the change of a node that two changes make, one after the other."""
+    if not isinstance(change, Overlay):
+        return change
+    if isinstance(former, Overlay):
+        return Overlay(change.metadata, (*former.layers, *change.layers))
+    return resolved(path, former, change)
+
+
+class Level:
+    """Nodes that changed up to `version`: stored ones, except for those that `changed` in memory."""
+
+    __slots__ = ("_sorted", "changed", "is_paged", "stored", "version")
+
+    def __init__(
+        self, changed: Mapping[str, Change], stored: StoredNodes | None = None, version: int = OPEN
+    ) -> None:
+        self.changed = changed
+        self.stored = stored
+        self.version = version
+        self.is_paged = isinstance(stored, Paged)
+        """Whether lookups may read pages, and so block."""
+        self._sorted: list[str] | None = None  # the changed paths in order, once they were needed
+
+    def with_changes(self, changed: Mapping[str, Change]) -> Level:
+        """Return the level after these changes."""
+        return Level({**self.changed, **changed} if self.changed else changed, self.stored, self.version)
+
+    def sealed(self, version: int) -> Level:
+        """Return the level with `version`, the last up to which it has changes."""
+        return Level(self.changed, self.stored, version)
+
+    def under(self, above: Level) -> Level:
+        """Return the level of the changes in memory of this level and of one that follows it."""
+        changed = dict(self.changed)
+        for path, change in above.changed.items():
+            changed[path] = combined(path, changed[path], change) if path in changed else change
+        return Level(changed, version=above.version)
+
+    def without_deletions(self) -> Level:
+        """Return the level as the lowest one, below which there is no node that was deleted."""
+        if self.stored is not None:
+            return self
+        return Level(
+            {path: change for path, change in self.changed.items() if change is not None}, version=self.version
+        )
+
+    def has_in_memory(self, path: str) -> bool:
+        """Return whether the node at a path is known to exist, or not to exist, without reading a page."""
+        if path in self.changed:
+            return not isinstance(self.changed[path], Overlay)
+        return not self.is_paged and self.has_stored(path)
+
+    def stored_node(self, path: str) -> Node | None:
+        """Return the stored node at a path."""
+        nodes = None if self.stored is None else self.stored.holding(path)
+        return None if nodes is None else nodes.get(path)
+
+    def has_stored(self, path: str) -> bool:
+        """Return whether there is a stored node at a path."""
+        nodes = None if self.stored is None else self.stored.holding(path)
+        return nodes is not None and nodes.has(path)
+
+    def listed(self) -> Iterator[tuple[str, Document | None]]:
+        """Yield the path and the metadata of each node that changed, None if it was deleted."""
+        for path, change in self.changed.items():
+            yield path, None if change is None else change.metadata
+        for nodes in () if self.stored is None else self.stored.each():
+            yield from (item for item in nodes.listed() if item[0] not in self.changed)
+
+    def between(self, first: str, stop: str) -> Iterator[tuple[str, bool]]:
+        """Yield the paths from `first` up to `stop` of nodes that changed, and whether the node was not deleted.
+
+        This reads only the pages that may have such a path.
+        """
+        if self._sorted is None:
+            self._sorted = sorted(self.changed)
+        changed: Sequence[str] = self._sorted
+        for path in changed[bisect.bisect_left(changed, first) : bisect.bisect_left(changed, stop)]:
+            yield path, self.changed[path] is not None
+        if self.stored is not None:
+            yield from ((path, True) for path in self.stored.between(first, stop) if path not in self.changed)

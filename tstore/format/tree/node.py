@@ -1,0 +1,156 @@
+"""A group or array of a tree, and the lookup of its chunks; pure, no I/O."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.objects.documents import Document
+from tstore.format.objects.layers import Table, overlay, segments_first
+from tstore.format.objects.segments import Segment, SegmentedTable
+
+__all__ = ["Node", "is_array", "same_metadata", "same_node"]
+
+
+class Node(msgspec.Struct, eq=False, gc=False):
+    """A group or an array of a tree; rows of later chunk tables replace those of earlier ones."""
+
+    path: str
+    metadata: Document
+    tables: tuple[Table, ...]
+    _chunks: ChunkTable | None = None
+
+    @property
+    def document(self) -> bytes:
+        """The `zarr.json` of the node."""
+        return self.metadata.data
+
+    @property
+    def is_array(self) -> bool:
+        """Whether the node is an array, not a group."""
+        return is_array(self.path, self.metadata)
+
+    @property
+    def meta(self) -> ArrayMeta:
+        """The metadata of an array."""
+        try:
+            return self.metadata.meta
+        except (Corrupt, UnsupportedFormat) as error:
+            raise type(error)(f"{self.path}: {error}") from error
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the group or array."""
+        try:
+            return self.metadata.attributes
+        except Corrupt as error:
+            raise Corrupt(f"{self.path or 'the root group'}: {error}") from error
+
+    @property
+    def reads_segments(self) -> bool:
+        """Whether lookups may read segments from storage, and so block."""
+        if len(self.tables) == 1:
+            return isinstance(self.tables[0], SegmentedTable)
+        return any(isinstance(table, SegmentedTable) for table in self.tables)
+
+    def row(self, number: int) -> ChunkRow | None:
+        """Return the reference to a chunk of the array, or None if it was never written."""
+        if len(self.tables) == 1:
+            return self.tables[0].row(number)
+        if not self.reads_segments:
+            return self.chunks.row(number)
+        return next((row for table in reversed(self.tables) if (row := table.row(number)) is not None), None)
+
+    def select(self, numbers: npt.NDArray[np.integer[Any]] | range) -> ChunkTable:
+        """Return the references to these chunks, in their order, without those that were never written."""
+        if len(self.tables) == 1:
+            return self.tables[0].select(numbers)
+        if not self.reads_segments:
+            return self.chunks.select(numbers)
+        return ChunkTable.overlay([table.select(numbers) for table in self.tables]).select(numbers)
+
+    @property
+    def chunks(self) -> ChunkTable:
+        """The references to all chunks of the array, sorted by number; reads all segments."""
+        if self._chunks is None:
+            chunks = overlay(self.tables)
+            if self.reads_segments:
+                return chunks  # too long to keep
+            self._chunks = chunks
+        return self._chunks
+
+    @property
+    def packs(self) -> set[str]:
+        """The packs to which the references refer; those of segments include packs of replaced chunks."""
+        packs: set[str] = set()
+        for table in segments_first(self.tables) if self.reads_segments else (self.chunks,):
+            if isinstance(table, SegmentedTable):
+                packs |= table.packs
+            else:
+                packs.update(p for at in np.unique(table.pack).tolist() if isinstance(p := table.packs[at], str))
+        return packs
+
+    @property
+    def chunk_count(self) -> int:
+        """The number of chunks that were written."""
+        return len(self.tables[0]) if len(self.tables) == 1 else self._totals[0]
+
+    @property
+    def stored_bytes(self) -> int:
+        """The encoded bytes of all chunks."""
+        return self.tables[0].stored_bytes if len(self.tables) == 1 else self._totals[1]
+
+    @property
+    def _totals(self) -> tuple[int, int]:
+        """The number and the encoded bytes of all chunks; reads only the segments of replaced chunks."""
+        first, rest = next(iter(self.tables), None), self.tables[1:]
+        if not isinstance(first, SegmentedTable) or any(isinstance(table, SegmentedTable) for table in rest):
+            return len(self.chunks), int(self.chunks.length.sum())
+        newer = overlay(rest)
+        replaced = first.select(newer.number)
+        count, stored = len(newer) - len(replaced), int(newer.length.sum()) - int(replaced.length.sum())
+        return len(first) + count, first.stored_bytes + stored
+
+
+def is_array(path: str, document: Document) -> bool:
+    """Return whether a document is that of an array; raise `Corrupt`, naming the path, if it does not parse."""
+    try:
+        return document.is_array
+    except Corrupt as error:
+        raise Corrupt(f"{path}: {error}") from error
+
+
+def same_metadata(mine: Node | None, other: Node | None) -> bool:
+    """Return whether two nodes exist and have the same metadata, or neither exists."""
+    if mine is None or other is None:
+        return mine is other
+    return mine.metadata.equals(other.metadata)
+
+
+def same_node(mine: Node | None, other: Node | None) -> bool:
+    """Return whether two nodes have the same metadata and the same references to chunks."""
+    if mine is None or other is None or not mine.metadata.equals(other.metadata):
+        return False
+    if mine.reads_segments and other.reads_segments and _same_tables(mine, other):
+        return True  # without reading segments, which may be gone: both nodes may be of an expired version
+    return mine.chunks.equals(other.chunks)
+
+
+def _same_tables(mine: Node, other: Node) -> bool:
+    """Return whether two nodes refer to the same segments, and above these to the same chunks."""
+    segments, rest = zip(*map(_divided, (mine, other)), strict=True)
+    return bool(segments[0] == segments[1]) and rest[0].equals(rest[1])
+
+
+def _divided(node: Node) -> tuple[list[Segment], ChunkTable]:
+    """Return all segments of a node, and the chunks above them."""
+    tables = segments_first(node.tables)
+    segments = [s for table in tables if isinstance(table, SegmentedTable) for s in table.segments]
+    return segments, ChunkTable.overlay([table for table in tables if isinstance(table, ChunkTable)])

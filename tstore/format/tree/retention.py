@@ -1,0 +1,322 @@
+"""Retention: which versions to keep, and what a garbage collection may condemn; pure, no I/O.
+
+1. A collection reads the `Ledger` of living versions in the last collection's record and adds the records since.
+2. It keeps the versions that `Keep` selects.
+3. A commit compares itself with the collections above its base (`refuse_condemned`).
+4. A server accepts only a collection that follows from the ledger (`check_collection`).
+
+Only roots and the objects of transactions are ever deleted, even if a record lists other objects: every deletion
+is filtered by `layout.is_collectable`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SnapshotExpired, SourceCondemned
+from tstore.format.arguments import STEP_TAG, checked_duration, quote
+from tstore.format.layout import is_transaction_object, owner_of
+from tstore.format.objects.records import Collection, LivingVersion, Record
+from tstore.format.tree.tree import Tree
+
+__all__ = [
+    "Best",
+    "Condemned",
+    "Keep",
+    "Ledger",
+    "check_collection",
+    "checked_keep",
+    "packs_of",
+    "refuse_condemned",
+    "step_of",
+]
+
+Best = tuple[int, str] | tuple[int, str, Literal["min", "max"]]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which versions to keep: those that match any rule, and always the newest version and the highest step.
+
+    `last`: this number of the highest steps. `every`: the steps that are multiples of this number. `best`: this
+    number of steps with the lowest value of a metric, `(3, "loss")`, or the highest, `(3, "accuracy", "max")`.
+    `newer_than`: the versions younger than this, by the clocks of their writers and of this host; add another rule
+    if any of these clocks may be wrong. `tags`: the versions that these tags name.
+    Raise `InvalidArgument` for an invalid rule, or without any rule.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: Best | None = None
+    newer_than: datetime.timedelta | None = None
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InvalidArgument(f"Keep({name}={quote(value)}): expected an integer of at least 1")
+        match self.best:
+            case None:
+                pass
+            case (int(count), str(metric)) | (int(count), str(metric), "min" | "max") if count > 0 and metric:
+                pass
+            case _:
+                raise InvalidArgument(
+                    f"Keep(best={quote(self.best)}): expected a tuple such as (3, 'loss') or (3, 'loss', 'max')"
+                )
+        if self.newer_than is not None:
+            checked_duration("Keep: newer_than", self.newer_than)
+        if not isinstance(self.tags, tuple | list) or not all(isinstance(tag, str) for tag in self.tags):
+            raise InvalidArgument(f"Keep(tags={quote(self.tags)}): expected a tuple of tags, such as ('best',)")
+        rules = (self.last, self.every, self.best, self.newer_than)
+        if all(rule is None for rule in rules) and not self.tags:
+            raise InvalidArgument("Keep() has no rule; to keep the newest step only, pass Keep(last=1)")
+
+    def select(self, alive: Mapping[int, LivingVersion], now: float) -> set[int]:
+        """Return which of the living versions to keep.
+
+        Raise `NotFound` for a tag that none of them has, or a metric that no step has: it may be misspelt.
+        """
+        steps = {
+            step: entry for entry in alive.values() for tag in entry.tags if (step := step_of([tag])) is not None
+        }
+        order = sorted(steps)
+        versions = {max(alive)} if alive else set()
+        versions |= {steps[step].version for step in order[-(self.last or 1) :]}  # without `last`, the highest
+        if self.every is not None:
+            versions |= {steps[step].version for step in order if step % self.every == 0}
+        if self.best is not None and steps:
+            versions |= _best(self.best, steps.values())
+        if self.newer_than is not None:
+            oldest = now - self.newer_than.total_seconds()
+            versions |= {version for version, entry in alive.items() if entry.time > oldest}
+        named = {tag: entry.version for entry in alive.values() for tag in entry.tags}
+        for tag in self.tags:
+            if tag not in named:
+                raise NotFound(f"Keep(tags=…): no living version has the tag {tag!r}; nothing was collected")
+            versions.add(named[tag])
+        return versions
+
+
+def _best(best: Best, steps: Iterable[LivingVersion]) -> set[int]:
+    count, metric, order = (*best, "min")[:3]
+    values = [(entry.metrics[metric], entry.version) for entry in steps if metric in entry.metrics]
+    if not values:
+        known = ", ".join(sorted({name for entry in steps for name in entry.metrics})) or "none"
+        raise NotFound(
+            f"Keep(best=…): no step has the metric {metric!r}; the metrics are: {known}; nothing was collected"
+        )
+    values.sort(key=lambda pair: pair[1], reverse=True)  # of equal values the newest is the best
+    ranked = sorted(values, key=lambda pair: pair[0] if order == "min" else -pair[0])
+    return {version for _, version in ranked[:count]}
+
+
+def step_of(tags: Iterable[str]) -> int | None:
+    """Return the step of the first tag of the form `step/<number>`, without leading zeros, or None."""
+    return next((int(m[1]) for tag in tags if (m := STEP_TAG.fullmatch(tag))), None)
+
+
+class Ledger:
+    """The living versions by number, without those of void records and garbage collections."""
+
+    def __init__(self, alive: Iterable[LivingVersion] = ()) -> None:
+        self.alive = {entry.version: entry for entry in alive}
+        self._tags = {tag: entry.version for entry in self.alive.values() for tag in entry.tags}
+
+    def add(self, version: int, record: Record) -> None:
+        """Add a newer commit, other than a garbage collection; ignore a void record.
+
+        A tag that names a version that is not living is ignored: a repair may have voided the version.
+        """
+        if record.void:
+            return
+        self._drop_tags((*record.tags, *record.dropped, *record.tagged))
+        self._set_tags({tag: number for tag, number in record.tagged.items() if number in self.alive})
+        self._tags |= dict.fromkeys(record.tags, version)
+        metrics = _metrics(record.metadata)
+        self.alive[version] = LivingVersion(
+            version, record.transaction, record.time, record.tags, record.replaces, metrics, record.reused
+        )
+
+    def _drop_tags(self, tags: Iterable[str]) -> None:
+        dropped: dict[int, set[str]] = {}  # by version, since a version may have 10^5 tags
+        for tag in tags:
+            if tag in self._tags:
+                dropped.setdefault(self._tags.pop(tag), set()).add(tag)
+        for number, names in dropped.items():
+            entry = self.alive[number]
+            self.alive[number] = replace(entry, tags=tuple(tag for tag in entry.tags if tag not in names))
+
+    def _set_tags(self, tagged: Mapping[str, int]) -> None:
+        added: dict[int, list[str]] = {}
+        for tag, number in tagged.items():
+            added.setdefault(number, []).append(tag)
+        for number, names in added.items():
+            entry = self.alive[number]
+            self.alive[number] = replace(entry, tags=(*entry.tags, *names))
+        self._tags |= tagged
+
+    def inherit(self, version: int, objects: Iterable[str], *, standalone: bool) -> None:
+        """Add objects of older versions to the dependencies of a version, so that the older versions may expire.
+
+        `standalone`: whether the version then needs only its own objects and its dependencies.
+        """
+        entry = self.alive[version]
+        dependencies = tuple(dict.fromkeys((*entry.dependencies, *objects)))
+        self.alive[version] = replace(entry, standalone=standalone, dependencies=dependencies)
+
+    def without(self, expired: Iterable[int]) -> Ledger:
+        """Return the ledger after these versions have expired."""
+        removed = set(expired)
+        return Ledger(entry for version, entry in self.alive.items() if version not in removed)
+
+    @property
+    def transactions(self) -> set[str]:
+        """The transactions whose commits are the living versions."""
+        return {entry.transaction for entry in self.alive.values()}
+
+    @property
+    def dependencies(self) -> set[str]:
+        """The objects of other transactions that living versions need."""
+        return {key for entry in self.alive.values() for key in entry.dependencies}
+
+
+def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite metrics in the metadata of a commit, which other programs may have written."""
+    metrics = metadata.get("metrics")
+    if not isinstance(metrics, Mapping):
+        return {}
+    numbers = {k: v for k, v in metrics.items() if isinstance(k, str) and isinstance(v, int | float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+
+
+def refuse_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
+    """Raise `Conflict` if the garbage collection recorded as `version` condemned a record's transaction.
+
+    Raise `SourceCondemned` if it condemned packs that the transaction reuses, `SnapshotExpired` if it removed a
+    version that the transaction tags.
+    """
+    if record.transaction in collection.transactions:
+        raise Conflict(
+            f"{url}: transaction {record.transaction} looked abandoned and was removed by the garbage collection "
+            f"recorded as version {version}, so it cannot be committed; repeat it as a new transaction, "
+            "with a new attempt",
+            [],
+        )
+    whole, single = set(collection.transactions), set(collection.objects)
+    removed = [key for key in record.reused if key in single or owner_of(key) in whole]
+    if removed:
+        raise SourceCondemned(
+            f"{url}: the garbage collection recorded as version {version} removed chunks that this "
+            "transaction reuses, so it cannot be committed; read again and repeat it",
+            removed,
+        )
+    if expired := set(record.tagged.values()).intersection(collection.expired):
+        raise SnapshotExpired(
+            f"{url}: version {min(expired)} was removed by the garbage collection recorded as version "
+            f"{version}, so it cannot be tagged; tag a living version (tstore log lists them)"
+        )
+
+
+class Condemned(NamedTuple):
+    """What one garbage collection condemned: transactions with all of their objects, and single objects."""
+
+    transactions: frozenset[str]
+    objects: frozenset[str]
+
+    @staticmethod
+    def from_collection(collection: Collection) -> Condemned:
+        """Return what a collection condemned."""
+        return Condemned(frozenset(collection.transactions), frozenset(collection.objects))
+
+    def includes(self, key: str) -> bool:
+        """Return whether an object, or the folder of a transaction, is condemned."""
+        return key in self.objects or owner_of(key) in self.transactions
+
+
+def packs_of(tree: Tree) -> set[str]:
+    """Return the packs that a tree refers to, without reading segments."""
+    return set().union(*[node.packs for node in tree.nodes.values()])
+
+
+def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided: Set[int] = frozenset()) -> None:
+    """Raise `Corrupt` if a garbage collection does not follow from the versions alive before it.
+
+    `ledger` has these versions, and `used` are the packs to which the newest of them refers. `voided` are versions
+    that the record names and a repair has voided since. Their tags and objects are no longer known, so if there
+    are such versions, tags and inherited objects are not compared.
+    """
+    collection, before = record.collection, ledger.alive.keys()
+    assert collection is not None
+    expired = set(collection.expired)
+    if len(expired) < len(collection.expired) or not expired <= before | voided:
+        raise Corrupt("it expires a version that is not alive, or one twice")
+    # If a repair voids a garbage collection, the versions that this collection expired are alive again in the
+    # ledger. A record written before that repair lacks them.
+    forgotten = before - expired - collection.versions if record.collected in voided else set()
+    newest = max(before - voided, default=0)
+    if newest in expired or newest in forgotten:
+        raise Corrupt(f"it expires the newest version, {newest}")
+    _check_living(collection, ledger, expired | forgotten, voided)
+    tags = {} if voided else {tag: version for version in expired for tag in ledger.alive[version].tags}
+    # the collection may also list tags that were moved away from an expired version in the meantime
+    if not set(collection.tags.values()) <= expired or not tags.items() <= collection.tags.items():
+        raise Corrupt("its expired tags are not those of the expired versions")
+    _check_unneeded(collection, set(used))
+
+
+def _check_living(collection: Collection, ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
+    """Raise `Corrupt` unless all versions but the expired ones stay alive, with at least their former objects."""
+    expected = (ledger.alive.keys() | (collection.versions & voided)) - expired
+    if collection.versions != expected:
+        raise Corrupt("its living versions are not the previous ones minus those that it expires")
+    removed = [ledger.alive[version] for version in expired & ledger.alive.keys()]
+    released = {key for entry in removed for key in entry.dependencies}
+    owners = {entry.transaction for entry in removed}
+    for entry in collection.alive:
+        known = ledger.alive.get(entry.version)
+        if known is None:  # it was voided
+            continue
+        if not _is_same_entry(entry, replace(known, tags=entry.tags) if voided else known):
+            raise Corrupt(f"its entry for version {entry.version} contradicts the log")
+        inherited = () if voided else set(entry.dependencies) - set(known.dependencies)
+        if not all(is_transaction_object(k) and (k in released or owner_of(k) in owners) for k in inherited):
+            raise Corrupt(f"version {entry.version} inherits an object that no expired version wrote or needed")
+
+
+def _is_same_entry(entry: LivingVersion, known: LivingVersion) -> bool:
+    """Return whether an entry equals the `known` entry of the log; it may have inherited objects since.
+
+    With the inherited objects it may have become standalone.
+    """
+    same = replace(entry, standalone=known.standalone, dependencies=known.dependencies) == known
+    return same and entry.standalone >= known.standalone and set(known.dependencies) <= set(entry.dependencies)
+
+
+def _check_unneeded(collection: Collection, used: set[str]) -> None:
+    """Raise `Corrupt` if an object or transaction is condemned but still needed."""
+    living = {entry.transaction for entry in collection.alive}
+    needed = used.union(*(entry.dependencies for entry in collection.alive))
+    owners = {owner_of(key) for key in needed}
+    for transaction in collection.transactions:
+        if transaction in living or transaction in owners:
+            raise Corrupt(f"it condemns the transaction {transaction!r}, which a living version needs")
+    for key in collection.objects:
+        if owner_of(key) in living or key in needed:
+            raise Corrupt(f"it condemns {key!r}, which a living version needs")
+
+
+def checked_keep(keep: Any) -> Keep | None:
+    """Return the rules that an argument stands for, such as a number of steps; None keeps all."""
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    if isinstance(keep, int) and not isinstance(keep, bool):
+        return Keep(last=keep)
+    raise InvalidArgument(f"keep={quote(keep)}: expected a number of steps, a tstore.Keep, or None")

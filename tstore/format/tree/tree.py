@@ -1,0 +1,307 @@
+"""The tree of groups and arrays as of one version, and what a commit changes in it; pure, no I/O.
+
+The outcomes for a transaction when another commit was added after its base:
+
+    the transaction …              and the newer commit …                         outcome
+    wrote a part of a chunk        wrote that chunk, in part or whole             re-applied over it; both remain
+    wrote a part, as many hosts    wrote that chunk, in part or whole             Conflict
+    wrote a whole chunk            wrote that chunk, in part or whole             Conflict
+    wrote chunks                   wrote other chunks                             both remain
+    wrote or resized an array      resized, deleted or created it again           Conflict
+    resized an array               wrote any chunk of it                          Conflict
+    appended to an array           appended to it along the same axis             both remain, one after the other
+    appended to an array           appended to it along another axis              Conflict
+    appended to an array           wrote any chunk of it                          both remain
+    appended to an array           resized, deleted or created it again           Conflict
+    wrote chunks                   appended to it along the first axis            as if that wrote the new chunks
+    wrote chunks                   appended to it along another axis              Conflict
+    wrote chunks, as many hosts    appended to it                                 Conflict
+    resized an array               appended to it                                 Conflict
+    deleted a node                 wrote, resized or created at or below it       Conflict
+    deleted a node                 deleted it too, or one above or below it       both remain
+    created a node                 created one there, above it or below it        Conflict
+    created a node                 deleted a node above it                        Conflict
+    created a node                 created one elsewhere, even in a common group  both remain
+    set or moved a tag             set, moved or dropped the same tag             Conflict
+    dropped a tag                  set or moved the same tag                      Conflict
+    dropped a tag                  dropped it too, or a gc did                    both remain
+    dropped a tag (serializable)   dropped it too, or a gc did                    Conflict
+    touched any node               replaced the whole tree (a checkpoint)         Conflict
+    replaced the whole tree        changed any node                               the change is replaced too
+    read (serializable)            changed what was read                          Conflict (`read_set`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.format.arguments import checked_attributes
+from tstore.format.bounds import MAX_NAMES, json_excess_message
+from tstore.format.layout import ROOT_EVERY
+from tstore.format.objects.columns import SHORT_COLUMN
+from tstore.format.objects.layers import numbers_of
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.records import Record, Root
+from tstore.format.objects.references import EXTENDS, REPLACES, Manifest
+from tstore.format.objects.roots import StoredRoot, stored_root
+from tstore.format.objects.segments import SegmentedTable
+from tstore.format.paths import at_or_below, parents
+from tstore.format.tree.node import same_node
+from tstore.format.tree.nodes import Nodes
+from tstore.format.tree.stored_nodes import NO_PAGES, InMemory, Paged, PageSource, StoredNodes
+
+__all__ = [
+    "NO_NUMBERS",
+    "RESERVED_ATTRIBUTE",
+    "Changes",
+    "NodeChange",
+    "Overlap",
+    "Tree",
+    "group_document",
+]
+
+RESERVED_ATTRIBUTE = "tstore"
+"""The attribute of the root group in which tstore stores its own metadata of a version."""
+
+
+@dataclass(eq=False, repr=False)
+class Tree:
+    """All nodes by path, and all tags, as of `version`; immutable."""
+
+    version: int
+    nodes: Nodes
+    tags: Mapping[str, int]
+
+    def after(self, version: int, record: Record, manifests: Sequence[Manifest] | Nodes) -> Tree:
+        """Return this tree after a commit; raise `Corrupt` if it then has too many tags.
+
+        In place of the manifests, pass the nodes if the commit replaces the whole tree, or this tree is empty.
+        """
+        tags = self.tags  # of the record, `tags` name this version, and `tagged` earlier ones
+        if record.tags or record.dropped or record.tagged:
+            tags = dict(tags)  # fast, since every commit that sets a tag copies all tags
+            for tag in record.dropped:
+                tags.pop(tag, None)
+            tags.update(dict.fromkeys(record.tags, version) | record.tagged)
+            if len(tags) > MAX_NAMES:
+                raise Corrupt(f"version {version} has more than {MAX_NAMES:,} tags")
+        if record.collection is not None:
+            living = record.collection.versions | {version}
+            tags = {t: v for t, v in tags.items() if v in living}
+        if record.void or record.collection is not None:
+            nodes = self.nodes
+        elif isinstance(manifests, Nodes):
+            nodes = manifests
+        else:
+            nodes = Nodes() if record.replaces else self.nodes
+            if record.deleted and not record.replaces:
+                nodes = nodes.without(record.deleted)
+            nodes = nodes.after(manifests, record.paged_manifest)
+        return Tree(version, nodes if version % ROOT_EVERY else nodes.sealed(version), tags)
+
+    def after_writes(self, version: int, manifests: Sequence[Manifest]) -> Tree:
+        """Return this tree after the commits up to `version`, which only wrote chunks; that one has no root."""
+        return Tree(version, self.nodes.after(manifests), self.tags) if manifests else self
+
+    def manifest(self) -> Manifest:
+        """Return one manifest of all nodes and their chunks; all have `replaces_node` set."""
+        return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in self.nodes.items()])
+
+    def root(self, record_check: bytes) -> StoredRoot:
+        """Return this tree as a root, from which it can be opened without the earlier records.
+
+        `record_check` is the checksum of this version's record. The bytes of the root depend only on the log, not
+        on how the tree was loaded: a server compares the root that it receives with its own.
+        """
+        tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
+        parent = self.nodes.parent_of(self.version)
+        manifest, deleted = self.nodes.changes(parent)
+        base = None if parent else self.nodes.base
+        return stored_root(Root(self.version, record_check, tags, manifest, base, deleted, parent))
+
+    @staticmethod
+    def empty() -> Tree:
+        """Return the tree before the first commit."""
+        return Tree(0, Nodes(), {})
+
+    def differences(self, other: Tree, nodes: bool) -> list[str]:
+        """Return the tags, and with `nodes` the paths of nodes, that differ in another tree of this version."""
+        names = self.tags.keys() | other.tags.keys()
+        differing = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
+        if nodes:
+            paths = self.nodes.keys() | other.nodes.keys()
+            differing += sorted(p for p in paths if not same_node(self.nodes.get(p), other.nodes.get(p)))
+        return differing
+
+    @staticmethod
+    def from_root(root: Root, source: PageSource = NO_PAGES, earlier: Tree | None = None) -> Tree:
+        """Return the tree of a root; `source` reads the pages to which it refers.
+
+        `earlier` is the tree of the parent of the root, or a later one, if the root has a parent.
+        """
+        if root.parent:
+            if earlier is None or earlier.nodes.parent_of(root.version) != root.parent:
+                raise Corrupt(f"the root of version {root.version} refers to nodes that have been replaced since")
+            nodes = earlier.nodes.up_to(root.parent)
+        else:
+            nodes = Nodes() if root.base is None else Nodes.from_pages(root.base, source)
+        nodes = nodes.with_root(root.version, _stored(root.manifest, source), root.deleted)
+        return Tree(root.version, nodes, root.tags)
+
+
+def _stored(manifest: ObjectRef | Manifest, source: PageSource) -> StoredNodes | None:
+    if isinstance(manifest, ObjectRef):
+        return Paged(manifest, source)
+    return InMemory([manifest]) if manifest.paths else None
+
+
+NO_NUMBERS = np.empty(0, np.uint64)
+"""The numbers of no chunks."""
+
+
+class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The changes of a commit to one node: the chunks that it wrote.
+
+    `replaces_node` says that the commit created the node or changed its metadata, and `has_segments` that some
+    references are in segments, which may be a merge of older ones. `extends` says that it appended values.
+    """
+
+    replaces_node: bool
+    numbers: npt.NDArray[np.uint64]
+    has_segments: bool = False
+    extends: bool = False
+
+    def with_others(self, other: NodeChange) -> NodeChange:
+        """Return these changes and those of another transaction that shares the record."""
+        return NodeChange(
+            self.replaces_node or other.replaces_node,
+            np.union1d(self.numbers, other.numbers),  # each wrote different chunks
+            self.has_segments or other.has_segments,
+            self.extends or other.extends,
+        )
+
+
+def _node_changes(manifest: Manifest) -> Iterator[tuple[str, NodeChange]]:
+    """Yield the path of each node and its changes; reads segments."""
+    # a replaced node conflicts regardless of its chunks
+    if not manifest.segments:
+        for path, flags, numbers in manifest.numbers():
+            replaces = bool(flags & REPLACES)
+            yield path, NodeChange(replaces, NO_NUMBERS if replaces else numbers, extends=bool(flags & EXTENDS))
+        return
+    merged, extended = manifest.merges_by_path(), manifest.extended_paths()
+    for path, _, replaces, tables in manifest.nodes():
+        has_segments = path in merged or any(isinstance(table, SegmentedTable) for table in tables)
+        numbers = NO_NUMBERS if replaces else numbers_of(tables)
+        yield path, NodeChange(replaces, numbers, has_segments, path in extended)
+
+
+class Overlap(NamedTuple):
+    """The overlap of two commits: the paths or tags in conflict, and the chunks by path that both wrote.
+
+    `extended` are the arrays that both changed and to which at least one of them appended: the changes to these
+    must be moved to the newer version.
+    """
+
+    conflicts: list[str]
+    chunks: dict[str, npt.NDArray[np.uint64]]
+    extended: list[str]
+
+
+class Changes(NamedTuple):
+    """The changes of a commit that others can conflict with."""
+
+    nodes: Mapping[str, NodeChange]
+    deleted: tuple[str, ...] = ()
+    replaces: bool = False
+    tags: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_record(record: Record, manifests: Sequence[Manifest]) -> Changes:
+        """Return the changes of a committed record."""
+        nodes: dict[str, NodeChange] = {}
+        for manifest in manifests:
+            for path, change in _node_changes(manifest):
+                nodes[path] = nodes[path].with_others(change) if path in nodes else change
+        tags = (*record.tags, *record.tagged)
+        return Changes(nodes, record.deleted, record.replaces, tags, record.dropped)
+
+    def few_chunks(self) -> frozenset[tuple[str, int]] | None:
+        """Return the chunks written, as pairs of path and number; None if there are many or other changes."""
+        if self.deleted or self.replaces or self.tags or self.dropped:
+            return None
+        nodes = self.nodes.items()
+        if any(n.replaces_node or n.extends or len(n.numbers) > SHORT_COLUMN for _, n in nodes):
+            return None
+        return frozenset([(path, number) for path, n in nodes for number in n.numbers.tolist()])
+
+    def overlap(self, other: Changes) -> Overlap:
+        """Return the overlap of these changes, not yet committed, with those of a newer commit."""
+        conflicts = []
+        if self.tags or self.dropped:
+            conflicts += [f"tag {t}" for t in self.tags if t in other.tags or t in other.dropped]
+            conflicts += [f"tag {t}" for t in self.dropped if t in other.tags]
+        if self.replaces:
+            return Overlap(conflicts, {}, [])
+        if other.replaces:
+            return Overlap([*conflicts, *self.nodes, *self.deleted], {}, [])
+        chunks, extended = {}, []
+        if other.deleted:
+            conflicts += at_or_below(self.nodes, other.deleted)
+        if self.deleted:
+            conflicts += at_or_below(other.nodes, self.deleted)
+        conflicts += _nested(self.nodes, other.nodes)
+        for path in self.nodes.keys() & other.nodes.keys():
+            mine, theirs = self.nodes[path], other.nodes[path]
+            if mine.extends and (theirs.extends or not theirs.replaces_node):
+                extended.append(path)
+                continue
+            if mine.replaces_node or theirs.replaces_node:
+                conflicts.append(path)
+                continue
+            if theirs.extends:
+                extended.append(path)
+            both = _common(mine.numbers, theirs.numbers)
+            if len(both):
+                chunks[path] = both
+        return Overlap(conflicts, chunks, extended)
+
+
+def _common(mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the numbers in both arrays, sorted."""
+    if len(mine) + len(theirs) > SHORT_COLUMN:
+        return np.intersect1d(mine, theirs)
+    both = set(mine.tolist()).intersection(theirs.tolist())
+    return np.array(sorted(both), np.uint64) if both else NO_NUMBERS
+
+
+def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
+    """Return the paths at which one side replaced a node below a node that the other side replaced."""
+    created = [p for p, c in mine.items() if c.replaces_node]
+    if not created:
+        return []
+    others = {p for p, c in theirs.items() if c.replaces_node}
+    below = [p for p in created if not others.isdisjoint(parents(p))]
+    above = set(created)
+    return below + [p for p in others if not above.isdisjoint(parents(p))]
+
+
+def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None) -> bytes:
+    """Return the `zarr.json` of a group with these attributes, and with `reserved` as tstore's own attribute."""
+    checked = checked_attributes(attributes)
+    if reserved is not None:
+        checked[RESERVED_ATTRIBUTE] = reserved
+    document = msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
+    if excess := json_excess_message(document):
+        raise InvalidArgument(
+            f"the attributes of a group, or the structure of a checkpoint, have {excess}; store them as an array"
+        )
+    return document
