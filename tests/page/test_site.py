@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 import tstore
-from tests.support.http_server import READ, Client, client_of, everybody, serving
+from tests.support.http_server import READ, Client, client_of, everybody
 from tstore.page import Site
 from tstore.page.sessions import Sessions
 from tstore.server import Access, Server
@@ -180,10 +180,16 @@ async def test_a_server_without_what_the_page_needs_serves_the_store(
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "jinja2.py").write_text(jinja2)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{os.environ.get('PYTHONPATH', '')}")
-    with serving(store, tokens=f"read {READ}") as process:
-        async with await tstore.open(process.url, "r", storage_options={"token": READ}) as opened:
+    monkeypatch.setenv("TSTORE_SERVER_TOKENS", f"read {READ}")
+    command = [sys.executable, "-m", "tstore", "serve", str(store), "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # not forked
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        async with await tstore.open(url, "r", storage_options={"token": READ}) as opened:
             assert (await opened.snapshot()).version == 2
-        reports = [entry for entry in process.end() if entry.get("level") == "warning"]
+        process.terminate()
+        logged = [json.loads(line) for line in process.communicate(timeout=100)[1].splitlines()]
+    reports = [entry for entry in logged if entry["level"] == "warning"]
     assert len(reports) == 1
     assert "the page can't be shown (" in reports[0]["message"]
     assert "pip install 'tstore[view]'" in reports[0]["message"]

@@ -312,7 +312,7 @@ async def test_a_stopped_verification_finds_no_store_whole(
             await asyncio.Event().wait()
         if outcome == "fail":
             raise ValueError("unforeseen")
-        return VerifyReport(2, 3, 3, 100, [f"{store}: a fault <b>"], [], ["<i>"])
+        return VerifyReport(2, 3, 3, 100, [f"{store}: a fault <b>"], ["<i>"], [])
 
     monkeypatch.setattr(tstore.Store, "verify", verify)
 
