@@ -57,6 +57,8 @@ class Turns:
         self._give()
 
     def _give(self) -> None:
+        # a request that was cancelled has not been able to leave yet
+        self._waiting = [waiting for waiting in self._waiting if not waiting[1].done()]
         while self._waiting and self._taken.total() < self._most:
             request = min(self._waiting, key=lambda waiting: self._taken[waiting[0]])
             client, turn = request
