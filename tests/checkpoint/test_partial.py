@@ -48,6 +48,7 @@ GLOBS = st.lists(
 @pytest.fixture
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "PAGE_BYTES", 4000)
+    monkeypatch.setattr(pages, "SHORT_MANIFEST", 4000)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def any_part() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tstore.format.tree_parts.LARGEST_SHARE", 100)
         patch.setattr(pages, "PAGE_BYTES", 300)
+        patch.setattr(pages, "SHORT_MANIFEST", 300)
         yield
 
 

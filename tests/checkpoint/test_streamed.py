@@ -73,8 +73,8 @@ async def test_few_regions_are_in_memory(tmp_path: Path) -> None:
         most = max(most, len(alive))
         return values
 
-    await tstore.save(tmp_path / "store", {"x": StreamedArray((64, SMALL), np.dtype("f4"), read)}, 0)
-    assert most < 128  # of 256 regions; batches of 1 MiB are 16 of them, of which each worker has two or three
+    await tstore.save(tmp_path / "store", {"x": StreamedArray((128, SMALL), np.dtype("f4"), read)}, 0)
+    assert most < 256  # of 512 regions; batches of 2 MiB are 32 of them, of which each worker has two or three
 
 
 async def test_a_source_that_lies_is_refused(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_scalars_are_selected_as_arrays_are(tmp_path: Path, call: Call, path: st
 def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a store with 3,000 arrays and as many scalars in 300 groups, whose metadata is in short pages."""
     monkeypatch.setattr("tstore.format.objects.pages.PAGE_BYTES", 4000)
+    monkeypatch.setattr("tstore.format.objects.pages.SHORT_MANIFEST", 4000)
     tree = {f"g{g:03}": {f"a{a}": np.full(4, a) for a in range(10)} | {"lr": g / 2} for g in range(300)}
     blocking.save(tmp_path / "many", tree, 1)
     return tmp_path / "many"
@@ -130,6 +131,7 @@ def test_a_part_of_what_no_save_wrote_costs_what_the_part_costs(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tstore.format.objects.pages.PAGE_BYTES", 4000)
+    monkeypatch.setattr("tstore.format.objects.pages.SHORT_MANIFEST", 4000)
     with blocking.open(tmp_path / "store") as opened, opened.transaction() as tx:
         for number in range(1000):
             tx.create_array(f"n{number:03}", (4,), "int64").write(number)
@@ -139,6 +141,7 @@ def test_a_part_of_what_no_save_wrote_costs_what_the_part_costs(
         assert sum(sizes) < 20_000
         monkeypatch.undo()
         monkeypatch.setattr("tstore.format.objects.pages.PAGE_BYTES", 4000)
+        monkeypatch.setattr("tstore.format.objects.pages.SHORT_MANIFEST", 4000)
 
 
 def test_patterns(store: Path, tmp_path: Path, call: Call) -> None:

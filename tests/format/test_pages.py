@@ -103,6 +103,7 @@ GOLDEN_ROOT = (
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pages of a few nodes."""
     monkeypatch.setattr(module, "PAGE_BYTES", 300)
+    monkeypatch.setattr(module, "SHORT_MANIFEST", 300)
 
 
 def table_of(*numbers: int, by: str = "a") -> ChunkTable:
@@ -168,6 +169,7 @@ def test_a_page_has_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -
     manifest = manifest_of(PATHS)
     monkeypatch.setattr(module, "MANIFEST_NODES", 3)
     monkeypatch.setattr(module, "PAGE_BYTES", manifest.size - 1)
+    monkeypatch.setattr(module, "SHORT_MANIFEST", manifest.size - 1)
     reference, data = stored(KEY, manifest)
     assert [page.nodes for page in reference.pages] == [3, 3, 3, 3, 1]
     assert [path for m in manifests_in(reference, data) for path in m.paths] == PATHS

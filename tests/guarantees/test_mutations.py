@@ -371,8 +371,8 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "log/test_log.py::test_the_outcome_of_a_transaction_is_its_first_commit",
         Edit(
             "tstore.log.reader:LogReader.find",
-            "first = version if is_commit else first",
-            "first = first or (version if is_commit else None)",
+            "first = version if stored.record.commits(transaction) else first",
+            "first = first or (version if stored.record.commits(transaction) else None)",
         ),
     ),
     "the values of a record are not counted": (

@@ -408,7 +408,7 @@ async def test_an_address_without_a_server_is_reported_at_once() -> None:
 
 
 def test_local_stores_import_no_http_client(tmp_path: Path) -> None:
-    processes.python(
+    processes.fresh_python(
         """
         import sys
         import numpy as np, tstore.sync as tstore

@@ -32,6 +32,7 @@ from tstore.transactions import cooperative, staging
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pages of a few nodes, in objects however short."""
     monkeypatch.setattr(pages, "PAGE_BYTES", 500)
+    monkeypatch.setattr(pages, "SHORT_MANIFEST", 500)
     for module in (staging, cooperative):
         monkeypatch.setattr(module, "INLINE_MANIFEST_BYTES", 0)
 

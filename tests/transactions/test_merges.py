@@ -273,6 +273,7 @@ async def test_a_server_accepts_merges_and_their_roots(tmp_path: Path, small: No
 async def test_a_server_accepts_merges_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, expected = await create(str(tmp_path / "store"))
     monkeypatch.setattr(pages, "PAGE_BYTES", 500)
+    monkeypatch.setattr(pages, "SHORT_MANIFEST", 500)
     monkeypatch.setattr(staging, "INLINE_MANIFEST_BYTES", 0)
     async with Server(store.url, access=everybody()) as server:
         through = await tstore.open(server.url, storage_options={"token": WRITE})

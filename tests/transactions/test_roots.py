@@ -38,6 +38,7 @@ EVERY = 4
 def short_roots() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, override_constants(ROOT_EVERY=EVERY):
         patch.setattr(pages, "PAGE_BYTES", 500)
+        patch.setattr(pages, "SHORT_MANIFEST", 500)
         patch.setattr(objects, "_SHORT_ROOT", 1500)
         patch.setattr(objects, "_ROOT_END", 300)
         patch.setattr(nodes, "_MANY", 2)
@@ -102,7 +103,12 @@ async def derived(store: tstore.Store, version: int) -> StoredRoot:
 @pytest.fixture
 def quarter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make pages, and the distances between roots, a quarter of the usual."""
-    for module, name in ((pages, "PAGE_BYTES"), (objects, "_SHORT_ROOT"), (objects, "_ROOT_END")):
+    for module, name in (
+        (pages, "PAGE_BYTES"),
+        (pages, "SHORT_MANIFEST"),
+        (objects, "_SHORT_ROOT"),
+        (objects, "_ROOT_END"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name) // 4)
     with override_constants(ROOT_EVERY=16):
         yield

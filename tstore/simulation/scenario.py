@@ -29,6 +29,7 @@ _LAYOUTS: dict[Layout, dict[str, int]] = {
     "cut": {
         "INLINE_MANIFEST_BYTES": 300,
         "PAGE_BYTES": 300,
+        "SHORT_MANIFEST": 300,
         "MIN_SEGMENTED": 1,
         "MIN_OF_HOST": 1,
         "SEGMENT_ROWS": 2,

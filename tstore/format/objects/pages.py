@@ -1,9 +1,9 @@
 """Pages: a long manifest cut by path, so that readers fetch only the nodes that they need; pure, no I/O.
 
-A manifest of more than `PAGE_BYTES` is cut into pages of about that length. Each is a manifest in a frame of its
-own, with its own packs, documents and checksum. They follow each other in one object, in the order of paths, each
-after its length (u64), so that the object can be checked without the reference to it. The reference to the object
-(`object_ref`) has the first path of each page, so ranges of paths cannot overlap.
+A manifest of more than `SHORT_MANIFEST` bytes is cut into pages of about `PAGE_BYTES`. Each is a manifest in a
+frame of its own, with its own packs, documents and checksum. They follow each other in one object, in the order of
+paths, each after its length (u64), so that the object can be checked without the reference to it. The reference to
+the object (`object_ref`) has the first path of each page, so ranges of paths cannot overlap.
 """
 
 from __future__ import annotations
@@ -22,7 +22,19 @@ from tstore.format.objects.object_ref import PAGE_HEADER, ObjectRef, Page, PageP
 from tstore.format.objects.references import Manifest
 from tstore.format.wellformed import check_documents
 
-__all__ = ["PAGE_BYTES", "StoredManifest", "check_object", "decode_page", "in_pages", "manifests_in", "stored"]
+__all__ = [
+    "PAGE_BYTES",
+    "SHORT_MANIFEST",
+    "StoredManifest",
+    "check_object",
+    "decode_page",
+    "in_pages",
+    "manifests_in",
+    "stored",
+]
+
+SHORT_MANIFEST = 256 << 10
+"""The most bytes of a manifest that is not cut: one request for all of it takes less time than two for parts."""
 
 PAGE_BYTES = 64 << 10
 """The length of a page in bytes; pages of a very long manifest are longer, so that their number stays bounded."""
@@ -63,7 +75,7 @@ def in_pages(key: str, manifest: Manifest) -> StoredManifest | None:
 def _cuts(manifest: Manifest) -> list[int]:
     """Return the positions in `paths` at which the pages of a manifest begin, and the number of paths."""
     count = len(manifest.paths)
-    if manifest.size <= PAGE_BYTES:
+    if manifest.size <= SHORT_MANIFEST:
         return [0, count]
     ends = np.cumsum(manifest.sizes)
     length = max(PAGE_BYTES, int(ends[-1]) // _MAX_COUNT)

@@ -23,7 +23,7 @@ __all__ = [
     "StoredNodes",
 ]
 
-AHEAD = 16
+AHEAD = 64
 """The pages that are read at once when many nodes are listed."""
 
 
