@@ -165,3 +165,13 @@ async def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
     await tstore.save(tmp_path, TREE | {"n": np.arange(1000).reshape(10, 100)}, 0)
     with pytest.raises(InvalidArgument, match="sensitivity of n: arrays of int64 are not encoded in eXmY"):
         await tstore.quantize(tmp_path, bits=5, sensitivity={"a": 2, "n": 2})
+    with pytest.raises(InvalidArgument, match="sensitivity of n: arrays of int64 are not encoded in eXmY"):
+        await tstore.quantize(tmp_path, bits=5, sensitivity={"n": np.arange(1, 11).reshape(10, 1)})
+
+
+async def test_the_weights_of_a_report_are_accepted_again(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, TREE | {"n": np.arange(1000).reshape(10, 100)}, 0)
+    first = await tstore.quantize(tmp_path, bits=5, sensitivity={"a": 2}, tag="first")
+    weights = {array.path: array.sensitivity for array in first.arrays}
+    again = await tstore.quantize(tmp_path, bits=5, sensitivity=weights, at="step/0", tag="again")
+    assert [array.format for array in again.arrays] == [array.format for array in first.arrays]

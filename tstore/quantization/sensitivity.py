@@ -53,13 +53,15 @@ def given_importance(sensitivity: Mapping[str, Any], arrays: Mapping[str, ArrayM
         raise InvalidArgument(
             f"sensitivity: this checkpoint has no array at these paths; correct them:{bullet_list(unknown)}"
         )
-    for path in sensitivity:
-        if (dtype := arrays[path].dtype).name not in FLOATS:
+    given = {path: _parsed(path, value, arrays[path].shape) for path, value in sensitivity.items()}
+    for path, (weight, of_values) in given.items():
+        has_effect = weight != 1 or of_values is not None  # reports have 1 for such arrays
+        if has_effect and (dtype := arrays[path].dtype).name not in FLOATS:
             raise InvalidArgument(
                 f"sensitivity of {path}: arrays of {dtype} are not encoded in eXmY, so a weight has no effect; "
                 "leave this array out"
             )
-    return {path: _parsed(path, value, arrays[path].shape) for path, value in sensitivity.items()}
+    return given
 
 
 def _parsed(path: str, value: Any, shape: tuple[int, ...]) -> Importance:
