@@ -64,8 +64,9 @@ def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) ->
         # ml_dtypes has this rule allow floats, and would cut off what does not fit
         narrowed = array.astype(dtype) if array.dtype.kind == "b" or is_integer(array.dtype) else None
         return narrowed if narrowed is not None and np.array_equal(narrowed, array) else None
-    overflows = isinstance(values, int) and dtype.kind in "iu"  # NumPy refuses 300 as an int8, but not in an array
-    if array.dtype == dtype or (np.can_cast(array.dtype, dtype, casting) and not overflows):
+    # NumPy refuses 300 as an int8, but not in an array
+    may_overflow = isinstance(values, int) and dtype.kind in "iu"
+    if array.dtype == dtype or (np.can_cast(array.dtype, dtype, casting) and not may_overflow):
         return array
     if not isinstance(values, (bool, int, float, complex)):
         return None

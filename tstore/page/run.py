@@ -140,7 +140,7 @@ def _rows(commits: Sequence[_Commit], tags: dict[str, int]) -> list[Document]:
     """Return a row for each step, the oldest first, with its quantized copies; without steps, for each commit."""
     steps = steps_of(tags)
     by_version: dict[int, _Commit] = {}
-    by_tag = {tag: c for c in reversed(commits) for tag in c.tags if tag.startswith("step/")}
+    by_tag = {tag: commit for commit in reversed(commits) for tag in commit.tags}
     copies: dict[int, list[Document]] = {}
     for commit in commits:
         by_version[commit.entry["version"]] = commit

@@ -47,7 +47,7 @@ class Turns:
         except BaseException:
             if request in self._waiting:
                 self._waiting.remove(request)
-            elif request[1].done() and not request[1].cancelled():  # it was given a turn just now
+            elif not request[1].cancelled():  # it was given a turn just now
                 self._release(client)
             raise
 

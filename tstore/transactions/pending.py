@@ -175,8 +175,9 @@ async def describe_pending(log: LogReader, transaction: str, hosts: dict[str, se
     for batch in batched(sorted(alive)):
         keys = [f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}" for host in batch]
         for host, data in zip(batch, await log.storage.short_objects(keys), strict=True):
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                beats.update({} if data is None else {host: msgspec.json.decode(data, type=Heartbeat)})
+            if data is not None:
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    beats[host] = msgspec.json.decode(data, type=Heartbeat)
     if beats:
         name = beats[max(beats)].name
     elif delivered and member is not None:  # the id has only a slug of the name, which often is a tag
