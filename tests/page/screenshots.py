@@ -67,8 +67,7 @@ def main(target: Path) -> None:
             window.wait(lambda: all(cell.text for cell in window.all("[data-bits]")[:8]))  # the rows in sight
             window.screenshot(target / "page_run.png")
             window.show(urljoin(entrance, "/-/page/tree?at=small"), width=1200, height=880, theme="dark")
-            for _ in range(2):
-                window.wait(lambda: window.all(".twist[aria-expanded=false]"))[-1].click()
+            window.wait(lambda: window.all(".twist[aria-expanded=false]"))[-1].click()
             window.wait(lambda: len(window.all(".tree tbody tr")) == 9)  # with the layers
             window.screenshot(target / "page_tree.png")
             for commit in commits[9:]:

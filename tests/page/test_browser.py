@@ -171,8 +171,12 @@ def test_everything_is_reached_by_keys(window: Browser, run: Path) -> None:
         window.press("ENTER")
         window.wait(lambda: window.driver.current_url.endswith("/tree"))
         twist = window.wait(lambda: window.all(".twist[aria-expanded]"))[0]
+        window.sees("dense", ".tree")  # a single group is unfolded
         while window.focus() != twist:
             window.press("TAB")
+        window.press("ENTER")
+        assert twist.get_attribute("aria-expanded") == "false"
+        assert "dense" not in window.text(".tree")
         window.press("ENTER")
         window.sees("dense", ".tree")
         assert twist.get_attribute("aria-expanded") == "true"

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import pytest
 
@@ -155,6 +155,31 @@ async def test_a_view_does_not_hold_the_event_loop_of_the_server(
         assert not view.done()
         go_on.set()
         assert (await view).body == b"drawn"
+
+
+async def test_few_long_responses_wait_for_slow_readers(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = threading.Semaphore(0)
+
+    def long(*_: object, **__: object) -> str:
+        rendered.release()
+        return "x" * (32 << 20)
+
+    monkeypatch.setattr("tstore.page.site.render", long)
+    url = urlsplit(server.url)
+    head = (
+        f"GET /-/page/ HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {READ}\r\nAccept: text/html\r\n\r\n"
+    )
+    slow = [await asyncio.open_connection(url.hostname, url.port) for _ in range(6)]
+    for _, writer in slow:
+        writer.write(head.encode())
+    for _ in range(3):  # of four: one turn is for other clients
+        assert await asyncio.to_thread(rendered.acquire, timeout=30)
+    async with client_of(server, ADMIN) as other:
+        assert (await other("GET", "/-/page/", Accept="text/html")).status == 200
+    assert rendered.acquire(blocking=False)
+    assert not rendered.acquire(blocking=False)
+    for _, writer in slow:
+        writer.transport.abort()
 
 
 async def test_views_of_equal_chunks_share_what_was_computed(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urljoin
 
 import aiohttp
+import numpy as np
 import pytest
 
 import tstore
 from tests.support.http_server import READ, Client, client_of, everybody
+from tests.support.processes import running, start_tstore
+from tstore.errors import Corrupt
 from tstore.page import Site
 from tstore.page.sessions import Sessions
 from tstore.server import Access, Server
@@ -198,3 +204,50 @@ async def test_a_server_without_what_the_page_needs_serves_the_store(
     assert viewing.returncode == 2
     assert "the page can't be shown" in viewing.stderr
     assert "Traceback" not in viewing.stderr
+
+
+async def test_memory_of_views_goes_back_to_the_system(tmp_path: Path) -> None:
+    await tstore.save(tmp_path / "store", {"w": np.ones((20_000, 400), "float32")}, step=1)
+    process = start_tstore("view", tmp_path / "store", "--no-browser", "--json", stdout=subprocess.PIPE)
+    with running(process):
+        assert process.stdout is not None
+        entrance = json.loads(process.stdout.readline())["entrance"]
+        jar = aiohttp.CookieJar(unsafe=True)  # accepts cookies from an address
+        async with aiohttp.ClientSession(headers={"Accept": "text/html"}, cookie_jar=jar) as session:
+            async with session.get(entrance) as response:
+                assert response.status == 200
+            before = resident(process.pid)
+
+            async def look(first: int) -> None:
+                query = f"path=w&budget=100000000&window={first}:20000,0:400"
+                async with session.get(urljoin(entrance, f"/-/page/tensor?{query}")) as response:
+                    assert response.status == 200
+
+            for first in range(0, 24, 3):
+                await asyncio.gather(*(look(first + i) for i in range(3)))
+        after = resident(process.pid)
+    assert after - before < 200 << 20  # with the buffers that malloc retains, about twice that
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_an_error_keeps_nothing_of_what_was_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Read:
+        """What a view has read before it fails."""
+
+    async def fail(*_: object) -> None:
+        read = Read()
+        raise Corrupt(f"{read!r} is damaged")
+
+    monkeypatch.setattr(tstore.Store, "snapshot", fail)
+    async with client_of(server, READ) as client:
+        gc.disable()
+        try:
+            for _ in range(4):
+                assert (await client("GET", "/-/page/tree")).status == 500
+            assert sum(type(found) is Read for found in gc.get_objects()) == 0
+        finally:
+            gc.enable()

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
 import numpy as np
 import pytest
 
 import tstore
+from tests.support.forging import forged
 from tests.support.http_server import READ, WRITE, client_of, everybody
+from tstore.format.layout import commit_key
 from tstore.maintenance.verify import VerifyReport
 from tstore.page import Site
 from tstore.page.plots import bars, line, treemap
@@ -378,6 +381,19 @@ async def test_what_is_kept_of_a_commit_is_bounded(server: Server, store: Path) 
     run = await document(server, "")
     assert len(run["rows"][0]["metrics"]) == 64
     assert [len(commit["message"]) for commit in run["others"]] == [4096]
+
+
+async def test_a_commit_with_many_tags_is_shown_in_part(server: Server, store: Path) -> None:
+    async with await tstore.open(store) as opened:
+        newest = await opened.log.reader.newest()
+        record = await opened.log.reader.record(newest)
+    tags = ["step/30", *(f"tag {i}" for i in range(1000))]
+    following = msgspec.structs.replace(record, transaction=f"{1:024x}", base=newest, manifests=(), metadata={})
+    (store / commit_key(newest + 1)).write_bytes(forged(following, tags=tags))
+    row = (await document(server, ""))["rows"][0]
+    assert (row["step"], row["tag_count"], row["tags"]) == (30, 1001, tags[:64])
+    async with client_of(server, READ) as client:
+        assert b"and 993 more" in (await client("GET", "/-/page/", Accept="text/html")).body
 
 
 async def test_the_memory_of_a_tree_is_that_of_its_paths(tmp_path: Path) -> None:

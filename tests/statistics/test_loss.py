@@ -113,3 +113,19 @@ async def test_the_baseline_is_the_source_the_step_before_or_the_version_before(
     empty = await tstore.open(f"memory://{uuid.uuid4()}")
     with pytest.raises(NotFound, match="no commit yet"):
         await tstore.baseline(empty)
+
+
+async def test_a_baseline_copies_the_tags_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await tstore.open("memory://")
+    for step in range(40):
+        await tstore.save(store, {"w": np.full(4, step, "float32")}, step=step)
+    copied = 0
+
+    def tags(snapshot: tstore.Snapshot) -> dict[str, int]:
+        nonlocal copied
+        copied += 1
+        return dict(snapshot.tree.tags)
+
+    monkeypatch.setattr(tstore.Snapshot, "tags", property(tags))
+    assert await tstore.baseline(store) == 39
+    assert copied < 4  # and not once a step

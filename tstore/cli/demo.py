@@ -31,9 +31,10 @@ import numpy.typing as npt
 import tstore
 from tstore.checkpoint.structure import flatten
 from tstore.cli.console import Document, Progress
-from tstore.cli.text import format_size, pluralize
+from tstore.cli.text import format_size
 from tstore.convert.safetensors import Writer, open_tensors
 from tstore.errors import Corrupt, DeadlineExceeded, Inconsistent, InvalidArgument
+from tstore.format.plain_text import pluralize
 from tstore.hosts.model import advance, transformer
 from tstore.hosts.processes import STRUCTURE, Job, read_weights, same_bits
 from tstore.maintenance.contents import contents

@@ -15,10 +15,10 @@ from tstore.cli.text import (
     format_ranges,
     format_shape,
     format_size,
-    pluralize,
     print_rows,
     print_table,
 )
+from tstore.format.plain_text import pluralize
 from tstore.maintenance.diff import change_order
 
 __all__ = ["show_diff", "show_log", "show_ls", "show_pending", "show_removed", "show_tagged", "show_tags"]

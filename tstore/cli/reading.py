@@ -109,7 +109,7 @@ async def _scalars(snapshot: Snapshot, path: str) -> list[Document]:
 @store_argument
 @click.argument("before", callback=version_or_tag, metavar="A")
 @click.argument("after", callback=version_or_tag, metavar="B")
-@budget_option("all", "How many bytes of values to compare, such as 100MB: of samples, if more differ.")
+@budget_option("all", "How many bytes of values to compare, such as 100MB; if more differ, a sample is compared.")
 @json_option
 def diff(store: str, before: int | str, after: int | str, budget: int | None, as_json: bool) -> int:
     """Show what changed between two versions.

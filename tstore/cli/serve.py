@@ -120,8 +120,6 @@ def serve(
 
     from tstore.server import Certificate, Limits, Server, logging_to  # imports aiohttp.web, so not at the top
 
-    return_large_buffers()  # those of metadata, which is received whole
-
     async def work(progress: Progress) -> None:
         _raise_file_limit(2 * connections + 64)  # a socket and a file for each connection
         server = Server(
@@ -213,6 +211,7 @@ async def _serve_until_signal(
     server: Server, reload: Callable[[], None] | None, announce: Callable[[], None]
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; call `announce` once the server is ready, and `reload` on SIGHUP."""
+    return_large_buffers()  # of metadata, which is received whole, and of what the page computes
     shutdown = asyncio.Event()
     with _shutdown_signals(shutdown):
         async with server:

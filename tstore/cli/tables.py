@@ -18,11 +18,11 @@ from tstore.cli.text import (
     format_decibels,
     format_ranges,
     format_size,
-    pluralize,
     print_rows,
     print_table,
 )
 from tstore.convert.references import reader_options
+from tstore.format.plain_text import pluralize
 
 __all__ = [
     "show_benched",

@@ -31,7 +31,6 @@ __all__ = [
     "format_ranges",
     "format_shape",
     "format_size",
-    "pluralize",
     "print_rows",
     "print_table",
     "wrap",
@@ -73,11 +72,6 @@ def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
 def escape(text: str) -> str:
     """Return the text with control characters escaped, except line breaks."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
-def pluralize(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless the number is one: "1 version", "0 versions"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_decibels(level: float) -> str:

@@ -1,10 +1,10 @@
-"""Sizes, ranges and tables as plain text, for reports, the command line and the page."""
+"""Counts, sizes, ranges and tables as plain text, for reports, the command line and the page."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["format_ranges", "format_size", "text_table"]
+__all__ = ["format_ranges", "format_size", "pluralize", "text_table"]
 
 
 def format_size(size: float) -> str:
@@ -16,6 +16,11 @@ def format_size(size: float) -> str:
         if size < 999.95:  # above, rounding would show 1000.0
             return f"{size:.1f} {unit}"
     return f"{size / 1000:.1f} TB"
+
+
+def pluralize(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is one: "1 version", "0 versions"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_ranges(numbers: Sequence[int]) -> list[str]:

@@ -25,7 +25,7 @@ from tstore.format.arrays.grid import Selection, box_sides, chunk_coordinates
 from tstore.format.arrays.samples import Tiling, spread_indices
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.documents import Document
-from tstore.format.plain_text import text_table
+from tstore.format.plain_text import pluralize, text_table
 from tstore.format.tree.node import Node, same_metadata
 from tstore.maintenance.contents import ArrayInfo, array_info
 from tstore.runtime.pool import run
@@ -106,7 +106,7 @@ class Diff(NamedTuple):
     groups: tuple[str, ...]
 
     def __repr__(self) -> str:
-        counts = f"{len(self.arrays)} arrays, {len(self.groups)} groups"
+        counts = f"{pluralize(len(self.arrays), 'array')}, {pluralize(len(self.groups), 'group')}"
         return f"<tstore.Diff before={self.before} after={self.after}: {counts}>"
 
     @property

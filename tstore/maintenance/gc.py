@@ -51,6 +51,7 @@ from tstore.format.layout import (
 )
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Collection, Record
+from tstore.format.plain_text import pluralize
 from tstore.format.tree.retention import Keep, Ledger, packs_of, step_of
 from tstore.log.expiry import ledger_at
 from tstore.log.group_commit import Newer
@@ -90,8 +91,10 @@ class CollectReport(NamedTuple):
     dry_run: bool
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{len(getattr(self, name))} {name}" for name in ("versions", "transactions", "packs"))
-        sizes = f"{self.objects} objects, {self.bytes} bytes"
+        counts = ", ".join(
+            pluralize(len(getattr(self, f"{noun}s")), noun) for noun in ("version", "transaction", "pack")
+        )
+        sizes = f"{pluralize(self.objects, 'object')}, {pluralize(self.bytes, 'byte')}"
         return f"<tstore.CollectReport version={self.version} dry_run={self.dry_run}: {counts}, {sizes}>"
 
 

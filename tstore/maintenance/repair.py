@@ -30,6 +30,7 @@ from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.records import REPAIR, VOIDED, Collection, Record
+from tstore.format.plain_text import pluralize
 from tstore.format.tree.retention import Ledger
 from tstore.log.expiry import ledger_at, named_collection
 from tstore.log.group_commit import Newer
@@ -61,7 +62,7 @@ class RepairReport(NamedTuple):
     expired: list[int]
 
     def __repr__(self) -> str:
-        return f"<tstore.RepairReport {len(self.damaged)} damaged versions, voided={self.voided}>"
+        return f"<tstore.RepairReport {pluralize(len(self.damaged), 'damaged version')}, voided={self.voided}>"
 
     @property
     def ok(self) -> bool:

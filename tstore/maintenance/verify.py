@@ -29,6 +29,7 @@ from tstore.format.objects.layers import Table
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Record
 from tstore.format.objects.references import Manifest
+from tstore.format.plain_text import pluralize
 from tstore.format.tree.node import Node
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE, Tree
@@ -73,8 +74,9 @@ class VerifyReport(NamedTuple):
     unchecked: list[int]
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{getattr(self, name)} {name}" for name in ("versions", "arrays", "chunks", "bytes"))
-        return f"<tstore.VerifyReport ok={self.ok}: {counts}, {len(self.faults)} faults>"
+        nouns = ("version", "array", "chunk", "byte")
+        counts = ", ".join(pluralize(getattr(self, f"{noun}s"), noun) for noun in nouns)
+        return f"<tstore.VerifyReport ok={self.ok}: {counts}, {pluralize(len(self.faults), 'fault')}>"
 
     @property
     def ok(self) -> bool:

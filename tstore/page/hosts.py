@@ -37,7 +37,8 @@ async def _load(query: Query) -> Document:
     under_way = await hosts_under_way(log)
     chosen = sorted(under_way.items(), key=lambda item: (not item[1]["alive"], item[0]))[:_MOST_TRANSACTIONS]
     described = [await describe_pending(log, transaction, hosts) for transaction, hosts in sorted(chosen)]
-    pending = [_describe(transaction, snapshot.tags.get(transaction.name)) for transaction in described]
+    tags = snapshot.tags
+    pending = [_describe(transaction, tags.get(transaction.name)) for transaction in described]
     seconds = time.monotonic() - started
     return {
         "command": shell_command("ls", [query.address], ["--pending"]),

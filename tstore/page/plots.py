@@ -17,6 +17,8 @@ SIZE = 1000.0
 _MOST_POINTS = 600  # of a line; longer ones show the lowest and the highest value of each stretch
 _LOG_RATIO = 100.0  # positive values that differ by more than this factor have a logarithmic axis
 _WIDEST_BAR = 60.0
+_BAR_SHARE = 0.72  # of the distance of bars, which the bar fills
+_MOST_GAPS = 100  # bars with gaps between them: those of more would be narrower than a pixel
 _MOST_DECADES = 5  # ticks of a logarithmic axis
 _LARGEST, _SMALLEST = 1e300, 1e-290  # beyond these, the numbers of an axis could overflow or underflow
 _ROUNDED = 100  # a middle of so many steps is labelled with the nearest whole one
@@ -94,7 +96,8 @@ def bars(xs: Sequence[float], ys: Sequence[float | None]) -> Bars:
             y, x = max(part)
             highest.append((x, y))
     ticks = _ticks(0, max((_drawable(y) for _, y in highest), default=1))
-    width = min(_WIDEST_BAR, SIZE / max(1, len(xs) / stretch) * 0.72)
+    count = max(1, len(xs) / stretch)
+    width = min(_WIDEST_BAR, SIZE / count * (_BAR_SHARE if count <= _MOST_GAPS else 1))
     path, positions = [], []
     for x, y in highest:
         left, top = place(x) * (1 - width / SIZE), SIZE * (1 - _drawable(y) / ticks[-1])

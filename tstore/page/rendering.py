@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -22,6 +23,8 @@ LONGEST = 160
 """Characters of a text that a page shows; JSON has all."""
 
 _LONGEST_INTEGER = 10**12  # that is shown with all digits
+
+_SEPARATORS = re.compile(r"([/._])(?=[^<>]*</bdi>)")  # in the text of an element, but not in its tags
 
 _ASSETS = {
     "page.css": "text/css",
@@ -50,6 +53,11 @@ def _text(text: object, longest: int = LONGEST) -> Markup:
     if len(string) <= longest:
         return Markup("<bdi>{}</bdi>").format(shown)
     return Markup('<bdi title="{:,} characters; JSON has all">{}</bdi>').format(len(string), shown)
+
+
+def _path(path: str) -> Markup:
+    """Return a path as HTML; it may be broken into lines after the separators of its names."""
+    return Markup(_SEPARATORS.sub(r"\1<wbr>", str(_text(path))))
 
 
 def format_number(value: float | None) -> str:
@@ -118,6 +126,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "text": _text,
         "size": format_size,
+        "path": _path,
         "number": format_number,
         "seconds": format_seconds,
         "sides": format_sides,

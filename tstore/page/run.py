@@ -16,7 +16,7 @@ from tstore.format.tree.retention import Best, Keep
 from tstore.log.expiry import last_collection
 from tstore.log.history import Commit, history
 from tstore.maintenance.contents import detailed_listing
-from tstore.page.views import Document, Query, shell_command
+from tstore.page.views import Document, Query, natural_order, shell_command
 from tstore.quantization.report import read_report
 from tstore.runtime.pool import run
 from tstore.steps import QUANTIZED, steps_of
@@ -26,7 +26,7 @@ __all__ = ["load", "load_version"]
 
 _ROWS = 50
 _MOST_METRICS = 32  # in the series
-_MOST_ENTRIES = 64  # metrics, and tags of each kind, of one commit
+_MOST_ENTRIES = 64  # metrics, and tags that it set, moved or dropped, of one commit
 _LONGEST_MESSAGE = 4096  # characters
 _MOST_VERSIONS = 512  # whose details are kept in memory
 
@@ -42,14 +42,14 @@ async def load(query: Query) -> Document:
     found = await query.results.get(
         "history", (query.store, snapshot.version), lambda: _history(query.store, before), most=1
     )
-    tags, rows = found.tags, found.rows
+    rows = found.rows
     keep = _keep(query)
     removed = None if keep is None else await _removed(query.store, keep)
     expiring = set(removed["versions"]) if removed else set()
     below = query.number("before") or math.inf
-    page = [row for row in rows if row["version"] < below]
+    page = [row for row in rows if row.version < below]
     shown = page[-_ROWS:][::-1]
-    main = {row["version"] for row in rows} | {copy["version"] for row in rows for copy in row["copies"]}
+    main = {row.version for row in rows} | {copy["version"] for row in rows for copy in row.copies}
     entries = [commit.entry for commit in found.commits]
     others = [entry for entry in entries if entry["version"] not in main and entry["version"] < below]
     return {
@@ -58,10 +58,10 @@ async def load(query: Query) -> Document:
         else shell_command("gc", [query.address], [*_options(query), "--dry-run"]),
         "python": _python(query, keep),
         "version": snapshot.version,
-        "unit": "step" if steps_of(tags) else "version",
+        "unit": "version" if not rows or rows[0].step is None else "step",
         "count": len(rows),
-        "rows": [row | {"expiring": row["version"] in expiring} for row in shown],
-        "older": shown[-1]["version"] if len(page) > len(shown) else None,
+        "rows": [row.document() | {"expiring": row.version in expiring} for row in shown],
+        "older": shown[-1].version if len(page) > len(shown) else None,
         "newer": None if math.isinf(below) else True,
         "series": _series(rows),
         "others": others[:_ROWS],
@@ -102,15 +102,37 @@ class _Commit(NamedTuple):
     """The tags that the commit gave to its own version."""
 
 
+class _Row(NamedTuple):
+    """A step, or in a store without steps a version, with its quantized copies.
+
+    Few are shown at a time, so only these become documents.
+    """
+
+    step: int | None
+    commit: _Commit
+    seconds: float | None
+    """The time since the commit of the row before."""
+    copies: Sequence[Document]
+
+    @property
+    def version(self) -> int:
+        version: int = self.commit.entry["version"]
+        return version
+
+    def document(self) -> Document:
+        """Return the row as JSON values."""
+        copies = list(self.copies)
+        return {**self.commit.entry, "step": self.step, "seconds": self.seconds, "copies": copies}
+
+
 class _History(NamedTuple):
-    """The commits of a store, the newest first, its tags, and a row for each step."""
+    """The commits of a store, the newest first, and a row for each step."""
 
     store: Store
     collection: int
     """The last garbage collection, which decides what has expired."""
     commits: list[_Commit]
-    tags: dict[str, int]
-    rows: list[Document]
+    rows: list[_Row]
 
 
 async def _history(store: Store, before: _History | None) -> _History:
@@ -127,16 +149,16 @@ async def _history(store: Store, before: _History | None) -> _History:
                 known, newest = [], 0
             commits.append(_Commit(_entry(commit, tags), commit.time, _source(commit), commit.tags))
     commits += [_with_tags(commit, tags) for commit in known]
-    return _History(store, collection, commits, tags, await run(_rows, commits, tags))
+    return _History(store, collection, commits, await run(_rows, commits, tags))
 
 
 def _with_tags(commit: _Commit, tags: dict[str, int]) -> _Commit:
     """Return a commit with those of its tags that have not moved since."""
-    current = _current(commit.tags, commit.entry["version"], tags)
-    return commit if current == commit.entry["tags"] else commit._replace(entry=commit.entry | {"tags": current})
+    entry = commit.entry | _current(commit.tags, commit.entry["version"], tags)
+    return commit if entry == commit.entry else commit._replace(entry=entry)
 
 
-def _rows(commits: Sequence[_Commit], tags: dict[str, int]) -> list[Document]:
+def _rows(commits: Sequence[_Commit], tags: dict[str, int]) -> list[_Row]:
     """Return a row for each step, the oldest first, with its quantized copies; without steps, for each commit."""
     steps = steps_of(tags)
     by_version: dict[int, _Commit] = {}
@@ -160,10 +182,10 @@ def _rows(commits: Sequence[_Commit], tags: dict[str, int]) -> list[Document]:
     previous: _Commit | None = None
     for step, commit in chosen:
         seconds = None if previous is None else (commit.time - previous.time).total_seconds()
-        beside = sorted(copies.get(commit.entry["version"], []), key=lambda copy: copy["version"])
-        rows.append({**commit.entry, "step": step, "seconds": seconds, "copies": beside})
+        beside = sorted(copies.get(commit.entry["version"], ()), key=lambda copy: copy["version"])
+        rows.append(_Row(step, commit, seconds, beside or ()))
         previous = commit
-    return sorted(rows, key=lambda row: row["version"])
+    return sorted(rows, key=lambda row: row.version)
 
 
 def _source(commit: Commit) -> int | None:
@@ -179,7 +201,7 @@ def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
         "version": commit.version,
         "time": commit.time.isoformat(),
         "message": commit.message[:_LONGEST_MESSAGE],
-        "tags": _current(commit.tags, commit.version, tags),
+        **_current(commit.tags, commit.version, tags),
         "tagged": dict(itertools.islice(commit.tagged.items(), _MOST_ENTRIES)),
         "dropped": list(commit.dropped[:_MOST_ENTRIES]),
         "bytes_added": commit.bytes_added,
@@ -188,23 +210,26 @@ def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _current(given: Sequence[str], version: int, tags: dict[str, int]) -> list[str]:
-    return [tag for tag in given if tags.get(tag) == version]
+def _current(given: Sequence[str], version: int, tags: dict[str, int]) -> Document:
+    """Return the first of the tags that a commit gave to its version and that have not moved, and their number."""
+    current = [tag for tag in given if tags.get(tag) == version]
+    return {"tags": current[:_MOST_ENTRIES], "tag_count": len(current)}
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _series(rows: Sequence[Document]) -> Document:
+def _series(rows: Sequence[_Row]) -> Document:
     """Return columns over all rows: the steps or versions, their metrics, bytes and seconds."""
-    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))[:_MOST_METRICS]
+    entries = [row.commit.entry for row in rows]
+    names = list(dict.fromkeys(name for entry in entries for name in entry["metrics"]))[:_MOST_METRICS]
     return {
-        "x": [row["version"] if row["step"] is None else row["step"] for row in rows],
-        "versions": [row["version"] for row in rows],
-        "bytes_added": [row["bytes_added"] for row in rows],
-        "seconds": [row["seconds"] for row in rows],
-        "metrics": {name: [row["metrics"].get(name) for row in rows] for name in names},
+        "x": [row.version if row.step is None else row.step for row in rows],
+        "versions": [row.version for row in rows],
+        "bytes_added": [entry["bytes_added"] for entry in entries],
+        "seconds": [row.seconds for row in rows],
+        "metrics": {name: [entry["metrics"].get(name) for entry in entries] for name in names},
     }
 
 
@@ -236,7 +261,8 @@ def _keep(query: Query) -> Keep | None:
 async def _removed(store: Store, keep: Keep) -> Document:
     """Return what a collection with these rules would remove; nothing is removed."""
     report = await store.collect(keep, dry_run=True)
-    return {name: getattr(report, name) for name in ("versions", "tags", "abandoned", "objects", "bytes")}
+    removed = {name: getattr(report, name) for name in ("versions", "tags", "abandoned", "objects", "bytes")}
+    return removed | {"tags": sorted(report.tags, key=natural_order)}
 
 
 def _options(query: Query) -> list[str]:

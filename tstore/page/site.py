@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import traceback
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 from urllib.parse import parse_qsl
@@ -58,6 +59,8 @@ _FORM_TIMEOUT = 10.0  # seconds
 _MAX_VIEWS = 4  # computed at once
 _LEFT = 499  # the status in the access log of a request whose client left before the response
 _LONGEST_WAIT = 30.0  # seconds for a turn to be computed
+_LONG = 1 << 20  # bytes of a response that is sent before its turn ends, so that few of them are in memory
+_LONGEST_SEND = 120.0  # seconds for such a response
 _SHORTEST_COMPRESSED = 1 << 10  # bytes
 _COMPRESSION = 3
 
@@ -118,6 +121,7 @@ class Site:
         except Refused as refused:
             return self._refusal(request, refused)
         except TStoreError as error:
+            _release_frames(error)
             return self._refusal(request, self._refusal_from(error, request))
         except ConnectionResetError:
             return web.Response(status=_LEFT)
@@ -182,7 +186,10 @@ class Site:
         }
         try:
             async with self._turns.turn(visitor.client, _LONGEST_WAIT):
-                return await wait_apart(start_apart(self._view(view, request, as_json, frame)), request)
+                response = await wait_apart(start_apart(self._view(view, request, as_json, frame)), request)
+                if len(response.body) > _LONG:
+                    await _send(response, request)
+                return response
         except TimeoutError:
             raise Refused(503, "other views are being computed; try again", {"Retry-After": "5"}) from None
 
@@ -280,6 +287,17 @@ class Site:
         return Refused(status, message)
 
 
+def _release_frames(error: BaseException | None) -> None:
+    """Drop the variables of the functions that an error has left.
+
+    Futures keep the error, and such functions keep the futures, so that what they have read would stay in memory
+    until the next full garbage collection of Python: for a large, damaged store, gigabytes after a few requests.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
 def _cookie_name(request: web.BaseRequest) -> str:
     """Return the name of the session's cookie; browsers share cookies between the ports of a host."""
     port = request.host.rpartition(":")[2]
@@ -343,6 +361,18 @@ def _response(
         body = gzip.compress(body, _COMPRESSION)
         combined["Content-Encoding"] = "gzip"
     return web.Response(status=status, body=body, headers=combined, content_type=content_type, charset="utf-8")
+
+
+async def _send(response: web.Response, request: web.BaseRequest) -> None:
+    """Send a response; close the connection of a client that reads too slowly."""
+    try:
+        async with asyncio.timeout(_LONGEST_SEND):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client reads too slowly") from None
 
 
 def _headers() -> dict[str, str]:

@@ -7,7 +7,6 @@ import functools
 import heapq
 import itertools
 import os.path
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from tstore.format.arguments import quote
 from tstore.format.paths import checked_path
 from tstore.format.patterns import compile_patterns
 from tstore.maintenance.contents import ArrayInfo, contents
-from tstore.page.views import Document, Query, at_argument, shell_command
+from tstore.page.views import Document, Query, at_argument, natural_order, shell_command
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 
@@ -28,10 +27,8 @@ _TILES = 120  # of the treemap
 _PARTS = 4  # groups that have colours of their own, at least
 _MOST_BYTES = 0.95  # the share of the bytes of the tiles by which names and colours are chosen
 _MOST_TREES = 4  # kept in memory
-_DIGITS = re.compile(r"([0-9]+)")
 _SEPARATOR, _AFTER_SEPARATOR = "\0", "\1"  # no name has either
 _MOST_LISTED = 128  # groups of a version whose rows are kept in memory
-_MOST_NUMBERS = 8  # of a name by which it is sorted
 _LONGEST_FIND = 256  # characters
 _SEARCHED = 1 << 16  # characters of paths that are searched at a time
 _LONGEST_SEARCH = 10.0  # seconds
@@ -139,7 +136,7 @@ class Index:
             values, stored = self._values[end] - self._values[at], self._bytes[end] - self._bytes[at]
             groups.append(Row(name, array.path[: len(prefix) + len(name)], end - at, values, stored))
             at = end
-        return sorted(groups, key=_natural) + sorted(arrays, key=_natural)
+        return _by_name(groups) + _by_name(arrays)
 
     def _range(self, prefix: str, first: int) -> tuple[int, int]:
         """Return where the keys with a prefix, which ends with a separator, begin and end."""
@@ -157,10 +154,8 @@ async def _read(snapshot: Snapshot) -> Index:
     return await run(lambda: Index(contents(snapshot)))
 
 
-def _natural(row: Row) -> list[tuple[int, str]]:
-    """Return a sort key for siblings that puts "layers/2" before "layers/10"; it is short for any name."""
-    parts = _DIGITS.split(row.name, _MOST_NUMBERS)
-    return [(len(part.lstrip("0")), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
+def _by_name(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: natural_order(row.name))
 
 
 def _is_pattern(find: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -12,12 +13,14 @@ from tstore.page.results import Results
 from tstore.page.verification import Verification
 from tstore.store import Store
 
-__all__ = ["Document", "Query", "View", "at_argument", "shell_command"]
+__all__ = ["Document", "Query", "View", "at_argument", "natural_order", "shell_command"]
 
 Document: TypeAlias = dict[str, Any]
 """What a view shows, as plain JSON values."""
 
 _MAX_DIGITS = 20
+_NUMBERS = re.compile(r"([0-9]+)")
+_MOST_NUMBERS = 8  # of a name by which it is sorted
 
 
 class Query(NamedTuple):
@@ -101,6 +104,12 @@ def _shell_word(text: str) -> str:
         return shlex.quote(text)
     escaped = (chr(b) if chr(b).isalnum() and b < 0x80 else f"\\{b:03o}" for b in text.encode(errors="replace"))
     return f"$'{''.join(escaped)}'"
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key for names that puts "layers/2" before "layers/10"; it is short for any name."""
+    parts = _NUMBERS.split(name, _MOST_NUMBERS)
+    return [(len(part.lstrip("0")), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
 def at_argument(at: str) -> str:

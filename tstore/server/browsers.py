@@ -1,4 +1,4 @@
-"""What a server shows to browsers: a `Page` below the path `/-/page/`, which `tstore.page` implements."""
+"""The interface of a page for browsers below the path `/-/page/`, which `tstore.page` implements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = "/-/page/"
 
 
 class Visit(NamedTuple):
-    """A request for the page, with the tokens that the server accepts and the most that any of them may do.
+    """A request for the page, with the tokens that the server accepts and the highest scope that it grants to any.
 
     Its Host has been checked, its sender has not: a browser has a session in place of a token.
     """
@@ -27,7 +27,7 @@ class Visit(NamedTuple):
 
 
 class Page(Protocol):
-    """Shows the store behind a server to browsers. It must not hold up the event loop of the server."""
+    """Shows the store behind a server to browsers. It must not block the event loop of the server."""
 
     async def open(self, storage: Storage) -> None:
         """Prepare for requests; `storage` is the one that the server serves, and stays open until `close`."""
@@ -40,5 +40,5 @@ class Page(Protocol):
 
 
 def is_browser(request: web.BaseRequest) -> bool:
-    """Return whether a request asks for a page to look at, as browsers do and clients of a store do not."""
+    """Return whether a request accepts HTML, as those of browsers do and those of store clients do not."""
     return request.method in ("GET", "HEAD") and "text/html" in request.headers.get("Accept", "")

@@ -28,10 +28,11 @@ async def baseline(store: str | os.PathLike[str] | Store, at: int | str | None =
             source = metadata.get(QUANTIZED)
             if type(source) is int and 0 < source < version:
                 return source
-        saved = steps_of(newest.tags)
-        before = [s for s in saved if newest.tags[step_tag(s)] < version]
-        if any(newest.tags[step_tag(s)] == version for s in saved) and before:
-            return newest.tags[step_tag(before[-1])]
+        tags = newest.tags
+        saved = [tags[step_tag(step)] for step in steps_of(tags)]
+        before = [earlier for earlier in saved if earlier < version]
+        if version in saved and before:
+            return before[-1]
         alive, last_gc = await living_versions(target.log.reader, newest.version)
         for earlier in range(version - 1, 0, -1):
             if earlier > last_gc or earlier in alive:

@@ -1,7 +1,7 @@
 """Results by the checksums of the chunks from which they were computed, in a bounded number of bytes.
 
-Equal chunks have equal statistics, whichever version, path or store they are of. So a result that was computed
-once is there for every version that shares the array's chunks, and none is ever out of date.
+Equal chunks have equal statistics in any version, path or store. So every version that shares the chunks of an
+array shares its results, and no result is ever out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["RESULTS", "ResultCache", "digest"]
 
 
 def digest(parts: Iterable[bytes]) -> bytes:
-    """Return a digest of the parts, of which none can be taken for a part of its neighbours."""
+    """Return a digest of the parts and of the boundaries between them."""
     hashed = hashlib.blake2b(digest_size=32)
     for part in parts:
         hashed.update(len(part).to_bytes(8, "little"))
@@ -25,7 +25,7 @@ def digest(parts: Iterable[bytes]) -> bytes:
 
 
 class ResultCache:
-    """At most `limit` bytes of results; those that were not used for the longest time are dropped."""
+    """At most `limit` bytes of results; the least recently used are dropped."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

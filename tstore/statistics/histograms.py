@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tstore.format.plain_text import pluralize
 from tstore.statistics.numbers import Floats
 
 __all__ = ["Histogram", "ValueBins", "value_bins"]
@@ -38,7 +39,8 @@ class Histogram:
 
     def __repr__(self) -> str:
         low, high = (self.edges[0], self.edges[-1]) if len(self.edges) else (math.nan, math.nan)
-        return f"<Histogram {low:.3g} … {high:.3g}, {len(self.counts)} bins, {self.below + self.above} outside>"
+        bins = pluralize(len(self.counts), "bin")
+        return f"<Histogram {low:.3g} … {high:.3g}, {bins}, {self.below + self.above:,} outside>"
 
     def document(self) -> dict[str, Any]:
         """Return the histogram as JSON values."""

@@ -162,8 +162,8 @@ async def quantization_loss(
 ) -> QuantizationLoss:
     """Return the error of an array of a quantized copy against the version from which it was quantized.
 
-    The region with the lowest SQNR, and that of each row and column, are found among the values that are read;
-    other formats of the same size are measured on some of them. Results are cached by the checksums of the chunks.
+    The region with the lowest SQNR, and the SQNR of rows and columns, are those of the values that are read; other
+    formats of about the same size are measured on some of them. Results are cached by the checksums of the chunks.
 
     Parameters
     ----------
@@ -284,7 +284,7 @@ class _Measured:
         width = min(max(_WIDTHS), max(min(_WIDTHS), round(row.bits_per_value)))
         codec: dict[str, Any] = next((c.get("configuration", {}) for c in view.codecs if c["name"] == "exmy"), {})
         values = np.concatenate(self._kept) if self._kept else np.zeros((0, 1), np.float32)
-        found: list[OtherFormat] = []
+        measured: list[OtherFormat] = []
         blocks = [b for b in (codec.get("block"), *_BLOCKS) if b and values.shape[1] % b == 0]
         for block in (0, *blocks[:1]):
             rows = bool(block) or codec.get("axis") is not None
@@ -293,9 +293,9 @@ class _Measured:
                 candidates = exmy.survey(
                     values, [width], axis=1 if rows else None, block=block or None, nonfinite="saturate"
                 )
-                found += [
+                measured += [
                     OtherFormat(c.format.standard.name, granularity, c.bits_per_value, c.sqnr, c.clipped)
                     for c in candidates
                 ]
-        found.sort(key=lambda other: -other.sqnr)
-        return tuple(found[:_MOST_OTHERS])
+        measured.sort(key=lambda other: -other.sqnr)
+        return tuple(measured[:_MOST_OTHERS])

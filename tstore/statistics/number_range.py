@@ -24,7 +24,7 @@ _CHUNK_BYTES = 8 << 20  # of encoded chunks that are read for their scales
 
 
 class NumberRange(NamedTuple):
-    """The least and the greatest magnitude, except 0, that the stored numbers can have."""
+    """The smallest magnitude above 0 and the largest that stored numbers can have."""
 
     name: str
     """The dtype or the format."""

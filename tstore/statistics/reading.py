@@ -15,6 +15,7 @@ from tstore.array import Array, ArraySource, parts_of
 from tstore.errors import InvalidArgument
 from tstore.format.arrays.grid import boxes, part_of
 from tstore.format.arrays.samples import Tiling
+from tstore.format.plain_text import pluralize
 from tstore.format.tree.node import Node
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot, array_node
@@ -38,7 +39,7 @@ Batch = Sequence[tuple[Region, npt.NDArray[Any], npt.NDArray[Any]]]
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of an array statistics are of: of all its values, or of a sample."""
+    """How much of an array was read for its statistics: all values, or a sample."""
 
     values: int
     """The number of values of the array or view."""
@@ -49,7 +50,7 @@ class Coverage:
     bytes_read: int
     """The bytes of the values that were read, decoded."""
     stored_bytes_read: int
-    """The bytes of packs that this took: those of whole chunks or blocks; 0 for chunks in the metadata."""
+    """The bytes read from packs, which are those of whole chunks or blocks; 0 for chunks in the metadata."""
 
     @property
     def complete(self) -> bool:
@@ -58,8 +59,8 @@ class Coverage:
 
     def __str__(self) -> str:
         if self.complete:
-            return f"all {self.values:,} values"
-        return f"{self.values_read:,} of {self.values:,} values"
+            return "1 value" if self.values == 1 else f"all {self.values:,} values"
+        return f"{self.values_read:,} of {pluralize(self.values, 'value')}"
 
     def document(self) -> dict[str, Any]:
         """Return the coverage as JSON values."""
@@ -73,7 +74,7 @@ class SampleCounts:
         self.values = self.nbytes = self.stored = 0
 
     def coverage(self, view: Array) -> Coverage:
-        """Return how much that is of a view."""
+        """Return how much of a view was read."""
         return Coverage(view.size, self.values, view.nbytes, self.nbytes, self.stored)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tstore.format.plain_text import pluralize
 from tstore.statistics.moments import Sums, wide
 from tstore.statistics.numbers import Floats, finite_or_none
 
@@ -37,7 +38,7 @@ class Strips:
 
     def __repr__(self) -> str:
         unread = int(np.count_nonzero(self.counts == 0))
-        return f"<Strips axis={self.axis} {len(self.counts)} strips, {unread} without values>"
+        return f"<Strips axis={self.axis} {pluralize(len(self.counts), 'strip')}, {unread:,} without values>"
 
     def document(self) -> dict[str, Any]:
         """Return the strips as JSON values, with None for infinity and NaN."""

@@ -36,7 +36,7 @@ _MOST_BINS = 4096
 class Summary:
     """The statistics of an array or view: the result of `tstore.summarize`.
 
-    They are of the values that were read (`coverage`). `minimum`, `maximum`, `mean`, `rms`, the histograms and the
+    They describe the values that were read (`coverage`). `minimum`, `maximum`, `mean`, `rms`, histograms and
     norms are of finite values only; for complex numbers, of their magnitudes. Without finite values they are NaN.
     """
 
@@ -238,9 +238,9 @@ class _Summing:
     async def _range(self) -> NumberRange | None:
         node, source = self._sample.node, self._sample.source
         if node is not None and isinstance(source, Snapshot) and self._sample.chunks:
-            found = await stored_range(source, node, self._sample.chunks)
-            if found is not None:
-                return found
+            stored = await stored_range(source, node, self._sample.chunks)
+            if stored is not None:
+                return stored
         return dtype_range(self._view.dtype)
 
     def _add(self, batch: Batch) -> None:

@@ -131,11 +131,16 @@ const details = new Map();
 async function fillDetails(row) {
   const version = row.dataset.details;
   if (!details.has(version)) {
-    details.set(version, fetch(`/-/page/version?at=${version}`, { headers: { Accept: "application/json" } })
+    details.set(version, fetch(detailsUrl(row), { headers: { Accept: "application/json" } })
       .then((response) => (response.ok ? response.json() : null)));
   }
   const found = await details.get(version);
-  if (!found) return;
+  if (found) showDetails(row, found);
+}
+
+function detailsUrl(row) { return `/-/page/version?at=${row.dataset.details}`; }
+
+function showDetails(row, found) {
   $("[data-shared]", row).textContent = formats.size(found.shared_bytes);
   $("[data-bits]", row).textContent = found.bits_per_value.toFixed(2);
   const sqnr = $("[data-sqnr]", row);
@@ -151,6 +156,21 @@ function setUpDetails(root) {
   }, { rootMargin: "200px" });
   all("tr[data-details]", root).forEach((row) => seen.observe(row));
 }
+
+const LONGEST_PRINT = 3000; // milliseconds for the details of rows that were not seen before a print
+
+// A browser prints what there is when this listener returns, so it cannot wait for `fetch`.
+addEventListener("beforeprint", () => {
+  const end = performance.now() + LONGEST_PRINT;
+  for (const row of all("tr[data-details]")) {
+    if ($("[data-bits]", row).textContent || performance.now() > end) continue;
+    const request = new XMLHttpRequest();
+    request.open("GET", detailsUrl(row), false);
+    request.setRequestHeader("Accept", "application/json");
+    try { request.send(); } catch { return; }  // the server is away
+    if (request.status === 200) showDetails(row, JSON.parse(request.responseText));
+  }
+});
 
 // ---- rows of the tree: groups unfold in place, and the next rows are fetched when the end is seen
 
@@ -192,7 +212,9 @@ function setUpTree(root) {
       while (row.nextElementSibling && Number(row.nextElementSibling.dataset.level) > level) row.nextElementSibling.remove();
     });
   }
-  all(".tree tbody tr", root).forEach(prepare);
+  const rows = all(".tree tbody tr", root);
+  rows.forEach(prepare);
+  if (rows.length === 1 && $(".twist", rows[0])) $(".twist", rows[0]).click();  // a single group says nothing folded
 }
 
 // ---- what changes by itself
