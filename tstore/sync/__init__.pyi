@@ -737,8 +737,8 @@ def quantization_loss(
 ) -> QuantizationLoss:
     """Return the error of an array of a quantized copy against the version from which it was quantized.
 
-    The region with the lowest SQNR, and that of each row and column, are found among the values that are read;
-    other formats of the same size are measured on some of them. Results are cached by the checksums of the chunks.
+    The region with the lowest SQNR, and the SQNR of rows and columns, are those of the values that are read; other
+    formats of about the same size are measured on some of them. Results are cached by the checksums of the chunks.
 
     Parameters
     ----------
