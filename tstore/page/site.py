@@ -187,7 +187,7 @@ class Site:
         try:
             async with self._turns.turn(visitor.client, _LONGEST_WAIT):
                 response = await wait_apart(start_apart(self._view(view, request, as_json, frame)), request)
-                if len(response.body) > _LONG:
+                if (response.content_length or 0) > _LONG:
                     await _send(response, request)
                 return response
         except TimeoutError:
