@@ -24,7 +24,7 @@ from tstore.format.objects.short_manifests import short_manifest
 from tstore.runtime.pool import Workers
 from tstore.runtime.world import World, use_world
 
-MAX_CALLS = 440
+MAX_CALLS = 425
 """Python calls of a commit of one chunk, from `Store.transaction` to the end of the block."""
 
 NUMBERS = st.integers(0, (1 << 62) - 1)
@@ -210,3 +210,32 @@ async def test_a_process_that_follows_the_commits_of_others_has_the_tree_that_a_
         built = await (await tstore.open(url)).log.reader.tree(followed)
         assert built.differences(tree, nodes=True) == []
         assert tree.root(b"c" * 16).data == built.root(b"c" * 16).data
+
+
+async def test_following_the_commits_of_others_stays_as_cheap_as_it_was_at_first(tmp_path: Path) -> None:
+    """Without merges in memory, each read would ask the tables of all commits since the array was created."""
+    polls = 40
+    writer, follower = await tstore.open(tmp_path / "store", "x"), await tstore.open(tmp_path / "store")
+    async with writer.transaction() as tx:
+        await tx.create_array("a", (10 * polls,), "int64", (1,), sparse=True)
+    calls = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    costs = []
+    for poll in range(polls):
+        for number in range(10 * poll, 10 * poll + 10):
+            async with writer.transaction(durability="none") as tx:
+                await (await tx.array("a"))[number].write(number + 1)
+        before = calls
+        sys.setprofile(count)
+        try:
+            array = await (await follower.snapshot()).array("a")
+            values = [int(await array[n].read()) for n in (0, number)]
+        finally:
+            sys.setprofile(None)
+        costs.append(calls - before)
+        assert values == [1, number + 1]
+    assert sum(costs[-5:]) <= 1.5 * sum(costs[:5])

@@ -171,12 +171,10 @@ class MergePlan(NamedTuple):
         A merge pays if there are more than `max_rows` rows, or too many layers. There is none if a row fits in no
         segment, as that of a chunk of 70 GB.
         """
-        if len(tables) <= MAX_LAYERS and sum(map(len, tables)) <= max_rows:
+        rows = [table for table in tables if isinstance(table, ChunkTable)]
+        if len(tables) - len(rows) <= MAX_LAYERS and sum(map(len, rows)) <= max_rows:
             return None  # as usual for a short array
         segmented = [table for table in tables if isinstance(table, SegmentedTable)]
-        rows = [table for table in tables if isinstance(table, ChunkTable)]
-        if sum(map(len, rows)) <= max_rows and len(segmented) <= MAX_LAYERS:
-            return None
         segments = itertools.chain.from_iterable(table.segments for table in segmented)
         below = layers(segments, segmented[0].source) if segmented else []
         newest = ChunkTable.overlay(rows)
