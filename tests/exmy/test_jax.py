@@ -34,7 +34,7 @@ def wide(dtype):
 def test_all_16_bit_inputs(dtype):
     x = every_16_bit(dtype)
     finite = is_finite(x)
-    for f in FORMATS:  # each is compiled
+    for f in FORMATS if dtype == "float16" else FORMATS[::2]:  # each is compiled
         expected = exmy.round(x, f, nonfinite="saturate")
         assert_same_bits(np.asarray(emulated.round(x, f, nonfinite="saturate")), expected, f)
     for f in FORMATS[::5]:
@@ -47,7 +47,7 @@ def test_all_16_bit_inputs(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_hard_inputs(dtype):
     with wide(dtype):
-        for f in FORMATS:
+        for f in FORMATS if dtype == "float32" else FORMATS[::2]:  # each is compiled
             x = hard_inputs(f, dtype)
             assert_same_bits(np.asarray(emulated.round(x, f)), exmy.round(x, f), f)
 
