@@ -65,7 +65,7 @@ def run(command: list[str], folder: Path, environment: dict[str, str] | None = N
         env={**os.environ, **FRUGAL, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"

@@ -107,8 +107,16 @@ def program(*parts: str) -> str:
     return "\n".join(map(textwrap.dedent, [BEGIN, *parts]))
 
 
-@pytest.mark.parametrize("first", ["cold", "warm"])
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    ("ending", "first"),
+    [
+        *((ending, "cold") for ending in ENDINGS),
+        *(
+            pytest.param(ending, "warm", marks=() if ending in (*REMOTE, "a forked child") else pytest.mark.deep)
+            for ending in ENDINGS
+        ),
+    ],
+)
 def test_a_pending_save_completes_at_exit(tmp_path: Path, ending: str, first: str) -> None:
     with stored(tmp_path / "s", "local") as url:
         processes.python(program(WARM if first == "warm" else "", ENDINGS[ending]), url)
