@@ -77,7 +77,7 @@ def test_arrays_measures_what_its_bars_need(tmp_path: Path) -> None:
     ]
     command = [sys.executable, "-m", "bench.arrays", *options, "--singles", "5", "--elements", "5"]
     command += ["--dir", str(tmp_path), "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads(figures.read_text())
     assert len(data["works"]) == 2 * 8 + 2
