@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.image import imsave
 
 import tstore
 import tstore.sync
@@ -71,6 +70,8 @@ def scan(store: str, side: int) -> None:
 
 async def look(url: str) -> None:
     """Read parts of the volume over HTTP, and tell how many bytes each takes."""
+    from matplotlib.image import imsave  # takes a second, and the processes that write do not need it
+
     async with await tstore.open(url, "r") as store:
         snapshot = await store.snapshot()
         volume = await snapshot.array("scan")

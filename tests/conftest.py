@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from tests.support import gcs
 
-settings.register_profile("default", max_examples=50, deadline=None)  # a busy machine may be slow
+settings.register_profile("default", max_examples=30, deadline=None)  # a busy machine may be slow
 settings.register_profile("deep", max_examples=500, deadline=None)
 settings.register_profile("long", max_examples=20_000, deadline=None)
 settings.load_profile("default")

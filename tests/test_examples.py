@@ -23,7 +23,7 @@ SIDE = "144"
 """The argument that makes the example of a volume short."""
 
 OPTIONS = ("--save-every", "5", "--steps", "14")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+FRUGAL = {"OMP_NUM_THREADS": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {*JOBS, "volume"}))
@@ -62,10 +62,10 @@ def run(command: list[str], folder: Path, environment: dict[str, str] | None = N
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, **ONE_THREAD, **(environment or {})},
+        env={**os.environ, **FRUGAL, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
@@ -76,7 +76,7 @@ def killed_after(step: int, command: list[str], folder: Path) -> dict[int, float
     """Run a job, and kill all its processes once it has printed the loss of a step; return the losses."""
     printed = ""
     with subprocess.Popen(
-        command, cwd=folder, env={**os.environ, **ONE_THREAD}, stdout=subprocess.PIPE, text=True
+        command, cwd=folder, env={**os.environ, **FRUGAL}, stdout=subprocess.PIPE, text=True
     ) as job:
         assert job.stdout is not None
         for line in job.stdout:

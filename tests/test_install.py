@@ -106,10 +106,10 @@ def blocking() -> None:
 MYPY = """
 [mypy]
 strict = true
-[mypy-torch.*,jax.*,jaxlib.*,matplotlib.*,distributed.*]
+[mypy-torch.*,jax.*,jaxlib.*,matplotlib.*,distributed.*,moto.*,rich.*,aiohttp.*,zarr.*,tokenizers.*,jinja2.*]
 follow_imports = skip
 """
-"""What tstore imports from these is no matter of its users' types, and takes mypy most of its time."""
+"""What tstore and its guides import from these is no matter of users' types, and takes mypy most of its time."""
 
 MISUSE = """
 import tstore.sync as tstore

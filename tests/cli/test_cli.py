@@ -9,7 +9,6 @@ import json
 import os
 import pty
 import re
-import resource
 import socket
 import struct
 import subprocess
@@ -27,6 +26,7 @@ import safetensors.numpy
 
 import tstore
 import tstore.sync as blocking
+from tests.support import processes
 from tests.support.commands import Call, failed
 from tests.support.processes import run_tstore, start_tstore
 from tests.support.weights import real_weights, write_file
@@ -36,13 +36,27 @@ from tstore.quantization.report import plot_report
 
 STORE = "STORE"
 
-ROOTLESS = """
-import ctypes, os, sys
-for capability in (0, 1, 2, 3):  # those by which root passes over permissions
-    if ctypes.CDLL(None, use_errno=True).prctl(24, capability, 0, 0, 0) and os.getuid() == 0:
-        sys.exit("can't drop capabilities")
-os.execv(sys.executable, [sys.executable, "-m", "tstore", *sys.argv[1:]])
+MAIN = """
+import sys
+from tstore.cli import main
+sys.exit(main())
 """
+
+ROOTLESS = """
+import ctypes, os, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+for capability in (0, 1, 2, 3):  # those by which root passes over permissions
+    if libc.prctl(24, capability, 0, 0, 0) and os.getuid() == 0:
+        sys.exit("can't drop capabilities")
+header, sets = struct.pack("<Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
+assert libc.capget(header, sets) == 0
+words = [word & ~15 for word in struct.unpack("<6I", sets.raw)]
+assert libc.capset(header, struct.pack("<6I", *words)) == 0
+"""
+
+LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
+
+ASCII = "import sys; sys.stdout.reconfigure(encoding='ascii')\n"
 
 
 @pytest.fixture
@@ -59,15 +73,16 @@ def store(tmp_path: Path, file: Path, call: Call) -> Path:
     return tmp_path / "store"
 
 
-def fresh(*arguments: object, **settings: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tstore", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **settings)
+def prepared(preparation: str, *arguments: object) -> tuple[int, str, str]:
+    """Run the command in a process that has prepared itself, and return its exit status and output."""
+    process = processes.start(preparation + MAIN, *arguments)
+    with processes.running(process):
+        out, err = process.communicate(timeout=processes.DEADLINE)
+    return process.returncode, out, err
 
 
 def rootless(*arguments: object) -> tuple[int, str, str]:
-    command = [sys.executable, "-c", ROOTLESS, *map(str, arguments)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return process.returncode, process.stdout, process.stderr
+    return prepared(ROOTLESS, *arguments)
 
 
 # ---- the commands
@@ -697,19 +712,16 @@ def test_a_read_only_folder(read_only: Path, file: Path) -> None:
 def test_a_full_disk(store: Path, tmp_path: Path, call: Call) -> None:
     safetensors.numpy.save_file({"big": np.ones((1000, 1000))}, tmp_path / "big")
     before = call("log", store, "--json")
-    limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))}
-    process = fresh("import", tmp_path / "big", store, "--step", 5, **limit)
-    failed((process.returncode, process.stdout, process.stderr), "free space")
+    failed(prepared(LIMITED, "import", tmp_path / "big", store, "--step", 5), "free space")
     assert call("log", store, "--json") == before
     assert call("verify", store)[0] == 0
     assert call("import", tmp_path / "big", store, "--step", 5)[0] == 0
-    process = fresh("export", store, tmp_path / "out", **limit)
-    failed((process.returncode, process.stdout, process.stderr), "free space")
+    failed(prepared(LIMITED, "export", store, tmp_path / "out"), "free space")
     assert not (tmp_path / "out").exists()
-    process = fresh("probe", tmp_path / "probed", **limit)
-    assert (process.returncode, process.stderr) == (1, "")
-    assert "\nfails" not in process.stdout
-    assert "unknown: 2; free space" in process.stdout.splitlines()[-1]
+    code, out, err = prepared(LIMITED, "probe", tmp_path / "probed")
+    assert (code, err) == (1, "")
+    assert "\nfails" not in out
+    assert "unknown: 2; free space" in out.splitlines()[-1]
 
 
 # ---- output
@@ -815,17 +827,19 @@ def test_shells_complete_paths(
 
 
 def test_characters_missing_in_the_encoding_are_replaced(store: Path) -> None:
-    call = {"env": {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}}
-    listed = fresh("ls", store, **call)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "tstore", "ls", store]
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (listed.returncode, listed.stderr) == (0, "")
     assert "64x100" in listed.stdout
     assert "-----" in listed.stdout
-    assert fresh("quantize", store, "--format", "e4m3", **call).returncode == 0
-    assert "version 1 -> version 2: " in fresh("diff", store, 1, 2, **call).stdout
-    for arguments in (["report", store], ["log", store]):
-        process = fresh(*arguments, **call)
-        assert "\\" not in process.stdout + process.stderr
-        assert process.stdout.isascii()
+    assert prepared(ASCII, "quantize", store, "--format", "e4m3")[0] == 0
+    assert "version 1 -> version 2: " in prepared(ASCII, "diff", store, 1, 2)[1]
+    for name in ("report", "log"):
+        code, out, err = prepared(ASCII, name, store)
+        assert code == 0
+        assert "\\" not in out + err
+        assert out.isascii()
 
 
 def test_one_of_anything_is_not_plural(tmp_path: Path, call: Call) -> None:

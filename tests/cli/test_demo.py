@@ -137,11 +137,22 @@ def test_the_story(tmp_path: Path, temporary: Path) -> None:
     assert store.verify().ok
 
 
-def test_real_weights(tmp_path: Path, temporary: Path) -> None:
-    document = report("--store", tmp_path / "store", "--model", real_weights())
+@pytest.fixture(params=["small", pytest.param("real", marks=pytest.mark.deep)])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file of weights and of integers."""
+    if request.param == "real":
+        return real_weights()
+    tensors = flatten(transformer(SIZE))[1] | {"embeddings.position_ids": np.arange(512)}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_a_model_of_the_users(tmp_path: Path, temporary: Path, model: Path) -> None:
+    document = report("--store", tmp_path / "store", "--model", model)
     assert os.listdir(temporary) == []
+    tensors, _ = open_tensors(model)
     assert document["model"] == "model.safetensors"
-    assert document["arrays"] > 100
+    assert document["arrays"] == len(tensors)
     assert (document["killed"]["step"], document["killed"]["steps_after"]) == (1, [0])
     assert (document["restored"]["step"], document["restored"]["equal"]) == (1, True)
     tags = ["step/0", "step/1", "step/1/e4m3", "step/1/e3m2"]
@@ -149,7 +160,6 @@ def test_real_weights(tmp_path: Path, temporary: Path) -> None:
     assert [c["bits_per_value"] for c in document["commits"]] == pytest.approx([32, 32, 8, 6], abs=0.1)
     assert 28 < document["commits"][2]["sqnr_db"] < 34
     assert 20 < document["commits"][3]["sqnr_db"] < 30
-    tensors, _ = open_tensors(real_weights())
     assert raw(tstore.restore(tmp_path / "store", 0)) == raw(tensors)
     moved = tstore.restore(tmp_path / "store", 1)
     assert raw(moved)["embeddings.position_ids"] == raw(tensors)["embeddings.position_ids"]
@@ -178,9 +188,18 @@ def test_it_prints_what_the_readme_shows(temporary: Path, call: Call, monkeypatc
     assert out.splitlines()[-1].split() == ["rm", "-r", str(kept)]
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("hosts", [1, 8])
-def test_no_process_outlives_the_demo(temporary: Path, stop: signal.Signals, hosts: int) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "stop"),
+    [
+        (1, signal.SIGINT),
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.deep),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.deep),
+        (8, signal.SIGINT),
+        (8, signal.SIGTERM),
+        (8, signal.SIGKILL),
+    ],
+)
+def test_no_process_outlives_the_demo(temporary: Path, hosts: int, stop: signal.Signals) -> None:
     with demo("--size", SIZE // 1_000_000) as process:
         until(lambda: len(hosts_of(process)) >= hosts)
         started = hosts_of(process)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -36,32 +37,58 @@ SHARDED = [
     }
 ]
 READER = """
-import hashlib, json, sys, warnings
+import hashlib, importlib.util, json, os, sys, traceback, warnings
 sys.modules["tstore"] = None  # an import of it fails
-import zarr
+import fsspec.implementations.http, fsspec.implementations.reference, zarr
+if importlib.util.find_spec("fastparquet"):
+    import fastparquet
 warnings.filterwarnings("ignore", "The .fastparquet. engine")
 warnings.filterwarnings("ignore", "Both zarr.json")
-options = json.loads(sys.argv[1])
-root = zarr.open_group("reference://", mode="r", storage_options=options)
-read = {}
-for path, node in root.members(max_depth=None):
-    if isinstance(node, zarr.Array):
-        values = node[...]
-        array = [str(values.dtype), list(values.shape), hashlib.sha256(values.tobytes()).hexdigest()]
-        part = node[-3:, 1:7] if node.ndim == 2 else node[...]
-        read[path] = [*array, hashlib.sha256(part.tobytes()).hexdigest(), dict(node.attrs)]
-    else:
-        read[path] = dict(node.attrs)
-print(json.dumps(read))
+
+def digest(values):
+    return hashlib.sha256(values.tobytes()).hexdigest()
+
+def read(options):
+    arrays = {}
+    for path, node in zarr.open_group("reference://", mode="r", storage_options=options).members(max_depth=None):
+        if isinstance(node, zarr.Array):
+            values = node[...]
+            part = node[-3:, 1:7] if node.ndim == 2 else node[...]
+            shape = list(values.shape)
+            arrays[path] = [str(values.dtype), shape, digest(values), digest(part), dict(node.attrs)]
+        else:
+            arrays[path] = dict(node.attrs)
+    return arrays
+
+for line in sys.stdin:
+    if os.fork():
+        os.wait()
+        continue
+    try:
+        print(json.dumps({"read": read(json.loads(line))}), flush=True)
+    except BaseException:
+        print(json.dumps({"error": traceback.format_exc()}), flush=True)
+    os._exit(0)
 """
 
+Reader = Callable[[dict[str, Any]], Any]
 
-def read_by_zarr(options: dict[str, Any]) -> Any:
-    """Return what the reader finds, in a process of its own, which can't import tstore."""
-    command = [sys.executable, "-I", "-c", READER, json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert not done.returncode, done.stderr[-3000:]
-    return json.loads(done.stdout)
+
+@pytest.fixture(scope="module")
+def read_by_zarr() -> Iterator[Reader]:
+    """Yield a function that reads in a process of its own, forked from one that has only imported zarr-python."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-I", "-c", READER], **pipes) as process:  # type: ignore[call-overload]
+
+        def ask(options: dict[str, Any]) -> Any:
+            process.stdin.write(json.dumps(options) + "\n")
+            process.stdin.flush()
+            reply = json.loads(process.stdout.readline())
+            assert "error" not in reply, reply["error"]
+            return reply["read"]
+
+        yield ask
+        process.stdin.close()
 
 
 def expected(store: Any) -> Any:
@@ -111,7 +138,7 @@ def write(store: Any, file: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq", "refs.parquet"])
-def test_a_local_store(store: Path, tmp_path: Path, name: str) -> None:
+def test_a_local_store(store: Path, tmp_path: Path, name: str, read_by_zarr: Reader) -> None:
     if not name.endswith(".json"):
         pytest.importorskip("fastparquet")
     wanted = expected(store)
@@ -122,7 +149,9 @@ def test_a_local_store(store: Path, tmp_path: Path, name: str) -> None:
     assert read_by_zarr({"fo": str(tmp_path / name), **reader_options(str(store))}) == wanted
 
 
-def test_json_has_small_chunks_and_names_each_other_by_a_range(store: Path, tmp_path: Path) -> None:
+def test_json_has_small_chunks_and_names_each_other_by_a_range(
+    store: Path, tmp_path: Path, read_by_zarr: Reader
+) -> None:
     write(store, tmp_path / "refs.json")
     document = json.loads((tmp_path / "refs.json").read_text())
     assert (document["version"], document["templates"]) == (1, {"store": f"file://{store}"})
@@ -138,7 +167,9 @@ def test_json_has_small_chunks_and_names_each_other_by_a_range(store: Path, tmp_
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
-def test_arrays_that_zarr_cannot_open_hide_no_others(store: Path, tmp_path: Path, name: str) -> None:
+def test_arrays_that_zarr_cannot_open_hide_no_others(
+    store: Path, tmp_path: Path, name: str, read_by_zarr: Reader
+) -> None:
     if not name.endswith(".json"):
         pytest.importorskip("fastparquet")
     wanted = expected(store)
@@ -151,7 +182,7 @@ def test_arrays_that_zarr_cannot_open_hide_no_others(store: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
-def test_missing_chunks_have_the_fill_value(store: Path, tmp_path: Path, name: str) -> None:
+def test_missing_chunks_have_the_fill_value(store: Path, tmp_path: Path, name: str, read_by_zarr: Reader) -> None:
     if not name.endswith(".json"):
         pytest.importorskip("fastparquet")
     add_sparse(store)
@@ -160,7 +191,7 @@ def test_missing_chunks_have_the_fill_value(store: Path, tmp_path: Path, name: s
     assert read_by_zarr(options) == expected(store)
 
 
-def test_a_moved_store_by_another_template(store: Path, tmp_path: Path) -> None:
+def test_a_moved_store_by_another_template(store: Path, tmp_path: Path, read_by_zarr: Reader) -> None:
     wanted = expected(store)
     write(store, tmp_path / "refs.json")
     store.rename(tmp_path / "moved")
@@ -169,7 +200,7 @@ def test_a_moved_store_by_another_template(store: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
-async def test_over_http(store: Path, tmp_path: Path, name: str) -> None:
+async def test_over_http(store: Path, tmp_path: Path, name: str, read_by_zarr: Reader) -> None:
     if not name.endswith(".json"):
         pytest.importorskip("fastparquet")
     wanted = await asyncio.to_thread(expected, store)
@@ -185,7 +216,9 @@ async def test_over_http(store: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
-async def test_a_token_is_passed_by_readers_and_is_not_in_the_file(store: Path, tmp_path: Path, name: str) -> None:
+async def test_a_token_is_passed_by_readers_and_is_not_in_the_file(
+    store: Path, tmp_path: Path, name: str, read_by_zarr: Reader
+) -> None:
     if not name.endswith(".json"):
         pytest.importorskip("fastparquet")
     wanted = await asyncio.to_thread(expected, store)
@@ -204,7 +237,7 @@ async def test_a_token_is_passed_by_readers_and_is_not_in_the_file(store: Path, 
         await opened.close()
 
 
-def test_exmy_arrays_are_refused_unless_kept(tmp_path: Path) -> None:
+def test_exmy_arrays_are_refused_unless_kept(tmp_path: Path, read_by_zarr: Reader) -> None:
     values = np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30)
     with tstore.open(tmp_path / "store").transaction() as tx:
         tx.create_array("a/q", values.shape, "float32", (8, 30), codecs="e4m3").write(values)
@@ -237,7 +270,9 @@ def test_what_is_refused_leaves_nothing(store: Path, tmp_path: Path, monkeypatch
     assert sorted(os.listdir(tmp_path)) == ["dense", "refs.json", "with space"]
 
 
-def test_many_chunks_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_chunks_in_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_by_zarr: Reader
+) -> None:
     pytest.importorskip("fastparquet")
     from tstore.convert import references
 

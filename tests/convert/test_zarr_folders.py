@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore.sync as tstore
@@ -160,7 +160,6 @@ V2_COMPRESSORS += [{"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": shuff
     delta=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=40, deadline=None)
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3")
 def test_v2_arrays_of_zarr_python(
     tmp_path_factory: pytest.TempPathFactory,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -147,7 +147,6 @@ async def test_parts_that_cover_a_whole_chunk_need_no_old_values() -> None:
     assert (np.abs(await stored(store) / np.repeat([1e4, 2e4], 64) - 1) < 0.07).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["e4m3", "e2m1", "e3m0", "e0m7", "e5m10"]),
     st.sampled_from([{}, {"block": 32}, {"axis": 0}, {"scale": "float"}]),

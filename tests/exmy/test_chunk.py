@@ -5,7 +5,7 @@ import math
 import exmy
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -193,7 +193,6 @@ def test_values_that_cannot_be_encoded_are_refused():
         codec.encode(np.zeros(32, "f4"), out=np.empty(40, np.int8))
 
 
-@settings(max_examples=50)
 @given(st.data())
 def test_chunks_of_any_layout_in_memory(data):
     x = values(data.draw(st.sampled_from(DTYPES)), (8, 4, 16))

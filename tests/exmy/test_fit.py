@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 def clips(x, f):
     """Return whether a value saturates: without an upper limit, it would round to a larger value."""
-    top = int(np.argmax(f.values()))
-    step = f.max - f.values()[top - 1] if f.bits > 2 else f.max
+    last = (1 << (f.bits - 1)) - 1
+    below, top = exmy.decode(np.array([last - 1, last], np.uint8 if f.bits <= 8 else np.uint16), f, "float64")
+    assert top == f.max
+    step = top - below if f.bits > 2 else top
     return bool((np.abs(x) >= f.max + step / 2).any())
 
 

@@ -34,10 +34,10 @@ def wide(dtype):
 def test_all_16_bit_inputs(dtype):
     x = every_16_bit(dtype)
     finite = is_finite(x)
-    for f in FORMATS:
+    for f in FORMATS if dtype == "float16" else FORMATS[::2]:  # each is compiled
         expected = exmy.round(x, f, nonfinite="saturate")
         assert_same_bits(np.asarray(emulated.round(x, f, nonfinite="saturate")), expected, f)
-    for f in FORMATS[::5]:  # each is compiled
+    for f in FORMATS[::5]:
         expected = exmy.round(x, f, nonfinite="saturate")
         kept = np.asarray(emulated.round(x, f))
         assert_same_bits(kept[finite], expected[finite], f)
@@ -47,7 +47,7 @@ def test_all_16_bit_inputs(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_hard_inputs(dtype):
     with wide(dtype):
-        for f in FORMATS:
+        for f in FORMATS if dtype == "float32" else FORMATS[::2]:  # each is compiled
             x = hard_inputs(f, dtype)
             assert_same_bits(np.asarray(emulated.round(x, f)), exmy.round(x, f), f)
 
@@ -55,7 +55,7 @@ def test_hard_inputs(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stochastic_rounding_is_as_defined(dtype):
     with wide(dtype):
-        for f in FORMATS[1::2]:
+        for f in FORMATS[1::2] if dtype == "float32" else FORMATS[1::4]:  # each is compiled
             x = hard_inputs(f, dtype)
             for seed in (0, 1 << 32, 2**64 - 1):
                 result = np.asarray(emulated.round(x, f, rounding="stochastic", seed=seed))

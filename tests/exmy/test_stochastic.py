@@ -7,7 +7,7 @@ import exmy
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 LAST = exmy.kernels.levels()[-1]
@@ -101,7 +101,6 @@ def test_values_of_the_format_never_move_and_larger_ones_saturate(level, all_for
             np.testing.assert_array_equal(exmy.round(big, f, **kwargs), [f.max, -f.max, f.max])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     x=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=60),
     seed=st.integers(0, 2**64 - 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tstore.format.checksums import BLOCK, CHECK_SIZE
@@ -28,7 +28,6 @@ ROWS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(ROWS, st.integers(0, 10), st.integers(0, 10))
 def test_a_part_is_a_slice_of_the_rows(rows: list[ChunkRow], a: int, b: int) -> None:
     start, stop = sorted((min(a, len(rows)), min(b, len(rows))))
@@ -45,7 +44,6 @@ def test_a_part_is_a_slice_of_the_rows(rows: list[ChunkRow], a: int, b: int) -> 
     assert set(part.compact().packs) == {row.pack for row in rows[start:stop]}
 
 
-@settings(deadline=None, max_examples=60)
 @given(ROWS, st.sets(st.integers(0, 25)))
 def test_the_latest_rows_are_looked_up_by_number(rows: list[ChunkRow], numbers: set[int]) -> None:
     latest = {row.number: row for row in rows}
@@ -55,7 +53,6 @@ def test_the_latest_rows_are_looked_up_by_number(rows: list[ChunkRow], numbers: 
     assert table.select(np.array(list(numbers), np.int64)).rows == [latest[n] for n in numbers if n in latest]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(ROWS, max_size=3))
 def test_an_overlay_has_the_rows_of_the_last_table(lists: list[list[ChunkRow]]) -> None:
     latest = {row.number: row for rows in lists for row in rows}

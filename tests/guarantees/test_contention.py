@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -472,7 +472,6 @@ WRITES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(WRITES, st.sampled_from([1, 2, 12]))
 def test_concurrent_commits_are_serial_in_the_order_of_the_history(
     writes: list[list[tuple[int, int]]], chunk: int

@@ -23,9 +23,13 @@ import pytest
 import tstore.sync as tstore
 from tests.support import forks, http_server
 from tstore.errors import DeadlineExceeded
+from tstore.simulation.scenario import override_constants
 
 SLOTS = 3
 HOSTS = 3
+ROOT = 8
+"""How many versions there are from one root to the next, here and in the processes that are killed."""
+
 # How often the last calls are tried. The number of calls before a job creates its record varies, since its threads
 # race each other; from then on one call follows another.
 PASSES = {"data": 3, "commit": 1, "half": 1}
@@ -63,19 +67,21 @@ for name in ("pwritev",) if when == "half" else every_call:
 
 import numpy as np
 import tstore.sync as tstore
+from tstore.simulation.scenario import override_constants
 
-if job == "small":
-    with tstore.open(url).transaction("small") as tx:
-        tx.array("x")[1:3].write(1)
-elif job in ("save", "first"):
-    many = {f"b{i}": np.full(3, 1) for i in range(300)}
-    tstore.save(url, {"x": np.ones(40_000), **many}, 1)
-elif job == "overwrite":  # in the background
-    tstore.save_async(url, {"x": np.ones(40_000)}, 0, overwrite=True).wait()
-elif job == "group":
-    rows = slice(2, 3)
-    w = tstore.Shards((3, 2000), "int64", [((rows, slice(0, 2000)), np.full((1, 2000), 2))])
-    tstore.save(url, {"w": w}, 1, host=2, hosts=3, attempt="a", timeout=20)
+with override_constants(ROOT_EVERY=8):
+    if job == "small":
+        with tstore.open(url).transaction("small") as tx:
+            tx.array("x")[1:3].write(1)
+    elif job in ("save", "first"):
+        many = {f"b{i}": np.full(3, 1) for i in range(300)}
+        tstore.save(url, {"x": np.ones(40_000), **many}, 1)
+    elif job == "overwrite":  # in the background
+        tstore.save_async(url, {"x": np.ones(40_000)}, 0, overwrite=True).wait()
+    elif job == "group":
+        rows = slice(2, 3)
+        w = tstore.Shards((3, 2000), "int64", [((rows, slice(0, 2000)), np.full((1, 2000), 2))])
+        tstore.save(url, {"w": w}, 1, host=2, hosts=3, attempt="a", timeout=20)
 os.write(out, b"done\\n")
 """
 
@@ -85,10 +91,10 @@ def empty(url: Path) -> None:
 
 
 def zeros(url: Path) -> None:
-    """Make a store at version 63, so that the next commit also writes a root and the hint."""
+    """Make a store such that the next commit also writes a root and the hint."""
     with tstore.open(url) as store:
         tstore.save(store, {"x": np.zeros(4)}, 0, durability="none")
-        for _ in range(62):
+        for _ in range(ROOT - 2):
             with store.transaction(durability="none"):
                 pass
 
@@ -106,7 +112,7 @@ def check_small(url: Path) -> bool:
     store = tstore.open(url)
     values = store.snapshot().array("x").read().tolist()
     assert values in ([0, 0, 0, 0], [0, 1, 1, 0])
-    assert store.snapshot().version == 63 + any(values)
+    assert store.snapshot().version == ROOT - 1 + any(values)
     with store.transaction("next") as tx:
         tx.array("x")[0].write(5)
     assert store.snapshot().array("x").read().tolist() == [5, *values[1:]]
@@ -160,6 +166,12 @@ JOBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], bool]]] = {
     "overwrite": (zeros, check_overwrite),
     "group": (all_but_one, check_group),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frequent_roots() -> Iterator[None]:
+    with override_constants(ROOT_EVERY=ROOT):
+        yield
 
 
 @pytest.fixture(scope="module")

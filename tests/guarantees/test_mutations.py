@@ -79,6 +79,8 @@ Each fault is applied for one run of its test, which must fail.
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from tests.support.mutation import Edit
@@ -472,10 +474,10 @@ def test_a_fault_is_detected_by_its_test(
 ) -> None:
     node, fault = MUTATIONS[name]
     fault.apply(monkeypatch)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a search through the metadata of every package
-    options = [f"-p{plugin}" for plugin in PLUGINS]
-    options += ["-x", "-q", "--no-header", "--tb=no", "--rootdir", str(pytestconfig.rootpath), "-o", "timeout=0"]
-    code = pytest.main([*options, str(pytestconfig.rootpath / "tests" / node)])
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a search through the metadata of every package,
+    plugins = [importlib.import_module(name) for name in PLUGINS]  # and so is each option -p
+    options = ["-x", "-q", "--no-header", "--tb=no", "--rootdir", str(pytestconfig.rootpath), "-o", "timeout=0"]
+    code = pytest.main([*options, str(pytestconfig.rootpath / "tests" / node)], plugins=plugins)
     assert code == pytest.ExitCode.TESTS_FAILED, capsys.readouterr().out
 
 

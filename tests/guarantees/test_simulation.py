@@ -359,9 +359,9 @@ QUICK = {
     "a withdrawn transaction is committed": 36,
     "a condemned transaction commits": 20,
     "reads are not validated": 22,
-    "values do not count as read": 0,
+    "values do not count as read": 42,
     "lists of paths do not count as read": 22,
-    "conflicting commits share a record": 0,
+    "conflicting commits share a record": 30,
     "one conflict of several commits passes": 0,
     "a resize does not change metadata": 41,
     "appended values are not moved": 38,
@@ -473,18 +473,16 @@ from tstore.simulation.runs import simulate
 outcomes = [simulate(seed) for seed in {seeds}]
 print(hashlib.sha256(repr(outcomes).encode()).hexdigest())
 """
-    others = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": number},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=100,
-        ).stdout.strip()
-        for number in ("1", "2")
-    ]
-    assert others == [mine, mine]
+    number = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # of this process, it is random
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": number},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert other.stdout.strip() == mine
 
 
 def test_the_command_tells_the_events_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:

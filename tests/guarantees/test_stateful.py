@@ -871,7 +871,7 @@ def flat(tree: Any, head: str = "") -> dict[str, Any]:
     return leaves
 
 
-@pytest.mark.timeout(6 * settings().max_examples)  # hypothesis shrinks a failure for some minutes
+@pytest.mark.timeout(10 * settings().max_examples)  # hypothesis shrinks a failure for some minutes
 class TestStore(StoreMachine.TestCase):  # type: ignore[misc]
     pass
 

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -331,7 +331,6 @@ async def test_an_expired_state_behind_void_commits_and_gcs(url: str) -> None:
 # ---- objects that living versions need
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 async def test_random_commits_and_gcs(data: st.DataObject) -> None:
     """Every living version equals the model after random writes and collections."""

@@ -12,7 +12,7 @@ import exmy
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
@@ -198,7 +198,6 @@ async def test_an_unknown_version_is_named(url: str) -> None:
         await (await first(url)).diff("one", "three")
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(-3, 3)), max_size=6),
     st.sampled_from([(9, 9), (2, 5), (3, 3)]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import tstore
 from tests.support.browser import Browser, browser
 from tests.support.http_server import everybody
+from tests.support.processes import run_tstore
 from tstore.page import Site
 from tstore.server import Server
 
@@ -37,6 +40,23 @@ async def server(store: Path) -> AsyncIterator[Server]:
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with browser(tmp_path_factory.mktemp("profile")) as chromium:
         yield chromium
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store that the demo leaves: two steps, two quantized copies, and an attempt whose host was killed.
+
+    The demo takes seconds, so one process runs it for all that run tests.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    store, complete = shared / "demo" / "store", shared / "demo-complete"
+    with open(shared / "demo-lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists():
+            assert run_tstore("demo", "--size", "12", "--store", store).returncode == 0
+            complete.touch()
+    return store
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import pytest
 
 import tstore.sync as tstore
 from tests.support.browser import Browser, missing, viewing
-from tests.support.processes import run_tstore
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -30,14 +29,6 @@ VIEWS = [
     "health",
     "none",
 ]
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The store that the demo leaves: two steps, two quantized copies, and an attempt whose host was killed."""
-    folder = tmp_path_factory.mktemp("demo") / "store"
-    assert run_tstore("demo", "--size", "4", "--store", folder).returncode == 0
-    return folder
 
 
 @pytest.fixture
@@ -60,20 +51,25 @@ def clean(window: Browser) -> None:
     assert window.barriers() == []
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_view_of_the_demo(window: Browser, demo: Path, theme: str) -> None:
+@pytest.mark.parametrize(
+    ("theme", "width"),
+    [
+        ("light", 1280),
+        ("dark", 360),
+        pytest.param("light", 360, marks=pytest.mark.deep),
+        pytest.param("dark", 1280, marks=pytest.mark.deep),
+    ],
+)
+def test_every_view_of_the_demo(window: Browser, demo: Path, theme: str, width: int) -> None:
     with viewing(demo) as entrance:
         window.show(entrance)
         for view in VIEWS:
             url = urljoin(entrance, f"/-/page/{view}")
-            window.show(url, theme=theme)
+            window.show(url, width=width, theme=theme)
             if view == "none":
                 window.sees("Not found")
                 window.complaints()  # of the status 404
             clean(window)
-            window.show(url, width=360, theme=theme)
-            assert window.overflow() <= 0
-            window.complaints()
 
 
 def test_the_run_of_the_demo_has_its_copies_and_the_killed_host(window: Browser, demo: Path) -> None:

@@ -199,6 +199,8 @@ async def test_a_server_without_what_the_page_needs_serves_the_store(
     assert len(reports) == 1
     assert "the page can't be shown (" in reports[0]["message"]
     assert "pip install 'tstore[view]'" in reports[0]["message"]
+    if jinja2:
+        return
     command = [sys.executable, "-m", "tstore", "view", str(store), "--no-browser"]
     viewing = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
     assert viewing.returncode == 2

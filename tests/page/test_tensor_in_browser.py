@@ -15,15 +15,7 @@ from tests.support.processes import run_tstore
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-SIZES = [("light", 1280), ("dark", 1280), ("light", 360)]
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The store that the demo leaves: two steps and two quantized copies of the second."""
-    folder = tmp_path_factory.mktemp("demo") / "store"
-    assert run_tstore("demo", "--size", "12", "--store", folder).returncode == 0
-    return folder
+SIZES = [("light", 1280), ("dark", 360)]
 
 
 def clean(window: Browser) -> None:

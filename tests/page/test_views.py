@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support import processes
 from tests.support.forging import forged
 from tests.support.http_server import READ, WRITE, client_of, everybody
 from tstore.format.layout import commit_key
@@ -269,15 +269,13 @@ async def test_arrays_are_found_and_sorted(tree: Path) -> None:
 async def test_the_command_and_python_list_what_the_tree_shows(tree: Path, parameters: dict[str, str]) -> None:
     async with Server(tree, access=everybody(), page=Site(str(tree))) as server:
         shown = await document(server, "tree", **parameters)
-    python = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", shown["python"]], capture_output=True, text=True, check=True
-    )
-    command = [sys.executable, "-m", "tstore", *shlex.split(shown["command"])[1:], "--json"]
-    listed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    printed = await asyncio.to_thread(processes.python, shown["python"])
+    listed = await asyncio.to_thread(processes.run_tstore, *shlex.split(shown["command"])[1:], "--json")
+    assert listed.returncode == 0
     paths = [array["path"] for array in json.loads(listed.stdout)["arrays"]]
     assert len(paths) == shown["total"]["arrays"]
-    assert all(repr(path) in python.stdout for path in paths)
-    assert python.stdout.count("'") == 2 * len(paths)
+    assert all(repr(path) in printed for path in paths)
+    assert printed.count("'") == 2 * len(paths)
 
 
 async def test_rows_come_in_pages(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_a_large_quantization_stays_below_the_limit(floats: Path, options: str) 
 
 
 def test_repeated_saves_do_not_grow(tmp_path: Path) -> None:
-    report = measure(tmp_path / "s", "contiguous", 32, 30)
+    report = measure(tmp_path / "s", "contiguous", 16, 30)
     growth = report["growth"]
     assert isinstance(growth, list)
     assert growth[-1] - growth[9] < 8 << 20, growth

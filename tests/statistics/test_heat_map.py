@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -18,7 +18,6 @@ from tstore.errors import InvalidArgument
 NUMBERS = np.random.default_rng(0).standard_normal((2000, 1024)).astype("f4")
 
 
-@settings(max_examples=80)
 @given(
     hnp.arrays("f4", hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=9)),
     st.tuples(st.integers(1, 9), st.integers(1, 9)),

@@ -340,7 +340,7 @@ import tstore.sync as tstore
 url, token, number = arguments
 store = tstore.open(url, storage_options={"token": token} if token else None)
 for turn in range(10_000):
-    rows = [3, 4, 1000][turn % 3]
+    rows = [3, 4, 100][turn % 3]
     with store.transaction() as tx:
         a, note = tx.array("a"), tx.array(f"last/{number}")
         appended = [a.append(np.full((rows, 2), (number, turn))) for _ in range(2)]
@@ -378,7 +378,7 @@ def test_processes_killed_at_random_moments_lose_nothing(tmp_path: Path, kind: s
         seen: dict[int, list[int]] = {number: [] for number in range(writers)}
         while at < len(values):
             number, turn = values[at]
-            rows = 2 * [3, 4, 1000][turn % 3]
+            rows = 2 * [3, 4, 100][turn % 3]
             assert (values[at : at + rows] == (number, turn)).all()
             seen[number].append(at)
             at += rows

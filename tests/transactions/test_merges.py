@@ -19,6 +19,7 @@ from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.segments import SegmentedTable
 from tstore.format.tree.tree import Changes
 from tstore.server import Server
+from tstore.simulation.scenario import override_constants
 from tstore.transactions import merging, staging
 from tstore.transactions.transaction import staging_of
 
@@ -258,15 +259,16 @@ async def test_a_merge_that_changes_chunks_is_noticed(
 
 async def test_a_server_accepts_merges_and_their_roots(tmp_path: Path, small: None) -> None:
     store, expected = await create(str(tmp_path / "store"))
-    async with Server(store.url, access=everybody()) as server:
-        through = await tstore.open(server.url, storage_options={"token": WRITE})
-        for turn in range(64):
-            start, step = (turn % 9, 3) if turn % 4 == 0 else (turn % 11, CHUNKS)
-            await write(through, start, turn + 1, stop=CHUNKS, step=step)
-            expected |= dict.fromkeys(range(start, CHUNKS, step), turn + 1)
-        assert len(await merges_of(store)) > 5
-    await check(store, store.url, expected)
-    assert await store.log.storage.size("roots/00000000000000000064")
+    with override_constants(ROOT_EVERY=32):
+        async with Server(store.url, access=everybody()) as server:
+            through = await tstore.open(server.url, storage_options={"token": WRITE})
+            for turn in range(32):
+                start, step = (turn % 9, 3) if turn % 4 == 0 else (turn % 11, CHUNKS)
+                await write(through, start, turn + 1, stop=CHUNKS, step=step)
+                expected |= dict.fromkeys(range(start, CHUNKS, step), turn + 1)
+            assert len(await merges_of(store)) > 2
+        await check(store, store.url, expected)
+        assert await store.log.storage.size("roots/00000000000000000032")
 
 
 @pytest.mark.usefixtures("small")

@@ -13,7 +13,11 @@ import tstore.sync
 from tstore.zarr import ZarrStore
 
 SETTINGS = settings(
-    max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    settings(),
+    max_examples=settings().max_examples // 2,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 
