@@ -45,7 +45,12 @@ _Count = click.IntRange(1)
 @click.option("--singles", default=1000, type=_Count, help="Reads of one chunk, each at most once.")
 @click.option("--elements", default=1000, type=_Count, help="Tasks that read one element each.")
 @click.option("--arrays", default=10_000, type=click.IntRange(10), help="Arrays of the store that is opened.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file, after each piece of work.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    help="Also write the figures to this file, after each piece of work.",
+)
 @click.option(
     "--dir",
     "parent",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tstore.data.chunk_memory import chunk_memory
-from tstore.data.pieces import Bytes, ChunkPiece, ReadJob
+from tstore.data.pieces import Bytes, ChunkPiece, ReadJob, Values
 from tstore.format.arrays.points import PointProjection
 from tstore.format.checksums import BLOCK
 from tstore.format.objects.chunk_rows import ChunkRow
@@ -40,7 +40,10 @@ class PointPiece(ChunkPiece):
         meta = self.job.meta
         with chunk_memory(meta) as decoded:
             meta.chain.decode(data.data, decoded)
-            self.points.read(decoded.reshape(-1), 0, self.job.out)
+            self._select(decoded)
+
+    def _select(self, decoded: Values) -> None:
+        self.points.read(decoded.reshape(-1), 0, self.job.out)
 
 
 def point_pieces(job: ReadJob, row: ChunkRow, points: PointProjection) -> Iterator[PointPiece]:
