@@ -19,7 +19,7 @@ from tstore.data.pieces import ChunkPiece, Piece, ReadJob, StackJob, can_decode_
 from tstore.data.point_pieces import point_pieces
 from tstore.data.runs import divide, stacked_pieces
 from tstore.data.small_arrays import small_arrays
-from tstore.data.tile_pieces import tile_pieces
+from tstore.data.tile_pieces import box_tile_pieces
 from tstore.errors import NotFound
 from tstore.format.arrays.grid import Projection, Selection, chunk_coordinates, chunk_number
 from tstore.format.arrays.points import PointProjection
@@ -108,7 +108,7 @@ def pieces_of(jobs: Sequence[ReadJob | StackJob], url: str) -> list[Piece]:
     together, others = small_arrays(jobs)
     pieces = [*together, *(piece for job in others for piece in _pieces(job, url, _store_fill_value))]
     pieces.sort(key=_sort_key)
-    return with_shared_bytes(pieces) if len(jobs) > 1 else pieces
+    return with_shared_bytes(pieces)
 
 
 def parts_of(batch: Sequence[Piece], tuning: Tuning) -> Iterator[Piece] | None:
@@ -190,7 +190,7 @@ def _chunk_pieces(job: ReadJob, row: ChunkRow, projection: Projection) -> Iterat
     if tiles is None:
         yield piece
     else:
-        yield from tile_pieces(job, row, projection, tiles)
+        yield from box_tile_pieces(job, row, projection, tiles)
 
 
 def _references(

@@ -51,6 +51,8 @@ _MIN_RETURNED = 1 << 20
 if sys.platform == "linux":
     _madvise = ctypes.CDLL(None).madvise
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _mincore = ctypes.CDLL(None).mincore
+    _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class _Budget:
@@ -251,12 +253,17 @@ def prefer_huge_pages(address: int, size: int) -> None:
 def populate(memory: npt.NDArray[Any]) -> None:
     """Ask the system for the pages of contiguous memory that will be written at once, unless they are huge.
 
-    One call takes a third of the time of a page fault for each. Systems that can't do it ignore the call.
+    One call takes a third of the time of a page fault for each. Memory with a page in its middle was used before,
+    and has the others. Systems that can't do it ignore the call.
     """
     if sys.platform == "linux" and _MIN_POPULATED <= memory.nbytes < _MIN_HUGE and memory.flags.c_contiguous:
         address = memory.__array_interface__["data"][0]
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        _madvise(start, address + memory.nbytes - start, _MADV_POPULATE_WRITE)
+        size = address + memory.nbytes - start
+        resident = ctypes.c_ubyte()
+        _mincore(start + size // 2 // mmap.PAGESIZE * mmap.PAGESIZE, 1, ctypes.byref(resident))
+        if not resident.value & 1:
+            _madvise(start, size, _MADV_POPULATE_WRITE)
 
 
 def aligned_offset(minimum: int) -> int:
