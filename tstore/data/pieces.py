@@ -326,8 +326,10 @@ def with_shared_bytes(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def _have_same_bytes(one: Piece, other: Piece) -> bool:
-    same_range = one.offset == other.offset and one.size == other.size and one.pack == other.pack
-    return same_range and one.job.meta is other.job.meta
+    if one.offset != other.offset or one.size != other.size or one.pack != other.pack:
+        return False
+    # a long unencoded chunk is read into each result block by block, which takes no memory
+    return one.job.meta is other.job.meta and (one.size <= BLOCK or not one.job.meta.chain.identity)
 
 
 def _selected_blocks(meta: ArrayMeta, projection: Projection) -> tuple[int, int]:

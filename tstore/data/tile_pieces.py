@@ -20,8 +20,8 @@ from tstore.format.objects.chunk_rows import ChunkRow
 
 __all__ = ["TilePiece", "box_tile_pieces", "point_tile_pieces"]
 
-Store = Callable[[Bytes, Bytes], None]
-"""Stores selected values, given the bytes of a chunk's header and of the tiles that have these values."""
+DecodeTiles = Callable[[Bytes, Bytes], None]
+"""Stores selected values in a result, given the bytes of a chunk's header and of the tiles with these values."""
 
 
 class _Halves:
@@ -42,7 +42,7 @@ class _Halves:
 class TilePiece(ChunkPiece):
     """The blocks of a chunk with its header, with the selected tiles, or with both."""
 
-    __slots__ = ("_chunk", "_halves", "_store", "_tiles")
+    __slots__ = ("_chunk", "_decode_tiles", "_halves", "_tiles")
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class TilePiece(ChunkPiece):
         row: ChunkRow,
         projection: Projection | PointProjection,
         tiles: TileRange,
-        store: Store,
+        decode_tiles: DecodeTiles,
         blocks: tuple[int, int],
         halves: _Halves | None,
     ) -> None:
         super().__init__(job, row, None, *blocks)
         self._chunk = projection.chunk
         self._tiles = tiles
-        self._store = store
+        self._decode_tiles = decode_tiles
         self._halves = halves  # None if the piece has both
 
     @property
@@ -81,7 +81,7 @@ class TilePiece(ChunkPiece):
             if other is None:
                 return
             header, codes = (other, codes) if begin else (header, other)
-        self._store(header, codes)
+        self._decode_tiles(header, codes)
 
 
 def box_tile_pieces(job: ReadJob, row: ChunkRow, projection: Projection, tiles: Tiles) -> Iterator[TilePiece]:
@@ -104,13 +104,17 @@ def point_tile_pieces(
 
 
 def _pieces(
-    job: ReadJob, row: ChunkRow, projection: Projection | PointProjection, tiles: TileRange, store: Store
+    job: ReadJob,
+    row: ChunkRow,
+    projection: Projection | PointProjection,
+    tiles: TileRange,
+    decode_tiles: DecodeTiles,
 ) -> Iterator[TilePiece]:
     header = 0, -(-tiles.header_size // BLOCK)
     codes = tiles.first_byte // BLOCK, -(-tiles.end_byte // BLOCK)
     if codes[0] <= header[1]:
-        yield TilePiece(job, row, projection, tiles, store, (0, max(header[1], codes[1])), None)
+        yield TilePiece(job, row, projection, tiles, decode_tiles, (0, max(header[1], codes[1])), None)
         return
     halves = _Halves()
-    yield TilePiece(job, row, projection, tiles, store, header, halves)
-    yield TilePiece(job, row, projection, tiles, store, codes, halves)
+    yield TilePiece(job, row, projection, tiles, decode_tiles, header, halves)
+    yield TilePiece(job, row, projection, tiles, decode_tiles, codes, halves)
