@@ -13,7 +13,8 @@ from tstore.format.objects.chunk_rows import ChunkRow
 
 __all__ = ["PointPiece", "point_pieces"]
 
-_TILED = 1 << 16  # elements that are decoded together; of fewer, the calls take longer than the decoding
+_TILED = 1 << 16  # elements that are decoded together
+_RUN_COST = 1 << 18  # elements of a whole chunk that are decoded in the time of the calls for one run
 
 
 class PointPiece(ChunkPiece):
@@ -52,14 +53,15 @@ class PointPiece(ChunkPiece):
 def point_pieces(job: ReadJob, row: ChunkRow, points: PointProjection) -> Iterator[ChunkPiece]:
     """Yield pieces with the blocks of a chunk in which points are; raise `Corrupt` for an impossible length.
 
-    Of an eXmY-encoded chunk, they decode only tiles with points, unless these are most of the chunk.
+    Of an eXmY-encoded chunk, they decode only tiles with points if that takes half of the time at most.
     """
     meta = job.meta
     piece = PointPiece(job, row, points)
     piece.check_length()
     if meta.chain.has_tiles and meta.chunk_size > 2 * _TILED:
         runs = list(points.divide(_TILED))
-        if 2 * sum(last - first for first, last, _ in runs) * _TILED <= meta.chunk_size:
+        decoded = _TILED * sum(last - first for first, last, _ in runs)
+        if 2 * (decoded + _RUN_COST * len(runs)) <= meta.chunk_size:
             for first, last, part in runs:
                 tiles = meta.chain.tile_range(first * _TILED, min(last * _TILED, meta.chunk_size))
                 yield from point_tile_pieces(job, row, part, tiles)
