@@ -28,6 +28,7 @@ from bench.arrays.volume import Volume
 from bench.bars import bar_table
 from bench.command import among
 from bench.cost_table import cost_table
+from bench.rounds import Results
 
 _CODECS = ["raw", "zstd"]
 _Count = click.IntRange(1)
@@ -44,7 +45,12 @@ _Count = click.IntRange(1)
 @click.option("--singles", default=1000, type=_Count, help="Reads of one chunk, each at most once.")
 @click.option("--elements", default=1000, type=_Count, help="Tasks that read one element each.")
 @click.option("--arrays", default=10_000, type=click.IntRange(10), help="Arrays of the store that is opened.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    help="Also write the figures to this file, after each piece of work.",
+)
 @click.option(
     "--dir",
     "parent",
@@ -79,9 +85,17 @@ def main(
     if not console.is_terminal:
         console.width = 120
     folder = Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
-    bench = Bench(folder, sizes, rows, among(peers, list(PEERS), "--peers"), log.print)
+    about = machine.describe(folder)
+
+    def save(results: Results) -> None:
+        if json_file:
+            data = report.as_data(about, results, sizes, volumes)
+            unfinished = json_file.with_name(json_file.name + ".part")
+            unfinished.write_text(json.dumps(data, indent=1) + "\n")
+            unfinished.replace(json_file)
+
+    bench = Bench(folder, sizes, rows, among(peers, list(PEERS), "--peers"), log.print, save)
     try:
-        about = machine.describe(folder)
         console.print_json(json.dumps(about))
         for turn in range(rounds):
             log.print(f"round {turn + 1} of {rounds}")
@@ -94,8 +108,6 @@ def main(
         shutil.rmtree(folder, ignore_errors=True)
     console.print(cost_table(bench.results))
     console.print(bar_table(report.bars(bench.results, volumes)))
-    if json_file:
-        json_file.write_text(json.dumps(report.as_data(about, bench.results, sizes, volumes), indent=1) + "\n")
 
 
 if __name__ == "__main__":

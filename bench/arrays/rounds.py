@@ -16,7 +16,7 @@ from bench.arrays.peers import CONTENDERS, MANY_ARRAYS, PEERS, RAW
 from bench.arrays.volume import Volume
 from bench.cost import Cost
 from bench.processes import Hosts
-from bench.rounds import Rounds
+from bench.rounds import Results, Rounds
 from bench.scale.contenders import array_name
 
 WRITE, WRITE_DURABLE, READ_ALL, READ_COLD = "write", "write durable", "read", "read cold"
@@ -36,13 +36,22 @@ class Sizes(NamedTuple):
 
 
 class Bench(Rounds):
-    """Runs the chosen rows in a folder; the pieces of work are named after the volume and the row."""
+    """Runs the chosen rows in a folder; the pieces of work are named after the volume and the row.
+
+    Calls `save` after each piece of work, so that an interrupted run keeps its figures.
+    """
 
     def __init__(
-        self, folder: Path, sizes: Sizes, rows: Sequence[str], peers: Sequence[str], log: Callable[[str], None]
+        self,
+        folder: Path,
+        sizes: Sizes,
+        rows: Sequence[str],
+        peers: Sequence[str],
+        log: Callable[[str], None],
+        save: Callable[[Results], None],
     ) -> None:
         super().__init__({name: each.title for name, each in CONTENDERS.items()}, PEERS, peers, log)
-        self.folder, self.sizes, self.rows = folder, sizes, rows
+        self.folder, self.sizes, self.rows, self.save = folder, sizes, rows, save
         self._reserve = machine.Reserve()
 
     def volume(self, volume: Volume, turn: int) -> None:
@@ -78,6 +87,7 @@ class Bench(Rounds):
                 with self.attempt(row, name), Hosts(1, MANY_ARRAYS[name], self.folder) as process:
                     [cost] = process.call(do, *arguments)
                     self.add(row, name, turn, Cost(*cost)._asdict())
+                    self.save(self.results)
         machine.clear(self.folder)
 
     def _reads(self, volume: Volume) -> list[tuple[str, str, tuple[Any, ...]]]:
@@ -97,6 +107,7 @@ class Bench(Rounds):
             self._reserve.release()
             [cost] = process.call(do, *arguments)
         self.add(work(volume, row), name, turn, Cost(*cost)._asdict())
+        self.save(self.results)
 
 
 def work(volume: Volume, row: str) -> str:

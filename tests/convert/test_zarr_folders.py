@@ -106,7 +106,7 @@ def one_byte(codecs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return chain
 
 
-def imported(folder: Path, store: Path) -> Any:
+def imported(folder: Path | str, store: Path) -> Any:
     asyncio.run(import_zarr(folder, store))
     return tstore.open(store, "r").snapshot()
 
@@ -258,6 +258,37 @@ def test_groups_attributes_names_and_missing_chunks(tmp_path: Path, format_: Any
     assert dict(back["empty"].attrs) == {"n": [1, {"y": None}]}
     assert np.array_equal(back["g/h/a"][:], a[:])
     assert len(list((tmp_path / "b.zarr/g/h/a/c").rglob("*"))) == 2  # the folder 0 and its chunk 0
+
+
+@pytest.mark.parametrize("separator", ["/", "."])
+@pytest.mark.parametrize("format_", [2, 3])
+@pytest.mark.parametrize("protocol", ["", "memory://"])
+def test_a_sparse_array_of_many_chunks_is_imported_from_its_listing(
+    tmp_path: Path, format_: Any, separator: str, protocol: str
+) -> None:
+    folder = f"{protocol}{tmp_path}/a.zarr"
+    encoding = {"name": "v2" if format_ == 2 else "default", "separator": separator}
+    written = zarr.create_array(
+        folder,
+        shape=(10**8, 10**8, 6),
+        chunks=(2, 3, 6),
+        dtype="i4",
+        zarr_format=format_,
+        chunk_key_encoding=encoding,
+        fill_value=7,
+    )
+    places = [(0, 0), (11, 2), (10**8 - 1, 10**8 - 1), (2, 90)]
+    for row, column in places:
+        written[row, column] = range(6)
+    if not protocol:
+        for name in ("notes.txt", "c/01", "01", "0.0", "c.0.0.0.0", "999999999/0/0", "999999999.0.0"):
+            (tmp_path / "a.zarr" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "a.zarr" / name).write_text("")  # no chunks of this array
+    array = imported(folder, tmp_path / "store").array("a")
+    assert len(array[:20, :99].explain().chunks) == 3
+    for row, column in places:
+        assert array[row, column].read().tolist() == list(range(6))
+    assert array[0, 1].read().tolist() == [7] * 6
 
 
 def test_a_damaged_chunk_fails_the_import_and_is_named(tmp_path: Path) -> None:

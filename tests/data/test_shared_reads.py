@@ -12,6 +12,7 @@ import pytest
 import tstore
 from tstore.data import shared_reads
 from tstore.errors import Corrupt, NotFound
+from tstore.format.arrays.codecs import Chain
 
 VALUES = np.arange(64 * 4096, dtype="i4").reshape(64, 4096)
 
@@ -112,3 +113,42 @@ async def test_the_call_ends_when_all_its_reads_are_cancelled(tmp_path: Path) ->
     assert all(isinstance(result, asyncio.CancelledError) for result in results[1:])
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert np.array_equal(await array[5].read(), VALUES[5])
+
+
+TRANSPOSED = [{"name": "transpose", "configuration": {"order": [1, 0]}}, {"name": "bytes"}, {"name": "zstd"}]
+
+
+@pytest.mark.parametrize("codecs", [None, "lossless", "e4m3", TRANSPOSED])
+async def test_reads_of_the_same_chunks_have_each_its_own_values(tmp_path: Path, codecs: Any) -> None:
+    values = (np.arange(300 * 200, dtype="f4") % 251 - 100).reshape(300, 200)
+    store = await tstore.open(tmp_path)
+    async with store.transaction() as transaction:
+        await (await transaction.create_array("a", values.shape, "f4", (100, 200), codecs)).write(values)
+    snapshot = await store.snapshot()
+    array = await snapshot.array("a")
+    stored = await array.read()
+    rng = np.random.default_rng(1)
+    indices: list[Any] = [(int(y), int(x)) for y, x in rng.integers(0, 200, (40, 2))]
+    indices += [..., slice(50, 250), (slice(None, None, -7), 3), ([5, 299, 5], slice(2)), (slice(100, 200),) * 2]
+    indices += [slice(100, 200), stored[:, 0] > 0]
+    indices += indices
+    read = await asyncio.gather(*(array[index].read() for index in indices))
+    assert all(np.array_equal(part, stored[index]) for index, part in zip(indices, read, strict=True))
+    outs = await snapshot.read_many([array[index] for index in indices])
+    assert all(np.array_equal(part, stored[index]) for index, part in zip(indices, outs, strict=True))
+
+
+async def test_a_chunk_of_many_reads_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await tstore.open(tmp_path)
+    async with store.transaction() as transaction:
+        await (await transaction.create_array("a", VALUES.shape, "i4", (16, 4096), "lossless")).write(VALUES)
+    array = await (await store.snapshot()).array("a")
+    decode, decoded = Chain.decode, []
+
+    def counted(self: Chain, data: memoryview, out: Any) -> None:
+        decoded.append(len(data))
+        decode(self, data, out)
+
+    monkeypatch.setattr(Chain, "decode", counted)
+    await asyncio.gather(*(array[row, :2].read() for row in range(64)))
+    assert len(decoded) == 1 + 4  # the first read of a turn does not wait for the others

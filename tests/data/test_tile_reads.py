@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import tstore.sync
 from tstore.errors import Corrupt
+from tstore.format.arrays.array_codecs import TileRange
 
 SHAPE = (3000, 1024)
 CODECS: list[Any] = [
@@ -66,6 +67,50 @@ def test_a_part_has_the_values_of_the_whole(arrays: list[tuple[Any, Any]], data:
     into = np.empty(read.shape, "f8")
     array[index].read(out=into)
     np.testing.assert_array_equal(into, whole[index].astype("f8"))
+
+
+def positions(length: int) -> st.SearchStrategy[Any]:
+    """Index arrays of a few points that are near each other or anywhere, or a mask."""
+    few = st.lists(st.integers(0, length - 1), min_size=1, max_size=6)
+    near = st.builds(
+        lambda at, offsets: [min(at + o, length - 1) for o in offsets], st.integers(0, length - 1), few
+    )
+    return (few | near).map(np.array) | few.map(lambda chosen: np.isin(np.arange(length), chosen))
+
+
+@given(st.data())
+def test_points_have_the_values_of_the_whole(arrays: list[tuple[Any, Any]], data: st.DataObject) -> None:
+    array, whole = data.draw(st.sampled_from(arrays))
+    rows, columns = data.draw(positions(3000)), data.draw(positions(1024))
+    read = array.oindex[rows, columns].read()
+    np.testing.assert_array_equal(read, whole[np.ix_(rows, columns)])
+    for index in (rows, (rows, data.draw(spans(1024))), (data.draw(spans(3000)), columns)):
+        np.testing.assert_array_equal(array[index].read(), whole[index])
+    points = np.flatnonzero(rows) if rows.dtype == bool else rows
+    into = np.empty(len(points), "f8")
+    array.vindex[points, points % 1024].read(out=into)
+    np.testing.assert_array_equal(into, whole[points, points % 1024].astype("f8"))
+
+
+def test_a_few_points_decode_only_their_tiles(
+    arrays: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_path = {array.path: array for array, _ in arrays}
+    first = by_path["f4/0/2900"]  # 3 MiB of codes in its first chunk
+    points = first.vindex[[1, 2, 2895], [5, 6, 7]]
+    sizes = [request.size for request in points.explain().requests]
+    assert sizes == [1 << 20, 8 + 2900 * 1024 - (2 << 20)]  # without the block between
+    decode, decoded = TileRange.elements, []
+
+    def counted(self: TileRange, header: Any, codes: Any) -> Any:
+        values = decode(self, header, codes)
+        decoded.append(len(values))
+        return values
+
+    monkeypatch.setattr(TileRange, "elements", counted)
+    points.read()
+    assert len(decoded) == 2
+    assert sum(decoded) <= 2 << 16
 
 
 def test_only_the_blocks_of_the_header_and_of_the_tiles_are_read(arrays: list[tuple[Any, Any]]) -> None:

@@ -195,9 +195,11 @@ def test_scratch_of_many_threads_stays_within_the_budget() -> None:
     assert peak <= BUDGET + (8 << 20)
 
 
-def test_threads_that_have_ended_leave_the_budget_to_others() -> None:
-    def keeps_its_scratch() -> bool:
-        """Return whether a second use gets the same memory, which is not zeros as new memory is."""
+SHORT_LIVED_THREADS = """
+    from concurrent.futures import ThreadPoolExecutor
+    from tstore.runtime.budget import BUDGET, scratch
+
+    def keeps_its_scratch():  # whether a second use gets the same memory, which is not zeros as new memory is
         with scratch(20 << 20) as buffer:
             buffer[:] = 7
             del buffer
@@ -207,3 +209,47 @@ def test_threads_that_have_ended_leave_the_budget_to_others() -> None:
     for _ in range(3 * BUDGET // (20 << 20)):
         with ThreadPoolExecutor(1) as thread:
             assert thread.submit(keeps_its_scratch).result()
+"""
+
+
+def test_threads_that_have_ended_leave_the_budget_to_others() -> None:
+    processes.python(SHORT_LIVED_THREADS)  # without the buffers of this process's threads
+
+
+INTERRUPTED_ANYWHERE = """
+    import sys, threading
+    from tstore.runtime.budget import BUDGET, scratch
+
+    def interrupt(frame, event, argument):  # where Python handles signals
+        global left
+        if event in ("call", "c_return"):
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    def take(size):
+        with scratch(size):
+            pass
+
+    for size in (1 << 20, BUDGET):  # retained by its thread, and claimed
+        for moment in range(1, 1000):
+            left = moment
+            sys.setprofile(interrupt)
+            try:
+                take(size)
+            except KeyboardInterrupt:
+                continue
+            finally:
+                sys.setprofile(None)
+            break
+        print(moment > 5)
+    other = threading.Thread(target=take, args=(BUDGET,), daemon=True)
+    other.start()
+    other.join(timeout=20)
+    print(other.is_alive())
+"""
+
+
+def test_ctrl_c_at_any_moment_leaves_the_budget_to_others() -> None:
+    assert processes.python(INTERRUPTED_ANYWHERE).split() == ["True", "True", "False"]

@@ -9,7 +9,8 @@ from typing import Any, overload
 from urllib.parse import unquote, urlsplit
 
 from tstore.array import Array
-from tstore.convert.zarr_folder import Folder, read_array
+from tstore.convert.folder import Folder
+from tstore.convert.zarr_folder import read_array
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 from tstore.format.arrays.dtypes import dtype_named

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,99 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.array import Appended
-from tstore.convert.files import open_file
+from tstore.convert.folder import Folder
 from tstore.convert.zarr_v2 import v3_array, v3_attributes
 from tstore.data.chunk_memory import chunk_memory
 from tstore.data.planning import ByteRange, ReadPlan
-from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, Unavailable, UnsupportedFormat
-from tstore.format.arguments import quote
+from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.arrays.grid import Selection, chunk_number, part_of, projections
 from tstore.format.arrays.points import PointProjection, PointSelection, point_projections
-from tstore.runtime.pool import WORKERS, each, run
-from tstore.storage.local.atomic_file import mapped_errors
+from tstore.runtime.pool import each, run
 
-__all__ = ["Folder", "ZarrArray", "ZarrNode", "read_array", "read_nodes"]
+__all__ = ["ZarrArray", "ZarrNode", "read_array", "read_nodes"]
 
 _MAX_METADATA = 64 << 20  # bytes, of consolidated metadata too
 _MAX_DEPTH = 64  # groups in groups
-_REQUESTS = 32  # to a server at a time
-
-
-class Folder:
-    """The files below a path or URL, as fsspec reads them; its methods block."""
-
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        import fsspec
-
-        if "\0" in url:
-            raise InvalidArgument(f"{quote(url)} has a NUL; pass a path or URL without one")
-        try:
-            self._fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
-        except (ValueError, ImportError, TypeError) as error:
-            raise InvalidArgument(f"{quote(url)} can't be opened by fsspec: {error}") from error
-        self._root = root.rstrip("/")
-        self.url = url.rstrip("/")
-        protocol = self._fs.protocol
-        protocols = {protocol} if isinstance(protocol, str) else set(protocol)
-        self.is_http = bool(protocols & {"http", "https"})
-        self._is_local = "file" in protocols
-        self.workers = WORKERS if self._is_local else _REQUESTS
-
-    def get(self, key: str, max_size: int) -> bytes | None:
-        """Return the bytes of a file, None if there is none; raise `Corrupt` if there are more than `max_size`."""
-        from aiohttp import ClientError
-
-        path = f"{self._root}/{key}"
-        try:
-            with mapped_errors("read", f"{self.url}/{key}"):
-                try:
-                    if self._is_local:
-                        with open_file(path) as file:  # which does not wait for a pipe
-                            data = file.read(min(max_size, os.fstat(file.fileno()).st_size) + 1)
-                    else:
-                        data = self._fs.cat_file(path, 0, max_size + 1)
-                except FileNotFoundError:  # of fsspec, which gives no errno
-                    return None
-                except ClientError as error:
-                    failure = f"can't read {self.url}/{key}: {error}"
-                    raise Unavailable(f"{failure}; check the URL and the server, or try again") from error
-        except NotFound:
-            if self._is_local and os.path.islink(path):
-                raise NotFound(
-                    f"{self.url}/{key} is a symbolic link to a file that does not exist; restore that file"
-                ) from None
-            return None
-        if len(data) > max_size:
-            raise Corrupt(
-                f"{self.url}/{key} has more than {max_size} bytes, more than its array's codecs can write"
-            )
-        return data
-
-    def size(self, key: str) -> int | None:
-        """Return the size of a file in bytes, None if there is none."""
-        with mapped_errors("look up", f"{self.url}/{key}"):
-            try:
-                return int(self._fs.info(f"{self._root}/{key}")["size"])
-            except FileNotFoundError:
-                return None
-
-    def names(self, key: str) -> list[str]:
-        """Return the sorted names of the folders below a folder; raise `NotFound` if there is no such folder."""
-        path = f"{self._root}/{key}".rstrip("/")
-        with mapped_errors("list", f"{self.url}/{key}"):
-            entries = self._fs.ls(path, detail=True)
-        folders = (
-            e["name"].rstrip("/")
-            for e in entries
-            if e["type"] == "directory" or (e.get("islink") and os.path.isdir(e["name"]))
-        )
-        return sorted({name.rpartition("/")[2] for name in folders})
-
-    def is_link(self, key: str) -> bool:
-        """Return whether a folder is a symbolic link, below which there could be itself."""
-        return self._is_local and os.path.islink(f"{self._root}/{key}")
+_FEW_CHUNKS = 16  # of an array, which are looked up one by one
 
 
 class ZarrNode(NamedTuple):
@@ -133,7 +55,7 @@ class ZarrArray:
         self.location = f"{folder.url}/{node.path}".rstrip("/")
         fields = {k: v for k, v in node.metadata.items() if k not in ("consolidated_metadata", "tstore")}
         try:
-            self._key = ChunkNames.parse(fields.get("chunk_key_encoding")).name
+            self._names = ChunkNames.parse(fields.get("chunk_key_encoding"))
         except UnsupportedFormat as error:
             raise UnsupportedFormat(f"{self.location}: {error}") from error
         fields["chunk_key_encoding"] = {"name": "default", "configuration": {"separator": "/"}}
@@ -151,9 +73,27 @@ class ZarrArray:
         except (Corrupt, UnsupportedFormat) as error:
             raise type(error)(f"{self.location}: {error}") from error
 
+    def stored_chunks(self) -> Sequence[int]:
+        """Return the numbers of all chunks that may exist, ascending. Blocking.
+
+        A listing takes less time than a look at every chunk of a large grid, most of which may not exist.
+        """
+        meta = self.meta
+        every = range(meta.chunk_count)
+        if len(every) <= _FEW_CHUNKS:
+            return every
+        files = self._folder.files(self._prefix, len(meta.shape))
+        if files is None:
+            return every
+        listed = (self._names.coordinates(file, len(meta.shape)) for file in files)
+        inside = (
+            at for at in listed if at is not None and all(i < n for i, n in zip(at, meta.counts, strict=True))
+        )
+        return sorted({chunk_number(at, meta.counts) for at in inside})
+
     def encoded(self, chunk: Sequence[int]) -> bytes | None:
         """Return the bytes of a chunk, None if it does not exist. Blocking."""
-        return self._folder.get(self._prefix + self._key(chunk), self.meta.chain.max_length)
+        return self._folder.get(self._prefix + self._names.name(chunk), self.meta.chain.max_length)
 
     @contextlib.contextmanager
     def decoded(self, chunk: Sequence[int], data: bytes) -> Iterator[npt.NDArray[Any]]:
@@ -197,7 +137,7 @@ class ZarrArray:
         files: dict[int, ByteRange] = {}
 
         def look_up(projection: Any) -> None:
-            key = self._prefix + self._key(projection.chunk)
+            key = self._prefix + self._names.name(projection.chunk)
             if (size := self._folder.size(key)) is not None:
                 files[chunk_number(projection.chunk, meta.counts)] = ByteRange(key, 0, size)
 

@@ -14,13 +14,14 @@ from typing import Any
 
 from tstore.convert.exporting import ProgressCallback
 from tstore.convert.files import StrPath
+from tstore.convert.folder import Folder
 from tstore.convert.importing import ImportReport, SourceKind
-from tstore.convert.zarr_folder import Folder, ZarrArray, read_nodes
+from tstore.convert.zarr_folder import ZarrArray, read_nodes
 from tstore.format.arrays.grid import chunk_coordinates
 from tstore.format.checksums import block_checks
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.runtime.pool import each
+from tstore.runtime.pool import each, run
 from tstore.store import Store, opened
 from tstore.transactions.encoded import EncodedStaging
 from tstore.transactions.staging import Staging
@@ -76,7 +77,7 @@ async def _copy(staging: Staging, path: str, array: ZarrArray) -> None:
     """Store the chunks of an array and stage the references to them."""
     meta = array.meta
     per_round = max(1, min(_ROUND_CHUNKS, _ROUND_BYTES // max(1, meta.chain.max_length)))
-    numbers = iter(range(meta.chunk_count))
+    numbers = iter(await run(array.stored_chunks))
     tables: list[ChunkTable] = []
     while batch := list(itertools.islice(numbers, per_round)):
         loaded: dict[int, tuple[bytes, bytes]] = {}

@@ -4,7 +4,8 @@
    the chunks of a box into its pack in C order), and a `Projection` for each chunk outside of these boxes.
 2. A `BoxPiece` is such a box: one read fetches all of its chunks, and one strided copy stores them in the result.
    A `ChunkPiece` is one chunk, or those of its blocks that have selected values.
-3. The reader sorts all pieces by pack and offset. It reads them in batches, straight into the `destination` of
+3. Pieces of several jobs that need the same bytes become a `SharedPiece`.
+4. The reader sorts all pieces by pack and offset. It reads them in batches, straight into the `destination` of
    each piece that has one, and calls `deliver` with the bytes.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ __all__ = [
     "StackJob",
     "Values",
     "can_decode_into",
+    "with_shared_bytes",
 ]
 
 Values = npt.NDArray[Any]
@@ -207,9 +209,7 @@ class ChunkPiece(Piece):
 
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the bytes read; decode them and store the selected values, unless they were read into `out`."""
-        checks = block_checks(data.data)
-        if checks != self.checks:
-            raise Corrupt(f"{self.label}: {self.row.mismatch(checks, url, self.skipped // BLOCK)}")
+        self._verify(data, url)
         if self.target is not None:
             return
         if self.job.meta.chain.identity:
@@ -219,6 +219,11 @@ class ChunkPiece(Piece):
             self._decode(data)
         except Corrupt as error:
             raise Corrupt(f"{self.label}: {error}") from error
+
+    def _verify(self, data: Bytes, url: str) -> None:
+        checks = block_checks(data.data)
+        if checks != self.checks:
+            raise Corrupt(f"{self.label}: {self.row.mismatch(checks, url, self.skipped // BLOCK)}")
 
     def _copy(self, data: Bytes) -> None:
         """Store the selected values of an unencoded chunk, of which `data` may be only some blocks."""
@@ -245,12 +250,86 @@ class ChunkPiece(Piece):
             return
         with chunk_memory(meta) as decoded:
             meta.chain.decode(data.data, decoded)
-            np.copyto(target, decoded[inside], casting="unsafe")
+            self._select(decoded)
+
+    def _select(self, decoded: Values) -> None:
+        """Store the selected values of a decoded chunk."""
+        inside, target = self._selected_and_target()
+        np.copyto(target, decoded[inside], casting="unsafe")
 
     def _selected_and_target(self) -> tuple[tuple[slice, ...], Values]:
         """Return the selected elements of the chunk, and the part of the result for them."""
         assert self.projection is not None  # a chunk that is the whole array is read straight into the result
         return self.projection.inside, part_of(self.job.out, self.projection.result)
+
+
+class SharedPiece(Piece):
+    """The same bytes of a chunk, of which several jobs select values: they are verified, and decoded, once."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, first: ChunkPiece) -> None:
+        super().__init__(first.job, first.pack, first.offset, first.size, first.checks)
+        self._pieces = [first]
+
+    def add(self, piece: ChunkPiece) -> None:
+        """Add a piece of the same bytes."""
+        self._pieces.append(piece)
+
+    @property
+    def label(self) -> str:
+        """The path and the chunk, for errors."""
+        return self._pieces[0].label
+
+    @property
+    def chunks(self) -> Sequence[int]:
+        """The number of the chunk."""
+        return self._pieces[0].chunks
+
+    def deliver(self, data: Bytes, url: str) -> None:
+        """Verify the bytes, and deliver them to each piece."""
+        first, meta = self._pieces[0], self.job.meta
+        first._verify(data, url)
+        if meta.chain.identity:
+            for piece in self._pieces:
+                target = piece.destination()
+                if target is None:
+                    piece._copy(data)
+                else:
+                    target[:] = data
+            return
+        try:
+            if meta.chain.has_parts:
+                for piece in self._pieces:
+                    piece._decode(data)
+                return
+            with chunk_memory(meta) as decoded:
+                meta.chain.decode(data.data, decoded)
+                for piece in self._pieces:
+                    piece._select(decoded)
+        except Corrupt as error:
+            raise Corrupt(f"{self.label}: {error}") from error
+
+
+def with_shared_bytes(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return sorted pieces, of which those of the same bytes of a chunk have become one."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, ChunkPiece) and merged and _have_same_bytes(last := merged[-1], piece):
+            if isinstance(last, ChunkPiece):
+                merged[-1] = last = SharedPiece(last)
+            if isinstance(last, SharedPiece):
+                last.add(piece)
+                continue
+        merged.append(piece)
+    return merged
+
+
+def _have_same_bytes(one: Piece, other: Piece) -> bool:
+    if one.offset != other.offset or one.size != other.size or one.pack != other.pack:
+        return False
+    # a long unencoded chunk is read into each result block by block, which takes no memory
+    return one.job.meta is other.job.meta and (one.size <= BLOCK or not one.job.meta.chain.identity)
 
 
 def _selected_blocks(meta: ArrayMeta, projection: Projection) -> tuple[int, int]:

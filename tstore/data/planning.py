@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tstore.data.pieces import ChunkPiece, Piece, ReadJob, StackJob, can_decode_into
+from tstore.data.pieces import ChunkPiece, Piece, ReadJob, StackJob, can_decode_into, with_shared_bytes
 from tstore.data.point_pieces import point_pieces
 from tstore.data.runs import divide, stacked_pieces
 from tstore.data.small_arrays import small_arrays
-from tstore.data.tile_pieces import tile_pieces
+from tstore.data.tile_pieces import box_tile_pieces
 from tstore.errors import NotFound
 from tstore.format.arrays.grid import Projection, Selection, chunk_coordinates, chunk_number
 from tstore.format.arrays.points import PointProjection
@@ -108,7 +108,7 @@ def pieces_of(jobs: Sequence[ReadJob | StackJob], url: str) -> list[Piece]:
     together, others = small_arrays(jobs)
     pieces = [*together, *(piece for job in others for piece in _pieces(job, url, _store_fill_value))]
     pieces.sort(key=_sort_key)
-    return pieces
+    return with_shared_bytes(pieces)
 
 
 def parts_of(batch: Sequence[Piece], tuning: Tuning) -> Iterator[Piece] | None:
@@ -128,10 +128,10 @@ def _span(batch: Sequence[Piece]) -> tuple[int, int]:
     return batch[0].offset, max(piece.offset + piece.size for piece in batch)
 
 
-def _sort_key(piece: Piece) -> tuple[bool, str, int]:
-    """Return a key that sorts pieces by pack and offset; those of inline packs come last."""
+def _sort_key(piece: Piece) -> tuple[bool, str, int, int]:
+    """Return a key that sorts pieces by pack, offset and size; those of inline packs come last."""
     pack = piece.pack
-    return (True, "", piece.offset) if isinstance(pack, bytes) else (False, pack, piece.offset)
+    return isinstance(pack, bytes), "" if isinstance(pack, bytes) else pack, piece.offset, piece.size
 
 
 def _store_fill_value(job: ReadJob, projection: AnyProjection) -> None:
@@ -190,7 +190,7 @@ def _chunk_pieces(job: ReadJob, row: ChunkRow, projection: Projection) -> Iterat
     if tiles is None:
         yield piece
     else:
-        yield from tile_pieces(job, row, projection, tiles)
+        yield from box_tile_pieces(job, row, projection, tiles)
 
 
 def _references(

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tstore.data.chunk_memory import chunk_memory
-from tstore.data.pieces import Bytes, ChunkPiece, ReadJob
+from tstore.data.pieces import Bytes, ChunkPiece, ReadJob, Values
+from tstore.data.tile_pieces import point_tile_pieces
 from tstore.format.arrays.points import PointProjection
 from tstore.format.checksums import BLOCK
 from tstore.format.objects.chunk_rows import ChunkRow
 
 __all__ = ["PointPiece", "point_pieces"]
+
+_TILED = 1 << 16  # elements that are decoded together
+_RUN_COST = 1 << 18  # elements of a whole chunk that are decoded in the time of the calls for one run
 
 
 class PointPiece(ChunkPiece):
@@ -40,14 +44,28 @@ class PointPiece(ChunkPiece):
         meta = self.job.meta
         with chunk_memory(meta) as decoded:
             meta.chain.decode(data.data, decoded)
-            self.points.read(decoded.reshape(-1), 0, self.job.out)
+            self._select(decoded)
+
+    def _select(self, decoded: Values) -> None:
+        self.points.read(decoded.reshape(-1), 0, self.job.out)
 
 
-def point_pieces(job: ReadJob, row: ChunkRow, points: PointProjection) -> Iterator[PointPiece]:
-    """Yield pieces with the blocks of a chunk in which points are; raise `Corrupt` for an impossible length."""
+def point_pieces(job: ReadJob, row: ChunkRow, points: PointProjection) -> Iterator[ChunkPiece]:
+    """Yield pieces with the blocks of a chunk in which points are; raise `Corrupt` for an impossible length.
+
+    Of an eXmY-encoded chunk, they decode only tiles with points if that takes half of the time at most.
+    """
     meta = job.meta
     piece = PointPiece(job, row, points)
     piece.check_length()
+    if meta.chain.has_tiles and meta.chunk_size > 2 * _TILED:
+        runs = list(points.divide(_TILED))
+        decoded = _TILED * sum(last - first for first, last, _ in runs)
+        if 2 * (decoded + _RUN_COST * len(runs)) <= meta.chunk_size:
+            for first, last, part in runs:
+                tiles = meta.chain.tile_range(first * _TILED, min(last * _TILED, meta.chunk_size))
+                yield from point_tile_pieces(job, row, part, tiles)
+            return
     if row.length <= BLOCK or not meta.chain.identity:
         yield piece
         return

@@ -1,4 +1,4 @@
-"""Pieces of eXmY-encoded chunks longer than a block, of which only some tiles have selected values.
+"""Pieces of eXmY-encoded chunks of which only some tiles have selected values.
 
 The header of a chunk is in its first blocks, and its tiles are in others. If there are blocks between, they are
 not read: then a chunk has two pieces, and the one delivered last decodes.
@@ -7,17 +7,21 @@ not read: then a chunk has two pieces, and the one delivered last decodes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from tstore.data.pieces import Bytes, ChunkPiece, ReadJob
-from tstore.format.arrays.array_codecs import Tiles
-from tstore.format.arrays.grid import Projection
+from tstore.format.arrays.array_codecs import TileRange, Tiles
+from tstore.format.arrays.grid import Projection, part_of
+from tstore.format.arrays.points import PointProjection
 from tstore.format.checksums import BLOCK
 from tstore.format.objects.chunk_rows import ChunkRow
 
-__all__ = ["TilePiece", "tile_pieces"]
+__all__ = ["TilePiece", "box_tile_pieces", "point_tile_pieces"]
+
+DecodeTiles = Callable[[Bytes, Bytes], None]
+"""Stores selected values in a result, given the bytes of a chunk's header and of the tiles with these values."""
 
 
 class _Halves:
@@ -38,20 +42,28 @@ class _Halves:
 class TilePiece(ChunkPiece):
     """The blocks of a chunk with its header, with the selected tiles, or with both."""
 
-    __slots__ = ("_halves", "_tiles")
+    __slots__ = ("_chunk", "_decode_tiles", "_halves", "_tiles")
 
     def __init__(
         self,
         job: ReadJob,
         row: ChunkRow,
-        projection: Projection,
-        tiles: Tiles,
+        projection: Projection | PointProjection,
+        tiles: TileRange,
+        decode_tiles: DecodeTiles,
         blocks: tuple[int, int],
         halves: _Halves | None,
     ) -> None:
-        super().__init__(job, row, projection, *blocks)
+        super().__init__(job, row, None, *blocks)
+        self._chunk = projection.chunk
         self._tiles = tiles
+        self._decode_tiles = decode_tiles
         self._halves = halves  # None if the piece has both
+
+    @property
+    def label(self) -> str:
+        """The path and the chunk, for errors."""
+        return f"{self.job.path}, chunk {self._chunk}"
 
     def destination(self) -> None:
         """Return None: the values need decoding."""
@@ -69,17 +81,40 @@ class TilePiece(ChunkPiece):
             if other is None:
                 return
             header, codes = (other, codes) if begin else (header, other)
-        _, target = self._selected_and_target()
-        tiles.decode(header, codes, target)
+        self._decode_tiles(header, codes)
 
 
-def tile_pieces(job: ReadJob, row: ChunkRow, projection: Projection, tiles: Tiles) -> Iterator[ChunkPiece]:
-    """Yield the pieces with the header of a chunk and the tiles with selected values."""
+def box_tile_pieces(job: ReadJob, row: ChunkRow, projection: Projection, tiles: Tiles) -> Iterator[TilePiece]:
+    """Yield the pieces with the header of a chunk and the tiles with values of a box."""
+    out = part_of(job.out, projection.result)
+    yield from _pieces(job, row, projection, tiles, lambda header, codes: tiles.decode(header, codes, out))
+
+
+def point_tile_pieces(
+    job: ReadJob, row: ChunkRow, points: PointProjection, tiles: TileRange
+) -> Iterator[TilePiece]:
+    """Yield the pieces with the header of a chunk and the tiles with points."""
+    yield from _pieces(
+        job,
+        row,
+        points,
+        tiles,
+        lambda header, codes: points.read(tiles.elements(header, codes), tiles.start, job.out),
+    )
+
+
+def _pieces(
+    job: ReadJob,
+    row: ChunkRow,
+    projection: Projection | PointProjection,
+    tiles: TileRange,
+    decode_tiles: DecodeTiles,
+) -> Iterator[TilePiece]:
     header = 0, -(-tiles.header_size // BLOCK)
     codes = tiles.first_byte // BLOCK, -(-tiles.end_byte // BLOCK)
     if codes[0] <= header[1]:
-        yield TilePiece(job, row, projection, tiles, (0, max(header[1], codes[1])), None)
+        yield TilePiece(job, row, projection, tiles, decode_tiles, (0, max(header[1], codes[1])), None)
         return
     halves = _Halves()
-    yield TilePiece(job, row, projection, tiles, header, halves)
-    yield TilePiece(job, row, projection, tiles, codes, halves)
+    yield TilePiece(job, row, projection, tiles, decode_tiles, header, halves)
+    yield TilePiece(job, row, projection, tiles, decode_tiles, codes, halves)

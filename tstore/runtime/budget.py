@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -50,6 +51,8 @@ _MIN_RETURNED = 1 << 20
 if sys.platform == "linux":
     _madvise = ctypes.CDLL(None).madvise
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _mincore = ctypes.CDLL(None).mincore
+    _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class _Budget:
@@ -57,57 +60,89 @@ class _Budget:
 
     A temporary claim larger than its half waits until there is no other claim. A thread that has a claim from
     `claim` gets its next claim at once: if it waited, it could never release the first.
+
+    Ctrl-C at any moment leaves no lock and no claim behind. So the lock is no `Condition`, whose `__enter__` is a
+    Python function, and a claim ends with one call that Python does not interrupt.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit // 2  # of either half
         self._retained = 0
-        self._claimed = 0
-        self._changed = threading.Condition()
-        self._local = threading.local()
+        self._acquired = 0  # by `acquire`
+        self._claims: dict[object, tuple[int, int]] = {}  # the thread and the size of each `claim`
+        self._lock = threading.RLock()  # a finalizer may need it while its thread has it
+        self._waiting: set[queue.SimpleQueue[None]] = set()
 
     def retain(self, size: int) -> bool:
         """Reserve memory for a small buffer permanently if enough is left; return whether it was reserved."""
-        with self._changed:
+        with self._lock:
             fits = size <= _MAX_RETAINED and self._retained + size <= self._limit
             self._retained += size if fits else 0
             return fits
 
     def drop(self, size: int) -> None:
         """Return retained memory, whose thread has ended."""
-        with self._changed:
+        with self._lock:
             self._retained -= size
 
     @contextlib.contextmanager
     def claim(self, size: int) -> Iterator[None]:
         """Claim bytes for the duration of the `with` block."""
-        before = getattr(self._local, "claimed", 0)
-        self.acquire(size)
-        self._local.claimed = before + size
+        claim, thread = object(), threading.get_ident()
+
+        def note() -> None:
+            self._claims[claim] = thread, size
+
         try:
+            self._wait_until_noted(size, note)
             yield
         finally:
-            self._local.claimed = before
-            self.release(size)
+            self._claims.pop(claim, None)
+            self._wake()
 
     def acquire(self, size: int) -> None:
-        has_claim = getattr(self._local, "claimed", 0) > 0
-        while True:
-            with self._changed:
-                if has_claim or self._claimed == 0 or self._claimed + size <= self._limit:
-                    self._claimed += size
-                    return
-            for call in _on_shortage:
-                call()
-            with self._changed:
-                if self._claimed + size > self._limit:
-                    # after this wait, the calls are repeated: they may free memory that was acquired meanwhile
-                    self._changed.wait(_SHORTAGE_INTERVAL)
+        """Claim bytes until `release`."""
+
+        def note() -> None:
+            self._acquired += size
+
+        self._wait_until_noted(size, note)
 
     def release(self, size: int) -> None:
-        with self._changed:
-            self._claimed -= size
-            self._changed.notify_all()
+        """Return bytes that `acquire` has claimed."""
+        with self._lock:
+            self._acquired -= size
+        self._wake()
+
+    def _wait_until_noted(self, size: int, note: Callable[[], None]) -> None:
+        """Call `note` as soon as the claim fits."""
+        while not self._note_if_fits(size, note):
+            for call in _on_shortage:
+                call()
+            woken = queue.SimpleQueue[None]()
+            self._waiting.add(woken)
+            try:
+                if self._note_if_fits(size, note):
+                    return
+                # after this wait, the calls are repeated: they may free memory that was acquired meanwhile
+                with contextlib.suppress(queue.Empty):
+                    woken.get(timeout=_SHORTAGE_INTERVAL)
+            finally:
+                self._waiting.discard(woken)
+
+    def _note_if_fits(self, size: int, note: Callable[[], None]) -> bool:
+        thread = threading.get_ident()
+        with self._lock:
+            claims = list(self._claims.values())
+            claimed = self._acquired + sum(size for _, size in claims)
+            fits = not claimed or claimed + size <= self._limit or any(owner == thread for owner, _ in claims)
+            if fits:
+                note()
+            return fits
+
+    def _wake(self) -> None:
+        for woken in list(self._waiting):
+            woken.put(None)
 
 
 class _FreeBuffers(list[npt.NDArray[np.uint8]]):
@@ -218,12 +253,17 @@ def prefer_huge_pages(address: int, size: int) -> None:
 def populate(memory: npt.NDArray[Any]) -> None:
     """Ask the system for the pages of contiguous memory that will be written at once, unless they are huge.
 
-    One call takes a third of the time of a page fault for each. Systems that can't do it ignore the call.
+    One call takes a third of the time of a page fault for each. Memory with a page in its middle was used before,
+    and has the others. Systems that can't do it ignore the call.
     """
     if sys.platform == "linux" and _MIN_POPULATED <= memory.nbytes < _MIN_HUGE and memory.flags.c_contiguous:
         address = memory.__array_interface__["data"][0]
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        _madvise(start, address + memory.nbytes - start, _MADV_POPULATE_WRITE)
+        size = address + memory.nbytes - start
+        resident = ctypes.c_ubyte()
+        _mincore(start + size // 2 // mmap.PAGESIZE * mmap.PAGESIZE, 1, ctypes.byref(resident))
+        if not resident.value & 1:
+            _madvise(start, size, _MADV_POPULATE_WRITE)
 
 
 def aligned_offset(minimum: int) -> int:

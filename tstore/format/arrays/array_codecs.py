@@ -20,7 +20,7 @@ from tstore.format.arrays.grid import chunk_number
 from tstore.format.arrays.numcodecs_classes import checked_int, new_codec, settings_of, unsupported
 from tstore.format.arrays.variable import MAX_ENCODED, bytes_in, is_variable
 
-__all__ = ["FLOATS", "ArrayCodec", "ExmyCodec", "Tiles", "as_array_codec"]
+__all__ = ["FLOATS", "ArrayCodec", "ExmyCodec", "TileRange", "Tiles", "as_array_codec"]
 
 Values = npt.NDArray[Any]
 Document = Mapping[str, Any]
@@ -207,17 +207,41 @@ class ExmyCodec(ArrayCodec):
         """Return the tiles in which the selected elements are, whose steps are positive."""
         return Tiles(self.codec, self._dtype, self._shape, inside)
 
+    def tile_range(self, first: int, stop: int) -> TileRange:
+        """Return the tiles in which the elements with these numbers are."""
+        return TileRange(self.codec, self._dtype, self._shape, first, stop)
+
     def decode_part(self, data: memoryview, inside: tuple[slice, ...], out: Values) -> None:
         """Decode the tiles in which the selected elements are."""
         tiles = self.tiles(inside)
         tiles.decode(data[: tiles.header_size], data[tiles.first_byte : tiles.end_byte], out)
 
 
-class Tiles:
-    """The tiles of an encoded chunk from the first to the last selected element; the chunk's header is not one.
+class TileRange:
+    """The tiles of an encoded chunk with the elements `first` up to `stop`, which are numbered in C order.
 
-    The header has the first `header_size` bytes of the chunk, the tiles those from `first_byte` up to `end_byte`.
+    The chunk's header, which is no tile, has its first `header_size` bytes, and the tiles those from `first_byte`
+    up to `end_byte`.
     """
+
+    def __init__(self, codec: exmy.ChunkCodec, dtype: np.dtype[Any], shape: Shape, first: int, stop: int) -> None:
+        self._slice = codec.slice(shape, first, stop)
+        self._dtype = dtype
+        self.start = self._slice.start
+        """The number of the first element in the tiles."""
+        self.header_size, self.first_byte = self._slice.header_size, self._slice.first_byte
+        self.end_byte = self._slice.end_byte
+
+    def elements(self, header: Any, codes: Any) -> Values:
+        """Return the elements of the tiles, decoded; raise `Corrupt`."""
+        try:
+            return self._slice.decode(header, codes, self._dtype)
+        except exmy.ExmyError as error:
+            raise Corrupt(f"codec exmy: {error}") from error
+
+
+class Tiles(TileRange):
+    """The tiles of an encoded chunk from the first to the last selected element, whose steps are positive."""
 
     def __init__(
         self, codec: exmy.ChunkCodec, dtype: np.dtype[Any], shape: Shape, inside: tuple[slice, ...]
@@ -226,21 +250,15 @@ class Tiles:
         # elements are numbered in C order
         first = chunk_number([s.start for s in inside], shape)
         last = chunk_number([s.start + (n - 1) * s.step for s, n in zip(inside, counts, strict=True)], shape)
-        self._slice = codec.slice(shape, first, last + 1)
-        self._dtype = dtype
+        super().__init__(codec, dtype, shape, first, last + 1)
         self._counts = counts
         strides = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
-        self._offset = (first - self._slice.start) * dtype.itemsize
+        self._offset = (first - self.start) * dtype.itemsize
         self._strides = tuple(stride * s.step for stride, s in zip(strides, inside, strict=True))
-        self.header_size, self.first_byte = self._slice.header_size, self._slice.first_byte
-        self.end_byte = self._slice.end_byte
 
     def decode(self, header: Any, codes: Any, out: Values) -> None:
         """Decode the selected elements and cast them to the dtype of `out`; raise `Corrupt`."""
-        try:
-            values = self._slice.decode(header, codes, self._dtype)
-        except exmy.ExmyError as error:
-            raise Corrupt(f"codec exmy: {error}") from error
+        values = self.elements(header, codes)
         selected = np.ndarray(self._counts, values.dtype, values, self._offset, self._strides)
         np.copyto(out, selected, casting="unsafe")
 

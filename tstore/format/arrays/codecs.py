@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.format.arrays.array_codecs import FLOATS, ArrayCodec, ExmyCodec, Tiles, as_array_codec
+from tstore.format.arrays.array_codecs import FLOATS, ArrayCodec, ExmyCodec, TileRange, Tiles, as_array_codec
 from tstore.format.arrays.bytes_codecs import as_bytes_codec
 from tstore.format.arrays.compressors import Bytes, Compressor, max_encoded_size
 from tstore.format.arrays.filters import Filter, Transpose, as_filter
@@ -91,6 +91,8 @@ class Chain:
         """Whether the encoded bytes before compression are those of the chunk in memory."""
         self.identity = self.plain and not self._compressors
         """Whether the encoded bytes are those of the chunk in memory."""
+        self.has_tiles = isinstance(self._array, ExmyCodec) and not self._filters and not self._compressors
+        """Whether a part of the encoded bytes suffices to decode some elements."""
         self.has_parts = self._array.has_parts and not self._filters
         """Whether `decode_part` decodes less than the whole chunk."""
         self.lossless = self._array.lossless and all(each.lossless for each in self._filters)
@@ -175,9 +177,12 @@ class Chain:
 
     def tiles(self, inside: tuple[slice, ...]) -> Tiles | None:
         """Return the tiles with the selected elements, if a part of the encoded bytes suffices to decode them."""
-        if isinstance(self._array, ExmyCodec) and not self._filters and not self._compressors:
-            return self._array.tiles(inside)
-        return None
+        return self._array.tiles(inside) if isinstance(self._array, ExmyCodec) and self.has_tiles else None
+
+    def tile_range(self, first: int, stop: int) -> TileRange:
+        """Return the tiles with the elements of these numbers, if the chain `has_tiles`."""
+        assert isinstance(self._array, ExmyCodec)
+        return self._array.tile_range(first, stop)
 
     def _decompressed(self, data: memoryview, first: int) -> memoryview:
         """Undo the compressors from the last one back to the one at `first`."""

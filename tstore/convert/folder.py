@@ -1,0 +1,117 @@
+"""The files below a path or URL, as fsspec reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tstore.convert.files import open_file
+from tstore.errors import Corrupt, InvalidArgument, NotFound, Unavailable
+from tstore.format.arguments import quote
+from tstore.runtime.pool import WORKERS
+from tstore.storage.local.atomic_file import mapped_errors
+
+__all__ = ["Folder"]
+
+_REQUESTS = 32  # to a server at a time
+
+
+class Folder:
+    """The files below a path or URL, as fsspec reads them; its methods block."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        import fsspec
+
+        if "\0" in url:
+            raise InvalidArgument(f"{quote(url)} has a NUL; pass a path or URL without one")
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
+            self._fs.invalidate_cache()  # of listings: another program may have written files since
+        except (ValueError, ImportError, TypeError) as error:
+            raise InvalidArgument(f"{quote(url)} can't be opened by fsspec: {error}") from error
+        self._root = root.rstrip("/")
+        self.url = url.rstrip("/")
+        protocol = self._fs.protocol
+        protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+        self.is_http = bool(protocols & {"http", "https"})
+        self._is_local = "file" in protocols
+        self.workers = WORKERS if self._is_local else _REQUESTS
+
+    def get(self, key: str, max_size: int) -> bytes | None:
+        """Return the bytes of a file, None if there is none; raise `Corrupt` if there are more than `max_size`."""
+        from aiohttp import ClientError
+
+        path = f"{self._root}/{key}"
+        try:
+            with mapped_errors("read", f"{self.url}/{key}"):
+                try:
+                    if self._is_local:
+                        with open_file(path) as file:  # which does not wait for a pipe
+                            data = file.read(min(max_size, os.fstat(file.fileno()).st_size) + 1)
+                    else:
+                        data = self._fs.cat_file(path, 0, max_size + 1)
+                except FileNotFoundError:  # of fsspec, which gives no errno
+                    return None
+                except ClientError as error:
+                    failure = f"can't read {self.url}/{key}: {error}"
+                    raise Unavailable(f"{failure}; check the URL and the server, or try again") from error
+        except NotFound:
+            if self._is_local and os.path.islink(path):
+                raise NotFound(
+                    f"{self.url}/{key} is a symbolic link to a file that does not exist; restore that file"
+                ) from None
+            return None
+        if len(data) > max_size:
+            raise Corrupt(
+                f"{self.url}/{key} has more than {max_size} bytes, more than its array's codecs can write"
+            )
+        return data
+
+    def size(self, key: str) -> int | None:
+        """Return the size of a file in bytes, None if there is none."""
+        with mapped_errors("look up", f"{self.url}/{key}"):
+            try:
+                return int(self._fs.info(f"{self._root}/{key}")["size"])
+            except FileNotFoundError:
+                return None
+
+    def names(self, key: str) -> list[str]:
+        """Return the sorted names of the folders below a folder; raise `NotFound` if there is no such folder."""
+        path = f"{self._root}/{key}".rstrip("/")
+        with mapped_errors("list", f"{self.url}/{key}"):
+            entries = self._fs.ls(path, detail=True)
+        folders = (
+            e["name"].rstrip("/")
+            for e in entries
+            if e["type"] == "directory" or (e.get("islink") and os.path.isdir(e["name"]))
+        )
+        return sorted({name.rpartition("/")[2] for name in folders})
+
+    def files(self, key: str, depth: int) -> Iterator[str] | None:
+        """Return the paths of the files at most `depth` folders below a folder, relative to it, in any order.
+
+        Return None for a server that can't list its files.
+        """
+        if self.is_http:
+            return None
+        top = f"{self._root}/{key}".rstrip("/")
+        if self._is_local:
+            return self._local_files(top, "", depth)
+        with mapped_errors("list", f"{self.url}/{key}"):
+            paths = self._fs.find(top)
+        if not all(path.startswith(f"{top}/") for path in paths):
+            return None  # its names are not those by which it finds files
+        return (path[len(top) + 1 :] for path in paths)
+
+    def _local_files(self, top: str, below: str, depth: int) -> Iterator[str]:
+        with mapped_errors("list", f"{top}/{below}"), os.scandir(f"{top}/{below}") as entries:
+            for entry in entries:
+                if not entry.is_dir():  # also a link to a file that does not exist
+                    yield below + entry.name
+                elif depth:
+                    yield from self._local_files(top, f"{below}{entry.name}/", depth - 1)
+
+    def is_link(self, key: str) -> bool:
+        """Return whether a folder is a symbolic link, below which there could be itself."""
+        return self._is_local and os.path.islink(f"{self._root}/{key}")
