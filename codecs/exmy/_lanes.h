@@ -306,6 +306,13 @@ static void LANE(join16)(const uint8_t *low, const uint8_t *high, size_t n, code
         out[i] = (uint16_t)(low[i] | (uint16_t)(high[i] << 8));
 }
 
+/* Joins codes from their upper 8 bits and their `rest` lower bits. */
+static void LANE(join_at)(const uint8_t *upper, const uint8_t *lower, size_t n, unsigned rest, code16 *out)
+{
+    for (size_t i = 0; i < n; i++)
+        out[i] = (uint16_t)((uint16_t)(upper[i] << rest) | lower[i]);
+}
+
 /* Pack and unpack a plane of whole tiles: bits shift … shift+P-1 of 256 codes, in 32*P bytes. They work on words of
  * eight bytes, because a mask after each shift removes the bits that enter from a neighbouring byte. */
 #define DEFINE_PLANE(P, FIELD)                                                                               \
@@ -366,7 +373,7 @@ static const lanes LANE(table) = {
 #endif
     LANE(widen_f16),    LANE(widen_bf16),   LANE(widen_f32),   LANE(narrow_f64),
     LANE(narrow_f16),   LANE(narrow_bf16),  LANE(peak16),       LANE(peak32),      LANE(peak64),
-    LANE(split16),      LANE(join16),
+    LANE(split16),      LANE(join16),      LANE(join_at),
     LANE(scale_f32),    LANE(scale_f64),    LANE(scale_each_f32), LANE(scale_each_f64),
     LANE(noise_f32),    LANE(noise_f64),    LANE(energy_f32),  LANE(energy_f64),
     {LANE(pack_plane4), LANE(pack_plane2), LANE(pack_plane1)},
