@@ -141,14 +141,17 @@ static void decode_groups(const lanes *l, spec s, int kind, const groups *g, int
     const decoder d = decoder_of(l, &s, kind, g);
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK, step = streaming ? TILE : BLOCK;
-        if (in_planes)
+        const uint8_t *codes = (const uint8_t *)r.codes;
+        if (s.bits == 8)
+            codes = src + i;
+        else if (in_planes)
             unpack_planes(l, src + i, src + packed_bytes(n, 8) + packed_bytes(i, s.bits - 8), m, s.bits, &r);
         else
             unpack_block(l, src + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
         for (size_t j = 0; j < m; j += step) {
             const size_t k = m - j < step ? m - j : step;
             uint8_t *to = dst + (i + j) * size, *out = streaming ? (uint8_t *)piece : to;
-            decode_run(l, &s, kind, g, &d, (const uint8_t *)r.codes + j * code_size, i + j, k, &r, out);
+            decode_run(l, &s, kind, g, &d, codes + j * code_size, i + j, k, &r, out);
             if (streaming)
                 stream(to, out, k * size);
         }
