@@ -132,9 +132,7 @@ class Snapshot:
     ) -> npt.NDArray[Any] | None:
         """Return what `view.read(out)` returns if its chunks are local and of at most `limit` bytes, else None.
 
-        Blocking.
-
-        Return None if the read fails, too: `Array.read` raises the error. Raise `InvalidArgument` for an
+        Blocking. Return None if the read fails, too: `Array.read` raises the error. Raise `InvalidArgument` for an
         unsuitable `out`.
         """
         storage = self._log.storage

@@ -257,9 +257,20 @@ def merge_zeros(bits: int, packed: Array, count: int) -> None:
 
 
 def decode_groups(
-    kind: Kind, layout: Layout, groups: Groups, first: int, scales: Array, packed: Array, out: Array
+    kind: Kind,
+    layout: Layout,
+    groups: Groups,
+    first: int,
+    scales: Array,
+    packed: Array,
+    out: Array,
+    *,
+    in_planes: bool = False,
 ) -> None:
     """See kernels.decode_groups; a float64 represents every product exactly, so each is rounded only once."""
+    if in_planes:
+        end, planes, packed = -(-out.size // 8) * 8, packed, np.empty_like(packed)
+        join_planes(layout.bits, planes[:end], planes[end:], out.size, packed)
     for start, stop in _blocks(out.size):
         codes = reference.unpack(packed[_byte_range(start, stop, layout.bits)], layout.bits, stop - start)
         group = groups.index(first + start, first + stop)

@@ -294,6 +294,17 @@ async def test_a_bias_is_searched_once_in_a_pass_that_also_counts_exponents(
     assert reads.bytes == {"w": 2 * x.nbytes}  # the search, which needs one pass here, and the encoding
 
 
+async def test_codes_with_a_checksum_of_their_own_are_those_of_plain_codes(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": values(40, 64)}, 0)
+    plain = await tstore.quantize(tmp_path, "e3m2", tag="plain")
+    rule = {"w": [{"name": "exmy", "configuration": {"format": "e3m2"}}, {"name": "crc32c"}]}
+    checked = await tstore.quantize(tmp_path, rule, at="step/0", tag="checked")
+    assert checked.arrays[0].sqnr == plain.arrays[0].sqnr
+    assert checked.arrays[0].bytes_after == plain.arrays[0].bytes_after + 4
+    restored = [await tstore.restore(tmp_path, at=tag) for tag in ("plain", "checked")]
+    assert np.array_equal(restored[0]["w"], restored[1]["w"])
+
+
 # ---- the format of each array
 
 

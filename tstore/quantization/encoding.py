@@ -220,25 +220,25 @@ async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box], 
     sources = await in_threads(lambda box: box.output.values.read(box.region), batch)
     pairs = list(zip(batch, sources, strict=True))
     plain = [(box, x) for box, x in pairs if _is_plain(box.output.meta)]
-    encoded = await _encoded_jobs(plain, memory) if plain else []
-    jobs = {id(box): job for (box, _), job in zip(plain, encoded, strict=True)}
-    entries = [
-        (box, jobs.get(id(box)) or WriteJob(box.output.values.path, box.output.meta, [(box.first, x)]), x)
-        for box, x in pairs
-    ]
+    encoded = iter(await _encoded_jobs(plain, memory) if plain else [])
+    entries = [(box, next(encoded) if _is_plain(box.output.meta) else _job_of(box, x), x) for box, x in pairs]
     await packs.write([job for _, job, _ in entries])
     for box, job, _ in entries:
         box.output.rows += job.rows
-    others = [entry for entry in entries if id(entry[0]) not in jobs]
-    if packed := [entry for entry in others if is_packed(entry[1].meta)]:
-        await _measure(storage, packed)
-    if lossless := [entry for entry in others if not is_packed(entry[1].meta)]:
+    if compressed := [e for e in entries if is_packed(e[1].meta) and not _is_plain(e[1].meta)]:
+        await _measure(storage, compressed)
+    if lossless := [e for e in entries if not is_packed(e[1].meta)]:
         await _check_lossless(storage, lossless)
 
 
+def _job_of(box: _Box, x: npt.NDArray[Any]) -> WriteJob:
+    """Return the job that encodes and writes a box with these values."""
+    return WriteJob(box.output.values.path, box.output.meta, [(box.first, x)])
+
+
 def _is_plain(meta: ArrayMeta) -> bool:
-    """Return whether chunks are in an eXmY format and not compressed."""
-    return is_packed(meta) and meta.chain.fixed_length is not None
+    """Return whether chunks are in an eXmY format, and no other codec follows."""
+    return is_packed(meta) and len(meta.chain.documents) == 1
 
 
 async def _encoded_jobs(boxes: Sequence[tuple[_Box, npt.NDArray[Any]]], memory: ReusedMemory) -> list[WriteJob]:
