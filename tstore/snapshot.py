@@ -15,7 +15,7 @@ from tstore.data.encoded_chunks import Deliver, read_encoded
 from tstore.data.exmy_chunks import PackedRegion, read_packed
 from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.planning import ReadPlan, planned_bytes, read_plan
-from tstore.data.reader import is_small, read_chunks, read_small
+from tstore.data.reader import SMALL, chunk_bytes, is_local, read_chunks, read_local
 from tstore.data.shared_reads import SharedReads
 from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired, TStoreError
 from tstore.format.arguments import quote
@@ -122,10 +122,17 @@ class Snapshot:
         node = array_node(self._tree, path, self.location)
         await guard_expiry(self._log, self.version, self._reads.read(ReadJob(path, meta, node, selection, out)))
 
-    def read_in_this_thread(self, view: Array, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any] | None:
-        """Return what `view.read(out)` returns if its chunks are few and local, else None. Blocking.
+    @property
+    def is_local(self) -> bool:
+        """Whether reading takes little more time than copying memory."""
+        return is_local(self._log.storage)
 
-        Return None if the read fails, too: `Array.read` raises the error. Raise `InvalidArgument` for an
+    def read_in_this_thread(
+        self, view: Array, out: npt.NDArray[Any] | None = None, limit: int = SMALL
+    ) -> npt.NDArray[Any] | None:
+        """Return what `view.read(out)` returns if its chunks are local and of at most `limit` bytes, else None.
+
+        Blocking. Return None if the read fails, too: `Array.read` raises the error. Raise `InvalidArgument` for an
         unsuitable `out`.
         """
         storage = self._log.storage
@@ -133,10 +140,10 @@ class Snapshot:
         try:
             node = array_node(self._tree, path, self.location)
             selection = shown.selection()
-            if not is_small(storage, node.meta, selection):
+            if not is_local(storage) or chunk_bytes(node.meta, selection) > limit:
                 return None
             read = read_of(view, out)
-            read_small(storage, ReadJob(path, read.meta, node, selection, read.target))
+            read_local(storage, ReadJob(path, read.meta, node, selection, read.target))
             return read.finished()
         except TStoreError:
             return None

@@ -244,6 +244,43 @@ static void unpack_block(const lanes *l, const uint8_t *in, size_t n, int bits, 
     l->join16(r->low, r->high, n, codes);
 }
 
+/* Unpacks a block of codes in planes into r->codes. */
+static void unpack_planes(const lanes *l, const uint8_t *upper, const uint8_t *lower, size_t n, int bits, scratch *r)
+{
+    const int rest = bits - 8;
+    unpack_bytes(l, lower, n, rest, TILE / 8 * (size_t)rest, r->low);
+    l->join_at(upper, r->low, n, (unsigned)rest, r->codes);
+}
+
+/* Copy packed codes of more than 8 bits to or from two planes: the upper 8 bits of all codes, and the lower bits, each
+ * packed as codes of so many bits. */
+static void split_planes(const lanes *l, int bits, const uint8_t *src, size_t n, uint8_t *upper, uint8_t *lower)
+{
+    scratch r;
+    const int rest = bits - 8;
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        unpack_block(l, src + packed_bytes(i, bits), m, bits, &r, r.codes);
+        for (size_t j = 0; j < m; j++) {
+            r.high[j] = (uint8_t)(r.codes[j] >> rest);
+            r.low[j] = (uint8_t)(r.codes[j] & ((1u << rest) - 1));
+        }
+        pack_bytes(l, r.high, m, 8, TILE, upper + i);
+        pack_bytes(l, r.low, m, rest, TILE / 8 * (size_t)rest, lower + packed_bytes(i, rest));
+    }
+}
+
+static void join_planes(const lanes *l, int bits, const uint8_t *upper, const uint8_t *lower, size_t n, uint8_t *dst)
+{
+    scratch r;
+    const int rest = bits - 8;
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        unpack_planes(l, upper + i, lower + packed_bytes(i, rest), m, bits, &r);
+        pack_block(l, r.codes, m, bits, &r, dst + packed_bytes(i, bits));
+    }
+}
+
 /* Copies with non-temporal stores, for outputs too large to stay in the caches. Callers copy a tile at a time, so that
  * the stores overlap with decoding the next tile. */
 static void stream(uint8_t *dst, const uint8_t *src, size_t n)

@@ -154,6 +154,50 @@ static PyObject *py_unpack(PyObject *self, PyObject *args)
     return py_repack(args, 0);
 }
 
+static PyObject *py_planes(PyObject *args, int joining)
+{
+    int level, bits;
+    Py_ssize_t count;
+    Py_buffer first, second, third;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, joining ? "iiny*y*w*" : "iiny*w*w*", &level, &bits, &count, &first, &second, &third))
+        return NULL;
+    const lanes *l = lanes_of(level);
+    const Py_buffer *packed = joining ? &third : &first, *upper = joining ? &first : &second;
+    const Py_buffer *lower = joining ? &second : &third;
+    if (l == NULL)
+        ;
+    else if (count < 0 || bits <= 8 || bits > 16)
+        PyErr_SetString(PyExc_ValueError, "count is negative, or bits are not 9 ... 16");
+    else if (check_length("packed", packed->len, packed_bytes((size_t)count, bits)) &&
+             check_length("upper", upper->len, packed_bytes((size_t)count, 8)) &&
+             check_length("lower", lower->len, packed_bytes((size_t)count, bits - 8))) {
+        Py_BEGIN_ALLOW_THREADS;
+        if (joining)
+            join_planes(l, bits, upper->buf, lower->buf, (size_t)count, packed->buf);
+        else
+            split_planes(l, bits, packed->buf, (size_t)count, upper->buf, lower->buf);
+        Py_END_ALLOW_THREADS;
+        result = Py_BuildValue("");
+    }
+    PyBuffer_Release(&first);
+    PyBuffer_Release(&second);
+    PyBuffer_Release(&third);
+    return result;
+}
+
+static PyObject *py_split_planes(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return py_planes(args, 0);
+}
+
+static PyObject *py_join_planes(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return py_planes(args, 1);
+}
+
 static PyObject *py_peak(PyObject *self, PyObject *args)
 {
     int level, kind;
@@ -192,13 +236,13 @@ static int check_scales(const groups *g, Py_ssize_t bytes, size_t n)
 
 static PyObject *py_grouped(PyObject *args, int encoding)
 {
-    int level, kind, x, y, bias, one_zero;
+    int level, kind, x, y, bias, option; /* one_zero of encode_groups, in_planes of decode_groups */
     groups g;
     Py_ssize_t length, inner, first;
     Py_buffer scales, src, dst;
     PyObject *result = NULL;
-    if (!PyArg_ParseTuple(args, encoding ? "iiiiipnnny*y*w*p" : "iiiiipnnny*y*w*", &level, &kind, &x, &y, &bias,
-                          &g.wide, &length, &inner, &first, &scales, &src, &dst, &one_zero))
+    if (!PyArg_ParseTuple(args, "iiiiipnnny*y*w*p", &level, &kind, &x, &y, &bias, &g.wide, &length, &inner, &first,
+                          &scales, &src, &dst, &option))
         return NULL;
     g.length = (size_t)length, g.inner = (size_t)inner, g.first = (size_t)first, g.scales = scales.buf;
     const lanes *l = lanes_of(level);
@@ -209,9 +253,9 @@ static PyObject *py_grouped(PyObject *args, int encoding)
             int finite = 1;
             Py_BEGIN_ALLOW_THREADS;
             if (encoding)
-                finite = encode_groups(l, spec_of(x, y, bias, 0), kind, &g, one_zero, src.buf, n, dst.buf);
+                finite = encode_groups(l, spec_of(x, y, bias, 0), kind, &g, option, src.buf, n, dst.buf);
             else
-                decode_groups(l, spec_of(x, y, bias, 0), kind, &g, src.buf, n, dst.buf);
+                decode_groups(l, spec_of(x, y, bias, 0), kind, &g, option && x + y >= 8, src.buf, n, dst.buf);
             Py_END_ALLOW_THREADS;
             result = encoding ? PyBool_FromLong(finite) : Py_BuildValue("");
         }
@@ -255,12 +299,14 @@ static PyMethodDef methods[] = {
      "round(level, kind, x, y, bias, saturate, src, out) -> (count, first) of non-finite values."},
     {"pack", py_pack, METH_VARARGS, "pack(level, bits, count, codes, out)."},
     {"unpack", py_unpack, METH_VARARGS, "unpack(level, bits, count, packed, out)."},
+    {"split_planes", py_split_planes, METH_VARARGS, "split_planes(level, bits, count, packed, upper, lower)."},
+    {"join_planes", py_join_planes, METH_VARARGS, "join_planes(level, bits, count, upper, lower, packed)."},
     {"peak", py_peak, METH_VARARGS, "peak(level, kind, src) -> (largest magnitude, count, first)."},
     {"encode_groups", py_encode_groups, METH_VARARGS,
      "encode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, src, out, one_zero) -> whether all "\
      "scaled values are finite."},
     {"decode_groups", py_decode_groups, METH_VARARGS,
-     "decode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, packed, out)."},
+     "decode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, packed, out, in_planes)."},
     SEARCH_METHODS,
     ARRAY_METHODS,
     {NULL, NULL, 0, NULL},

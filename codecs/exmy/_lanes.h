@@ -174,24 +174,28 @@ static void LANE(look_up)(const uint8_t *codes, size_t n, const code16 *table, c
  * bits, and a difference of biases is part of the factor. */
 #if LANE_HAS_F16C
 #define DEFINE_HALVES(NAME, CODE, LOAD)                                                                      \
+    static INLINE void LANE(NAME##_16)(const CODE *from, __m128i rise, __m128i drop, __m256i fields, __m256 by, float *to) \
+    {                                                                                                        \
+        const __m256i half = _mm256_and_si256(_mm256_sra_epi16(_mm256_sll_epi16(LOAD, rise), drop), fields); \
+        const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(half));                                    \
+        const __m256 high = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));                              \
+        _mm256_storeu_ps(to, _mm256_mul_ps(low, by));                                                        \
+        _mm256_storeu_ps(to + 8, _mm256_mul_ps(high, by));                                                   \
+    }                                                                                                        \
     static void LANE(NAME)(const CODE *codes, size_t n, const spec *s, float factor, float32_bits *out)      \
     {                                                                                                        \
         const __m128i rise = _mm_cvtsi32_si128(16 - s->bits), drop = _mm_cvtsi32_si128(5 - s->exponent_bits); \
         const __m256i fields = _mm256_set1_epi16((short)(0x8000 | ((1 << (10 + s->exponent_bits)) - 1)));    \
         const __m256 by = _mm256_set1_ps(factor);                                                            \
-        CODE last[16] = {0};                                                                                 \
-        float values[16];                                                                                    \
-        for (size_t i = 0; i < n; i += 16) {                                                                 \
-            const size_t m = n - i < 16 ? n - i : 16;                                                        \
-            const CODE *from = m < 16 ? memcpy(last, codes + i, m * sizeof *last) : codes + i;               \
-            float *to = m < 16 ? values : (float *)(out + i);                                                \
-            const __m256i half = _mm256_and_si256(_mm256_sra_epi16(_mm256_sll_epi16(LOAD, rise), drop), fields); \
-            const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(half));                                \
-            const __m256 high = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));                          \
-            _mm256_storeu_ps(to, _mm256_mul_ps(low, by));                                                    \
-            _mm256_storeu_ps(to + 8, _mm256_mul_ps(high, by));                                               \
-            if (m < 16)                                                                                      \
-                memcpy(out + i, values, m * sizeof *values);                                                 \
+        const size_t whole = n / 16 * 16;                                                                    \
+        for (size_t i = 0; i < whole; i += 16)                                                               \
+            LANE(NAME##_16)(codes + i, rise, drop, fields, by, (float *)(out + i));                          \
+        if (whole < n) {                                                                                     \
+            CODE last[16] = {0};                                                                             \
+            float values[16];                                                                                \
+            memcpy(last, codes + whole, (n - whole) * sizeof *last);                                         \
+            LANE(NAME##_16)(last, rise, drop, fields, by, values);                                           \
+            memcpy(out + whole, values, (n - whole) * sizeof *values);                                       \
         }                                                                                                    \
     }
 DEFINE_HALVES(halves8_f32, uint8_t, _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from)))
@@ -306,6 +310,22 @@ static void LANE(join16)(const uint8_t *low, const uint8_t *high, size_t n, code
         out[i] = (uint16_t)(low[i] | (uint16_t)(high[i] << 8));
 }
 
+/* Joins codes from their upper 8 bits and their `rest` lower bits. */
+static void LANE(join_at)(const uint8_t *upper, const uint8_t *lower, size_t n, unsigned rest, code16 *out)
+{
+    size_t i = 0;
+#if LANE_HAS_F16C
+    const __m128i rise = _mm_cvtsi32_si128((int)rest);
+    for (; i + 16 <= n; i += 16) {
+        const __m256i high = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(upper + i)));
+        const __m256i low = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(lower + i)));
+        _mm256_storeu_si256((__m256i *)(out + i), _mm256_or_si256(_mm256_sll_epi16(high, rise), low));
+    }
+#endif
+    for (; i < n; i++)
+        out[i] = (uint16_t)((uint16_t)(upper[i] << rest) | lower[i]);
+}
+
 /* Pack and unpack a plane of whole tiles: bits shift … shift+P-1 of 256 codes, in 32*P bytes. They work on words of
  * eight bytes, because a mask after each shift removes the bits that enter from a neighbouring byte. */
 #define DEFINE_PLANE(P, FIELD)                                                                               \
@@ -366,7 +386,7 @@ static const lanes LANE(table) = {
 #endif
     LANE(widen_f16),    LANE(widen_bf16),   LANE(widen_f32),   LANE(narrow_f64),
     LANE(narrow_f16),   LANE(narrow_bf16),  LANE(peak16),       LANE(peak32),      LANE(peak64),
-    LANE(split16),      LANE(join16),
+    LANE(split16),      LANE(join16),      LANE(join_at),
     LANE(scale_f32),    LANE(scale_f64),    LANE(scale_each_f32), LANE(scale_each_f64),
     LANE(noise_f32),    LANE(noise_f64),    LANE(energy_f32),  LANE(energy_f64),
     {LANE(pack_plane4), LANE(pack_plane2), LANE(pack_plane1)},

@@ -76,6 +76,7 @@ typedef struct {
     uint64_t (*peak64)(const float64_bits *, size_t);
     void (*split16)(const code16 *, size_t, uint8_t *, uint8_t *);
     void (*join16)(const uint8_t *, const uint8_t *, size_t, code16 *);
+    void (*join_at)(const uint8_t *, const uint8_t *, size_t, unsigned, code16 *);
     void (*scale_f32)(const float32_value *, size_t, float, float32_value *);
     void (*scale_f64)(const float64_value *, size_t, double, float64_value *);
     void (*scale_each_f32)(const float32_value *, size_t, const float32_value *, float32_value *);

@@ -128,10 +128,10 @@ static void decode_run(const lanes *l, const spec *s, int kind, const groups *g,
         narrow_single(l, kind, (const float32_bits *)scaled, n, out);
 }
 
-/* Writes the values of packed codes times the scales, rounded once to the kind of dst. If that is float16 or bfloat16
+/* Writes the values of packed codes, or of codes in planes, times the scales, rounded once to the kind of dst. If that is float16 or bfloat16
  * and not `wide`, float32 must represent every product exactly. */
-static void decode_groups(const lanes *l, spec s, int kind, const groups *g, const uint8_t *src, size_t n,
-                          uint8_t *dst)
+static void decode_groups(const lanes *l, spec s, int kind, const groups *g, int in_planes, const uint8_t *src,
+                          size_t n, uint8_t *dst)
 {
     scratch r;
     uint64_t piece[TILE];
@@ -141,11 +141,17 @@ static void decode_groups(const lanes *l, spec s, int kind, const groups *g, con
     const decoder d = decoder_of(l, &s, kind, g);
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK, step = streaming ? TILE : BLOCK;
-        unpack_block(l, src + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
+        const uint8_t *codes = (const uint8_t *)r.codes;
+        if (s.bits == 8)
+            codes = src + i;
+        else if (in_planes)
+            unpack_planes(l, src + i, src + packed_bytes(n, 8) + packed_bytes(i, s.bits - 8), m, s.bits, &r);
+        else
+            unpack_block(l, src + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
         for (size_t j = 0; j < m; j += step) {
             const size_t k = m - j < step ? m - j : step;
             uint8_t *to = dst + (i + j) * size, *out = streaming ? (uint8_t *)piece : to;
-            decode_run(l, &s, kind, g, &d, (const uint8_t *)r.codes + j * code_size, i + j, k, &r, out);
+            decode_run(l, &s, kind, g, &d, codes + j * code_size, i + j, k, &r, out);
             if (streaming)
                 stream(to, out, k * size);
         }

@@ -126,6 +126,22 @@ def unpack(bits: int, packed: Array, out: Array) -> None:
         out[start:stop] = reference.unpack(packed[_byte_range(start, stop, bits)], bits, stop - start)
 
 
+def split_planes(bits: int, packed: Array, count: int, upper: Array, lower: Array) -> None:
+    for start, stop in _blocks(count):
+        codes = reference.unpack(packed[_byte_range(start, stop, bits)], bits, stop - start)
+        for plane, width, part in ((upper, 8, codes >> (bits - 8)), (lower, bits - 8, codes % (1 << (bits - 8)))):
+            plane[_byte_range(start, stop, width)] = reference.pack(part, width)
+
+
+def join_planes(bits: int, upper: Array, lower: Array, count: int, packed: Array) -> None:
+    for start, stop in _blocks(count):
+        high, low = (
+            reference.unpack(plane[_byte_range(start, stop, width)], width, stop - start)
+            for plane, width in ((upper, 8), (lower, bits - 8))
+        )
+        packed[_byte_range(start, stop, bits)] = reference.pack(high << (bits - 8) | low, bits)
+
+
 def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
     """See kernels.peak."""
     largest = 0.0
@@ -241,9 +257,20 @@ def merge_zeros(bits: int, packed: Array, count: int) -> None:
 
 
 def decode_groups(
-    kind: Kind, layout: Layout, groups: Groups, first: int, scales: Array, packed: Array, out: Array
+    kind: Kind,
+    layout: Layout,
+    groups: Groups,
+    first: int,
+    scales: Array,
+    packed: Array,
+    out: Array,
+    *,
+    in_planes: bool = False,
 ) -> None:
     """See kernels.decode_groups; a float64 represents every product exactly, so each is rounded only once."""
+    if in_planes:
+        end, planes, packed = -(-out.size // 8) * 8, packed, np.empty_like(packed)
+        join_planes(layout.bits, planes[:end], planes[end:], out.size, packed)
     for start, stop in _blocks(out.size):
         codes = reference.unpack(packed[_byte_range(start, stop, layout.bits)], layout.bits, stop - start)
         group = groups.index(first + start, first + stop)

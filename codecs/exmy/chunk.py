@@ -118,8 +118,10 @@ class ChunkCodec:
             _HEADER.pack_into(data.data, 0, f.bias)
             encode_packed(x, f, out=data[header_size:])
             return data
-        out = data[header_size:]
+        out = np.empty(size - header_size, np.uint8) if self._has_planes else data[header_size:]
         q = quantize(x, f, self.axis, self.block, self.scale, importance=importance, out=out)
+        if self._has_planes:
+            kernels.split_planes(f.bits, out, x.size, *_planes(data[header_size:], x.size))
         base = int(q.offsets.min()) if q.offsets.size else 0
         _HEADER.pack_into(data.data, 0, q.format.bias + base)
         parameters = np.empty(0, np.uint8)  # a fixed scale is in the configuration
@@ -144,7 +146,7 @@ class ChunkCodec:
         return self.to_quantized(data, shape, dtype).dequantize(dtype, out=out)
 
     def to_quantized(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Quantized:
-        """Return an encoded chunk as `exmy.Quantized`, without copying the codes from `data`.
+        """Return an encoded chunk as `exmy.Quantized`, without copying the codes from `data` unless in planes.
 
         `dtype`: the dtype before encoding. Raise as `decode` does.
         """
@@ -157,11 +159,13 @@ class ChunkCodec:
             raise SizeError(
                 f"a chunk of shape {tuple(shape)} in {self} is {fault}: {view.size} bytes, expected {size}"
             )
-        return self._parse(view[:header_size], view[header_size:], groups, output_kind(dtype).name.lower())
+        codes = self._packed(view[header_size:], math.prod(shape))
+        return self._parse(view[:header_size], codes, groups, output_kind(dtype).name.lower())
 
     def slice(self, shape: tuple[int, ...], start: int, stop: int) -> ChunkSlice:
         """Return the position in a chunk of the elements start ... stop-1 (in C order), widened to whole tiles.
 
+        With a number as the scale, codes of more than 8 bits have only one slice, the whole chunk.
         Raise `SizeError` unless 0 <= start <= stop <= the number of elements.
         """
         groups, count = self._groups(shape), math.prod(shape)
@@ -171,10 +175,25 @@ class ChunkCodec:
         high = min(-(-stop // TILE) * TILE, count) if stop > start else low
         header_size, bits = self._header_size(groups), self.format.bits
         first_byte, end_byte = (header_size + packed_size(count, bits) for count in (low, high))
+        if self._has_planes and stop > start:
+            low, high, first_byte, end_byte = 0, count, header_size, self.size(shape)
         return ChunkSlice(self, groups, low, high, header_size, first_byte, end_byte)
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in self.configuration.items())
+
+    @property
+    def _has_planes(self) -> bool:
+        """Whether the upper 8 bits of all codes precede the lower bits."""
+        return isinstance(self.scale, float) and self.format.bits > 8
+
+    def _packed(self, codes: Array, count: int) -> Array:
+        """Return the packed codes of a chunk: those after the header, or if these are in planes, a copy."""
+        if not self._has_planes or not count:
+            return codes
+        packed = np.empty(codes.size, np.uint8)
+        kernels.join_planes(self.format.bits, *_planes(codes, count), count, packed)
+        return packed
 
     def _groups(self, shape: tuple[int, ...]) -> Groups:
         return Groups.from_shape(tuple(shape), self.axis, self.block)
@@ -222,6 +241,7 @@ class _KnownChunk:
     Parsing a header anew takes as long as decoding 100,000 values.
     """
 
+    codec: ChunkCodec
     dtype: np.dtype[Any]
     quantized: Quantized
     size: int
@@ -239,8 +259,9 @@ class _KnownChunk:
         """Decode a chunk for which `fits` is true into `out`, and return it."""
         kind = kind_of(self.dtype)
         assert self.scales is not None
-        target, packed = builtin_view(out.reshape(-1), kind), data[len(self.header) :]
-        kernels.decode_groups(kind, self.layout, self.quantized.groups, 0, self.scales, packed, target)
+        target, codes = builtin_view(out.reshape(-1), kind), data[len(self.header) :]
+        groups, in_planes = self.quantized.groups, self.codec._has_planes
+        kernels.decode_groups(kind, self.layout, groups, 0, self.scales, codes, target, in_planes=in_planes)
         if needs_clamping(self.quantized, kind):
             clamp_infinities(target, kind)
         return out
@@ -254,7 +275,7 @@ def _known_chunk(codec: ChunkCodec, shape: tuple[int, ...], dtype: np.dtype[Any]
     scale, no_codes = fixed_scale(float(codec.scale), groups), np.empty(0, np.uint8)
     q = Quantized(f, groups, np.zeros(groups.counts, np.int16), scale, no_codes, native.name)
     layout, scales = decoding(q, kind_of(native))
-    return _KnownChunk(native, q, codec.size(shape), header, layout, scales)
+    return _KnownChunk(codec, native, q, codec.size(shape), header, layout, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +310,7 @@ class ChunkSlice:
                 f"of codes; expected {self.header_size} and {self.end_byte - self.first_byte}"
             )
         native = output_dtype(dtype)
+        codes = self.codec._packed(codes, self.stop - self.start)
         q = self.codec._parse(header, codes, self.groups, native.name)
         out = np.empty(self.stop - self.start, native)
         kind: Kind = kind_of(native)
@@ -305,6 +327,12 @@ class ChunkSlice:
         if needs_clamping(q, kind):
             clamp_infinities(target, kind)
         return out
+
+
+def _planes(codes: Array, count: int) -> tuple[Array, Array]:
+    """Return the planes of the upper 8 bits and of the lower bits of `count` codes."""
+    end = packed_size(count, 8)
+    return codes[:end], codes[end:]
 
 
 def _bytes(data: Any) -> NDArray[np.uint8]:

@@ -15,7 +15,7 @@ from exmy.errors import NonFiniteError
 from exmy.format import Format, as_format
 from exmy.threads import PART_LENGTH, check_threads, run_parts
 
-__all__ = ["Exponents", "exponents"]
+__all__ = ["Exponents", "exponents", "exponents_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,10 +98,15 @@ def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Ex
 
     run_parts(count_part, ((low, min(low + step, elements.size)) for low in starts), threads)
     totals = rows.sum(axis=0)
-    counts, (zeros, nonfinite_count) = totals[:-2], totals[-2:].tolist()
-    if nonfinite_count and not saturate:
+    if totals[-1] and not saturate:
         _, count, first = kernels.peak(kind, elements)
         raise NonFiniteError(count, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
+    return exponents_of(totals)
+
+
+def exponents_of(totals: NDArray[np.int64]) -> Exponents:
+    """Return the histogram with the counts of `kernels.exponents`."""
+    counts, zeros = totals[:-2], int(totals[-2])
     indices = np.flatnonzero(counts)
     if not indices.size:
         return Exponents(0, np.zeros(0, np.int64), zeros)

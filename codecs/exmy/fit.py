@@ -95,6 +95,7 @@ class _Measurements(NamedTuple):
     peak: float
     nonfinite_count: int
     first_nonfinite: int
+    exponent_counts: Array | None
     signal: float
     errors: list[float]
 
@@ -116,11 +117,18 @@ class BiasFit:
 
     NaN and infinity count as 0. With `reports_noise`, the fit also has the signal, and the noise once a pass has
     measured it, be it one after the fit is done. Pieces may have importance; errors and the signal are then
-    weighted.
+    weighted. With `counts_exponents`, the first pass also counts the exponents, while a part is in the cache.
     """
 
     def __init__(
-        self, layout: Layout, kind: Kind, count: int, method: FitMethod | Literal["none"], *, reports_noise: bool
+        self,
+        layout: Layout,
+        kind: Kind,
+        count: int,
+        method: FitMethod | Literal["none"],
+        *,
+        reports_noise: bool,
+        counts_exponents: bool = False,
     ) -> None:
         self.bias = layout.bias
         self.done = False
@@ -130,7 +138,8 @@ class BiasFit:
         self.first_nonfinite = 0  # its index
         self.signal = 0.0  # the sum of squares, if `reports_noise`
         self._layout, self._kind, self._count, self._method = layout, kind, count, method
-        self._reports_noise = reports_noise
+        self._reports_noise, self._counts_exponents = reports_noise, counts_exponents
+        self.exponent_counts = np.zeros(kernels.EXPONENT_COUNT + 2, np.int64)  # as `kernels.exponents` counts
         self._peak = 0.0
         self._nonfinite_parts: set[int] = set()  # parts with non-finite elements
         self._incomplete: list[Array] = []  # the pieces of the last part, until it is complete
@@ -222,11 +231,6 @@ class BiasFit:
         end = self.added + piece.size
         first = int(np.searchsorted(self._starts, self.added - self._run_length, "right"))
         starts = self._starts[first : int(np.searchsorted(self._starts, end))] - self.added
-        whole = (starts >= 0) & (starts + self._run_length <= piece.size)
-        if whole.all() and starts.size:
-            runs = np.lib.stride_tricks.sliding_window_view(piece, self._run_length)[starts]
-            self._sample.append(runs.reshape(-1))
-            return
         for start in starts.tolist():
             self._sample.append(piece[max(start, 0) : start + self._run_length].copy())
 
@@ -244,6 +248,10 @@ class BiasFit:
         peak, nonfinite_count, first_nonfinite = 0.0, int(number in self._nonfinite_parts), 0
         if not self.passes:
             peak, nonfinite_count, first_nonfinite = kernels.peak(self._kind, part)
+        exponent_counts = None
+        if self._counts_exponents and not self.passes:
+            exponent_counts = np.zeros_like(self.exponent_counts)
+            kernels.exponents(self._kind, part, exponent_counts)
         if nonfinite_count:
             part = zero_nonfinite(part, self._kind)
             peak, _, _ = kernels.peak(self._kind, part)
@@ -252,7 +260,7 @@ class BiasFit:
         if self._reports_noise and not self.passes:
             signal = kernels.energy(self._kind, part) if weights is None else self._weighted_energy(part, weights)
         errors = self._squared_errors(part, weights, self._window) if self._window else []
-        return _Measurements(peak, nonfinite_count, first_nonfinite, signal, errors)
+        return _Measurements(peak, nonfinite_count, first_nonfinite, exponent_counts, signal, errors)
 
     def _accumulate(self, number: int, part: _Measurements) -> None:
         if not self.passes:
@@ -263,6 +271,8 @@ class BiasFit:
                 self.nonfinite_count += part.nonfinite_count
                 self._nonfinite_parts.add(number)
             self.signal += part.signal
+        if part.exponent_counts is not None:
+            self.exponent_counts += part.exponent_counts
         for bias, error in zip(self._window, part.errors, strict=True):
             self._errors[bias] = self._errors.get(bias, 0.0) + error
 

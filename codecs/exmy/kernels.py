@@ -43,6 +43,7 @@ __all__ = [
     "encode_groups",
     "energy",
     "exponents",
+    "join_planes",
     "level",
     "levels",
     "measure",
@@ -51,6 +52,7 @@ __all__ = [
     "peak",
     "peaks",
     "round",
+    "split_planes",
     "squared_errors",
     "unpack",
     "use",
@@ -185,6 +187,22 @@ def unpack(bits: int, packed: Array, out: Array) -> None:
         blockwise.unpack(bits, packed, out)
 
 
+def split_planes(bits: int, packed: Array, count: int, upper: Array, lower: Array) -> None:
+    """Write the upper 8 bits of packed codes, of 9 to 16 bits, and their lower bits, each packed."""
+    if _selection.native(count):
+        _kernels.split_planes(_selection.index, bits, count, packed, upper, lower)
+    else:
+        blockwise.split_planes(bits, packed, count, upper, lower)
+
+
+def join_planes(bits: int, upper: Array, lower: Array, count: int, packed: Array) -> None:
+    """Write the packed codes of which `split_planes` wrote the upper and lower bits."""
+    if _selection.native(count):
+        _kernels.join_planes(_selection.index, bits, count, upper, lower, packed)
+    else:
+        blockwise.join_planes(bits, upper, lower, count, packed)
+
+
 def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
     """Return the largest magnitude, the number of non-finite values, and the index of the first."""
     if _selection.native(src.size):
@@ -257,11 +275,8 @@ def best_factors(
     scales alone, so factors that cannot win are skipped.
     """
     if _selection.native(runs.size):
-        wide = scales.itemsize == 8
-        length = runs.shape[1]
-        _kernels.least(
-            _selection.index, kind, *layout, wide, rising, length, scales, factors, tries, runs, best, error
-        )
+        rows = scales.itemsize == 8, rising, runs.shape[1], scales
+        _kernels.least(_selection.index, kind, *layout, *rows, factors, tries, runs, best, error)
     else:
         blockwise.best_factors(kind, layout, runs, scales, factors, tries, best, error)
 
@@ -294,17 +309,13 @@ def encode_groups(
     values are known to be finite; if not, elements may be NaN or infinite.
     """
     if _selection.native(src.size):
-        wide = scales.itemsize == 8
+        run = scales.itemsize == 8, groups.length, groups.inner, first
         if seed is not None:
-            _kernels.stochastic_groups(
-                _selection.index, kind, *layout, wide, groups.length, groups.inner, first, seed, scales, src, out
-            )
+            _kernels.stochastic_groups(_selection.index, kind, *layout, *run, seed, scales, src, out)
             if one_zero:
                 blockwise.merge_zeros(layout.bits, out, src.size)
             return False
-        return _kernels.encode_groups(
-            _selection.index, kind, *layout, wide, groups.length, groups.inner, first, scales, src, out, one_zero
-        )
+        return _kernels.encode_groups(_selection.index, kind, *layout, *run, scales, src, out, one_zero)
     finite = blockwise.encode_groups(kind, layout, groups, first, scales, src, out, seed=seed)
     if one_zero:
         blockwise.merge_zeros(layout.bits, out, src.size)
@@ -312,9 +323,19 @@ def encode_groups(
 
 
 def decode_groups(
-    kind: Kind, layout: Layout, groups: Groups, first: int, scales: Array, packed: Array, out: Array
+    kind: Kind,
+    layout: Layout,
+    groups: Groups,
+    first: int,
+    scales: Array,
+    packed: Array,
+    out: Array,
+    *,
+    in_planes: bool = False,
 ) -> None:
     """Write the values of packed codes, times the scale of each element's group, into out.
+
+    With `in_planes`, `packed` has the two results of `split_planes`, one after the other.
 
     With float32 scales and a float16 or bfloat16 `out`, float32 must represent every product exactly, so that
     each is rounded only once.
@@ -322,10 +343,23 @@ def decode_groups(
     if _selection.native(out.size):
         wide = scales.itemsize == 8
         _kernels.decode_groups(
-            _selection.index, kind, *layout, wide, groups.length, groups.inner, first, scales, packed, out
+            _selection.index,
+            kind,
+            *layout,
+            wide,
+            groups.length,
+            groups.inner,
+            first,
+            scales,
+            packed,
+            out,
+            in_planes,
         )
-    else:
-        blockwise.decode_groups(kind, layout, groups, first, scales, packed, out)
+        return
+    if in_planes:
+        end, planes, packed = -(-out.size // 8) * 8, packed, np.empty_like(packed)
+        blockwise.join_planes(layout.bits, planes[:end], planes[end:], out.size, packed)
+    blockwise.decode_groups(kind, layout, groups, first, scales, packed, out)
 
 
 def exponents(kind: Kind, src: Array, out: Array) -> None:
@@ -358,7 +392,6 @@ def measure(
     kind of x: by `decode_groups` from position 0 on if there are scales, else by `decode`.
     """
     if _selection.native(x.size):
-        wide = scales is not None and scales.itemsize == 8
-        length, inner = groups.length, groups.inner
-        return _kernels.measure(_selection.index, kind, *layout, wide, length, inner, limit, scales, packed, x)
+        run = scales is not None and scales.itemsize == 8, groups.length, groups.inner
+        return _kernels.measure(_selection.index, kind, *layout, *run, limit, scales, packed, x)
     return blockwise.measure(kind, layout, groups, scales, limit, packed, x)

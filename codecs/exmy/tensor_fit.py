@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from exmy.elements import Kind, NonFinite, as_flat, saturates
 from exmy.errors import DtypeError, FormatError, NonFiniteError, SizeError
+from exmy.exponents import Exponents, exponents_of
 from exmy.fit import BiasFit
 from exmy.format import Format, as_format
 from exmy.importance import Importance
@@ -32,7 +33,8 @@ class TensorFit:
     "none" the bias of f. The result equals that of `Format.fit` and `quantize`; it depends neither on the slabs
     (which may differ between passes) nor on `threads`, the maximum number of threads. An empty or all-zero tensor
     keeps the bias of f. `nonfinite` is as for `encode`; with "saturate", only finite values count, also in `noise`
-    and `signal`. `measures`: "bias" leaves out `noise` and `signal`, which takes less time.
+    and `signal`. `measures`: "bias" leaves out `noise` and `signal`, which takes less time, and "exponents" counts
+    exponents instead of measuring them.
     """
 
     def __init__(
@@ -43,13 +45,13 @@ class TensorFit:
         *,
         nonfinite: NonFinite = "error",
         threads: int = 1,
-        measures: Literal["bias", "errors"] = "errors",
+        measures: Literal["bias", "errors", "exponents"] = "errors",
     ) -> None:
         if scale not in {"search", "max", "none"}:
             raise FormatError(f"scale is {scale!r}; expected 'search', 'max' or 'none'")
-        if measures not in {"bias", "errors"}:
-            raise FormatError(f"measures is {measures!r}; expected 'bias' or 'errors'")
-        self._measures_errors = measures == "errors"
+        if measures not in {"bias", "errors", "exponents"}:
+            raise FormatError(f"measures is {measures!r}; expected 'bias', 'errors' or 'exponents'")
+        self._measures = measures
         self._f, self._count, self._scale = as_format(f), check_count(count), scale
         self._saturates, self._threads = saturates(nonfinite), check_threads(threads)
         self._kind: Kind | None = None
@@ -57,7 +59,14 @@ class TensorFit:
         self._fit = self._start(Kind.FLOAT32)
 
     def _start(self, kind: Kind) -> BiasFit:
-        return BiasFit(self._f.layout, kind, self._count, self._scale, reports_noise=self._measures_errors)
+        return BiasFit(
+            self._f.layout,
+            kind,
+            self._count,
+            self._scale,
+            reports_noise=self._measures == "errors",
+            counts_exponents=self._measures == "exponents",
+        )
 
     def add(self, slab: Any, importance: Any = None) -> None:
         """Add the next elements of the pass, in C order: float16, bfloat16, float32 or float64 of any shape.
@@ -116,8 +125,20 @@ class TensorFit:
     @property
     def signal(self) -> float:
         """The sum of squares of all elements. Raise `SizeError` before the first pass, or if not measured."""
-        if not self._fit.passes or not self._measures_errors:
+        if not self._fit.passes or self._measures != "errors":
             raise SizeError(
                 "the signal is not known yet; measure errors, add the slabs of a pass and call end_pass"
             )
         return self._fit.signal
+
+    @property
+    def exponents(self) -> Exponents:
+        """The histogram of the exponents of all finite elements.
+
+        Raise `SizeError` before the first pass, or if not measured.
+        """
+        if not self._fit.passes or self._measures != "exponents":
+            raise SizeError(
+                "the exponents are not known yet; measure exponents, add the slabs of a pass and call end_pass"
+            )
+        return exponents_of(self._fit.exponent_counts)

@@ -111,14 +111,20 @@ def chunk_values(data: BYTES, shape: tuple[int, ...], configuration: str) -> lis
         factors = [Fraction(2) ** -delta for delta in data[8 : 8 + groups]]
     start = -(-(8 + size) // 8) * 8
     assert not any(data[8 + size : start])
-    decoded = codes(data[start:], 1 + x + y, math.prod(shape))
+    n, bits = math.prod(shape), 1 + x + y
+    if isinstance(how, float) and bits > 8:
+        middle, low = start + -(-n // 8) * 8, bits - 8
+        planes = codes(data[start:middle], 8, n), codes(data[middle:], low, n)
+        decoded = [u << low | lower for u, lower in zip(*planes, strict=True)]
+    else:
+        decoded = codes(data[start:], bits, n)
     elements = zip(np.ndindex(*shape), decoded, strict=True)
     return [value(code, x, y, stored) * factors[group_of(at, shape, axis, block)] for at, code in elements]
 
 
 CONFIGURATIONS: list[dict[str, Any]] = [
     {"format": name, **settings}
-    for name in ("e4m3", "e2m1", "e3m2", "e0m3", "e1m0", "e2m0", "e5m10", "e4m3b11", "e3m7")
+    for name in ("e4m3", "e2m1", "e3m2", "e0m3", "e1m0", "e2m0", "e5m10", "e4m3b11", "e3m7", "e2m6")
     for settings in (
         {},
         {"scale": "max", "axis": None, "block": None},

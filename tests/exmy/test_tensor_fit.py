@@ -166,3 +166,20 @@ def test_wrong_use():
     with pytest.raises(exmy.FormatError, match="scale the input"):
         whole(np.array([1e300]), "e0m7", "search")
     assert whole(np.array([1.5], ml_dtypes.bfloat16), "e3m2", "max").format.max >= 1.5
+
+
+@pytest.mark.parametrize("count", [1, 300, 2 * PART + 12_345])
+def test_exponents_are_counted_in_the_first_pass(count):
+    x = heavy(count)
+    x[count // 2] = np.nan
+    fit = fitted(x, "e4m3", "search", lambda n: [n // 3], nonfinite="saturate", measures="exponents")
+    expected = exmy.exponents(x, nonfinite="saturate")
+    assert (fit.exponents.lowest, fit.exponents.zeros) == (expected.lowest, expected.zeros)
+    np.testing.assert_array_equal(fit.exponents.counts, expected.counts)
+    assert fit.format == whole(x, "e4m3", "search", nonfinite="saturate").format
+
+
+def test_exponents_are_not_known_unless_counted():
+    for fit in (exmy.TensorFit("e4m3", 8, measures="exponents"), whole(heavy(8), "e4m3", "search")):
+        with pytest.raises(exmy.SizeError, match="exponents"):
+            _ = fit.exponents

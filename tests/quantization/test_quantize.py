@@ -202,12 +202,21 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes: dict[str, int] = {}
-        read_chunks = tstore.snapshot.read_chunks
+        read_chunks, read_local = tstore.snapshot.read_chunks, tstore.snapshot.read_local
+
+        def count(job: Any) -> None:
+            self.bytes[job.path] = self.bytes.get(job.path, 0) + job.out.nbytes
 
         async def counting(storage: Any, jobs: Any) -> None:
             for job in jobs:
-                self.bytes[job.path] = self.bytes.get(job.path, 0) + job.out.nbytes
+                count(job)
             await read_chunks(storage, jobs)
+
+        def counting_local(storage: Any, job: Any) -> None:
+            count(job)
+            read_local(storage, job)
+
+        monkeypatch.setattr("tstore.snapshot.read_local", counting_local)
 
         for module in ("tstore.snapshot", "tstore.data.shared_reads"):
             monkeypatch.setattr(f"{module}.read_chunks", counting)
@@ -229,12 +238,14 @@ async def test_values_are_read_once_where_memory_allows_and_the_result_is_the_sa
         "tiny": values(8, 128),
     }
     await tstore.save(tmp_path, tree, 0)
+    local = await tstore.quantize(tmp_path, **options, tag="local", memory=1 << 20)
+    monkeypatch.setattr("tstore.snapshot.is_local", lambda storage: False)
     reads = Reads(monkeypatch)
-    roomy = await tstore.quantize(tmp_path, **options, tag="roomy", memory=1 << 20)
+    roomy = await tstore.quantize(tmp_path, **options, at="step/0", tag="roomy", memory=1 << 20)
     assert reads.bytes == {path: x.nbytes for path, x in tree.items()}
-    results = [roomy]
+    results = [roomy, local]
     for memory in (0, 1 << 14, 70_000, 140_000):
-        results.append(await tstore.quantize(tmp_path, **options, tag=f"m{memory}", memory=memory))
+        results.append(await tstore.quantize(tmp_path, **options, at="step/0", tag=f"m{memory}", memory=memory))
     assert all(result.arrays == roomy.arrays for result in results)
     expected, *others = [await tstore.restore(tmp_path, at=r.version, packed=True) for r in results]
     for other in others:
@@ -243,15 +254,17 @@ async def test_values_are_read_once_where_memory_allows_and_the_result_is_the_sa
 
 
 @pytest.mark.parametrize(("options", "passes"), [({"bits": 5.0}, 2), ({"formats": "e3m2", "block": 32}, 2)])
-async def test_without_memory_large_arrays_are_read_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], passes: int
+@pytest.mark.parametrize("is_local", [True, False])
+async def test_large_arrays_are_read_twice_if_local_or_without_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], passes: int, is_local: bool
 ) -> None:
     for module in ("values", "encoding"):
         monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
     x = values(256, 128)
     await tstore.save(tmp_path, {"w": x}, 0)
+    monkeypatch.setattr("tstore.snapshot.is_local", lambda storage: is_local)
     reads = Reads(monkeypatch)
-    await tstore.quantize(tmp_path, **options, memory=0)
+    await tstore.quantize(tmp_path, **options, memory=1 << 20 if is_local else 0)
     assert reads.bytes == {"w": passes * x.nbytes}
 
 
@@ -279,6 +292,17 @@ async def test_a_bias_is_searched_once_in_a_pass_that_also_counts_exponents(
     await tstore.quantize(tmp_path, "e3m2", at="step/0", memory=0)
     assert fitted == ["e3m2"]
     assert reads.bytes == {"w": 2 * x.nbytes}  # the search, which needs one pass here, and the encoding
+
+
+async def test_codes_with_a_checksum_of_their_own_are_those_of_plain_codes(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": values(40, 64)}, 0)
+    plain = await tstore.quantize(tmp_path, "e3m2", tag="plain")
+    rule = {"w": [{"name": "exmy", "configuration": {"format": "e3m2"}}, {"name": "crc32c"}]}
+    checked = await tstore.quantize(tmp_path, rule, at="step/0", tag="checked")
+    assert checked.arrays[0].sqnr == plain.arrays[0].sqnr
+    assert checked.arrays[0].bytes_after == plain.arrays[0].bytes_after + 4
+    restored = [await tstore.restore(tmp_path, at=tag) for tag in ("plain", "checked")]
+    assert np.array_equal(restored[0]["w"], restored[1]["w"])
 
 
 # ---- the format of each array

@@ -6,7 +6,7 @@ straight into the result where the chunk's part of the result is contiguous. Of 
 blocks with selected values are read. Every block is verified while it is in the CPU's caches, before any value is
 decoded.
 
-A blocking read of a few local chunks is made in the calling thread (`read_small`), where it needs no other.
+A blocking read of local chunks can be made in the calling thread (`read_local`), where it needs no other.
 
 The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
 with a few threads, a remote server with many requests.
@@ -33,7 +33,10 @@ from tstore.runtime.pool import each, run
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache import forget
 
-__all__ = ["is_small", "new_values", "pack_reader", "read_chunks", "read_small"]
+__all__ = ["SMALL", "chunk_bytes", "is_local", "new_values", "pack_reader", "read_chunks", "read_local"]
+
+SMALL = 2 << 20
+"""Bytes of chunks up to which a blocking read makes no use of other threads."""
 
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 _MIN_ALIGNED = 64 << 10  # bytes of a result that begins at a page
@@ -76,22 +79,25 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> N
     await each(read, itertools.chain(first, batches), workers)
 
 
-def is_small(storage: Storage, meta: ArrayMeta, selection: Selection | PointSelection) -> bool:
-    """Return whether the chunks of a selection are few and local; then `read_small` takes less time."""
-    if storage.tuning.latency_bound or not storage.capabilities.native_io or isinstance(selection, PointSelection):
-        return False
-    return _size_of_chunks(meta, selection) <= _WORKER_SHARE
+def is_local(storage: Storage) -> bool:
+    """Return whether reading takes little more time than copying memory."""
+    return storage.capabilities.native_io and not storage.tuning.latency_bound
 
 
-def read_small(storage: Storage, job: ReadJob) -> None:
+def read_local(storage: Storage, job: ReadJob) -> None:
     """Fill the `out` of a job in the calling thread, and raise what `read_chunks` raises. Blocking."""
     populate(job.out)
     for batch in batches_of(pieces_of([job], storage.url), storage.tuning):
         _read_again_if_cached(storage, batch)
 
 
-def _size_of_chunks(meta: ArrayMeta, selection: Selection) -> int:
-    """Return the bytes of the decoded chunks between the first and the last selected value along each axis."""
+def chunk_bytes(meta: ArrayMeta, selection: Selection | PointSelection) -> float:
+    """Return the bytes of the decoded chunks between the first and the last selected value along each axis.
+
+    The chunks of points are not counted: infinity.
+    """
+    if isinstance(selection, PointSelection):
+        return math.inf
     spans = [abs(r[-1] // c - r[0] // c) + 1 if r else 0 for r, c in zip(selection.axes, meta.chunks, strict=True)]
     return math.prod(spans) * meta.chunk_size * meta.dtype.itemsize
 

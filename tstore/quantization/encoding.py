@@ -2,8 +2,9 @@
 
 1. An exponent offset that all values of an array share is fitted to all of them (`exmy.TensorFit`), or taken from
    the study, and stored as the bias of the format. Offsets per row or block are fitted chunk by chunk.
-2. The chunks of all arrays of the batch are written together, read back, decoded, and compared with the source.
-   A large array is written slab by slab.
+2. The chunks of all arrays of the batch are written together, decoded, and compared with the source. Plain codes
+   are decoded from the bytes that are then hashed and written; compressed chunks are read back. A large array is
+   written slab by slab.
 3. An array whose SQNR is below the minimum of its `CodecChoice` is encoded again, with the next codecs of the
    choice.
 """
@@ -33,7 +34,7 @@ from tstore.format.arrays.grid import Selection, boxes, part_of
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.quantization.study import Configuration, Profile, encoded_meta, fit_tensor, obstacle, profile
-from tstore.quantization.values import SLAB, Region, Values, in_threads
+from tstore.quantization.values import SLAB, Region, ReusedMemory, Values, in_threads
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import Storage
@@ -208,45 +209,79 @@ async def _write(
     outputs = await in_threads(new_output, jobs)
     all_boxes = [box for output in outputs for box in output.chunk_boxes()]
     is_large = len(jobs) == 1 and jobs[0][0].meta.nbytes > SLAB
+    memory = ReusedMemory()
     for batch in [[box] for box in all_boxes] if is_large else [all_boxes]:
-        await _write_boxes(storage, packs, batch)
+        await _write_boxes(storage, packs, batch, memory)
     return outputs
 
 
-async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box]) -> None:
+async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box], memory: ReusedMemory) -> None:
     """Write and measure the chunks of these boxes together."""
     sources = await in_threads(lambda box: box.output.values.read(box.region), batch)
-    pairs = zip(batch, sources, strict=True)
-    jobs = [await _write_job(box, x) for box, x in pairs]
-    await packs.write(jobs)
-    for box, job in zip(batch, jobs, strict=True):
+    pairs = list(zip(batch, sources, strict=True))
+    plain = [(box, x) for box, x in pairs if _is_plain(box.output.meta)]
+    encoded = iter(await _encoded_jobs(plain, memory) if plain else [])
+    entries = [(box, next(encoded) if _is_plain(box.output.meta) else _job_of(box, x), x) for box, x in pairs]
+    await packs.write([job for _, job, _ in entries])
+    for box, job, _ in entries:
         box.output.rows += job.rows
-    entries = list(zip(batch, jobs, sources, strict=True))
-    await _measure(storage, [entry for entry in entries if is_packed(entry[1].meta)])
-    await _check_lossless(storage, [entry for entry in entries if not is_packed(entry[1].meta)])
+    if compressed := [e for e in entries if is_packed(e[1].meta) and not _is_plain(e[1].meta)]:
+        await _measure(storage, compressed)
+    if lossless := [e for e in entries if not is_packed(e[1].meta)]:
+        await _check_lossless(storage, lossless)
 
 
-async def _write_job(box: _Box, x: npt.NDArray[Any]) -> WriteJob:
-    """Return the job that writes a box; with importance, its chunks are encoded here."""
-    path, meta, weights = box.output.values.path, box.output.meta, box.output.importance_of(box.region)
-    codec = meta.chain.exmy_codec
-    if weights is None or codec is None or not fits_importance(meta.chain.documents):
-        return WriteJob(path, meta, [(box.first, x)])
-    memory = np.empty((len(box.numbers), meta.encoded_size), np.uint8)
+def _job_of(box: _Box, x: npt.NDArray[Any]) -> WriteJob:
+    """Return the job that encodes and writes a box with these values."""
+    return WriteJob(box.output.values.path, box.output.meta, [(box.first, x)])
 
-    def encode(item: tuple[int, Region]) -> None:
-        i, region = item
-        part = weights[region]
-        missing = [(0, length - size) for length, size in zip(meta.chunks, part.shape, strict=True)]
-        chunk = np.pad(part_of(x, region), missing)  # zeros have no error, whatever their importance
-        chunk_weights = np.pad(part, missing, "edge") if part.any() else None
+
+def _is_plain(meta: ArrayMeta) -> bool:
+    """Return whether chunks are in an eXmY format, and no other codec follows."""
+    return is_packed(meta) and len(meta.chain.documents) == 1
+
+
+async def _encoded_jobs(boxes: Sequence[tuple[_Box, npt.NDArray[Any]]], memory: ReusedMemory) -> list[WriteJob]:
+    """Return the jobs that write boxes of plain codes, which are encoded and measured here, in `memory`."""
+    sizes = [len(box.numbers) * box.output.meta.encoded_size for box, _ in boxes]
+    buffer, jobs, chunks = memory.take(sum(sizes)), [], []
+    for (box, x), size in zip(boxes, sizes, strict=True):
+        encoded, buffer = buffer[:size], buffer[size:]
+        path, meta = box.output.values.path, box.output.meta
+        jobs.append(WriteJob(path, meta, (), staged=[StagedChunks(box.numbers, encoded, 0)]))
+        parts = zip(box.numbers, box.chunk_regions(x.shape), encoded.reshape(len(box.numbers), -1), strict=True)
+        chunks += [(box, number, region, x, out) for number, region, out in parts]
+
+    def encode(item: tuple[_Box, int, Region, npt.NDArray[Any], npt.NDArray[np.uint8]]) -> None:
+        box, number, region, x, out = item
+        output, meta, source = box.output, box.output.meta, part_of(x, region)
+        weights = output.importance_of(box.region)
+        weights = None if weights is None else weights[region]
+        missing = [(0, length - size) for length, size in zip(meta.chunks, source.shape, strict=True)]
+        codec, padding, fitted = meta.chain.exmy_codec, meta.fill_value, None
+        assert codec is not None
+        if weights is not None and fits_importance(meta.chain.documents):
+            padding = 0  # without error, whatever its importance
+            fitted = np.pad(weights, missing, "edge") if weights.any() else None
+        chunk = source
+        if source.shape != meta.chunks:
+            chunk = np.pad(source, missing, constant_values=padding)
         try:
-            codec.encode(chunk, memory[i], importance=chunk_weights)
+            codec.encode(chunk, out, importance=fitted)
         except exmy.ExmyError as error:
-            raise InvalidArgument(f"{path}, chunk {box.numbers[i]}: codec exmy: {error}") from error
+            raise InvalidArgument(f"{output.values.path}, chunk {number}: codec exmy: {error}") from error
+        output.losses[number] = _loss(source, codec.to_quantized(out, meta.chunks, meta.dtype), weights)
 
-    await each(encode, list(enumerate(box.chunk_regions(x.shape))))
-    return WriteJob(path, meta, (), staged=[StagedChunks(box.numbers, memory.reshape(-1), 0)])
+    await each(encode, chunks)
+    return jobs
+
+
+def _loss(source: npt.NDArray[Any], q: exmy.Quantized, importance: npt.NDArray[np.float32] | None) -> _Loss:
+    """Return the loss of a chunk whose front corner has these source values."""
+    if importance is None and source.shape == q.shape and source.flags.c_contiguous:
+        difference, clipped = q.measure(source)
+        return difference, None, clipped
+    return _measured_part(source, q, importance)
 
 
 def fits_importance(codecs: Codecs) -> bool:
@@ -300,12 +335,8 @@ async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
 
     def measure(item: tuple[_Box, int, Region, npt.NDArray[Any], exmy.Quantized]) -> None:
         box, number, region, x, q = item
-        source, weights = part_of(x, region), box.output.importance_of(box.region)
-        if weights is None and source.shape == q.shape and source.flags.c_contiguous:
-            difference, clipped = q.measure(source)
-            box.output.losses[number] = (difference, None, clipped)
-        else:
-            box.output.losses[number] = _measured_part(source, q, None if weights is None else weights[region])
+        weights = box.output.importance_of(box.region)
+        box.output.losses[number] = _loss(part_of(x, region), q, None if weights is None else weights[region])
 
     await each(measure, chunks)
 

@@ -174,9 +174,10 @@ def _measured(
     compressor: Any, sample: npt.NDArray[Any], importance: npt.NDArray[Any] | None, name: str, scale: float
 ) -> tuple[int, float]:
     """Return the compressed size of a sample, and its squared error."""
-    quantized = exmy.quantize(sample, name, scale=scale, nonfinite="saturate")
-    size = len(compressor.encode(quantized.packed))
-    decoded = quantized.dequantize(sample.dtype)
+    codec = exmy.ChunkCodec(exmy.Format(name), scale)
+    chunk = codec.encode(sample)
+    size = len(compressor.encode(chunk))
+    decoded = codec.decode(chunk, sample.shape, sample.dtype, np.empty_like(sample))
     if importance is None:
         return size, exmy.compare(sample, decoded).noise
     difference = sample.astype(np.float64) - decoded

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -190,19 +191,22 @@ def _packed_study(
 
 def profile(values: Values, formats: Iterable[str], importance: npt.NDArray[np.float32] | None = None) -> Profile:
     """Return the profile of an array that was not studied, fitted to these formats if they can represent it."""
-    size = values.meta.size
-    fits = {name: exmy.TensorFit(name, size, nonfinite="saturate", measures="bias") for name in formats}
-    exponents = _no_exponents(values.meta)
-    for region, slab in values.slabs():
-        exponents += exmy.exponents(slab, nonfinite="saturate")
-        for fit in fits.values():
-            fit.add(slab, _importance_of(importance, values.meta, region))
-    if obstacle(values.meta, exponents, [{"format": name} for name in fits]):
+    size, names = values.meta.size, sorted(formats)
+    if not names:
+        histograms = (exmy.exponents(slab, nonfinite="saturate") for _, slab in values.slabs())
+        return Profile(sum(histograms, _no_exponents(values.meta)), {})
+    measures: list[Literal["exponents", "bias"]] = ["exponents", *("bias" for _ in names[1:])]
+    fits = [
+        exmy.TensorFit(name, size, nonfinite="saturate", measures=measured)
+        for name, measured in zip(names, measures, strict=True)
+    ]
+    with contextlib.suppress(exmy.FormatError):  # of a value beyond the range of a format: an obstacle
+        _add_pass(values, fits, importance)
+    exponents = fits[0].exponents
+    if obstacle(values.meta, exponents, [{"format": name} for name in names]):
         return Profile(exponents, {})
-    for fit in fits.values():
-        fit.end_pass()
-    _complete(values, fits.values(), importance)
-    return Profile(exponents, {name: fit.format.name for name, fit in fits.items()})
+    _complete(values, fits, importance)
+    return Profile(exponents, {name: fit.format.name for name, fit in zip(names, fits, strict=True)})
 
 
 def _no_exponents(meta: ArrayMeta) -> exmy.Exponents:

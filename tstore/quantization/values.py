@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sys
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +20,7 @@ from tstore.runtime.budget import page_aligned, prefer_huge_pages, returnable_bu
 from tstore.runtime.pool import each, run
 from tstore.snapshot import Snapshot
 
-__all__ = ["MEMORY", "SLAB", "Region", "Sample", "ValueCache", "Values", "batches", "in_threads"]
+__all__ = ["MEMORY", "SLAB", "Region", "ReusedMemory", "Sample", "ValueCache", "Values", "batches", "in_threads"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -103,15 +104,16 @@ class Sample:
 class ValueCache:
     """A cache of at most `limit` bytes, which keeps the values of arrays from their study to their encoding.
 
-    An array that is larger than a slab and exceeds the limit is read slab by slab instead. Smaller arrays are in
-    memory while their batch is in use, even beyond the limit.
+    An array that is larger than a slab is read slab by slab instead if it exceeds the limit, or if the store is
+    local: reading it again into the same memory takes less time than the page faults of new memory. Smaller arrays
+    are in memory while their batch is in use, even beyond the limit.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._size = 0  # bytes of the arrays that are in use or cached
         self._arrays: dict[str, npt.NDArray[Any]] = {}
-        self._slabs: list[_Slab] = []  # that are not in use
+        self._slabs: list[ReusedMemory] = []  # that are not in use
         self._free: list[npt.NDArray[np.uint8]] = []  # memory of large arrays that were dropped
 
     @contextlib.asynccontextmanager
@@ -121,8 +123,8 @@ class ValueCache:
         arrays = {path: self._arrays.pop(path) for path in batch if path in self._arrays}
         absent = [path for path in batch if path not in arrays]
         size = sum(metas[path].nbytes for path in absent)
-        if size > SLAB and not self._make_room(size):
-            slabs = [self._slabs.pop() if self._slabs else _Slab() for _ in batch]
+        if size > SLAB and (snapshot.is_local or not self._make_room(size)):
+            slabs = [self._slabs.pop() if self._slabs else ReusedMemory() for _ in batch]
             yield [await _streamed_values(snapshot, path, slab) for path, slab in zip(batch, slabs, strict=True)]
             self._slabs += slabs
             return
@@ -170,7 +172,7 @@ class ValueCache:
         self.drop([path for path in self._arrays if path not in paths])
 
 
-class _Slab:
+class ReusedMemory:
     """Memory for the values of a region, which the next region reuses: fresh memory would cost page faults."""
 
     def __init__(self) -> None:
@@ -179,19 +181,20 @@ class _Slab:
     def take(self, size: int) -> npt.NDArray[np.uint8]:
         """Return `size` bytes; those taken before are no longer valid."""
         if size > self._memory.size:
-            self._memory = returnable_buffer(max(size, SLAB))
+            self._memory = returnable_buffer(size)
             prefer_huge_pages(self._memory.ctypes.data, self._memory.size)
         return self._memory[:size]
 
 
-async def _streamed_values(snapshot: Snapshot, path: str, slab: _Slab) -> Values:
+async def _streamed_values(snapshot: Snapshot, path: str, slab: ReusedMemory) -> Values:
     """Return the values of an array, which are read from the store at each use."""
     loop, array = asyncio.get_running_loop(), await snapshot.array(path)
 
     def read(region: Region) -> npt.NDArray[Any]:
         view = array[region]
         out = slab.take(view.nbytes).view(view.dtype).reshape(view.shape)
-        return asyncio.run_coroutine_threadsafe(view.read(out), loop).result()
+        values = snapshot.read_in_this_thread(view, out, sys.maxsize)
+        return values if values is not None else asyncio.run_coroutine_threadsafe(view.read(out), loop).result()
 
     return Values(path, snapshot.tree.nodes[path].meta, read)
 
