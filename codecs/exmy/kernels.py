@@ -275,8 +275,10 @@ def best_factors(
     scales alone, so factors that cannot win are skipped.
     """
     if _selection.native(runs.size):
-        rows = scales.itemsize == 8, rising, runs.shape[1], scales
-        _kernels.least(_selection.index, kind, *layout, *rows, factors, tries, runs, best, error)
+        wide, length = scales.itemsize == 8, runs.shape[1]
+        _kernels.least(
+            _selection.index, kind, *layout, wide, rising, length, scales, factors, tries, runs, best, error
+        )
     else:
         blockwise.best_factors(kind, layout, runs, scales, factors, tries, best, error)
 
@@ -309,13 +311,17 @@ def encode_groups(
     values are known to be finite; if not, elements may be NaN or infinite.
     """
     if _selection.native(src.size):
-        run = scales.itemsize == 8, groups.length, groups.inner, first
+        wide, length, inner = scales.itemsize == 8, groups.length, groups.inner
         if seed is not None:
-            _kernels.stochastic_groups(_selection.index, kind, *layout, *run, seed, scales, src, out)
+            _kernels.stochastic_groups(
+                _selection.index, kind, *layout, wide, length, inner, first, seed, scales, src, out
+            )
             if one_zero:
                 blockwise.merge_zeros(layout.bits, out, src.size)
             return False
-        return _kernels.encode_groups(_selection.index, kind, *layout, *run, scales, src, out, one_zero)
+        return _kernels.encode_groups(
+            _selection.index, kind, *layout, wide, length, inner, first, scales, src, out, one_zero
+        )
     finite = blockwise.encode_groups(kind, layout, groups, first, scales, src, out, seed=seed)
     if one_zero:
         blockwise.merge_zeros(layout.bits, out, src.size)
@@ -341,19 +347,9 @@ def decode_groups(
     each is rounded only once.
     """
     if _selection.native(out.size):
-        wide = scales.itemsize == 8
+        wide, length, inner = scales.itemsize == 8, groups.length, groups.inner
         _kernels.decode_groups(
-            _selection.index,
-            kind,
-            *layout,
-            wide,
-            groups.length,
-            groups.inner,
-            first,
-            scales,
-            packed,
-            out,
-            in_planes,
+            _selection.index, kind, *layout, wide, length, inner, first, scales, packed, out, in_planes
         )
         return
     if in_planes:
@@ -392,6 +388,7 @@ def measure(
     kind of x: by `decode_groups` from position 0 on if there are scales, else by `decode`.
     """
     if _selection.native(x.size):
-        run = scales is not None and scales.itemsize == 8, groups.length, groups.inner
-        return _kernels.measure(_selection.index, kind, *layout, *run, limit, scales, packed, x)
+        wide = scales is not None and scales.itemsize == 8
+        length, inner = groups.length, groups.inner
+        return _kernels.measure(_selection.index, kind, *layout, wide, length, inner, limit, scales, packed, x)
     return blockwise.measure(kind, layout, groups, scales, limit, packed, x)

@@ -195,14 +195,11 @@ def profile(values: Values, formats: Iterable[str], importance: npt.NDArray[np.f
     if not names:
         histograms = (exmy.exponents(slab, nonfinite="saturate") for _, slab in values.slabs())
         return Profile(sum(histograms, _no_exponents(values.meta)), {})
-    measures: list[Literal["exponents", "bias"]] = ["exponents", *("bias" for _ in names[1:])]
-    fits = [
-        exmy.TensorFit(name, size, nonfinite="saturate", measures=measured)
-        for name, measured in zip(names, measures, strict=True)
-    ]
+    first = exmy.TensorFit(names[0], size, nonfinite="saturate", measures="exponents")
+    fits = [first, *(exmy.TensorFit(name, size, nonfinite="saturate", measures="bias") for name in names[1:])]
     with contextlib.suppress(exmy.FormatError):  # of a value beyond the range of a format: an obstacle
         _add_pass(values, fits, importance)
-    exponents = fits[0].exponents
+    exponents = first.exponents
     if obstacle(values.meta, exponents, [{"format": name} for name in names]):
         return Profile(exponents, {})
     _complete(values, fits, importance)
