@@ -163,6 +163,8 @@ async def test_the_host_must_be_this_server(store: Path) -> None:
     async with Server(store, access=everybody(), page=Site()) as server, client_of(server, READ) as client:
         response = await client("GET", "/-/page/", Host="rebound.example")
         assert response.status == 403
+        for host in ("127.0.0.1:80@evil.example", "localhost@evil.example", "127.0.0.1/evil.example"):
+            assert (await client("GET", "/-/page/", Host=host)).status == 400
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS"])

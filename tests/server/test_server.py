@@ -413,12 +413,34 @@ async def test_anonymous_reads_are_allowed_if_enabled(tmp_path: Path) -> None:
         assert (await client.with_token(WRITE)("PUT", "/latest", b"1")).status == 204
 
 
+MALFORMED_HOSTS = (
+    "127.0.0.1:80@evil.example",
+    "localhost@evil.example",
+    "evil.example@127.0.0.1",
+    "127.0.0.1:80:80",
+    "127.0.0.1:8o",
+    "127.0.0.1/evil.example",
+    "127.0.0.1, evil.example",
+    "[127.0.0.1",
+    "[::1]evil.example",
+    "[::1%@evil.example]",
+)
+
+
+async def test_a_malformed_host_is_refused_whatever_the_token(tmp_path: Path) -> None:
+    async with Server(tmp_path, access=everybody()) as server, client_of(server, READ) as client:
+        for host in MALFORMED_HOSTS:
+            assert (await client("GET", "/latest", Host=host)).status == 400
+        for host in ("any.example", "any_name:80", "[fe80::1%eth0]:80", "127.0.0.1:"):
+            assert (await client("GET", "/latest", Host=host)).status == 404
+
+
 async def test_without_tokens_other_host_names_are_refused(tmp_path: Path) -> None:
     """A browser sends the name of a page that resolves to this machine in the Host header (DNS rebinding)."""
     async with Server(tmp_path) as server, client_of(server) as client:
         for host in ("127.0.0.1", "127.0.0.1:80", "localhost:1", "[::1]:8080", "[::1]"):
             assert (await client("GET", "/latest", Host=host)).status == 404
-        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", *MALFORMED_HOSTS):
             assert (await client("GET", "/latest", Host=host)).status in (400, 403)
         assert (await client("DELETE", PACK)).status == 403
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import re
 from collections.abc import Collection
 from urllib.parse import parse_qsl
 
@@ -61,6 +62,8 @@ _METHODS = ", ".join(_REQUIRED_SCOPES)
 _CONDITIONS = "If-Match", "If-None-Match", "If-Unmodified-Since"
 _CLOSE = {"Connection": "close"}
 _IMMUTABLE = "private, max-age=31536000, immutable"
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[\w.~-]+)?\]|[\w.~-]+)(?::\d*)?", re.ASCII)
+"""A host name or address, such as ckpt.example.com or [fe80::1%eth0], and a port."""
 
 
 class App:
@@ -176,7 +179,8 @@ class App:
 
     def _names_this_server(self, host: str) -> bool:
         """Return whether a Host header has an address, or a name that no web page can point to this server."""
-        name = (host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host).lower()
+        parsed = _HOST.fullmatch(host)
+        name = parsed[1].lower() if parsed else ""
         if name in self._hostnames:
             return True
         with contextlib.suppress(ValueError):
@@ -248,5 +252,7 @@ def _check_headers(request: web.BaseRequest) -> None:
     headers = request.headers
     if len(headers.getall("Authorization", ())) > 1:
         raise Refused(400, "a request has at most one Authorization header", _CLOSE)
+    if "Host" in headers and not _HOST.fullmatch(headers["Host"]):
+        raise Refused(400, "Host: expected a name or an address, and at most a port", _CLOSE)
     if request.version < HttpVersion11 and "Transfer-Encoding" in headers:
         raise Refused(400, "HTTP/1.0 has no Transfer-Encoding; send Content-Length", _CLOSE)
