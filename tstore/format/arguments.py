@@ -290,6 +290,8 @@ def _json_scalar(value: Any) -> Any:
 
 def _number(value: Any) -> float:
     """Return the number in a scalar or 0-d array of any library."""
+    if type(value) is float:
+        return value
     try:
         if isinstance(value, (str, bytes, bytearray)) or getattr(value, "shape", ()) != ():
             raise TypeError
@@ -306,6 +308,8 @@ def _number(value: Any) -> float:
 
 def _valid_text(text: str) -> str:
     """Return the text as a plain `str`; raise `_Refusal` if it can't be encoded as UTF-8."""
+    if type(text) is str and text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -132,8 +132,9 @@ async def hosts_under_way(log: LogReader) -> dict[str, dict[str, set[int]]]:
         if match:
             hosts = transactions.setdefault(match[1], {"part": set(), "alive": set()})
             hosts[match[2]].add(int(match[3]))
-    async for _, record in log.each_record(range(1, await log.newest() + 1)):
-        transactions.pop(record.transaction, None)
+    if transactions:
+        async for _, record in log.each_record(range(1, await log.newest() + 1)):
+            transactions.pop(record.transaction, None)
     return transactions
 
 
