@@ -371,13 +371,23 @@ async def test_many_hosts_under_way_are_shown_in_part(server: Server, store: Pat
 
 async def test_what_is_kept_of_a_commit_is_bounded(server: Server, store: Path) -> None:
     metrics = {f"metric {i}": 1.0 for i in range(4000)}
+    long_names = {f"{i}" * 5000: 1.0 for i in range(1, 10)}
     async with await tstore.open(store) as opened:
+        async with opened.transaction(tag="step/25", metadata={"metrics": long_names}) as tx:
+            await (await tx.create_array("v", (4,), "float32")).write(1)
         for message in ("m" * 60_000, ""):
             tag = None if message else "step/30"
             async with opened.transaction(message, tag, metadata={"metrics": metrics}) as tx:
                 await (await tx.create_array(f"w{len(message)}", (4,), "float32")).write(1)
     run = await document(server, "")
-    assert len(run["rows"][0]["metrics"]) == 64
+    rows = run["rows"]
+    assert (len(rows[0]["metrics"]), rows[0]["metric_count"]) == (64, 4000)
+    assert ([name[0] for name in rows[1]["metrics"]], rows[1]["metric_count"]) == (["1", "2", "3"], 9)
+    assert (len(run["series"]["metrics"]), run["series"]["metric_count"]) == (32, 4000)
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/", Accept="text/html")).body.decode()
+    assert page.count('data-format="number"') == 8
+    assert "metric 27</bdi> and 3,968 more metrics." in page
     assert [len(commit["message"]) for commit in run["others"]] == [4096]
 
 

@@ -28,6 +28,7 @@ _ROWS = 50
 _MOST_METRICS = 32  # in the series
 _MOST_ENTRIES = 64  # metrics, and tags that it set, moved or dropped, of one commit
 _LONGEST_MESSAGE = 4096  # characters
+_LONGEST_NAMES = 1 << 14  # characters of the names of the metrics of one commit
 _MOST_VERSIONS = 512  # whose details are kept in memory
 
 
@@ -196,7 +197,7 @@ def _source(commit: Commit) -> int | None:
 
 def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
     metrics = commit.metadata.get("metrics")
-    numbers = ((k, v) for k, v in metrics.items() if _is_number(v)) if isinstance(metrics, dict) else ()
+    numbers = [(k, v) for k, v in metrics.items() if _is_number(v)] if isinstance(metrics, dict) else []
     return {
         "version": commit.version,
         "time": commit.time.isoformat(),
@@ -206,8 +207,15 @@ def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
         "dropped": list(commit.dropped[:_MOST_ENTRIES]),
         "bytes_added": commit.bytes_added,
         "expired": commit.expired,
-        "metrics": dict(itertools.islice(numbers, _MOST_ENTRIES)),
+        "metrics": _first_metrics(numbers),
+        "metric_count": len(numbers),
     }
+
+
+def _first_metrics(numbers: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Return the first metrics of a commit, a bounded number with names of a bounded length."""
+    lengths = itertools.accumulate(len(name) for name, _ in numbers[:_MOST_ENTRIES])
+    return {name: value for (name, value), length in zip(numbers, lengths) if length <= _LONGEST_NAMES}
 
 
 def _current(given: Sequence[str], version: int, tags: dict[str, int]) -> Document:
@@ -223,13 +231,14 @@ def _is_number(value: object) -> bool:
 def _series(rows: Sequence[_Row]) -> Document:
     """Return columns over all rows: the steps or versions, their metrics, bytes and seconds."""
     entries = [row.commit.entry for row in rows]
-    names = list(dict.fromkeys(name for entry in entries for name in entry["metrics"]))[:_MOST_METRICS]
+    names = list(dict.fromkeys(name for entry in entries for name in entry["metrics"]))
     return {
         "x": [row.version if row.step is None else row.step for row in rows],
         "versions": [row.version for row in rows],
         "bytes_added": [entry["bytes_added"] for entry in entries],
         "seconds": [row.seconds for row in rows],
-        "metrics": {name: [entry["metrics"].get(name) for entry in entries] for name in names},
+        "metrics": {name: [entry["metrics"].get(name) for entry in entries] for name in names[:_MOST_METRICS]},
+        "metric_count": max([len(names), *(entry["metric_count"] for entry in entries)]),
     }
 
 
