@@ -141,16 +141,22 @@ async def test_a_tensor(server: Server, capsys: pytest.CaptureFixture[str], para
     "parameters",
     [{}, {"before": "step/10", "after": "step/20"}, {"after": "small"}, {"after": "step/30", "budget": 900_000}],
 )
-async def test_a_comparison(server: Server, capsys: pytest.CaptureFixture[str], parameters: dict[str, Any]) -> None:
+async def test_a_comparison(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], parameters: dict[str, Any]
+) -> None:
     document = await shown(server, "compare", **parameters)
     assert document["rows"]
     difference = await printed(document, capsys)
     assert (difference["before"], difference["after"]) == (document["before"], document["after"])
     assert sorted(difference["arrays"], key=str) == sorted(document["rows"], key=str)
-    [table] = await from_python(document)
-    assert all(row["path"] in table for row in document["rows"])
+    async with await tstore.open(tmp_path / "store", "r") as store:
+        expected = await store.diff(document["before"], document["after"], budget=document["budget"])
+    assert await from_python(document) == [expected.table()]
 
 
 async def test_the_health(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    report = await printed(await shown(server, "health"), capsys)
-    assert (report["ok"], report["faults"]) == (True, [])
+    document = await shown(server, "health")
+    report = await printed(document, capsys)
+    assert (report["ok"], report["versions"]) == (True, 5)
+    [from_store] = await from_python(document)
+    assert (from_store.ok, from_store.chunks) == (True, report["chunks"])

@@ -27,6 +27,7 @@ from tests.support.http_server import READ, WRITE, client_of, everybody
 from tstore.format.layout import commit_key
 from tstore.maintenance.verify import VerifyReport
 from tstore.page import Site
+from tstore.page.distributions import value_plot
 from tstore.page.plots import bars, line, treemap
 from tstore.page.views import shell_command
 from tstore.server import Access, Server
@@ -544,6 +545,26 @@ def test_values_over_many_decades_have_a_logarithmic_axis() -> None:
     drawn = line([0, 1, 2], [1e-6, 1e-3, 1.0])
     assert drawn.logarithmic
     assert [y for _, y, _, _ in drawn.positions] == pytest.approx([1000, 500, 0])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (-0.0885, 0.0941, ["-0.10", "-0.05", "0.00", "0.05", "0.10"]),
+        (-0.00726, 0.00363, ["-0.010", "-0.005", "0.000", "0.005"]),
+        (0.0, 1.0, ["0.00", "0.25", "0.50", "0.75", "1.00"]),
+        (-1.7e308, 1.7e308, ["-1.7e+308", "-8.5e+307", "0", "8.5e+307", "1.7e+308"]),
+        (5e-324, 1e-300, ["4.94e-324", "2.5e-301", "5e-301", "7.5e-301", "1e-300"]),
+    ],
+)
+def test_a_histogram_has_round_ticks(low: float, high: float, labels: list[str]) -> None:
+    edges = [low * (1 - i / 64) + high * (i / 64) for i in range(65)]
+    plot = value_plot({"edges": edges, "counts": [1] * 64}, None)
+    assert plot.x_labels == labels
+    places = [x for x, *_ in plot.positions]
+    assert places == sorted(places)
+    assert all(0 <= x <= 1000 for x in places)
+    assert places[-1] - places[0] > 500
 
 
 def test_bars_begin_at_zero_and_keep_the_highest_of_many() -> None:

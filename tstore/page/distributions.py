@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.page.plots import SIZE
+from tstore.page.plots import LARGEST, SIZE, SMALLEST, round_ticks, tick_label
 
 __all__ = ["Distribution", "HeatImage", "exponent_plot", "heat_image", "value_plot"]
 
@@ -54,12 +54,18 @@ def value_plot(histogram: Mapping[str, Any], limits: Mapping[str, Any] | None) -
     """Return the bars of a histogram of values; marks show the format's largest values, where they are near."""
     edges, counts = histogram["edges"], histogram["counts"]
     low, high = (edges[0], edges[-1]) if edges else (0.0, 1.0)
+    if -LARGEST < low < high < LARGEST and high - low > SMALLEST:
+        ticks = round_ticks(low, high)
+        x_labels = [tick_label(x, ticks[1] - ticks[0]) for x in ticks]
+        low, high = ticks[0], ticks[-1]
+    else:
+        ticks = [low * (1 - i / (_LABELS - 1)) + high * (i / (_LABELS - 1)) for i in range(_LABELS)]
+        x_labels = [f"{x:.3g}" for x in ticks]
     place = _placed(low, high)
     labels = [f"{a:.4g} … {b:.4g}: {n:,}" for a, b, n in zip(edges[:-1], edges[1:], counts, strict=True)]
     ends = [] if limits is None or limits["largest"] is None else [-limits["largest"], limits["largest"]]
     marks = [place(x) for x in ends if low <= x <= high]
-    ticks = [low * (1 - i / (_LABELS - 1)) + high * (i / (_LABELS - 1)) for i in range(_LABELS)]
-    return _bars([place(x) for x in edges], counts, labels, [], marks, [_short(x, high, low) for x in ticks])
+    return _bars([place(x) for x in edges], counts, labels, [], marks, x_labels)
 
 
 def exponent_plot(exponents: Mapping[str, Any], limits: Mapping[str, Any] | None) -> Distribution:
@@ -129,11 +135,6 @@ def _percent(share: float) -> str:
 
 def _power(exponent: int) -> str:
     return f"2{str(exponent).translate(_SUPERSCRIPTS)}"
-
-
-def _short(value: float, high: float, low: float) -> str:
-    """Format a tick; one that is negligible beside the ends becomes 0."""
-    return "0" if abs(value) < 1e-9 * max(abs(high), abs(low)) else f"{value:.3g}"
 
 
 def heat_image(heat_map: Mapping[str, Any], show: str) -> HeatImage | None:

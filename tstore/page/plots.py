@@ -11,16 +11,30 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Bars", "Line", "Tile", "bars", "line", "treemap"]
+__all__ = [
+    "LARGEST",
+    "SIZE",
+    "SMALLEST",
+    "Bars",
+    "Line",
+    "Tile",
+    "bars",
+    "line",
+    "round_ticks",
+    "tick_label",
+    "treemap",
+]
 
 SIZE = 1000.0
+LARGEST, SMALLEST = 1e300, 1e-290
+"""Beyond these, the numbers of an axis could overflow or underflow."""
+
 _MOST_POINTS = 600  # of a line; longer ones show the lowest and the highest value of each stretch
 _LOG_RATIO = 100.0  # positive values that differ by more than this factor have a logarithmic axis
 _WIDEST_BAR = 60.0
 _BAR_SHARE = 0.72  # of the distance of bars, which the bar fills
 _MOST_GAPS = 100  # bars with gaps between them: those of more would be narrower than a pixel
 _MOST_DECADES = 5  # ticks of a logarithmic axis
-_LARGEST, _SMALLEST = 1e300, 1e-290  # beyond these, the numbers of an axis could overflow or underflow
 _ROUNDED = 100  # a middle of so many steps is labelled with the nearest whole one
 _FLAT = 1e-12  # values that differ by less, relative to their magnitude, are drawn as equal
 
@@ -63,7 +77,7 @@ def line(xs: Sequence[float], ys: Sequence[float | None]) -> Line:
         return Line("", None, _x_labels(xs), [], False, [])
     lowest, highest = _drawable(min(known)), _drawable(max(known))
     logarithmic = lowest > 0 and highest / lowest > _LOG_RATIO
-    ticks = _decades(math.log10(lowest), math.log10(highest)) if logarithmic else _ticks(lowest, highest)
+    ticks = _decades(math.log10(lowest), math.log10(highest)) if logarithmic else round_ticks(lowest, highest)
     low, high = ticks[0], ticks[-1]
     place = _places(xs)
     path, positions, gap = [], [], True
@@ -76,7 +90,7 @@ def line(xs: Sequence[float], ys: Sequence[float | None]) -> Line:
         path.append(f"{'M' if gap else 'L'}{at[0]:.1f} {at[1]:.1f}")
         positions.append((round(at[0], 1), round(at[1], 1), x, y))
         gap = False
-    labels = [f"{10.0**t:.4g}" if logarithmic else _label(t, ticks[1] - ticks[0]) for t in ticks]
+    labels = [f"{10.0**t:.4g}" if logarithmic else tick_label(t, ticks[1] - ticks[0]) for t in ticks]
     end = (positions[-1][0], positions[-1][1])
     return Line("".join(path), end, _x_labels(xs), labels, logarithmic, positions)
 
@@ -90,12 +104,12 @@ def bars(xs: Sequence[float], ys: Sequence[float | None]) -> Bars:
         part = [
             (y, x)
             for x, y in zip(xs[start : start + stretch], ys[start : start + stretch], strict=True)
-            if y and math.isfinite(y) and y >= _SMALLEST
+            if y and math.isfinite(y) and y >= SMALLEST
         ]
         if part:
             y, x = max(part)
             highest.append((x, y))
-    ticks = _ticks(0, max((_drawable(y) for _, y in highest), default=1))
+    ticks = round_ticks(0, max((_drawable(y) for _, y in highest), default=1))
     count = max(1, len(xs) / stretch)
     width = min(_WIDEST_BAR, SIZE / count * (_BAR_SHARE if count <= _MOST_GAPS else 1))
     path, positions = [], []
@@ -103,7 +117,7 @@ def bars(xs: Sequence[float], ys: Sequence[float | None]) -> Bars:
         left, top = place(x) * (1 - width / SIZE), SIZE * (1 - _drawable(y) / ticks[-1])
         path.append(f"M{left:.1f} {SIZE:.0f}V{top:.1f}h{width:.1f}V{SIZE:.0f}z")
         positions.append((round(left + width / 2, 1), round(top, 1), x, y))
-    return Bars("".join(path), _x_labels(xs), [_label(t, ticks[1]) for t in ticks], positions)
+    return Bars("".join(path), _x_labels(xs), [tick_label(t, ticks[1]) for t in ticks], positions)
 
 
 def treemap(sizes: Sequence[float]) -> list[Tile]:
@@ -169,10 +183,10 @@ def _thinned(points: list[tuple[float, float | None]]) -> list[tuple[float, floa
 
 def _drawable(value: float) -> float:
     """Return a finite value, or the one nearest to it with which axes can be computed."""
-    return 0.0 if abs(value) < _SMALLEST else max(-_LARGEST, min(_LARGEST, value))
+    return 0.0 if abs(value) < SMALLEST else max(-LARGEST, min(LARGEST, value))
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def round_ticks(low: float, high: float) -> list[float]:
     """Return three to seven round numbers, evenly spaced, that enclose the values."""
     if high - low <= _FLAT * max(abs(low), abs(high)):
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
@@ -190,7 +204,7 @@ def _decades(low: float, high: float) -> list[float]:
     return [float(first + i * step) for i in range(-(-(last - first) // step) + 1)]
 
 
-def _label(value: float, step: float) -> str:
+def tick_label(value: float, step: float) -> str:
     """Format a tick with the decimals that its step needs."""
     if abs(value) >= 1e6 or abs(step) < 1e-4:
         return f"{value:.3g}"
