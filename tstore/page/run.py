@@ -214,8 +214,9 @@ def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
 
 def _first_metrics(numbers: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Return the first metrics of a commit, a bounded number with names of a bounded length."""
-    lengths = itertools.accumulate(len(name) for name, _ in numbers[:_MOST_ENTRIES])
-    return {name: value for (name, value), length in zip(numbers, lengths) if length <= _LONGEST_NAMES}
+    first = numbers[:_MOST_ENTRIES]
+    lengths = itertools.accumulate(len(name) for name, _ in first)
+    return {name: value for (name, value), length in zip(first, lengths, strict=True) if length <= _LONGEST_NAMES}
 
 
 def _current(given: Sequence[str], version: int, tags: dict[str, int]) -> Document:
