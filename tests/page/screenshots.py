@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import sys
 import tempfile
 import threading
@@ -19,8 +20,8 @@ from tests.support.documents import ROOT
 STEPS = 48
 
 
-def training_run(folder: Path) -> Path:
-    """Return a store with the steps of a small model, some of them quantized."""
+def training_run(folder: Path) -> None:
+    """Save a store with the steps of a small model, one of them quantized."""
     rng = np.random.default_rng(7)
     names = {"attention": ("query", "key", "value", "out"), "mlp": ("up", "down")}
     shapes = {"up": (192, 768), "down": (768, 192)}
@@ -47,12 +48,16 @@ def training_run(folder: Path) -> Path:
     last = 500 * (STEPS - 1)
     tstore.quantize(folder, {"**": "e4m3"}, at=f"step/{last}")
     tstore.quantize(folder, bits=5, at=f"step/{last}", tag="small")
-    return folder
 
 
 def main(target: Path) -> None:
-    with tempfile.TemporaryDirectory() as work, contextlib.chdir(work), browser(Path(work, "profile")) as window:
-        folder = training_run(Path("run"))
+    folder = Path(tempfile.gettempdir(), "run")  # the pictures show its path
+    folder.mkdir()  # it must not exist
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        window = stack.enter_context(browser(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+        window.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
+        training_run(folder)
         with viewing(folder) as entrance, tstore.open(folder) as store:
             name = f"step/{500 * STEPS}"
             members = [store.transaction(name=name, host=host, hosts=16, attempt="job-3.0") for host in range(16)]
@@ -61,7 +66,7 @@ def main(target: Path) -> None:
             commits = [threading.Thread(target=member.commit) for member in members]
             for commit in commits[:9]:
                 commit.start()
-            window.show(entrance, width=1200, height=1130)
+            window.show(entrance, width=1290, height=1130)
             window.sees(f"{name} under way", "#hosts")  # after the first heartbeats
             window.sees("9 delivered", "#hosts")
             window.wait(lambda: all(cell.text for cell in window.all("[data-bits]")[:8]))  # the rows in sight
