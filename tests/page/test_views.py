@@ -405,6 +405,19 @@ async def test_a_commit_with_many_tags_is_shown_in_part(server: Server, store: P
         assert b"and 993 more" in (await client("GET", "/-/page/", Accept="text/html")).body
 
 
+@pytest.mark.parametrize("metadata", [b"{", b"[]", b'{"zarr_format":3,"node_type":"group","attributes":{"a":NaN}}'])
+async def test_a_damaged_root_group_is_named(
+    server: Server, store: Path, monkeypatch: pytest.MonkeyPatch, metadata: bytes
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("tstore.transactions.staged_tree.group_document", lambda *_: metadata)
+        await tstore.save(store, {"w": np.ones(3)}, step=30)
+    for view in ("tree", "compare"):
+        found = await document(server, view)
+        assert found["status"] == 500
+        assert found["error"].startswith("the root group: the metadata of a node does not parse")
+
+
 async def test_the_memory_of_a_tree_is_that_of_its_paths(tmp_path: Path) -> None:
     inner = "/".join(["g" * 14] * 250)
     async with await tstore.open(tmp_path / "deep") as opened, opened.transaction() as tx:

@@ -124,7 +124,7 @@ def is_array(path: str, document: Document) -> bool:
     try:
         return document.is_array
     except Corrupt as error:
-        raise Corrupt(f"{path}: {error}") from error
+        raise Corrupt(f"{path or 'the root group'}: {error}") from error
 
 
 def same_metadata(mine: Node | None, other: Node | None) -> bool:
