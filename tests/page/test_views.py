@@ -353,6 +353,16 @@ async def test_a_forged_source_of_a_copy_makes_no_copy(server: Server, store: Pa
     assert [commit["version"] for commit in run["others"]] == [3]
 
 
+async def test_a_look_for_hosts_reads_no_commits_if_nothing_is_under_way(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("commits are read")
+
+    monkeypatch.setattr("tstore.log.reader.LogReader.each_record", read)
+    assert (await document(server, "hosts"))["pending"] == []
+
+
 async def test_many_hosts_under_way_are_shown_in_part(server: Server, store: Path) -> None:
     for number in range(40):
         folder = store / "txn" / f"step.{number:02}.{number:032x}-of-99999"
@@ -405,7 +415,9 @@ async def test_a_commit_with_many_tags_is_shown_in_part(server: Server, store: P
         assert b"and 993 more" in (await client("GET", "/-/page/", Accept="text/html")).body
 
 
-@pytest.mark.parametrize("metadata", [b"{", b"[]", b'{"zarr_format":3,"node_type":"group","attributes":{"a":NaN}}'])
+@pytest.mark.parametrize(
+    "metadata", [b"{", b"[]", b'{"zarr_format":3,"node_type":"group","attributes":{"a":NaN}}']
+)
 async def test_a_damaged_root_group_is_named(
     server: Server, store: Path, monkeypatch: pytest.MonkeyPatch, metadata: bytes
 ) -> None:
