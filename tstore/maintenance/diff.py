@@ -205,10 +205,10 @@ class _ArrayPair:
         self._same_encoding = not {"dtype", "chunks", "codecs"} & set(self.fields)
         if self._same_encoding:
             counts = tuple(max(n, m) for n, m in zip(a.counts, b.counts, strict=True))
-            chunks = _in_grid(before.chunks, a.counts, counts)
-            self.differing = chunks.differing_numbers(_in_grid(after.chunks, b.counts, counts))
+            chunks = _in_grid(before.chunks_in_grid, a.counts, counts)
+            self.differing = chunks.differing_numbers(_in_grid(after.chunks_in_grid, b.counts, counts))
         else:
-            self.differing = after.chunks.number
+            self.differing = after.chunks_in_grid.number
 
     @property
     def differs(self) -> bool:

@@ -193,7 +193,7 @@ def _in_grid(node: Node, meta: ArrayMeta) -> tuple[Table, ...]:
     """Return the chunks of an array as those of other metadata; those outside of its grid are dropped."""
     if node.meta.counts == meta.counts:
         return node.tables
-    chunks = node.chunks
+    chunks = node.chunks_in_grid
     positions, numbers = renumbered(chunks.number, node.meta.counts, meta.counts)
     return (chunks.take(positions).with_numbers(numbers),)
 

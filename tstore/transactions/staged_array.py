@@ -40,7 +40,7 @@ from tstore.format.objects.layers import Table, layers, numbers_of, overlay, seg
 from tstore.format.objects.merges import Merge
 from tstore.format.objects.references import EXTENDS
 from tstore.format.objects.segments import SegmentSource, fitting
-from tstore.format.tree.node import Node
+from tstore.format.tree.node import Node, check_in_grid
 from tstore.format.tree.tree import NodeChange
 from tstore.runtime.pool import each, run
 from tstore.storage.base import Storage
@@ -333,6 +333,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         not come back if the array grows again. Raise `Misuse` if the array was resized meanwhile.
         """
         meta, whole = self.meta, await self._all_rows(base)
+        check_in_grid(self.path, meta, whole)
         if self.meta is not meta:
             raise Misuse(f"{self.path} was resized twice at the same time; await one before starting the other")
         new = self.meta.with_shape(shape)

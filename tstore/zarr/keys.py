@@ -92,7 +92,7 @@ class ChunkKeys:
     def below(self, node: Node, folder: str) -> Iterator[tuple[int, str]]:
         """Yield the numbers and keys of the chunks that exist in a folder, that of the array or one below it."""
         within = f"{folder}/"
-        for number in node.chunks.number.tolist():
+        for number in node.chunks_in_grid.number.tolist():
             if (key := self.key(number)).startswith(within):
                 yield number, key
 

@@ -16,7 +16,7 @@ from tstore.format.objects.documents import Document
 from tstore.format.objects.layers import Table, overlay, segments_first
 from tstore.format.objects.segments import Segment, SegmentedTable
 
-__all__ = ["Node", "is_array", "same_metadata", "same_node"]
+__all__ = ["Node", "check_in_grid", "is_array", "same_metadata", "same_node"]
 
 
 class Node(msgspec.Struct, eq=False, gc=False):
@@ -87,6 +87,13 @@ class Node(msgspec.Struct, eq=False, gc=False):
         return self._chunks
 
     @property
+    def chunks_in_grid(self) -> ChunkTable:
+        """The same as `chunks`; raises `Corrupt` if one is outside of the array's grid."""
+        chunks = self.chunks
+        check_in_grid(self.path, self.meta, chunks)
+        return chunks
+
+    @property
     def packs(self) -> set[str]:
         """The packs to which the references refer; those of segments include packs of replaced chunks."""
         packs: set[str] = set()
@@ -117,6 +124,19 @@ class Node(msgspec.Struct, eq=False, gc=False):
         replaced = first.select(newer.number)
         count, stored = len(newer) - len(replaced), int(newer.length.sum()) - int(replaced.length.sum())
         return len(first) + count, first.stored_bytes + stored
+
+
+def check_in_grid(path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
+    """Raise `Corrupt` if a chunk, of a table sorted by number, is outside of the grid; no transaction writes one.
+
+    Reads and writes of other chunks do not notice it, so what renumbers or names all chunks checks them.
+    """
+    last = int(chunks.number[-1]) if len(chunks) else -1
+    if last >= meta.chunk_count:
+        raise Corrupt(
+            f"{path} has a chunk number {last} outside of its grid of {meta.chunk_count} chunks; read an older "
+            "version, or write the array again"
+        )
 
 
 def is_array(path: str, document: Document) -> bool:
