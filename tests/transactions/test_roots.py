@@ -257,6 +257,26 @@ async def test_a_root_that_can_not_be_read_costs_only_time(
 
 
 @pytest.mark.usefixtures("short")
+async def test_a_root_that_is_too_long_is_not_read(
+    tmp_path: Path, template: tuple[Path, dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is sparse, and says that nearly all of it is the frame."""
+    shutil.copytree(template[0], tmp_path / "store")
+    file, size = tmp_path / "store" / root_key(56), 1 << 40
+    file.chmod(0o644)
+    with file.open("wb") as root:
+        root.truncate(size)
+        root.seek(size - 8)
+        root.write((size - 100).to_bytes(8, "little"))
+    read = count_reads(monkeypatch)
+    store = await tstore.open(str(tmp_path / "store"))
+    assert await values(store) == template[1]
+    [fault] = (await store.verify()).faults
+    assert root_key(56) in fault
+    assert max(read) < 1 << 20
+
+
+@pytest.mark.usefixtures("short")
 async def test_damaged_pages_of_several_roots_are_derived_by_concurrent_readers(tmp_path: Path) -> None:
     """More than there are worker threads, all of which may wait for the pages."""
     store, expected = await filled(tmp_path / "store", 58)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.format.bounds import MANIFEST_BYTES
+from tstore.format.bounds import MANIFEST_BYTES, ROOT_BYTES
 from tstore.format.layout import commit_key, root_key
 from tstore.format.objects.encoding import decode, decode_record
 from tstore.format.objects.object_ref import ObjectRef
@@ -108,6 +108,8 @@ class MetadataObjects:
         """Return the root in an object of this size, whose end is read first; blocking."""
         if size is None:
             raise NotFound(f"{self.storage.url}: {key} is missing")
+        if size > ROOT_BYTES:
+            raise Corrupt(f"a root has {size:,} bytes, more than the {ROOT_BYTES:,} that it may have")
 
         def end(length: int) -> bytes:
             start = max(0, size - length)
