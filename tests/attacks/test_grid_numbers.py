@@ -1,4 +1,4 @@
-"""Chunks outside of the grid of their array, in a forged record: what renumbers or names all chunks refuses them."""
+"""Chunks outside of the grid of their array, in a forged record: what renumbers or names all chunks fails."""
 
 from __future__ import annotations
 
