@@ -222,8 +222,8 @@ class Quantized:
         highest = int(self.offsets.max()) if self.offsets.size else 0
         if highest - base > MAX_SPREAD:
             raise FormatError(
-                f"the offsets {base} to {highest} of this quantized array differ by more than {MAX_SPREAD}, which its "
-                "bytes can't store; quantize its values again, or store its parts"
+                f"the offsets {base} to {highest} of this quantized array differ by more than {MAX_SPREAD}, which "
+                "its bytes can't store; quantize its values again, or store its parts"
             )
         axis, block, ndim = -1 if self.axis is None else self.axis, self.block or 0, len(self.shape)
         scaled = 0 if self.group_scales is None else 1 + FLOAT_SCALES.index(self.group_scales.encoding)

@@ -279,5 +279,5 @@ def test_offsets_that_differ_too_much_for_bytes_are_refused():
             restored = exmy.Quantized.from_bytes(joined.to_bytes())
             np.testing.assert_array_equal(restored.dequantize(), joined.dequantize())
             continue
-        with pytest.raises(exmy.FormatError, match="offsets -100 to 156 .* differ by more than 255"):
+        with pytest.raises(exmy.FormatError, match=r"offsets -100 to 156 .* differ by more than 255"):
             joined.to_bytes()
