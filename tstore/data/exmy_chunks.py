@@ -16,6 +16,7 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.grid import Selection, chunk_coordinates, chunk_numbers, covering_chunks
 from tstore.format.objects.chunk_refs import ChunkSource
+from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 
 __all__ = ["PackedRead", "PackedRegion", "is_packed", "read_packed", "read_packed_chunks"]
@@ -89,6 +90,12 @@ async def read_packed(storage: Storage, requests: Sequence[PackedRegion]) -> lis
     reasons = {r.path: "it is not stored in an eXmY format" for r in requests if not is_packed(r.meta)}
     boxes = [covering_chunks(r.region, r.meta.chunks) for r in requests]
     numbers = [chunk_numbers(box, r.meta.counts).tolist() for box, r in zip(boxes, requests, strict=True)]
+    for request, selected in zip(requests, numbers, strict=True):
+        if request.path not in reasons and request.meta.sparse:
+            written = await run(request.source.select, np.array(selected, np.int64))
+            if absent := set(selected).difference(written.number.tolist()):
+                chunk = chunk_coordinates(min(absent), request.meta.counts)
+                reasons[request.path] = f"it is sparse, and chunk {chunk} was never written, so it has no codes"
     reads = [PackedRead(*r[:3], n) for r, n in zip(requests, numbers, strict=True) if r.path not in reasons]
     chunks = iter(await read_packed_chunks(storage, reads) if not reasons else [])
     results = []
