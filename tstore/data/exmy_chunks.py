@@ -58,13 +58,13 @@ async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -
         chunks = (*(1,) * (len(counts) - 1), size)
         stored = ArrayMeta.new((*counts[:-1], counts[-1] * size), "uint8", chunks, compressed)
         done = 0
-        for run in _runs_of_rows(numbers, counts[-1]):
-            *leading, last = chunk_coordinates(run.start, counts)
-            along = range(last * size, (last + len(run)) * size)
+        for row in _runs_of_rows(numbers, counts[-1]):
+            *leading, last = chunk_coordinates(row.start, counts)
+            along = range(last * size, (last + len(row)) * size)
             region = Selection((*(range(i, i + 1) for i in leading), along))
-            values = out[done : done + len(run)].reshape(*(1 for _ in leading), -1)
+            values = out[done : done + len(row)].reshape(*(1 for _ in leading), -1)
             jobs.append(ReadJob(path, stored, source, region, values))
-            done += len(run)
+            done += len(row)
         payloads.append(out)
     await read_chunks(storage, jobs)
     quantized = []
@@ -114,8 +114,8 @@ async def read_packed(storage: Storage, requests: Sequence[PackedRegion]) -> lis
 
 def _runs_of_rows(numbers: Sequence[int], count: int) -> Iterator[range]:
     """Yield the runs of consecutive chunk numbers; each is in one row of a grid with `count` chunks a row."""
-    for _, run in itertools.groupby(enumerate(numbers), lambda item: (item[1] - item[0], item[1] // count)):
-        members = [number for _, number in run]
+    for _, row in itertools.groupby(enumerate(numbers), lambda item: (item[1] - item[0], item[1] // count)):
+        members = [number for _, number in row]
         yield range(members[0], members[-1] + 1)
 
 
