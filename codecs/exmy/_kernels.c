@@ -225,7 +225,8 @@ static PyObject *py_peak(PyObject *self, PyObject *args)
 /* Returns whether the scales cover the elements first ... first+n-1; sets an exception if they do not. */
 static int check_scales(const groups *g, Py_ssize_t bytes, size_t n)
 {
-    if (g->length > 0 && g->inner > 0 && g->length <= SIZE_MAX / 2 / g->inner && g->first <= SIZE_MAX / 2) {
+    const size_t most = SIZE_MAX / 4; /* of each term below, so that no sum overflows */
+    if (g->length > 0 && g->inner > 0 && g->length <= most / g->inner && g->first <= most && n <= most) {
         const size_t ends = (g->first + n + g->length * g->inner - 1) / (g->length * g->inner);
         if ((size_t)bytes / (g->wide ? 8 : 4) / g->inner >= ends)
             return 1;

@@ -140,7 +140,8 @@ class ChunkCodec:
         Raise `SizeError` if `data` is truncated or too long, `FormatError` if its header is invalid.
         """
         if out is not None and isinstance(self.scale, float):
-            view, known = _bytes(data), _known_chunk(self, tuple(shape), np.dtype(dtype))
+            native = dtype if isinstance(dtype, np.dtype) else output_dtype(dtype)
+            view, known = _bytes(data), _known_chunk(self, tuple(shape), native)
             if known.fits(view, out):
                 return known.decode(view, out)
         return self.to_quantized(data, shape, dtype).dequantize(dtype, out=out)

@@ -42,8 +42,8 @@ class Format:
         parts = _NAME.fullmatch(name)
         if parts is None:
             raise FormatError(
-                f"{name!r} does not name a format; expected e<exponent bits>m<mantissa bits>[b<bias>], such as "
-                "'e4m3' or 'e4m3b11'"
+                f"{name!r:.100} does not name a format; expected e<exponent bits>m<mantissa bits>[b<bias>], such "
+                "as 'e4m3' or 'e4m3b11'"
             )
         x, y = int(parts[1]), int(parts[2])
         if not (x <= 8 and 2 <= 1 + x + y <= 16):

@@ -288,17 +288,25 @@ def _dequantized(q: Quantized) -> jax.Array:
 
 
 def pack(codes: Any, bits: int) -> jax.Array:
-    """Return codes packed on the device: `exmy.pack`. Bits above the width are dropped, not refused."""
-    packed: jax.Array = _packed(jnp.asarray(codes), _checked_bits(bits))
+    """Return codes packed on the device: `exmy.pack`. Bits above the width are dropped, not refused.
+
+    Raise `DtypeError` for codes that are not integers.
+    """
+    array, bits = jnp.asarray(codes), _checked_bits(bits)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise DtypeError(f"codes have dtype {array.dtype}; expected integers")
+    packed: jax.Array = _packed(array, bits)
     return packed
 
 
 def unpack(packed: Any, bits: int, count: int) -> jax.Array:
     """Return `count` codes of packed bytes, flat uint8 or uint16, unpacked on the device: `exmy.unpack`.
 
-    Raise `SizeError` if the size of `packed` is not `exmy.packed_size(count, bits)`.
+    Raise `DtypeError` unless `packed` is uint8, `SizeError` unless its size is `exmy.packed_size(count, bits)`.
     """
     array = jnp.asarray(packed)
+    if array.dtype != jnp.uint8:
+        raise DtypeError(f"packed codes have dtype {array.dtype}; expected uint8")
     if array.shape != (packed_size(count, bits),):
         raise SizeError(f"packed has shape {array.shape}; expected {packed_size(count, bits)} bytes")
     codes: jax.Array = _unpacked(array, bits, count)

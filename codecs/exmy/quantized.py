@@ -32,7 +32,10 @@ from exmy.reference import clipping_limit, widen
 from exmy.scales import FLOAT_SCALES, GroupScales, parse_scales, scales_size
 from exmy.threads import check_threads, run_parts, split_at_tiles
 
-__all__ = ["Quantized", "decoding", "needs_clamping"]
+__all__ = ["MAX_SPREAD", "Quantized", "decoding", "needs_clamping"]
+
+MAX_SPREAD = 255
+"""The largest difference between offsets of one array: they are stored as bytes."""
 
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")  # FORMAT.md, section 8
 _MAGIC = b"eXmY"
@@ -68,6 +71,10 @@ class Quantized:
         for array in (self.offsets, self.scales, self.packed):
             if array is not None:
                 array.flags.writeable = False
+
+    def __reduce__(self) -> tuple[type[Quantized], tuple[Any, ...]]:
+        # copies and unpickled arrays are made by the constructor, which makes them read-only
+        return Quantized, (self.format, self.groups, self.offsets, self.group_scales, self.packed, self.dtype)
 
     @property
     def scales(self) -> NDArray[np.float32] | None:
@@ -206,9 +213,18 @@ class Quantized:
         return -(-(_HEADER.size + 8 * len(self.shape) + parameters) // 8) * 8
 
     def to_bytes(self) -> bytes:
-        """Return the array as self-describing bytes: see FORMAT.md, section 8."""
+        """Return the array as self-describing bytes: see FORMAT.md, section 8.
+
+        Raise `FormatError` if offsets differ by more than 255, as those of a joined array may.
+        """
         x, y, bias = self.format.layout
         base = int(self.offsets.min()) if self.offsets.size else 0
+        highest = int(self.offsets.max()) if self.offsets.size else 0
+        if highest - base > MAX_SPREAD:
+            raise FormatError(
+                f"the offsets {base} to {highest} of this quantized array differ by more than {MAX_SPREAD}, which "
+                "its bytes can't store; quantize its values again, or store its parts"
+            )
         axis, block, ndim = -1 if self.axis is None else self.axis, self.block or 0, len(self.shape)
         scaled = 0 if self.group_scales is None else 1 + FLOAT_SCALES.index(self.group_scales.encoding)
         header = _HEADER.pack(_MAGIC, _VERSION, _KINDS[self.dtype], x, y, bias, ndim, scaled, axis, block, base)

@@ -17,7 +17,7 @@ from exmy.groups import Groups
 from exmy.importance import Importance
 from exmy.offsets import group_peaks, largest_unclipped_offsets, search_offsets, search_scales
 from exmy.packing import checked_output, packed_size
-from exmy.quantized import Quantized
+from exmy.quantized import MAX_SPREAD, Quantized
 from exmy.rounding import Dither, Rounding, make_dither
 from exmy.scales import FLOAT_SCALES, FloatScale, GroupScales, fit_scales, fixed_scale, is_float_scale
 from exmy.threads import check_threads, run_parts, split_at_tiles
@@ -28,7 +28,6 @@ Scale: TypeAlias = Literal["search", "max", "none", "float", "e4m3", "6bit"] | f
 """How offsets or scales are chosen: see `quantize`."""
 
 _SCALE_LIMIT = 2.0**125  # fixed scales and their reciprocals are normal float32 numbers
-_MAX_SPREAD = 255  # the largest difference between offsets of one array: they are stored as bytes
 
 
 def quantize(
@@ -96,7 +95,7 @@ def quantize(
         scales = _fit_scales(elements, kind, f, groups, scale, weights, threads, saturate=saturate)
     elif elements.size and scale != "none":
         best = _fit_offsets(elements, kind, f, groups, scale, weights, threads, saturate=saturate)
-        offsets[...] = np.minimum(best, best.min() + _MAX_SPREAD).reshape(groups.counts)
+        offsets[...] = np.minimum(best, best.min() + MAX_SPREAD).reshape(groups.counts)
     packed = checked_output(out, packed_size(elements.size, f.bits))
     values, one_zero = None if scales is None else scales.values, isinstance(scale, float)
     _encode(elements, kind, f, groups, offsets, values, packed, saturate, threads, dither, one_zero=one_zero)

@@ -276,8 +276,13 @@ def quantize(x: torch.Tensor, f: Format | str, axis: int | None = None, block: i
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return codes packed on their device: `exmy.pack`. Bits above the width are dropped, not refused."""
+    """Return codes packed on their device: `exmy.pack`. Bits above the width are dropped, not refused.
+
+    Raise `DtypeError` for codes that are not integers.
+    """
     packed_size(0, bits)  # raises FormatError
+    if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
+        raise DtypeError(f"codes have dtype {codes.dtype}; expected integers")
     packed: torch.Tensor = integers.pack(codes.reshape(-1).to(torch.int32), bits, _OPERATIONS)
     return packed.to(torch.uint8)
 
@@ -285,8 +290,10 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Return `count` codes of packed bytes, flat uint8 or uint16, unpacked on their device: `exmy.unpack`.
 
-    Raise `SizeError` if the size of `packed` is not `exmy.packed_size(count, bits)`.
+    Raise `DtypeError` unless `packed` is uint8, `SizeError` unless its size is `exmy.packed_size(count, bits)`.
     """
+    if packed.dtype != torch.uint8:
+        raise DtypeError(f"packed codes have dtype {packed.dtype}; expected uint8")
     if tuple(packed.shape) != (packed_size(count, bits),):
         raise SizeError(f"packed has shape {tuple(packed.shape)}; expected {packed_size(count, bits)} bytes")
     codes: torch.Tensor = integers.unpack(packed.to(torch.int32), bits, count, _OPERATIONS)

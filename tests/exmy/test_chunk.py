@@ -194,6 +194,14 @@ def test_values_that_cannot_be_encoded_are_refused():
         codec.encode(np.zeros(32, "f4"), out=np.empty(40, np.int8))
 
 
+def test_an_unknown_dtype_is_refused_with_and_without_out():
+    codec = exmy.ChunkCodec.from_configuration({"format": "e3m4", "scale": 0.5})
+    data = codec.encode(np.ones(8, "f4"))
+    for out in (None, np.empty(8, "f4")):
+        with pytest.raises(exmy.DtypeError, match="'float99' is not a dtype"):
+            codec.decode(data, (8,), "float99", out=out)
+
+
 @given(st.data())
 def test_chunks_of_any_layout_in_memory(data):
     x = values(data.draw(st.sampled_from(DTYPES)), (8, 4, 16))

@@ -145,6 +145,12 @@ def test_arguments_that_devices_refuse():
             module.quantize(array, "e9m9")
         with pytest.raises(exmy.FormatError):
             module.pack(array, 17)
+        with pytest.raises(exmy.DtypeError, match=r"codes have dtype .*float32; expected integers"):
+            module.pack(array, 4)
+        with pytest.raises(exmy.DtypeError, match=r"codes have dtype .*bool; expected integers"):
+            module.pack(array > 0, 4)
+        with pytest.raises(exmy.DtypeError, match=r"packed codes have dtype .*float32; expected uint8"):
+            module.unpack(array[0, :4], 4, 8)
     with pytest.raises(exmy.DtypeError, match=r"float64; expected .* exmy.quantize takes float64"):
         on_torch.quantize(torch.zeros(3, dtype=torch.float64), "e2m1")
     with pytest.raises(exmy.DtypeError):

@@ -137,6 +137,12 @@ def test_the_extension_checks_what_could_touch_other_memory(native):
         arguments[at] = wrong
         with pytest.raises(ValueError, match=r"runs|bytes|tries"):
             _kernels.least(*arguments)
+    codes, huge = np.zeros(8, np.uint8), 2**63 - 1
+    for length, inner, first in [(huge, 1, huge), (1, huge, huge), (2**62, 1, huge), (8, 1, -1), (-8, 1, 0)]:
+        with pytest.raises(ValueError, match="scales"):
+            _kernels.decode_groups(
+                level, 2, 4, 3, 7, False, length, inner, first, scales[:1], codes, x[:8].copy(), False
+            )
     target = np.zeros(6 * 50, np.float32)
     assert _kernels.columns(4, 6, 50, 0, 50, x, target) is None
     for arguments in [

@@ -1,7 +1,9 @@
 """Quantized arrays: every granularity against NumPy, equality of levels and threads, bytes, invalid input."""
 
+import copy
 import itertools
 import math
+import pickle
 import struct
 
 import exmy
@@ -262,6 +264,20 @@ def test_arbitrary_bytes_are_refused_or_read(tail):
 
 def test_arrays_are_read_only():
     q = exmy.quantize(np.ones((4, 32), np.float32), "e3m2", axis=1, scale="float")
-    for array in (q.packed, q.offsets, q.scales):
-        with pytest.raises(ValueError, match="read-only"):
-            array[...] = 0
+    for each in (q, pickle.loads(pickle.dumps(q)), copy.deepcopy(q)):
+        assert each.to_bytes() == q.to_bytes()
+        for array in (each.packed, each.offsets, each.scales):
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+
+
+def test_offsets_that_differ_too_much_for_bytes_are_refused():
+    q = exmy.quantize(np.ones((2, 16), np.float32), "e4m3", axis=1)
+    for offsets, fits in (([-100, 155], True), ([-100, 156], False)):
+        joined = exmy.Quantized(q.format, q.groups, np.array(offsets, np.int16), None, q.packed, "float64")
+        if fits:
+            restored = exmy.Quantized.from_bytes(joined.to_bytes())
+            np.testing.assert_array_equal(restored.dequantize(), joined.dequantize())
+            continue
+        with pytest.raises(exmy.FormatError, match=r"offsets -100 to 156 .* differ by more than 255"):
+            joined.to_bytes()

@@ -106,6 +106,30 @@ def test_one_error_names_all_arrays_whose_codes_do_not_fit_together(store: Any) 
         snapshot.read_packed("absent")
 
 
+def test_sparse_arrays_have_codes_where_chunks_were_written(tmp_path: Path) -> None:
+    with blocking.open(tmp_path) as store:
+        with store.transaction() as tx:
+            array = tx.create_array("w", X.shape, "f4", (16, 160), "e4m3", fill_value=1.0, sparse=True)
+            array[:32].write(X[:32])
+        assert np.array_equal(blocking.restore(store, at=store.snapshot().version)["w"][32:], np.ones((64, 160)))
+        codes = store.snapshot().read_packed("w", (slice(0, 32), slice(0, 160)))
+        assert np.array_equal(codes.dequantize(), store.snapshot().array("w")[:32].read())
+        with pytest.raises(InvalidArgument, match=r"codes. w: it is sparse, and chunk \(2, 0\) was never written"):
+            blocking.restore(store, at=store.snapshot().version, packed=True)
+
+
+def test_joined_codes_whose_offsets_do_not_fit_bytes_are_refused_as_bytes(tmp_path: Path) -> None:
+    x = np.full((16, 64), 1e-100)
+    x[:, 32:] = 1e100
+    with blocking.open(tmp_path) as store:
+        with store.transaction() as tx:
+            tx.create_array("w", x.shape, "f8", (16, 32), "e4m3").write(x)
+        codes = store.snapshot().read_packed("w")
+        assert np.allclose(codes.dequantize(), x, rtol=0.1)
+        with pytest.raises(exmy.FormatError, match="differ by more than 255"):
+            codes.to_bytes()
+
+
 def test_a_region_reads_only_the_chunks_that_it_overlaps(tmp_path: Path) -> None:
     with blocking.open(tmp_path) as store:
         with store.transaction() as tx:

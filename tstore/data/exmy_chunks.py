@@ -16,6 +16,7 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.grid import Selection, chunk_coordinates, chunk_numbers, covering_chunks
 from tstore.format.objects.chunk_refs import ChunkSource
+from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 
 __all__ = ["PackedRead", "PackedRegion", "is_packed", "read_packed", "read_packed_chunks"]
@@ -57,13 +58,13 @@ async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -
         chunks = (*(1,) * (len(counts) - 1), size)
         stored = ArrayMeta.new((*counts[:-1], counts[-1] * size), "uint8", chunks, compressed)
         done = 0
-        for run in _runs_of_rows(numbers, counts[-1]):
-            *leading, last = chunk_coordinates(run.start, counts)
-            along = range(last * size, (last + len(run)) * size)
+        for row in _runs_of_rows(numbers, counts[-1]):
+            *leading, last = chunk_coordinates(row.start, counts)
+            along = range(last * size, (last + len(row)) * size)
             region = Selection((*(range(i, i + 1) for i in leading), along))
-            values = out[done : done + len(run)].reshape(*(1 for _ in leading), -1)
+            values = out[done : done + len(row)].reshape(*(1 for _ in leading), -1)
             jobs.append(ReadJob(path, stored, source, region, values))
-            done += len(run)
+            done += len(row)
         payloads.append(out)
     await read_chunks(storage, jobs)
     quantized = []
@@ -89,6 +90,12 @@ async def read_packed(storage: Storage, requests: Sequence[PackedRegion]) -> lis
     reasons = {r.path: "it is not stored in an eXmY format" for r in requests if not is_packed(r.meta)}
     boxes = [covering_chunks(r.region, r.meta.chunks) for r in requests]
     numbers = [chunk_numbers(box, r.meta.counts).tolist() for box, r in zip(boxes, requests, strict=True)]
+    for request, selected in zip(requests, numbers, strict=True):
+        if request.path not in reasons and request.meta.sparse:
+            written = await run(request.source.select, np.array(selected, np.int64))
+            if absent := set(selected).difference(written.number.tolist()):
+                chunk = chunk_coordinates(min(absent), request.meta.counts)
+                reasons[request.path] = f"it is sparse, and chunk {chunk} was never written, so it has no codes"
     reads = [PackedRead(*r[:3], n) for r, n in zip(requests, numbers, strict=True) if r.path not in reasons]
     chunks = iter(await read_packed_chunks(storage, reads) if not reasons else [])
     results = []
@@ -107,8 +114,8 @@ async def read_packed(storage: Storage, requests: Sequence[PackedRegion]) -> lis
 
 def _runs_of_rows(numbers: Sequence[int], count: int) -> Iterator[range]:
     """Yield the runs of consecutive chunk numbers; each is in one row of a grid with `count` chunks a row."""
-    for _, run in itertools.groupby(enumerate(numbers), lambda item: (item[1] - item[0], item[1] // count)):
-        members = [number for _, number in run]
+    for _, row in itertools.groupby(enumerate(numbers), lambda item: (item[1] - item[0], item[1] // count)):
+        members = [number for _, number in row]
         yield range(members[0], members[-1] + 1)
 
 
