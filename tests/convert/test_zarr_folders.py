@@ -367,6 +367,40 @@ def test_a_chunk_that_is_a_pipe_is_refused_without_waiting_for_it(tmp_path: Path
         imported(tmp_path / "a.zarr", tmp_path / "store")
 
 
+@pytest.mark.parametrize("chunk_count", [4, 40])  # which are looked up one by one, and listed
+def test_a_chunk_that_is_a_folder_is_refused(tmp_path: Path, chunk_count: int) -> None:
+    zarr.create_array(tmp_path / "a.zarr", data=np.arange(chunk_count), chunks=(1,))
+    (tmp_path / "a.zarr/c/1").unlink()
+    (tmp_path / "a.zarr/c/1").mkdir()
+    with pytest.raises(InvalidArgument, match="c/1: Is a directory"):
+        imported(tmp_path / "a.zarr", tmp_path / "store")
+
+
+def test_a_link_to_itself_beside_the_chunks_is_no_chunk(tmp_path: Path) -> None:
+    written = zarr.create_array(tmp_path / "a.zarr", data=np.arange(40).reshape(20, 2), chunks=(1, 1))
+    (tmp_path / "a.zarr/c/latest").symlink_to("latest")
+    assert np.array_equal(imported(tmp_path / "a.zarr", tmp_path / "store").array("a").read(), written[:])
+
+
+def test_an_array_in_the_current_folder_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zarr.create_array(tmp_path / "a.zarr", data=np.arange(4))
+    monkeypatch.chdir(tmp_path / "a.zarr")
+    assert imported(".", tmp_path / "store").array("a").read().tolist() == [0, 1, 2, 3]
+
+
+def test_an_import_from_a_reference_file(tmp_path: Path) -> None:
+    written = zarr.create_array(tmp_path / "a.zarr", data=np.arange(1, 101), chunks=(2,))
+    (tmp_path / "a.zarr/c/9").unlink()
+    files = [file for file in (tmp_path / "a.zarr").rglob("*") if file.is_file()]
+    references = {file.relative_to(tmp_path / "a.zarr").as_posix(): [str(file)] for file in files}
+    (tmp_path / "refs.json").write_text(json.dumps({"version": 1, "refs": references}))
+    options = {"fo": str(tmp_path / "refs.json"), "remote_protocol": "file"}
+    asyncio.run(import_zarr("reference://", tmp_path / "store", storage_options=options))
+    array = tstore.open(tmp_path / "store").snapshot().array("array")
+    assert array.sparse
+    assert np.array_equal(array.read(), written[:])
+
+
 def test_quantized_arrays_are_decoded_unless_kept(tmp_path: Path) -> None:
     values = np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30)
     with tstore.open(tmp_path / "store").transaction() as tx:

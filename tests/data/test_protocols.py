@@ -57,6 +57,19 @@ def test_numpy_reads_a_view(array: tstore.Array, view: Any) -> None:
         iter(mine)
 
 
+def test_the_values_of_a_view_are_written_to_another_array(array: tstore.Array) -> None:
+    store = tstore.open(f"memory://{uuid.uuid4()}")
+    with store.transaction() as tx:
+        other = tx.create_array("b", (60, 100), "f4", sparse=True)
+        other.write(array.T)
+        other[:3].write(values=other[5:8])
+        other.append(array[:60, :40], axis=1)
+    written = np.concatenate([VALUES.T, VALUES[:60, :40]], axis=1)
+    written[:3] = written[5:8]
+    written[:3, 100:] = VALUES[:3, :40]
+    assert np.array_equal(store.snapshot().array("b").read(), written.astype("f4"))
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_dask_reads_a_view(array: tstore.Array, view: Any) -> None:
     mine, expected = view(array), view(VALUES)

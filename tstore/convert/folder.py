@@ -30,7 +30,7 @@ class Folder:
             self._fs.invalidate_cache()  # of listings: another program may have written files since
         except (ValueError, ImportError, TypeError) as error:
             raise InvalidArgument(f"{quote(url)} can't be opened by fsspec: {error}") from error
-        self._root = root.rstrip("/")
+        self._prefix = f"{root.rstrip('/')}/" if root else ""  # of some file systems, the root has no name
         self.url = url.rstrip("/")
         protocol = self._fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
@@ -38,11 +38,16 @@ class Folder:
         self._is_local = "file" in protocols
         self.workers = WORKERS if self._is_local else _REQUESTS
 
+    @property
+    def name(self) -> str:
+        """The name of the folder, "" if it has none."""
+        return self._prefix.rstrip("/").rpartition("/")[2]
+
     def get(self, key: str, max_size: int) -> bytes | None:
         """Return the bytes of a file, None if there is none; raise `Corrupt` if there are more than `max_size`."""
         from aiohttp import ClientError
 
-        path = f"{self._root}/{key}"
+        path = self._prefix + key
         try:
             with mapped_errors("read", f"{self.url}/{key}"):
                 try:
@@ -72,15 +77,14 @@ class Folder:
         """Return the size of a file in bytes, None if there is none."""
         with mapped_errors("look up", f"{self.url}/{key}"):
             try:
-                return int(self._fs.info(f"{self._root}/{key}")["size"])
+                return int(self._fs.info(self._prefix + key)["size"])
             except FileNotFoundError:
                 return None
 
     def names(self, key: str) -> list[str]:
         """Return the sorted names of the folders below a folder; raise `NotFound` if there is no such folder."""
-        path = f"{self._root}/{key}".rstrip("/")
         with mapped_errors("list", f"{self.url}/{key}"):
-            entries = self._fs.ls(path, detail=True)
+            entries = self._fs.ls(self._path(key), detail=True)
         folders = (
             e["name"].rstrip("/")
             for e in entries
@@ -91,27 +95,41 @@ class Folder:
     def files(self, key: str, depth: int) -> Iterator[str] | None:
         """Return the paths of the files at most `depth` folders below a folder, relative to it, in any order.
 
+        Those of local folders are among them: a read of one says that it is not a file.
+
         Return None for a server that can't list its files.
         """
         if self.is_http:
             return None
-        top = f"{self._root}/{key}".rstrip("/")
+        top = self._path(key)
         if self._is_local:
             return self._local_files(top, "", depth)
         with mapped_errors("list", f"{self.url}/{key}"):
             paths = self._fs.find(top)
-        if not all(path.startswith(f"{top}/") for path in paths):
-            return None  # its names are not those by which it finds files
-        return (path[len(top) + 1 :] for path in paths)
+        if top:
+            if not all(path.startswith(f"{top}/") for path in paths):
+                return None  # its names are not those by which it finds files
+            return (path[len(top) + 1 :] for path in paths)
+        return (path.lstrip("/") for path in paths)
 
     def _local_files(self, top: str, below: str, depth: int) -> Iterator[str]:
         with mapped_errors("list", f"{top}/{below}"), os.scandir(f"{top}/{below}") as entries:
             for entry in entries:
-                if not entry.is_dir():  # also a link to a file that does not exist
-                    yield below + entry.name
-                elif depth:
+                yield below + entry.name
+                if depth and _is_folder(entry):
                     yield from self._local_files(top, f"{below}{entry.name}/", depth - 1)
+
+    def _path(self, key: str) -> str:
+        """Return the path of a folder in the file system."""
+        return (self._prefix + key).rstrip("/")
 
     def is_link(self, key: str) -> bool:
         """Return whether a folder is a symbolic link, below which there could be itself."""
-        return self._is_local and os.path.islink(f"{self._root}/{key}")
+        return self._is_local and os.path.islink(self._path(key))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return False

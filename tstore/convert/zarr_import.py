@@ -52,7 +52,7 @@ async def import_zarr(
     location = os.fspath(source)
     folder = Folder(location, storage_options)
     nodes = await read_nodes(folder)
-    name = location.rstrip("/").rpartition("/")[2].removesuffix(".zarr") or "array"
+    name = folder.name.removesuffix(".zarr") or "array"
     arrays = {node.path or name: ZarrArray(folder, node) for node in nodes if node.is_array}
     groups = {node.path: node.metadata.get("attributes") or {} for node in nodes if not node.is_array}
     total, done = sum(array.meta.nbytes for array in arrays.values()), 0

@@ -23,6 +23,7 @@ import tstore as _async
 from tstore import *  # noqa: F403 - most names, such as those of errors, need no blocking version
 from tstore import Commit, Retry
 from tstore.array import Indexer, parts_of
+from tstore.data.casting import Casting
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.store import Mode
 from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped, unwrapped
@@ -65,8 +66,16 @@ class Array(BlockingWrapper):
         return result
 
     explain = blocking(_async.Array.explain)
-    write = blocking(_async.Array.write)
-    append = blocking(_async.Array.append)
+
+    @functools.wraps(_async.Array.write)
+    def write(self, values: Any, casting: Casting = "same_kind") -> None:
+        BACKGROUND.run(self._wrapped.write(_read_if_array(values), casting))
+
+    @functools.wraps(_async.Array.append)
+    def append(self, values: Any, axis: int = 0, casting: Casting = "same_kind") -> _async.Appended:
+        appended: _async.Appended = BACKGROUND.run(self._wrapped.append(_read_if_array(values), axis, casting))
+        return appended
+
     resize = blocking(_async.Array.resize)
 
     T = blocking(_async.Array.T)
@@ -98,6 +107,11 @@ class Array(BlockingWrapper):
             raise ValueError(f"{self.path}: values are always read into new memory; omit copy=False")
         values: np.ndarray[Any, Any] = BACKGROUND.run(self._wrapped.read())
         return values if dtype is None else values.astype(dtype, copy=False)
+
+
+def _read_if_array(values: Any) -> Any:
+    """Return the values of a blocking array, which the array that it wraps can't convert; else the argument."""
+    return values.read() if isinstance(values, Array) else values
 
 
 class Snapshot(BlockingWrapper):
