@@ -96,7 +96,7 @@ class ChunkCodec:
 
     @property
     def has_planes(self) -> bool:
-        """Whether the upper 8 bits of all codes precede the lower ones, so that only whole chunks can be decoded."""
+        """Whether the upper 8 bits of all codes precede the lower ones; only whole chunks can then be decoded."""
         return isinstance(self.scale, float) and self.format.bits > 8
 
     def size(self, shape: tuple[int, ...]) -> int:

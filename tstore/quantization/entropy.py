@@ -5,7 +5,8 @@
    of an array share one step: at a given size, that is the least squared error.
 2. Each format is best for a range of sizes: e2m1, of which zstd codes two values at once, up to about 3.3 bits per
    value, and e3m4 up to 6. Above, more mantissa bits lengthen the uniform grid, but the low bits of codes of more
-   than 8 bits are not compressed: e2m5, e2m6 and e3m7 follow each other, and e3m5 where outliers exceed e2m5.
+   than 8 bits are not compressed: e2m5, e2m6, e3m7, e3m10 and e3m12 follow each other, and e3m5 where outliers
+   exceed e2m5.
 3. The size and error at each step are measured on a sample, with steps half an octave apart, and interpolated.
    Only steps near the expected one are, and all others if the choice falls on the first or last of them. What is
    stored is measured on all values.
@@ -33,6 +34,8 @@ _ZSTD: Mapping[str, Any] = {"name": "zstd", "configuration": {"level": 1, "check
 """Level 1 is near the entropy of the codes; higher levels take longer and store 7 to 13 % more."""
 
 _OCTAVES = {
+    "e3m12": (-13.0, -10.5),
+    "e3m10": (-11.0, -8.0),
     "e3m7": (-8.0, -5.0),
     "e2m6": (-6.5, -4.5),
     "e3m5": (-6.0, -4.5),
