@@ -50,6 +50,17 @@ async def test_a_high_sqnr_takes_fewer_bits_than_packed_codes(tmp_path: Path, de
     assert entropy.bits_per_value < packed.bits_per_value
 
 
+@pytest.mark.parametrize("options", [{"bits": 2.0}, {"bits": 4.0}, {"min_sqnr": 40.0}, {}])
+async def test_constant_arrays_are_exact(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A step that divides the constant takes no more bytes than those near it."""
+    tree = {"ones": np.ones((100, 256), "f4"), "third": np.full((100, 256), 1 / 3, "f4"), "w": laplace(64, 256)}
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, tag="q", **options)
+    rows = {array.path: array for array in report.arrays}
+    assert rows["ones"].sqnr == rows["third"].sqnr == math.inf
+    assert rows["ones"].bytes_after < 100
+
+
 @pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
 async def test_the_error_is_far_below_that_of_packed_codes(tmp_path: Path, bits: float) -> None:
     await tstore.save(tmp_path, {"w": laplace(512, 512)}, 0)
