@@ -94,6 +94,11 @@ class ChunkCodec:
             return f"block of {self.block}"
         return "tensor" if self.axis is None else "row"
 
+    @property
+    def has_planes(self) -> bool:
+        """Whether the upper 8 bits of all codes precede the lower ones; only whole chunks can then be decoded."""
+        return isinstance(self.scale, float) and self.format.bits > 8
+
     def size(self, shape: tuple[int, ...]) -> int:
         """Return the exact size in bytes of an encoded chunk. Raise `SizeError` if axis or block do not fit."""
         return self._header_size(self._groups(shape)) + packed_size(math.prod(shape), self.format.bits)
@@ -118,9 +123,9 @@ class ChunkCodec:
             _HEADER.pack_into(data.data, 0, f.bias)
             encode_packed(x, f, out=data[header_size:])
             return data
-        out = np.empty(size - header_size, np.uint8) if self._has_planes else data[header_size:]
+        out = np.empty(size - header_size, np.uint8) if self.has_planes else data[header_size:]
         q = quantize(x, f, self.axis, self.block, self.scale, importance=importance, out=out)
-        if self._has_planes:
+        if self.has_planes:
             kernels.split_planes(f.bits, out, x.size, *_planes(data[header_size:], x.size))
         base = int(q.offsets.min()) if q.offsets.size else 0
         _HEADER.pack_into(data.data, 0, q.format.bias + base)
@@ -176,21 +181,16 @@ class ChunkCodec:
         high = min(-(-stop // TILE) * TILE, count) if stop > start else low
         header_size, bits = self._header_size(groups), self.format.bits
         first_byte, end_byte = (header_size + packed_size(count, bits) for count in (low, high))
-        if self._has_planes and stop > start:
+        if self.has_planes and stop > start:
             low, high, first_byte, end_byte = 0, count, header_size, self.size(shape)
         return ChunkSlice(self, groups, low, high, header_size, first_byte, end_byte)
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in self.configuration.items())
 
-    @property
-    def _has_planes(self) -> bool:
-        """Whether the upper 8 bits of all codes precede the lower bits."""
-        return isinstance(self.scale, float) and self.format.bits > 8
-
     def _packed(self, codes: Array, count: int) -> Array:
         """Return the packed codes of a chunk: those after the header, or if these are in planes, a copy."""
-        if not self._has_planes or not count:
+        if not self.has_planes or not count:
             return codes
         packed = np.empty(codes.size, np.uint8)
         kernels.join_planes(self.format.bits, *_planes(codes, count), count, packed)
@@ -261,7 +261,7 @@ class _KnownChunk:
         kind = kind_of(self.dtype)
         assert self.scales is not None
         target, codes = builtin_view(out.reshape(-1), kind), data[len(self.header) :]
-        groups, in_planes = self.quantized.groups, self.codec._has_planes
+        groups, in_planes = self.quantized.groups, self.codec.has_planes
         kernels.decode_groups(kind, self.layout, groups, 0, self.scales, codes, target, in_planes=in_planes)
         if needs_clamping(self.quantized, kind):
             clamp_infinities(target, kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import exmy
 import ml_dtypes  # noqa: F401 - registers bfloat16
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ CODECS: list[Any] = [
     {"format": "e4m3", "axis": 0},
     {"format": "e3m3", "scale": "float", "block": 64},
     [{"name": "exmy", "configuration": {"format": "e4m3"}}, {"name": "zstd", "configuration": {"level": 1}}],
+    {"format": "e3m8", "scale": 0.01},  # in planes, which have no tiles
 ]
 
 
@@ -111,6 +113,28 @@ def test_a_few_points_decode_only_their_tiles(
     points.read()
     assert len(decoded) == 2
     assert sum(decoded) <= 2 << 16
+
+
+def test_points_and_shared_reads_decode_a_chunk_in_planes_once(
+    arrays: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_path = {array.path: (array, whole) for array, whole in arrays}
+    array, whole = by_path["f4/7/2900"]
+    rows = np.arange(20) * 100
+    decode, decoded = exmy.ChunkCodec.decode, []
+
+    def counted(*args: Any) -> Any:
+        decoded.append(args[2])
+        return decode(*args)
+
+    def refused(*args: Any) -> Any:
+        raise AssertionError(f"a slice was decoded: {args}")
+
+    monkeypatch.setattr(exmy.ChunkCodec, "decode", lambda self, *a, out=None: counted(self, *a, out))
+    monkeypatch.setattr(exmy.ChunkSlice, "decode", refused)
+    np.testing.assert_array_equal(array.vindex[rows, rows % 1024].read(), whole[rows, rows % 1024])
+    np.testing.assert_array_equal(array[5:8].read(), whole[5:8])
+    assert decoded == [(2900, 1024)] * 2
 
 
 def test_only_the_blocks_of_the_header_and_of_the_tiles_are_read(arrays: list[tuple[Any, Any]]) -> None:

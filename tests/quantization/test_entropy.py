@@ -27,7 +27,7 @@ def encoded_bits(report: tstore.QuantizeReport) -> float:
     return 8 * sum(a.bytes_after for a in report.encoded) / sum(a.values for a in report.encoded)
 
 
-@pytest.mark.parametrize("bits", [1.5, 2.2, 3, 4, 5.7, 8, 9.3])
+@pytest.mark.parametrize("bits", [1.5, 2.2, 3, 4, 5.7, 8, 9.3, 11, 13.5])
 async def test_a_budget_is_used_up_and_kept(tmp_path: Path, bits: float) -> None:
     tree = {f"w{i}": laplace(200 * (i + 1), 384, scale=10.0**-i) for i in range(4)}
     await tstore.save(tmp_path, tree, 0)
@@ -38,6 +38,27 @@ async def test_a_budget_is_used_up_and_kept(tmp_path: Path, bits: float) -> None
     for row in report.arrays:
         assert row.sqnr == pytest.approx(exmy.sqnr(tree[row.path], restored[row.path]), abs=0.01)
     assert (await (await tstore.open(tmp_path)).verify()).ok
+
+
+@pytest.mark.parametrize("decibel", [45, 57, 62, 70, 80])
+async def test_a_high_sqnr_takes_fewer_bits_than_packed_codes(tmp_path: Path, decibel: float) -> None:
+    await tstore.save(tmp_path, {"w": laplace(300, 384), "x": RNG.standard_normal((300, 200))}, 0)
+    entropy = await tstore.quantize(tmp_path, min_sqnr=decibel)
+    packed = await tstore.quantize(tmp_path, min_sqnr=decibel, coding="packed", at="step/0", tag="packed")
+    assert len(entropy.encoded) == len(packed.encoded) == 2
+    assert all(array.sqnr >= decibel for array in entropy.encoded)
+    assert entropy.bits_per_value < packed.bits_per_value
+
+
+@pytest.mark.parametrize("options", [{"bits": 2.0}, {"bits": 4.0}, {"min_sqnr": 40.0}, {}])
+async def test_constant_arrays_are_exact(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A step that divides the constant takes no more bytes than those near it."""
+    tree = {"ones": np.ones((100, 256), "f4"), "third": np.full((100, 256), 1 / 3, "f4"), "w": laplace(64, 256)}
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, tag="q", **options)
+    rows = {array.path: array for array in report.arrays}
+    assert rows["ones"].sqnr == rows["third"].sqnr == math.inf
+    assert rows["ones"].bytes_after < 100
 
 
 @pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
@@ -192,7 +213,7 @@ async def test_a_report_as_a_table(tmp_path: Path) -> None:
     head, b, w, x, total = report.table().splitlines()
     assert head.split()[:2] == ["array", "format"]
     assert b.endswith("one-dimensional; to encode it, add a rule with its name")
-    assert w.split()[:3] == ["w", "e3m7", "entropy"]
+    assert w.split()[:3] == ["w", "e3m10", "entropy"]
     assert x.split()[:3] == ["x", "e4m3", "packed"]
     assert total == repr(report)
 

@@ -675,6 +675,36 @@ async def test_sums_beyond_float64_are_not_called_exact(tmp_path: Path) -> None:
     assert not floored.encoded  # what cannot be measured keeps no floor
 
 
+@pytest.mark.parametrize("rule", ["e4m3", {"format": "e4m3", "scale": "none"}, {"format": "e8m7", "axis": -1}])
+async def test_values_whose_squares_exceed_float64_are_kept_also_by_a_rule(tmp_path: Path, rule: Any) -> None:
+    vast, w = values(64, 128, kind="float64") * 2.0**513, values(64, 128, kind="float64")
+    await tstore.save(tmp_path, {"vast": vast, "w": w}, 0)
+    report = await tstore.quantize(tmp_path, {"**": rule}, tag="q")
+    assert [array.path for array in report.encoded] == ["w"]
+    assert report.arrays[0].reason.endswith("are too large")
+    assert math.isfinite(report.sqnr)
+
+
+@pytest.mark.parametrize("fill", [np.nan, -np.inf])
+@pytest.mark.parametrize(
+    "options", [{}, {"bits": 48.0}, {"min_sqnr": 30.0}, {"bits": 48.0, "coding": "packed"}, {"formats": "e4m3"}]
+)
+async def test_arrays_with_a_fill_value_that_no_format_has_are_kept(
+    tmp_path: Path, fill: float, options: dict[str, Any]
+) -> None:
+    store = await tstore.open(tmp_path)
+    arrays = {"filled": values(100, 80), "w": values(100, 80)}
+    async with store.transaction(tag="step/0") as tx:
+        for path, x in arrays.items():
+            fill_value = fill if path == "filled" else 0
+            array = await tx.create_array(path, x.shape, x.dtype, (64, 64), fill_value=fill_value)
+            await array.write(x)
+    report = await tstore.quantize(tmp_path, tag="q", **options)
+    assert [array.path for array in report.encoded] == ["w"]
+    assert report.arrays[0].reason == f"eXmY can't encode its fill value {fill}"
+    assert np.array_equal((await tstore.restore(tmp_path, at="q"))["filled"], arrays["filled"])
+
+
 @pytest.mark.parametrize("scale", ["search", "float"])
 @pytest.mark.parametrize("block", ["auto", None])
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
    of an array share one step: at a given size, that is the least squared error.
 2. Each format is best for a range of sizes: e2m1, of which zstd codes two values at once, up to about 3.3 bits per
    value, and e3m4 up to 6. Above, more mantissa bits lengthen the uniform grid, but the low bits of codes of more
-   than 8 bits are not compressed: e2m5, e2m6 and e3m7 follow each other, and e3m5 where outliers exceed e2m5.
+   than 8 bits are not compressed: e2m5, e2m6, e3m7, e3m10 and e3m12 follow each other, and e3m5 where outliers
+   exceed e2m5.
 3. The size and error at each step are measured on a sample, with steps half an octave apart, and interpolated.
    Only steps near the expected one are, and all others if the choice falls on the first or last of them. What is
    stored is measured on all values.
@@ -33,6 +34,8 @@ _ZSTD: Mapping[str, Any] = {"name": "zstd", "configuration": {"level": 1, "check
 """Level 1 is near the entropy of the codes; higher levels take longer and store 7 to 13 % more."""
 
 _OCTAVES = {
+    "e3m12": (-13.0, -10.5),
+    "e3m10": (-11.0, -8.0),
     "e3m7": (-8.0, -5.0),
     "e2m6": (-6.5, -4.5),
     "e3m5": (-6.0, -4.5),
@@ -48,6 +51,7 @@ _NORMAL_BITS = 2.05  # the entropy of normal values with a step of their standar
 _MAX_SHARE = 0.25  # of an array's noise that values beyond the largest of a format may cause
 _MIN_SCALE, _MAX_SCALE = 2.0**-125, 2.0**125  # of exmy
 _MEASURED, _INTERPOLATED = 2, 32  # steps per octave
+_EXACT = -1e4  # the logarithm of no error
 _JUMP = 1.5  # the growth of a size in half an octave, above which it is no smooth function of the step
 _CHUNK_VALUES = 1 << 20
 _SAMPLE_BYTES = 260 << 10  # of codes; zstd compresses 256 KiB or less with other parameters than a chunk
@@ -120,10 +124,10 @@ def entropy_points(
             if clipped <= _MAX_SHARE * error:
                 octaves.append(i / _MEASURED)
                 sizes.append(size * meta.size / values.size + overhead)
-                errors.append(math.log2(error + clipped) if error + clipped else -1e4)
+                errors.append(math.log2(error + clipped) if error + clipped else _EXACT)
         if not octaves:
             continue
-        fine = _interpolated_octaves(octaves, sizes)
+        fine = _interpolated_octaves(octaves, sizes, errors)
         octaves, sizes, errors = _with_midpoints(octaves), _with_midpoints(sizes), _with_midpoints(errors)
         fine_sizes, fine_errors = np.interp(fine, octaves, sizes), np.exp2(np.interp(fine, octaves, errors))
         for octave, size, error in zip(fine.tolist(), fine_sizes.tolist(), fine_errors.tolist(), strict=True):
@@ -138,11 +142,17 @@ def _studied_octaves(bits: tuple[float, float]) -> tuple[float, float]:
     return math.floor(high * _MEASURED) / _MEASURED, math.ceil(low * _MEASURED) / _MEASURED
 
 
-def _interpolated_octaves(octaves: list[float], sizes: list[float]) -> npt.NDArray[np.float64]:
-    """Return the measured octaves and those between them, except where sizes jump, as those of two values do."""
+def _interpolated_octaves(
+    octaves: list[float], sizes: list[float], errors: list[float]
+) -> npt.NDArray[np.float64]:
+    """Return the measured octaves and those between them, except where sizes jump, as those of two values do.
+
+    Beside an octave without error there are none either: only multiples of that step are exact.
+    """
     step, parts = 1 / _INTERPOLATED, []
-    for (start, stop), pair in zip(itertools.pairwise(octaves), itertools.pairwise(sizes), strict=True):
-        jumps = max(pair) > _JUMP * min(pair)
+    pairs = zip(*map(itertools.pairwise, (octaves, sizes, errors)), strict=True)
+    for (start, stop), pair, ends in pairs:
+        jumps = max(pair) > _JUMP * min(pair) or _EXACT in ends
         parts.append(np.arange(start, start + step / 2 if jumps else stop, step))
     return np.concatenate([*parts, octaves[-1:]])
 

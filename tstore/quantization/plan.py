@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
@@ -140,6 +141,8 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], request: Request) -> Plan:
             plan.unchanged[path] = f"fewer than {MIN_VALUES} values"
         elif codecs is None:
             plan.unchanged[path] = reason
+        elif (is_target or _is_exmy(codecs)) and not np.isfinite(np.float64(meta.fill_value)):
+            plan.unchanged[path] = f"eXmY can't encode its fill value {meta.fill_value}"
         elif isinstance(codecs, MinSqnr | Bits):
             assert group is not None
             settings: dict[str, Any] = {}

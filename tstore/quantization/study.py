@@ -120,8 +120,6 @@ def study(values: Values, undecided: Undecided) -> Study:
         if settings or undecided.coding == "entropy":  # else `fit_tensor` measures the signal
             signal += exmy.energy(slab)
     reason = obstacle(meta, exponents, [])
-    if exponents.highest > _MAX_SQUARED:
-        reason = reason or f"values of 2^{exponents.highest} are too large"
     if not reason and undecided.coding == "entropy":
         importance = None if weights is None else weights.values
         return _entropy_study(values, signal, undecided.bits, sample.values, importance, exponents)
@@ -298,6 +296,8 @@ def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterabl
         return f"{meta.size - exponents.count} of {meta.size} values are NaN or infinite"
     if exponents.counts.size and exponents.highest < _MIN_SQUARED:
         return f"values of 2^{exponents.highest} are too small"
+    if exponents.highest > _MAX_SQUARED:
+        return f"values of 2^{exponents.highest} are too large"
     for configuration in configurations:
         if not _in_range(exponents, configuration):
             return f"values of 2^{exponents.highest} are beyond the range of {configuration['format']}"

@@ -154,7 +154,6 @@ class ExmyCodec(ArrayCodec):
 
     lossless = False
     finite = True
-    has_parts = True
 
     def __init__(self, document: Document, dtype: np.dtype[Any], shape: Shape) -> None:
         settings = document.get("configuration") or {}
@@ -177,6 +176,7 @@ class ExmyCodec(ArrayCodec):
         except exmy.ExmyError as error:
             raise UnsupportedFormat(f"codec exmy: {error!s:.300}") from None
         self.document = document
+        self.has_parts = not self.codec.has_planes
         self._dtype = dtype
         self._shape = shape
 

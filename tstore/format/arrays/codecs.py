@@ -91,10 +91,10 @@ class Chain:
         """Whether the encoded bytes before compression are those of the chunk in memory."""
         self.identity = self.plain and not self._compressors
         """Whether the encoded bytes are those of the chunk in memory."""
-        self.has_tiles = isinstance(self._array, ExmyCodec) and not self._filters and not self._compressors
-        """Whether a part of the encoded bytes suffices to decode some elements."""
         self.has_parts = self._array.has_parts and not self._filters
         """Whether `decode_part` decodes less than the whole chunk."""
+        self.has_tiles = isinstance(self._array, ExmyCodec) and self.has_parts and not self._compressors
+        """Whether a part of the encoded bytes suffices to decode some elements."""
         self.lossless = self._array.lossless and all(each.lossless for each in self._filters)
         """Whether decoding returns exactly the values that were encoded."""
         self.finite = self._array.finite
