@@ -79,8 +79,9 @@ class PackSet:
         """Write the chunks of all jobs, and fill in the references; they are durable only after `flush`."""
         limits = self._background_limits if has_low_priority() else BATCH
         rest = batches(jobs, limits)
-        # at least two, so that a single batch in `head` is the whole write
-        head = list(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // limits.copied)))
+        # enough for all workers, and at least two, so that a single batch in `head` is the whole write
+        shortest = min(limits.copied, limits.encoded)
+        head = list(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // shortest)))
         if not head:
             return
         if len(head) == 1 and self._inline_size + head[0].encoded_size <= _MAX_INLINE:
