@@ -61,8 +61,8 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CallLog:
         return pwritev(fd, buffers, offset)  # type: ignore[arg-type]
 
     def logged_mkdir(path: str, *more: int) -> None:
+        log.add("mkdir", path)  # before: another thread may sync the parent as soon as the folder exists
         mkdir(path, *more)
-        log.add("mkdir", path)
 
     def logged_replace(source: str, target: str) -> None:
         log.add("replace", target)
