@@ -252,8 +252,8 @@ static void unpack_planes(const lanes *l, const uint8_t *upper, const uint8_t *l
     l->join_at(upper, r->low, n, (unsigned)rest, r->codes);
 }
 
-/* Copy packed codes of more than 8 bits to or from two planes: the upper 8 bits of all codes, and the lower bits, each
- * packed as codes of so many bits. */
+/* Copy packed codes of more than 8 bits to or from two planes: the upper 8 bits of all codes and their lower bits,
+ * each plane packed at its own width. */
 static void split_planes(const lanes *l, int bits, const uint8_t *src, size_t n, uint8_t *upper, uint8_t *lower)
 {
     scratch r;

@@ -128,8 +128,8 @@ static void decode_run(const lanes *l, const spec *s, int kind, const groups *g,
         narrow_single(l, kind, (const float32_bits *)scaled, n, out);
 }
 
-/* Writes the values of packed codes, or of codes in planes, times the scales, rounded once to the kind of dst. If that is float16 or bfloat16
- * and not `wide`, float32 must represent every product exactly. */
+/* Writes the values of packed codes, or of codes in planes, times the scales, rounded once to the kind of dst. If that
+ * is float16 or bfloat16 and not `wide`, float32 must represent every product exactly. */
 static void decode_groups(const lanes *l, spec s, int kind, const groups *g, int in_planes, const uint8_t *src,
                           size_t n, uint8_t *dst)
 {

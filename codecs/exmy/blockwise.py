@@ -127,6 +127,7 @@ def unpack(bits: int, packed: Array, out: Array) -> None:
 
 
 def split_planes(bits: int, packed: Array, count: int, upper: Array, lower: Array) -> None:
+    """See kernels.split_planes."""
     for start, stop in _blocks(count):
         codes = reference.unpack(packed[_byte_range(start, stop, bits)], bits, stop - start)
         for plane, width, part in ((upper, 8, codes >> (bits - 8)), (lower, bits - 8, codes % (1 << (bits - 8)))):
@@ -134,6 +135,7 @@ def split_planes(bits: int, packed: Array, count: int, upper: Array, lower: Arra
 
 
 def join_planes(bits: int, upper: Array, lower: Array, count: int, packed: Array) -> None:
+    """See kernels.join_planes."""
     for start, stop in _blocks(count):
         high, low = (
             reference.unpack(plane[_byte_range(start, stop, width)], width, stop - start)

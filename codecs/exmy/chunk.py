@@ -96,7 +96,7 @@ class ChunkCodec:
 
     @property
     def has_planes(self) -> bool:
-        """Whether the upper 8 bits of all codes precede the lower ones; only whole chunks can then be decoded."""
+        """Whether the upper 8 bits of all codes precede their lower bits; if so, chunks are only decoded whole."""
         return isinstance(self.scale, float) and self.format.bits > 8
 
     def size(self, shape: tuple[int, ...]) -> int:
@@ -152,7 +152,7 @@ class ChunkCodec:
         return self.to_quantized(data, shape, dtype).dequantize(dtype, out=out)
 
     def to_quantized(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Quantized:
-        """Return an encoded chunk as `exmy.Quantized`, without copying the codes from `data` unless in planes.
+        """Return an encoded chunk as `exmy.Quantized`, without copying the codes unless they are in planes.
 
         `dtype`: the dtype before encoding. Raise as `decode` does.
         """
@@ -171,7 +171,7 @@ class ChunkCodec:
     def slice(self, shape: tuple[int, ...], start: int, stop: int) -> ChunkSlice:
         """Return the position in a chunk of the elements start ... stop-1 (in C order), widened to whole tiles.
 
-        With a number as the scale, codes of more than 8 bits have only one slice, the whole chunk.
+        If the codes are in planes (see `has_planes`), a slice that is not empty is the whole chunk.
         Raise `SizeError` unless 0 <= start <= stop <= the number of elements.
         """
         groups, count = self._groups(shape), math.prod(shape)
@@ -189,7 +189,7 @@ class ChunkCodec:
         return ", ".join(f"{key} {value}" for key, value in self.configuration.items())
 
     def _packed(self, codes: Array, count: int) -> Array:
-        """Return the packed codes of a chunk: those after the header, or if these are in planes, a copy."""
+        """Return the packed codes of a chunk: `codes` themselves, or a joined copy if they are in planes."""
         if not self.has_planes or not count:
             return codes
         packed = np.empty(codes.size, np.uint8)

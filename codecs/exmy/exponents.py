@@ -105,7 +105,7 @@ def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Ex
 
 
 def exponents_of(totals: NDArray[np.int64]) -> Exponents:
-    """Return the histogram with the counts of `kernels.exponents`."""
+    """Return the histogram of the counts that `kernels.exponents` wrote."""
     counts, zeros = totals[:-2], int(totals[-2])
     indices = np.flatnonzero(counts)
     if not indices.size:

@@ -117,7 +117,7 @@ class BiasFit:
 
     NaN and infinity count as 0. With `reports_noise`, the fit also has the signal, and the noise once a pass has
     measured it, be it one after the fit is done. Pieces may have importance; errors and the signal are then
-    weighted. With `counts_exponents`, the first pass also counts the exponents, while a part is in the cache.
+    weighted. With `counts_exponents`, the first pass also counts exponents, while each part is in the CPU cache.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class BiasFit:
         self.signal = 0.0  # the sum of squares, if `reports_noise`
         self._layout, self._kind, self._count, self._method = layout, kind, count, method
         self._reports_noise, self._counts_exponents = reports_noise, counts_exponents
-        self.exponent_counts = np.zeros(kernels.EXPONENT_COUNT + 2, np.int64)  # as `kernels.exponents` counts
+        self.exponent_counts = np.zeros(kernels.EXPONENT_COUNT + 2, np.int64)  # see `kernels.exponents`
         self._peak = 0.0
         self._nonfinite_parts: set[int] = set()  # parts with non-finite elements
         self._incomplete: list[Array] = []  # the pieces of the last part, until it is complete

@@ -188,7 +188,7 @@ def unpack(bits: int, packed: Array, out: Array) -> None:
 
 
 def split_planes(bits: int, packed: Array, count: int, upper: Array, lower: Array) -> None:
-    """Write the upper 8 bits of packed codes, of 9 to 16 bits, and their lower bits, each packed."""
+    """Split packed codes of 9 to 16 bits into packed planes: of their upper 8 bits and of their lower bits."""
     if _selection.native(count):
         _kernels.split_planes(_selection.index, bits, count, packed, upper, lower)
     else:
@@ -196,7 +196,7 @@ def split_planes(bits: int, packed: Array, count: int, upper: Array, lower: Arra
 
 
 def join_planes(bits: int, upper: Array, lower: Array, count: int, packed: Array) -> None:
-    """Write the packed codes of which `split_planes` wrote the upper and lower bits."""
+    """Join the two planes that `split_planes` wrote into packed codes."""
     if _selection.native(count):
         _kernels.join_planes(_selection.index, bits, count, upper, lower, packed)
     else:
@@ -341,7 +341,7 @@ def decode_groups(
 ) -> None:
     """Write the values of packed codes, times the scale of each element's group, into out.
 
-    With `in_planes`, `packed` has the two results of `split_planes`, one after the other.
+    With `in_planes`, `packed` consists of the two planes that `split_planes` writes, the upper bits first.
 
     With float32 scales and a float16 or bfloat16 `out`, float32 must represent every product exactly, so that
     each is rounded only once.

@@ -73,7 +73,7 @@ class Quantized:
                 array.flags.writeable = False
 
     def __reduce__(self) -> tuple[type[Quantized], tuple[Any, ...]]:
-        # copies and unpickled arrays are made by the constructor, which makes them read-only
+        # copying and unpickling call the constructor, which makes the arrays read-only
         return Quantized, (self.format, self.groups, self.offsets, self.group_scales, self.packed, self.dtype)
 
     @property
@@ -215,7 +215,7 @@ class Quantized:
     def to_bytes(self) -> bytes:
         """Return the array as self-describing bytes: see FORMAT.md, section 8.
 
-        Raise `FormatError` if offsets differ by more than 255, as those of a joined array may.
+        Raise `FormatError` if offsets differ by more than 255, which is possible in a joined array.
         """
         x, y, bias = self.format.layout
         base = int(self.offsets.min()) if self.offsets.size else 0

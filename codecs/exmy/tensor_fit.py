@@ -33,8 +33,8 @@ class TensorFit:
     "none" the bias of f. The result equals that of `Format.fit` and `quantize`; it depends neither on the slabs
     (which may differ between passes) nor on `threads`, the maximum number of threads. An empty or all-zero tensor
     keeps the bias of f. `nonfinite` is as for `encode`; with "saturate", only finite values count, also in `noise`
-    and `signal`. `measures`: "bias" leaves out `noise` and `signal`, which takes less time, and "exponents" counts
-    exponents instead of measuring them.
+    and `signal`. With `measures="bias"`, `noise` and `signal` are left out, which takes less time; with
+    "exponents", `exponents` replaces them.
     """
 
     def __init__(

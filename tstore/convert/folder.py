@@ -14,7 +14,7 @@ from tstore.storage.local.atomic_file import mapped_errors
 
 __all__ = ["Folder"]
 
-_REQUESTS = 32  # to a server at a time
+_REQUESTS = 32  # to a server at once
 
 
 class Folder:
@@ -30,7 +30,7 @@ class Folder:
             self._fs.invalidate_cache()  # of listings: another program may have written files since
         except (ValueError, ImportError, TypeError) as error:
             raise InvalidArgument(f"{quote(url)} can't be opened by fsspec: {error}") from error
-        self._prefix = f"{root.rstrip('/')}/" if root else ""  # of some file systems, the root has no name
+        self._prefix = f"{root.rstrip('/')}/" if root else ""  # the root of some file systems has no name
         self.url = url.rstrip("/")
         protocol = self._fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
@@ -95,8 +95,7 @@ class Folder:
     def files(self, key: str, depth: int) -> Iterator[str] | None:
         """Return the paths of the files at most `depth` folders below a folder, relative to it, in any order.
 
-        Those of local folders are among them: a read of one says that it is not a file.
-
+        The folders below a local folder are also returned; `get` raises `InvalidArgument` for them.
         Return None for a server that can't list its files.
         """
         if self.is_http:
@@ -108,7 +107,7 @@ class Folder:
             paths = self._fs.find(top)
         if top:
             if not all(path.startswith(f"{top}/") for path in paths):
-                return None  # its names are not those by which it finds files
+                return None  # the listed names are not the paths by which files are read
             return (path[len(top) + 1 :] for path in paths)
         return (path.lstrip("/") for path in paths)
 
@@ -124,7 +123,7 @@ class Folder:
         return (self._prefix + key).rstrip("/")
 
     def is_link(self, key: str) -> bool:
-        """Return whether a folder is a symbolic link, below which there could be itself."""
+        """Return whether a folder is a symbolic link, which may lead to a folder above it."""
         return self._is_local and os.path.islink(self._path(key))
 
 

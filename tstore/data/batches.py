@@ -330,10 +330,11 @@ def _encoded_runs(box: ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> 
 
 
 def _moved(data: memoryview, chunk: Values) -> memoryview:
-    """Return encoded bytes in the memory of their chunk, which is not needed any more, if they fit there.
+    """Move encoded bytes into the memory of their chunk, which is no longer needed, if they fit; return them.
 
-    Encoded bytes in memory of their own are freed before the next chunk is encoded: then malloc uses that memory
-    again. It would return that of several chunks to the system, and new pages take a third of the time of zstd.
+    So the encoder's buffer is freed before the next chunk is encoded, and malloc reuses it. If the buffers of
+    several chunks were freed together, malloc would return them to the system, and getting new pages takes a third
+    of the time of zstd.
     """
     if data.nbytes > min(chunk.nbytes, BLOCK) or is_variable(chunk.dtype):
         return data

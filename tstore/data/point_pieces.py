@@ -14,7 +14,7 @@ from tstore.format.objects.chunk_rows import ChunkRow
 __all__ = ["PointPiece", "point_pieces"]
 
 _TILED = 1 << 16  # elements that are decoded together
-_RUN_COST = 1 << 18  # elements of a whole chunk that are decoded in the time of the calls for one run
+_RUN_COST = 1 << 18  # the fixed cost of decoding a run of tiles, in elements of a chunk decoded whole
 
 
 class PointPiece(ChunkPiece):
@@ -53,7 +53,7 @@ class PointPiece(ChunkPiece):
 def point_pieces(job: ReadJob, row: ChunkRow, points: PointProjection) -> Iterator[ChunkPiece]:
     """Yield pieces with the blocks of a chunk in which points are; raise `Corrupt` for an impossible length.
 
-    Of an eXmY-encoded chunk, they decode only tiles with points if that takes half of the time at most.
+    Pieces of an eXmY-encoded chunk decode only the tiles with points if that takes at most half the time.
     """
     meta = job.meta
     piece = PointPiece(job, row, points)

@@ -1,4 +1,4 @@
-"""Pieces of eXmY-encoded chunks of which only some tiles have selected values.
+"""Pieces of eXmY-encoded chunks in which only some tiles have selected values.
 
 The header of a chunk is in its first blocks, and its tiles are in others. If there are blocks between, they are
 not read: then a chunk has two pieces, and the one delivered last decodes.

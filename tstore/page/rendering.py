@@ -56,7 +56,7 @@ def _text(text: object, longest: int = LONGEST) -> Markup:
 
 
 def _path(path: str) -> Markup:
-    """Return a path as HTML; it may be broken into lines after the separators of its names."""
+    """Return a path as HTML that may wrap after each of its separators."""
     return Markup(_SEPARATORS.sub(r"\1<wbr>", str(_text(path))))
 
 

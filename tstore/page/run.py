@@ -26,7 +26,7 @@ __all__ = ["load", "load_version"]
 
 _ROWS = 50
 _MOST_METRICS = 32  # in the series
-_MOST_ENTRIES = 64  # metrics, and tags that it set, moved or dropped, of one commit
+_MOST_ENTRIES = 64  # metrics of a commit, and tags that it set, moved or dropped
 _LONGEST_MESSAGE = 4096  # characters
 _LONGEST_NAMES = 1 << 14  # characters of the names of the metrics of one commit
 _MOST_VERSIONS = 512  # whose details are kept in memory
@@ -106,7 +106,7 @@ class _Commit(NamedTuple):
 class _Row(NamedTuple):
     """A step, or in a store without steps a version, with its quantized copies.
 
-    Few are shown at a time, so only these become documents.
+    Only the few rows shown at a time become documents.
     """
 
     step: int | None

@@ -59,7 +59,7 @@ _FORM_TIMEOUT = 10.0  # seconds
 _MAX_VIEWS = 4  # computed at once
 _LEFT = 499  # the status in the access log of a request whose client left before the response
 _LONGEST_WAIT = 30.0  # seconds for a turn to be computed
-_LONG = 1 << 20  # bytes of a response that is sent before its turn ends, so that few of them are in memory
+_LONG = 1 << 20  # bytes; longer responses are sent before their turn ends, so that few are in memory at once
 _LONGEST_SEND = 120.0  # seconds for such a response
 _SHORTEST_COMPRESSED = 1 << 10  # bytes
 _COMPRESSION = 3
@@ -288,10 +288,10 @@ class Site:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Drop the variables of the functions that an error has left.
+    """Clear the local variables in the tracebacks of an error and of its contexts.
 
-    Futures keep the error, and such functions keep the futures, so that what they have read would stay in memory
-    until the next full garbage collection of Python: for a large, damaged store, gigabytes after a few requests.
+    Futures refer to the error, and these variables to the futures. So all data in the variables would stay in
+    memory until Python's next full garbage collection: gigabytes after a few requests for a large, damaged store.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -237,12 +237,12 @@ def _job_of(box: _Box, x: npt.NDArray[Any]) -> WriteJob:
 
 
 def _is_plain(meta: ArrayMeta) -> bool:
-    """Return whether chunks are in an eXmY format, and no other codec follows."""
+    """Return whether eXmY is the only codec of the chunks."""
     return is_packed(meta) and len(meta.chain.documents) == 1
 
 
 async def _encoded_jobs(boxes: Sequence[tuple[_Box, npt.NDArray[Any]]], memory: ReusedMemory) -> list[WriteJob]:
-    """Return the jobs that write boxes of plain codes, which are encoded and measured here, in `memory`."""
+    """Encode boxes of plain codes into `memory`, measure them, and return the jobs that write them."""
     sizes = [len(box.numbers) * box.output.meta.encoded_size for box, _ in boxes]
     buffer, jobs, chunks = memory.take(sum(sizes)), [], []
     for (box, x), size in zip(boxes, sizes, strict=True):

@@ -51,7 +51,7 @@ _NORMAL_BITS = 2.05  # the entropy of normal values with a step of their standar
 _MAX_SHARE = 0.25  # of an array's noise that values beyond the largest of a format may cause
 _MIN_SCALE, _MAX_SCALE = 2.0**-125, 2.0**125  # of exmy
 _MEASURED, _INTERPOLATED = 2, 32  # steps per octave
-_EXACT = -1e4  # the logarithm of no error
+_EXACT = -1e4  # stands for the logarithm of an error of 0
 _JUMP = 1.5  # the growth of a size in half an octave, above which it is no smooth function of the step
 _CHUNK_VALUES = 1 << 20
 _SAMPLE_BYTES = 260 << 10  # of codes; zstd compresses 256 KiB or less with other parameters than a chunk
@@ -147,7 +147,7 @@ def _interpolated_octaves(
 ) -> npt.NDArray[np.float64]:
     """Return the measured octaves and those between them, except where sizes jump, as those of two values do.
 
-    Beside an octave without error there are none either: only multiples of that step are exact.
+    Nothing is interpolated beside an octave without error either: steps close to an exact one are not exact.
     """
     step, parts = 1 / _INTERPOLATED, []
     pairs = zip(*map(itertools.pairwise, (octaves, sizes, errors)), strict=True)

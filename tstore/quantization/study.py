@@ -195,7 +195,7 @@ def profile(values: Values, formats: Iterable[str], importance: npt.NDArray[np.f
         return Profile(sum(histograms, _no_exponents(values.meta)), {})
     first = exmy.TensorFit(names[0], size, nonfinite="saturate", measures="exponents")
     fits = [first, *(exmy.TensorFit(name, size, nonfinite="saturate", measures="bias") for name in names[1:])]
-    with contextlib.suppress(exmy.FormatError):  # of a value beyond the range of a format: an obstacle
+    with contextlib.suppress(exmy.FormatError):  # a value is beyond the range of a format: see `obstacle` below
         _add_pass(values, fits, importance)
     exponents = first.exponents
     if obstacle(values.meta, exponents, [{"format": name} for name in names]):

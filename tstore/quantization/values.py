@@ -173,7 +173,7 @@ class ValueCache:
 
 
 class ReusedMemory:
-    """Memory for the values of a region, which the next region reuses: fresh memory would cost page faults."""
+    """Memory for values or chunks, which the next ones reuse: fresh memory would cost page faults."""
 
     def __init__(self) -> None:
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)

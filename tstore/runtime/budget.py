@@ -61,8 +61,8 @@ class _Budget:
     A temporary claim larger than its half waits until there is no other claim. A thread that has a claim from
     `claim` gets its next claim at once: if it waited, it could never release the first.
 
-    Ctrl-C at any moment leaves no lock and no claim behind. So the lock is no `Condition`, whose `__enter__` is a
-    Python function, and a claim ends with one call that Python does not interrupt.
+    Ctrl-C at any moment leaves no lock and no claim behind. For this, the lock is not a `Condition`, whose
+    `__enter__` is Python code that Ctrl-C can interrupt, and a claim ends with one call that it can't interrupt.
     """
 
     def __init__(self, limit: int) -> None:
@@ -253,8 +253,8 @@ def prefer_huge_pages(address: int, size: int) -> None:
 def populate(memory: npt.NDArray[Any]) -> None:
     """Ask the system for the pages of contiguous memory that will be written at once, unless they are huge.
 
-    One call takes a third of the time of a page fault for each. Memory with a page in its middle was used before,
-    and has the others. Systems that can't do it ignore the call.
+    One call takes a third of the time of a page fault for each. If the page in the middle is resident, the memory
+    was used before and is left as it is. Systems that can't do it ignore the call.
     """
     if sys.platform == "linux" and _MIN_POPULATED <= memory.nbytes < _MIN_HUGE and memory.flags.c_contiguous:
         address = memory.__array_interface__["data"][0]

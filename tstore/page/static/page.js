@@ -157,9 +157,9 @@ function setUpDetails(root) {
   all("tr[data-details]", root).forEach((row) => seen.observe(row));
 }
 
-const LONGEST_PRINT = 3000; // milliseconds for the details of rows that were not seen before a print
+const LONGEST_PRINT = 3000; // milliseconds to fetch, before printing, the details of rows that were never in view
 
-// A browser prints what there is when this listener returns, so it cannot wait for `fetch`.
+// The browser prints the page as it is when this listener returns, so it cannot wait for `fetch`.
 addEventListener("beforeprint", () => {
   const end = performance.now() + LONGEST_PRINT;
   for (const row of all("tr[data-details]")) {
@@ -167,7 +167,7 @@ addEventListener("beforeprint", () => {
     const request = new XMLHttpRequest();
     request.open("GET", detailsUrl(row), false);
     request.setRequestHeader("Accept", "application/json");
-    try { request.send(); } catch { return; }  // the server is away
+    try { request.send(); } catch { return; }  // the server can't be reached
     if (request.status === 200) showDetails(row, JSON.parse(request.responseText));
   }
 });
@@ -214,7 +214,7 @@ function setUpTree(root) {
   }
   const rows = all(".tree tbody tr", root);
   rows.forEach(prepare);
-  if (rows.length === 1 && $(".twist", rows[0])) $(".twist", rows[0]).click();  // a single group says nothing folded
+  if (rows.length === 1 && $(".twist", rows[0])) $(".twist", rows[0]).click();  // else the table is one folded row
 }
 
 // ---- what changes by itself
