@@ -24,6 +24,7 @@ __all__ = [
     "encode_groups",
     "energy",
     "exponents",
+    "join_planes",
     "measure",
     "merge_zeros",
     "noise",
@@ -31,6 +32,7 @@ __all__ = [
     "peak",
     "peaks",
     "round",
+    "split_planes",
     "squared_errors",
     "unpack",
 ]

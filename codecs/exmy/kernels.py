@@ -351,11 +351,8 @@ def decode_groups(
         _kernels.decode_groups(
             _selection.index, kind, *layout, wide, length, inner, first, scales, packed, out, in_planes
         )
-        return
-    if in_planes:
-        end, planes, packed = -(-out.size // 8) * 8, packed, np.empty_like(packed)
-        blockwise.join_planes(layout.bits, planes[:end], planes[end:], out.size, packed)
-    blockwise.decode_groups(kind, layout, groups, first, scales, packed, out)
+    else:
+        blockwise.decode_groups(kind, layout, groups, first, scales, packed, out, in_planes=in_planes)
 
 
 def exponents(kind: Kind, src: Array, out: Array) -> None:
