@@ -24,6 +24,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support import http_server, processes
+from tests.support.interrupts import AT_EVERY_MOMENT
 from tests.support.sync_stub import MODULES, stub_path, sync_stub
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.storage.local.store import LocalStorage
@@ -410,30 +411,17 @@ def test_ctrl_c_cancels_a_save_at_once_and_harms_nothing(tmp_path: Path, stage: 
     assert not blocking.restore(url, 0)["x"].any()
 
 
-INTERRUPTED_ANYWHERE = """
-    import sys, warnings
+INTERRUPTED_ANYWHERE = (
+    AT_EVERY_MOMENT
+    + """
+    import warnings
     import tstore.sync as tstore
     warnings.simplefilter("ignore")  # of coroutines that had no time to begin
     array = tstore.open("memory://interrupted").transaction().create_array("a", (3,), "int32")
-    def interrupt(frame, event, argument):  # where Python handles signals
-        global left
-        if event in ("call", "c_return"):
-            left -= 1
-            if not left:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-    for moment in range(1, 1000):
-        left = moment
-        sys.setprofile(interrupt)
-        try:
-            array.write([1, 2, 3])
-        except KeyboardInterrupt:
-            continue
-        finally:
-            sys.setprofile(None)
-        break
-    print(moment > 20, array.read().tolist())
+    moments = interrupted_at_every_moment(lambda: array.write([1, 2, 3]))
+    print(moments > 20, array.read().tolist())
 """
+)
 
 
 def test_ctrl_c_at_any_moment_leaves_later_calls_and_the_exit_unblocked() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import tstore.sync as blocking
 from tests.support import processes
+from tests.support.interrupts import AT_EVERY_MOMENT
 from tstore.runtime.budget import BUDGET, scratch
 
 LIMIT = 300 << 20
@@ -216,39 +217,24 @@ def test_threads_that_have_ended_leave_the_budget_to_others() -> None:
     processes.python(SHORT_LIVED_THREADS)  # without the buffers of this process's threads
 
 
-INTERRUPTED_ANYWHERE = """
-    import sys, threading
+INTERRUPTED_ANYWHERE = (
+    AT_EVERY_MOMENT
+    + """
+    import threading
     from tstore.runtime.budget import BUDGET, scratch
-
-    def interrupt(frame, event, argument):  # where Python handles signals
-        global left
-        if event in ("call", "c_return"):
-            left -= 1
-            if not left:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
 
     def take(size):
         with scratch(size):
             pass
 
     for size in (1 << 20, BUDGET):  # retained by its thread, and claimed
-        for moment in range(1, 1000):
-            left = moment
-            sys.setprofile(interrupt)
-            try:
-                take(size)
-            except KeyboardInterrupt:
-                continue
-            finally:
-                sys.setprofile(None)
-            break
-        print(moment > 5)
+        print(interrupted_at_every_moment(lambda: take(size)) > 5)
     other = threading.Thread(target=take, args=(BUDGET,), daemon=True)
     other.start()
     other.join(timeout=20)
     print(other.is_alive())
 """
+)
 
 
 def test_ctrl_c_at_any_moment_leaves_the_budget_to_others() -> None:
