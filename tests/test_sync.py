@@ -26,7 +26,7 @@ import tstore.sync as blocking
 from tests.support import http_server, processes
 from tests.support.interrupts import AT_EVERY_MOMENT
 from tests.support.sync_stub import MODULES, stub_path, sync_stub
-from tstore.runtime.event_loops import BACKGROUND
+from tstore.runtime.background_loop import BACKGROUND
 from tstore.storage.local.store import LocalStorage
 
 CLASSES = ["Array", "Checkpointer", "Snapshot", "Store", "Transaction"]
@@ -409,6 +409,40 @@ def test_ctrl_c_cancels_a_save_at_once_and_harms_nothing(tmp_path: Path, stage: 
     assert known.endswith("True")
     assert rest == "True"
     assert not blocking.restore(url, 0)["x"].any()
+
+
+NOT_WOKEN = """
+    import os, signal, sys, threading
+    import numpy as np
+    import tstore.sync as tstore
+    store, wait = tstore.open(sys.argv[1]), sys.argv[2]
+
+    def signals():
+        sys.stdin.readline()
+        # a signal that comes just before a wait begins does not end it; nor does one that this thread receives
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    threading.Thread(target=signals, daemon=True).start()
+    more = {"host": 0, "hosts": 2, "attempt": "a", "timeout": 1000}
+    try:
+        if wait == "save":
+            tstore.save(store, {"x": np.zeros(3)}, 1, **more)
+        else:
+            tstore.save_async(store, {"x": np.zeros(3)}, 1, **more).wait()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    os._exit(0)  # without waiting for a background save
+"""
+
+
+@pytest.mark.parametrize("wait", ["save", "wait"])
+def test_ctrl_c_is_noticed_though_it_does_not_wake_the_main_thread(tmp_path: Path, wait: str) -> None:
+    url = tmp_path / "s"
+    blocking.save(url, {"x": np.zeros(3)}, 0)
+    process = processes.start(NOT_WOKEN, url, wait)
+    with processes.running(process):
+        assert asyncio.run(begun(url))
+        assert process.communicate("now\n", timeout=processes.DEADLINE)[0] == "interrupted\n"
 
 
 INTERRUPTED_ANYWHERE = (

@@ -17,7 +17,7 @@ from tstore.array import Array, parts_of, viewed
 from tstore.errors import Misuse, NotAStore, TimelineChanged
 from tstore.format.arrays.views import View
 from tstore.log.reader import LogReader
-from tstore.runtime.event_loops import BACKGROUND
+from tstore.runtime.background_loop import BACKGROUND
 from tstore.snapshot import Snapshot, log_of
 from tstore.storage.connect import Address
 from tstore.store import Mode, Store, open

@@ -52,7 +52,7 @@ ENDINGS = {
     """,
     "a function of atexit": "atexit.register(tstore.save, url, tree, 1)",
     "a function of atexit that others come before": """
-        from tstore.runtime.event_loops import BACKGROUND
+        from tstore.runtime.background_loop import BACKGROUND
         atexit.unregister(BACKGROUND._finish)
         atexit.register(tstore.save, url, tree, 1)
         atexit.register(BACKGROUND._finish)
@@ -175,10 +175,8 @@ WAITING = """
         main = threading.main_thread().ident
         while True:
             frame = sys._current_frames()[main]
-            while frame is not None and frame.f_code.co_name != "wait_for":
-                frame = frame.f_back
-            if frame is not None:
-                os.kill(os.getpid(), signal.SIGINT)
+            if frame.f_code.co_name == "wait" and frame.f_back.f_code.co_name == "_finish":
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # which does not wake the main thread
                 return
             time.sleep(0.01)
 

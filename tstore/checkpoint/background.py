@@ -1,7 +1,7 @@
 """Saves in the background: the caller continues once its values are copied or written.
 
-All saves run on one event loop of the process (`runtime.event_loops.BACKGROUND`). So a save survives the end of
-the loop or thread that started it, and the process waits for it before it exits. The error of a save is raised
+All saves run on one event loop of the process (`runtime.background_loop.BACKGROUND`). So a save survives the end
+of the loop or thread that started it, and the process waits for it before it exits. The error of a save is raised
 where the caller waits for the save, or else reported at exit.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import time
 import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
@@ -22,7 +24,8 @@ from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import DeadlineExceeded, Denied, InvalidArgument, Misuse, TStoreError
 from tstore.format.arguments import quote
 from tstore.quantization.policy import QuantizeRules, Target
-from tstore.runtime.event_loops import BACKGROUND, LoopCall, PerLoop
+from tstore.runtime.background_loop import BACKGROUND, SIGNAL_CHECK
+from tstore.runtime.event_loops import LoopCall, PerLoop
 from tstore.runtime.pool import low_priority, wait_all
 from tstore.storage.connect import storage_at
 from tstore.store import Store, close_after, open
@@ -271,10 +274,14 @@ class BackgroundSave:
         self._check_process()
         if BACKGROUND.is_running_here():
             raise Misuse("wait() would block the event loop that runs the save, and never return; await committed")
-        if futures.wait([self._committed], timeout).not_done:
-            raise DeadlineExceeded(
-                f"the save of step {self.step} to {self._url} has not ended after {timeout:g} s; it continues"
-            )
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._committed.done():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"the save of step {self.step} to {self._url} has not ended after {timeout:g} s; it continues"
+                )
+            futures.wait([self._committed], min(left, SIGNAL_CHECK))
         self._mark_seen()
         return self._committed.result()
 

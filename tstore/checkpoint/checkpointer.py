@@ -32,7 +32,7 @@ from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, No
 from tstore.format.arguments import checked_index, checked_step, quote
 from tstore.format.tree.retention import Keep, checked_keep
 from tstore.quantization.policy import QuantizeRules, Target
-from tstore.runtime.event_loops import BACKGROUND
+from tstore.runtime.background_loop import BACKGROUND
 from tstore.steps import Step, saved_steps, steps
 from tstore.store import Store, opened
 from tstore.transactions.cooperative import checked_commit_timeout

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from tstore.errors import TimelineChanged
-from tstore.runtime.event_loops import BACKGROUND, LoopCall
+from tstore.runtime.background_loop import BACKGROUND
+from tstore.runtime.event_loops import LoopCall
 from tstore.storage.base import Storage
 from tstore.store import Store, open
 

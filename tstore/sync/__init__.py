@@ -24,7 +24,7 @@ from tstore import *  # noqa: F403 - most names, such as those of errors, need n
 from tstore import Commit, Retry
 from tstore.array import Indexer, parts_of
 from tstore.data.casting import Casting
-from tstore.runtime.event_loops import BACKGROUND
+from tstore.runtime.background_loop import BACKGROUND
 from tstore.store import Mode
 from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped, unwrapped
 

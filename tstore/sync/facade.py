@@ -6,7 +6,7 @@ import functools
 import inspect
 from typing import Any
 
-from tstore.runtime.event_loops import BACKGROUND
+from tstore.runtime.background_loop import BACKGROUND
 
 __all__ = ["BLOCKING_TYPES", "BlockingWrapper", "blocking", "call_unwrapped", "unwrapped"]
 

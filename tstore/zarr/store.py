@@ -26,7 +26,7 @@ from tstore.errors import InvalidArgument, Misuse
 from tstore.format.arguments import quote
 from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.tree.node import Node
-from tstore.runtime.event_loops import BACKGROUND
+from tstore.runtime.background_loop import BACKGROUND
 from tstore.runtime.pool import run, wait_all
 from tstore.snapshot import Snapshot
 from tstore.transactions.encoded import EncodedStaging, Extent

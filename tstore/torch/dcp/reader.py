@@ -29,7 +29,7 @@ from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, Unavailable, bullet_list, parsing
 from tstore.format.arguments import quote
 from tstore.format.arrays.grid import Selection
-from tstore.runtime.event_loops import BACKGROUND
+from tstore.runtime.background_loop import BACKGROUND
 from tstore.snapshot import Snapshot
 from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import open

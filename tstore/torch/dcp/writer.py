@@ -32,7 +32,7 @@ from tstore.format.arguments import (
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, nested_document
 from tstore.quantization.policy import CodecRules, Rules
-from tstore.runtime.event_loops import BACKGROUND
+from tstore.runtime.background_loop import BACKGROUND
 from tstore.storage.objects import checked_durability
 from tstore.store import Store, open
 from tstore.torch.dcp.identifiers import is_step, step_from
