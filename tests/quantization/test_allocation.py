@@ -63,6 +63,14 @@ def test_a_point_above_the_hull_is_taken_only_for_bytes_that_are_left() -> None:
     assert [p.option for p in allocate([curve, curve], 49)] == ["large", "small"]
 
 
+def test_a_point_above_the_hull_is_taken_where_the_next_step_does_not_fit() -> None:
+    curve = [Point(0, 100.0, "small"), Point(40, 50.0, "above"), Point(60, 10.0, "large")]
+    other = [Point(10, 200.0, "x"), Point(20, 100.0, "y"), Point(50, 60.0, "z")]
+    assert [p.option for p in allocate([curve, other], 65)] == ["above", "y"]
+    assert [p.option for p in allocate([curve, other], 80)] == ["large", "y"]
+    assert [p.option for p in allocate([curve, other], 59)] == ["small", "z"]
+
+
 def test_equal_sizes_have_the_lesser_error() -> None:
     assert lower_hull([Point(10, 3.0, "x"), Point(10, 2.0, "y")]) == [Point(10, 2.0, "y")]
     with pytest.raises(IndexError):

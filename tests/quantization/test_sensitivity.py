@@ -76,6 +76,22 @@ async def test_importance_of_rows_and_columns(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("columns", [16, 64])
+async def test_small_values_that_alone_matter_get_the_bits_they_need(tmp_path: Path, columns: int) -> None:
+    """With the same bits as y, these columns of x would be zero: the relative errors would add up to 1."""
+    x = TREE["a"].copy()
+    x[:, :columns] *= 0.02
+    importance = np.zeros(256)
+    importance[:columns] = 1
+    await tstore.save(tmp_path, {"x": x, "y": TREE["b"]}, 0)
+    report = await tstore.quantize(tmp_path, bits=4, sensitivity={"x": importance})
+    stored = await tstore.restore(tmp_path, at=report.tag)
+    noise = {"x": (x - stored["x"])[:, :columns], "y": TREE["b"] - stored["y"]}
+    signal = {"x": x[:, :columns], "y": TREE["b"]}
+    assert sum(np.sum(noise[name] ** 2) / np.sum(signal[name] ** 2) for name in signal) < 0.45
+    assert 3.9 < report.bits_per_value <= 4
+
+
 @pytest.mark.parametrize("scale", ["search", "float", "e4m3", "6bit"])
 @pytest.mark.parametrize(
     "options",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -24,32 +25,65 @@ def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]
 
     If even the smallest points exceed the budget, return the smallest points. Each curve has at least one point.
 
-    A mix of two points of the lower convex hull of a curve beats any other point, so only hulls count. All arrays
-    begin at their smallest point. The steps between neighbouring hull points of all arrays are taken in the order
-    of the error that each byte removes, while they fit (Shoham and Gersho 1988). Up to the first step that does
-    not fit, no other points of that total size have a smaller error: the result is within a step of the optimum.
-    What is left goes to single points, on a hull or not, of the arrays whose error falls most.
+    A mix of two points of the lower convex hull of a curve beats any other point, so only hulls count at first.
+    All arrays begin at their smallest point. The steps between neighbouring hull points of all arrays are taken in
+    the order of the error that each byte removes, while they fit (Shoham and Gersho 1988). The array whose step is
+    the first that does not fit gets its best point, on the hull or not, given what the steps of the others remove
+    in the bytes that it leaves them. Further steps of the others are taken while they fit: the result is within
+    that one step of the optimum. What is left goes to single points of the arrays whose error falls most.
     """
     hulls = [lower_hull(curve) for curve in curves]
+    steps = sorted(
+        (
+            _Step(-_gain(a, b), i, b.size - a.size, a.error - b.error, b)
+            for i, hull in enumerate(hulls)
+            for a, b in itertools.pairwise(hull)
+        ),
+        key=lambda step: step[:2],  # stable: the gains of one hull decrease, so its steps stay in order
+    )
     chosen = [hull[0] for hull in hulls]
     room = budget - sum(point.size for point in chosen)
-    steps = sorted(
-        (-_gain(a, b), i, k) for i, hull in enumerate(hulls) for k, (a, b) in enumerate(itertools.pairwise(hull))
-    )
+    fitting = bisect.bisect_right(list(itertools.accumulate(step.size for step in steps)), room)
+    if fitting < len(steps):
+        i = steps[fitting].curve
+        steps = [step for step in steps if step.curve != i]
+        room += chosen[i].size
+        chosen[i] = _best_beside(steps, curves[i], chosen[i], room)
+        room -= chosen[i].size
     stopped: set[int] = set()  # the curves with a step that did not fit
-    for _, i, k in steps:  # the gains of one hull decrease, so its steps come in order
-        added = hulls[i][k + 1].size - chosen[i].size
-        if i not in stopped and added <= room:
-            chosen[i] = hulls[i][k + 1]
-            room -= added
+    for step in steps:
+        if step.curve not in stopped and step.size <= room:
+            chosen[step.curve] = step.point
+            room -= step.size
         else:
-            stopped.add(i)
+            stopped.add(step.curve)
     options = [_best(curve, point, room) for curve, point in zip(curves, chosen, strict=True)]
     for i in sorted(range(len(curves)), key=lambda i: options[i].error - chosen[i].error):
         point = _best(curves[i], chosen[i], room)
         room -= point.size - chosen[i].size
         chosen[i] = point
     return chosen
+
+
+class _Step(NamedTuple, Generic[C]):
+    """A step from a point of a curve's hull to the next, `point`: the bytes it adds, and the error it removes."""
+
+    order: float
+    curve: int
+    size: int
+    error: float
+    point: Point[C]
+
+
+def _best_beside(steps: Sequence[_Step[C]], curve: Sequence[Point[C]], smallest: Point[C], room: int) -> Point[C]:
+    """Return the point of a curve of up to `room` bytes that leaves the least error with steps of other curves."""
+    sizes = [0, *itertools.accumulate(step.size for step in steps)]
+    removed = [0.0, *itertools.accumulate(step.error for step in steps)]
+
+    def remaining_error(point: Point[C]) -> float:
+        return point.error - removed[bisect.bisect_right(sizes, room - point.size) - 1]
+
+    return min((p for p in curve if p.size <= room), key=remaining_error, default=smallest)
 
 
 def _best(curve: Sequence[Point[C]], chosen: Point[C], room: int) -> Point[C]:

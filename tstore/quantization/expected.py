@@ -6,15 +6,15 @@ What a study left out is studied if it turns out to matter: the result is the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tstore.errors import InvalidArgument
 from tstore.quantization.plan import Group, Plan, SourceArray, decide, planned_bytes
 from tstore.quantization.policy import Bits, MinSqnr, Target
 from tstore.quantization.sensitivity import Importance
-from tstore.quantization.study import ALL_BITS, Study, Undecided
+from tstore.quantization.study import ALL_BITS, Study
 
-__all__ = ["unexpected", "with_expected_bits"]
+__all__ = ["unexpected", "with_all_bits", "with_expected_bits"]
 
 _DECIBELS_PER_BIT = 20 * math.log10(2)
 _MIN_WEIGHT = 1e-9  # that counts
@@ -72,16 +72,25 @@ def _expected_bits(
 
 def unexpected(
     plan: Plan, studies: Mapping[str, Study], arrays: Mapping[str, SourceArray], share: float
-) -> dict[str, Undecided]:
+) -> set[str]:
     """Return the arrays to study again, with all bits: they would get none, or the first or last of those studied.
 
     `share` is as for `decide`.
     """
-    all_bits = {path: u._replace(bits=ALL_BITS) for path, u in plan.undecided.items() if u.bits != ALL_BITS}
+    partly_studied = {path for path, each in plan.undecided.items() if each.bits != ALL_BITS}
     try:
         choices = decide(plan, studies, arrays, share).choices
     except InvalidArgument:
-        return all_bits
-    codecs = {path: choices[path].codecs if path in choices else () for path in all_bits}
-    chosen = {path: [e for e in studies[path].estimates if e.codecs in codecs[path]] for path in all_bits}
-    return {path: u for path, u in all_bits.items() if not chosen[path] or any(e.is_last for e in chosen[path])}
+        return partly_studied
+    codecs = {path: choices[path].codecs if path in choices else () for path in partly_studied}
+    chosen = {path: [e for e in studies[path].estimates if e.codecs in codecs[path]] for path in partly_studied}
+    return {path for path in partly_studied if not chosen[path] or any(e.is_last for e in chosen[path])}
+
+
+def with_all_bits(plan: Plan, paths: Collection[str]) -> Plan:
+    """Return the plan with all bits to study for these arrays."""
+    groups = []
+    for group in plan.groups:
+        every = {p: each._replace(bits=ALL_BITS) for p, each in group.undecided.items() if p in paths}
+        groups.append(group._replace(undecided=group.undecided | every))
+    return plan._replace(groups=groups)

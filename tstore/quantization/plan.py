@@ -222,8 +222,7 @@ def decide(
     """Return the plan with codecs for each undecided array, or the reason why it stays unchanged.
 
     The estimated sizes of entropy-coded arrays are `share` of those that they may get. Raise `InvalidArgument`,
-    naming the fewest possible
-    bits, if even the smallest codecs exceed a budget.
+    naming the fewest possible bits, if even the smallest codecs exceed a budget.
     """
     decided = Plan(dict(plan.choices), dict(plan.unchanged), [], plan.importance)
     for group in plan.groups:

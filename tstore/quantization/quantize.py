@@ -28,7 +28,7 @@ from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.encoding import EncodedArray
 from tstore.quantization.entropy import is_entropy_coded
-from tstore.quantization.expected import unexpected, with_expected_bits
+from tstore.quantization.expected import unexpected, with_all_bits, with_expected_bits
 from tstore.quantization.plan import (
     Plan,
     SourceArray,
@@ -230,7 +230,9 @@ class _Job(NamedTuple):
         undecided = with_importance(undecided, await self._importance(work.source, arrays, undecided))
         undecided = with_expected_bits(undecided, arrays)
         studies = {s.path: s for s in await work.study(undecided.undecided)}
-        if again := unexpected(undecided, studies, arrays, _SHARES[0]):
+        while paths := unexpected(undecided, studies, arrays, _SHARES[0]):  # with new studies, others may be
+            undecided = with_all_bits(undecided, paths)
+            again = {path: each for path, each in undecided.undecided.items() if path in paths}
             studies |= {s.path: s for s in await work.study(again)}
         profiles = {path: study.profile for path, study in studies.items()}
         encoded: dict[str, EncodedArray] = {}
