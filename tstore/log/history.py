@@ -54,8 +54,7 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     newest = await log.checked_newest()
     alive, last_collection = await living_versions(log, newest)
     collections: list[Commit] = []  # garbage collections, which expire with the version below them
-    async for version, short in log.records_down(newest):
-        record = (short or await log.stored(version)).record
+    async for version, record in _records_down(log, newest):
         if record.void:
             continue
         if record.collection is not None:
@@ -88,6 +87,11 @@ async def version_named(log: LogReader, at: int | str, newest: int) -> int:
     return tags[at]
 
 
+async def _records_down(log: LogReader, newest: int) -> AsyncGenerator[tuple[int, Record], None]:
+    async for version, short in log.records_down(newest):
+        yield version, (short or await log.stored(version)).record
+
+
 async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
     """Return the newest version committed at or before a time; raise `NotFound` if there is none.
 
@@ -95,8 +99,7 @@ async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
     """
     if at.tzinfo is None:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
-    async for version, short in log.records_down(newest):
-        record = (short or await log.stored(version)).record
+    async for version, record in _records_down(log, newest):
         if min(date_of(part.time) for part in record.parts or (record,)) <= at:
             return version
     raise NotFound(f"{log.storage.url} had no commit by {at.isoformat()}")
