@@ -275,6 +275,12 @@ async def test_a_reshard_in_one_process_reads_each_chunk_once(after: tuple[int, 
         np.testing.assert_array_equal(values, w[index])
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e5m2, ml_dtypes.int4, "M8[s]", "U3", "?"])
+async def test_a_restore_of_any_dtype_is_explained(url: str, dtype: Any) -> None:
+    await tstore.save(url, {"w": np.zeros((4, 3), dtype), "empty": np.zeros((4, 0), dtype)}, 2)
+    assert (await tstore.explain(url)).arrays == {"w": 12 * np.dtype(dtype).itemsize, "empty": 0}
+
+
 async def test_parts_that_are_read_as_one_stack_are_explained() -> None:
     url, w, mesh = "memory://stack", np.arange(64, dtype="f4").reshape(8, 8), Mesh({"x": 4}, devices_per_host=4)
     await tstore.save(url, {"w": tstore.Shards.of(w, mesh, P("x"), 0)}, 1)

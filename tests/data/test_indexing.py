@@ -7,6 +7,7 @@ import math
 import uuid
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -208,6 +209,19 @@ async def test_a_view_that_repeats_elements_writes_the_last() -> None:
         assert (await array[None][[0, 0], 1:3].read()).tolist() == [[9, 3], [9, 3]]
         await array[False].write(1)
     assert (await read_back(store)).tolist() == [3, 9, 3, 3, 3]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn", "int4", "M8[s]", "i2,f8", "V3", "?"])
+async def test_rows_by_an_index_array(dtype: str) -> None:
+    dtype_ = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    raw = np.random.default_rng(0).integers(0, 2, (5, 4, dtype_.itemsize), "u1")
+    values = raw.view(dtype_)[..., 0]
+    store, array = await stored(values, (2, 4))
+    assert (await array[[4, 1, 1], ::2].read()).tolist() == values[[4, 1, 1], ::2].tolist()
+    async with store.transaction() as tx:
+        await (await tx.array("a"))[[0, 3], 1:].write(values[[3, 0], 1:])
+    values[[0, 3], 1:] = values[[3, 0], 1:]
+    assert (await read_back(store)).tolist() == values.tolist()
 
 
 async def test_points_of_unwritten_chunks() -> None:

@@ -173,4 +173,4 @@ def _selection(index: Index) -> Selection:
 
 def unallocated(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return an array of this shape whose elements share their memory, to plan reads with."""
-    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, [0] * len(shape))
+    return np.ndarray(shape, dtype, np.empty(dtype.itemsize, np.uint8), strides=[0] * len(shape))

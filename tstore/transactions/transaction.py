@@ -139,8 +139,9 @@ class Transaction:
         chunk is written once, from values of which at most 48 MiB are read at a time, or one chunk if that is
         larger. A sparse array keeps its holes.
 
-        Raise `AlreadyExists` if the path is in use, `NotFound` if a chunk of a dense source was never written,
-        `Corrupt` if one is damaged, `InvalidArgument` for chunks or codecs that do not fit.
+        Raise `AlreadyExists` if the path is in use, `NotFound` if a chunk of a dense source was never written
+        (unless the copy refers to chunks, of which it then lacks the same), `Corrupt` if one is damaged,
+        `InvalidArgument` for chunks or codecs that do not fit.
         """
         same = codecs == "same"
         return await copy_array(self._staging, source, path, chunks, None if same else codecs, same_codecs=same)

@@ -84,7 +84,8 @@ class Target(NamedTuple):
         beyond = sum((n - 1) * stride for n, stride in zip(self.lengths, self.strides, strict=True))
         strides = [elements.itemsize * stride for stride in (1, *self.strides)]
         shape = (len(elements) - beyond, *self.lengths)
-        return np.lib.stride_tricks.as_strided(elements, shape, strides), self.starts
+        # as_strided fails for float8_e5m2, of which NumPy does not know the name
+        return np.ndarray(shape, elements.dtype, elements.view(np.uint8), strides=strides), self.starts
 
     def assign(self, chunk: npt.NDArray[Any], values: Any) -> None:
         """Store values in a chunk in C order; of several for one element, the last one stays."""
