@@ -127,6 +127,23 @@ def test_attributes_and_shapes_change_and_chunks_stay(store: tstore.sync.Store) 
     assert store.snapshot().attributes("a") == {"unit": "m"}
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "bool"])
+def test_metadata_that_zarr_writes_in_other_words_keeps_the_chunks(store: tstore.sync.Store, dtype: str) -> None:
+    with store.transaction() as transaction:
+        group(transaction, "a").create_array("a", shape=(4,), chunks=(2,), dtype=dtype, fill_value=0)
+        document = json.loads(get(ZarrStore(transaction), "a/zarr.json") or b"")
+        document["codecs"] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        put(ZarrStore(transaction), "a/zarr.json", json.dumps(document).encode())
+    with store.transaction() as transaction:
+        transaction.array("a").write(np.array([1, 0, 1, 1], dtype))
+    with store.transaction() as transaction:
+        group(transaction, "r+")["a"].attrs["unit"] = "m"  # bytes have no order, which zarr leaves out
+        transaction.copy_array(transaction.array("a"), "copy")
+    array = store.snapshot().array("a")
+    assert array.codecs[0] == {"name": "bytes"}
+    assert array.read().tolist() == store.snapshot().array("copy").read().tolist() == [1, 0, 1, 1]
+
+
 def test_a_chunk_of_fill_values_is_removed_and_its_array_becomes_sparse(store: tstore.sync.Store) -> None:
     with store.transaction() as transaction:
         transaction.create_array("a", VALUES.shape, "f4", chunks=(20, 100)).write(VALUES)

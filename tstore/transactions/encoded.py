@@ -200,7 +200,7 @@ def _in_grid(node: Node, meta: ArrayMeta) -> tuple[Table, ...]:
 
 def _same_chunks(mine: ArrayMeta, other: ArrayMeta) -> bool:
     """Return whether the encoded bytes of a chunk mean the same with both."""
-    return (mine.chunks, mine.dtype, mine.codecs) == (other.chunks, other.dtype, other.codecs)
+    return (mine.chunks, mine.dtype, mine.chain.documents) == (other.chunks, other.dtype, other.chain.documents)
 
 
 def _document(fields: Mapping[str, Any], *, sparse: bool) -> bytes:

@@ -94,9 +94,8 @@ class _BytesCodec(ArrayCodec):
         self._stored = self._bits.newbyteorder(">" if endian == "big" else "<")
         self.plain = self._stored == self._bits
         ordered = dtype.itemsize > 1 and dtype.kind not in "S" and (dtype.kind != "V" or is_ml_dtype(dtype))
-        if endian is None and ordered:
-            document = {"name": "bytes", "configuration": {"endian": "little"}}
-        self.document = document
+        # as zarr-python writes it: with a byte order where there is one
+        self.document = {"name": "bytes", **({"configuration": {"endian": endian or "little"}} if ordered else {})}
         self.min_size = self.max_size = self.out_size = math.prod(shape) * dtype.itemsize
 
     def encode(self, chunk: Values, out: Bytes) -> Any:
