@@ -206,6 +206,12 @@ CASTS = [
     ("int8", 1.0, False),
     ("int8", np.arange(4.0), False),
     ("uint8", np.arange(4), False),
+    ("uint8", [1, 0, 255, 7], True),
+    ("int32", [2**31 - 1] * 4, True),
+    ("int32", [2**40] * 4, False),
+    ("int64", [2**63] * 4, False),
+    ("uint64", [-1] * 4, False),
+    ("int8", [1.0] * 4, False),
     ("bool", 1, False),
     ("bool", np.arange(4), False),
     ("float32", "text", False),
@@ -221,7 +227,7 @@ async def test_casts_within_a_kind(dtype: str, values: Any, fits: bool, region: 
     async with opened.transaction() as tx:
         array = await tx.create_array("a", (4,), dtype, (2,))
         await array.write(np.zeros(4, array.dtype))
-        part = values[region] if isinstance(values, np.ndarray) else values
+        part = values[region] if isinstance(values, np.ndarray | list) else values
         if not fits:
             with pytest.raises(InvalidArgument, match="a: NumPy's rule 'same_kind' does not allow casting"):
                 await array[region].write(part)
@@ -230,6 +236,15 @@ async def test_casts_within_a_kind(dtype: str, values: Any, fits: bool, region: 
     expected = np.zeros(4, array.dtype)
     expected[region] = part
     assert same(await (await (await opened.snapshot()).array("a")).read(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int4", "bool", "M8[s]", "S3", "string"])
+async def test_an_empty_list_has_the_dtype_of_the_array(dtype: str) -> None:
+    async with (await store()).transaction() as tx:
+        array = await tx.create_array("a", (4,), dtype, (2,), sparse=True)
+        await array[4:].write([])
+        await array.append([])
+        assert (await array.read()).shape == (4,)
 
 
 @pytest.mark.parametrize("step", [10**20, -(10**20), 2**63 - 1, -(2**63)])

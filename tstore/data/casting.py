@@ -54,19 +54,22 @@ def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) ->
     if is_variable(dtype):
         return as_variable(values, dtype)
     array = np.asarray(values)
+    if not array.size and _is_untyped(values):
+        return array.astype(dtype)
     if casting == "unsafe" and array.dtype != dtype:
         if array.dtype.kind not in "biufcV" and array.dtype.kind != dtype.kind:
             return None
         return array.astype(dtype)  # not where chunks are encoded: errors and warnings are the caller's
     if dtype.kind in "USV" and array.dtype != dtype and not is_ml_dtype(dtype):
         return as_records(values, dtype)
-    if casting == "same_kind" and is_ml_dtype(dtype) and is_integer(dtype) and array.dtype != dtype:
-        # ml_dtypes has this rule allow floats, and would cut off what does not fit
+    if array.dtype == dtype:
+        return array
+    if casting == "same_kind" and is_integer(dtype) and (is_ml_dtype(dtype) or _is_untyped(values)):
+        # as in an assignment of NumPy, numbers without a dtype are converted if they fit; ml_dtypes has this rule
+        # allow floats, and would cut off what does not fit
         narrowed = array.astype(dtype) if array.dtype.kind == "b" or is_integer(array.dtype) else None
         return narrowed if narrowed is not None and np.array_equal(narrowed, array) else None
-    # NumPy refuses 300 as an int8, but not in an array
-    may_overflow = isinstance(values, int) and dtype.kind in "iu"
-    if array.dtype == dtype or (np.can_cast(array.dtype, dtype, casting) and not may_overflow):
+    if np.can_cast(array.dtype, dtype, casting):
         return array
     if not isinstance(values, (bool, int, float, complex)):
         return None
@@ -78,5 +81,15 @@ def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) ->
         return None
 
 
+def _is_untyped(values: npt.ArrayLike) -> bool:
+    """Return whether these are Python's numbers, or sequences of them."""
+    return not hasattr(values, "dtype")
+
+
 def _describe(values: npt.ArrayLike) -> str:
-    return repr(values) if isinstance(values, (bool, int, float, complex)) else f"dtype {np.asarray(values).dtype}"
+    if isinstance(values, (bool, int, float, complex)):
+        return repr(values)
+    array = np.asarray(values)
+    if _is_untyped(values) and is_integer(array.dtype):
+        return f"values from {array.min()} to {array.max()}"
+    return f"dtype {array.dtype}"
