@@ -35,8 +35,8 @@ from tstore.storage.remote import RemoteStorage
 from tstore.transactions.cooperative import CooperativeCommit
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import PendingTransaction, find_pending, pending
-from tstore.transactions.staged_tree import TagEdits
 from tstore.transactions.staging import Isolation
+from tstore.transactions.tag_edits import TagEdits
 from tstore.transactions.transaction import Transaction
 
 __all__ = ["Mode", "Moment", "Store", "close_after", "open", "opened"]

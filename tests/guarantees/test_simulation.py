@@ -218,7 +218,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "appended values are not moved": [Edit(REAPPLY, "for path in sorted(extended):", "for path in ():")],
     "a tag that is taken is set again": [
         Edit(
-            "tstore.transactions.staged_tree:TagEdits.check",
+            "tstore.transactions.tag_edits:TagEdits.check",
             "if tag in existing and tag not in self.moved:",
             "if False:",
         )

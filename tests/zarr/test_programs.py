@@ -166,6 +166,40 @@ def test_chunks_that_are_set_and_removed_at_once_do_not_lose_each_other(store: t
     assert store.snapshot().array("a").read().tolist() == values.tolist()
 
 
+@pytest.mark.parametrize("attributes", [{}, {"title": "old"}])
+def test_mode_w_replaces_all_that_a_store_had(store: tstore.sync.Store, attributes: Any) -> None:
+    with store.transaction() as transaction:
+        root = zarr.open_group(ZarrStore(transaction), attributes=attributes)
+        root.create_array("x/a", data=VALUES)
+        root.create_array("z", data=VALUES)
+    with store.transaction() as transaction:
+        zarr.open_group(ZarrStore(transaction), mode="w").create_array("z/b", data=np.arange(5))
+    assert store.snapshot().paths() == ["z/b"]
+    assert store.snapshot().attributes() == {}
+    with store.transaction() as transaction:
+        sync(ZarrStore(transaction).clear())
+        assert sync(ZarrStore(transaction).is_empty(""))
+    assert store.snapshot().paths() == []
+
+
+def test_mode_w_conflicts_with_a_write_to_what_it_deletes(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        transaction.create_array("a", (4,), "i4").write(0)
+    writing, replacing = store.transaction(), store.transaction()
+    writing.array("a").write(1)
+    group(replacing, "w").create_array("b", data=np.arange(5))
+    writing.commit()
+    with pytest.raises(Conflict):
+        replacing.commit()
+
+
+def test_a_checkpoint_that_zarr_replaces_has_no_structure_left(tmp_path: Path) -> None:
+    tstore.sync.save(tmp_path / "c", {"w": VALUES, "list": [np.arange(3), 7]}, step=5)
+    with tstore.sync.open(tmp_path / "c").transaction(tag="replaced") as transaction:
+        group(transaction, "w").create_array("b", data=np.arange(5))
+    assert list(tstore.sync.restore(tmp_path / "c", at="replaced")) == ["b"]
+
+
 def test_groups_and_arrays_are_deleted_and_created_again(store: tstore.sync.Store) -> None:
     with store.transaction() as transaction:
         root = group(transaction, "a")

@@ -1,7 +1,7 @@
 """Transactions: staged changes on top of a version, and how they become a commit, by one host or by many.
 
 1. `transaction`: the public face; start here. `staging`: its private side. `lifecycle`: its state and operations.
-2. `staged_tree`, `staged_array`: the staged changes, with the tags to set. `patches`: parts of chunks to change.
+2. `staged_tree`, `staged_array`: the staged changes; `tag_edits`: the tags. `patches`: parts of chunks to change.
    `appends`: values whose region the commit allots (`extension`). `copies`: arrays copied into a transaction.
    `encoded`: chunks as their encoded bytes, as stores of Zarr see them. `read_set`: what a serializable
    transaction has read. `conflicts`: newer commits that conflict, or over which changes are applied again.

@@ -13,7 +13,8 @@ from tstore.log.pages import read_pages
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
 from tstore.transactions.appends import moved
-from tstore.transactions.staged_tree import StagedTree, TagEdits
+from tstore.transactions.staged_tree import StagedTree
+from tstore.transactions.tag_edits import TagEdits
 
 __all__ = ["check_reads", "reapply", "revise_merges"]
 

@@ -1,20 +1,18 @@
-"""The staged changes of a transaction on top of its base: arrays, groups, deletions and tags."""
+"""The staged changes of a transaction on top of its base: arrays, groups and deletions."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tstore.data.writer import WriteJob
-from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, bullet_list, name_list
-from tstore.format.arguments import checked_name, checked_tag
+from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, bullet_list
 from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.bounds import tags_excess_message
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.objects.columns import SHORT_COLUMN
@@ -29,69 +27,10 @@ from tstore.format.tree.tree import NO_NUMBERS, Changes, NodeChange, Tree, group
 from tstore.snapshot import array_node
 from tstore.transactions.read_set import ReadSet
 from tstore.transactions.staged_array import StagedArray
+from tstore.transactions.tag_edits import TagEdits
 
-__all__ = ["StagedTree", "TagEdits"]
+__all__ = ["StagedTree"]
 
-
-class TagEdits(NamedTuple):
-    """The tags that a transaction sets (`assigned`), which of them may exist before (`moved`), and those it drops.
-
-    Assigned tags name the version `target`, by default the version that the transaction becomes.
-    """
-
-    assigned: tuple[str, ...] = ()
-    moved: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
-    target: int | None = None
-
-    @staticmethod
-    def from_arguments(tag: str | None, move_tag: str | None, drop_tag: str | Sequence[str] | None) -> TagEdits:
-        """Return the edits; raise `InvalidArgument` for an invalid tag, or one that is passed twice."""
-        if tag is None and move_tag is None and drop_tag is None:
-            return _NO_EDITS
-        tag = None if tag is None else checked_tag("tag", tag)
-        move_tag = None if move_tag is None else checked_tag("move_tag", move_tag)
-        # an existing tag may have been set by another program, which accepts more than `checked_tag`
-        drops = drop_tag if isinstance(drop_tag, list | tuple) else () if drop_tag is None else (drop_tag,)
-        dropped = tuple(checked_name("drop_tag", name) for name in drops)
-        created, moved = ((t,) if t is not None else () for t in (tag, move_tag))
-        names = [*created, *moved, *dropped]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise InvalidArgument(
-                f"tag {twice[0]!r} is passed twice; pass it as one of tag=, move_tag= and drop_tag="
-            )
-        return TagEdits((*created, *moved), moved, dropped)
-
-    def check(self, existing: Mapping[str, int], url: str) -> None:
-        """Raise `AlreadyExists` for a tag that exists and is not moved, `NotFound` if a tag to drop is missing.
-
-        Raise `InvalidArgument` if there would be more tags than a version may have.
-        """
-        for tag in self.assigned:
-            if tag in existing and tag not in self.moved:
-                raise AlreadyExists(
-                    f"{url}: the tag {tag!r} names version {existing[tag]} already; pass another tag, or move "
-                    "this one with transaction(move_tag=…)"
-                )
-        for tag in self.dropped:
-            if tag not in existing:
-                names = sorted(existing, key=existing.__getitem__)
-                raise NotFound(f"{url} has no tag {tag!r} to drop; {name_list('tags', names)}")
-        adds_tags = self.assigned and not existing.keys() >= set(self.assigned)
-        if adds_tags and (excess := tags_excess_message((existing.keys() | self.assigned) - set(self.dropped))):
-            raise InvalidArgument(
-                f"{url}: there would be {excess}; drop some with transaction(drop_tag=…), or let versions expire "
-                "with collect"
-            )
-
-    def changed(self, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-        """Return descriptions of the created and dropped tags that exist in only one of `before` and `after`."""
-        checked = [t for t in (*self.assigned, *self.dropped) if t not in self.moved]
-        return [f"tag {t}" for t in checked if (t in before) != (t in after)]
-
-
-_NO_EDITS = TagEdits()
 _has_segments = operator.attrgetter("has_segments")
 
 
@@ -256,13 +195,28 @@ class StagedTree:
         """Whether `manifest` and `changes` may read segments of staged arrays, and so block."""
         return any(map(_has_segments, self.arrays.values()))
 
+    @property
+    def deleted_paths(self) -> tuple[str, ...]:
+        """What was deleted, as a record names it: instead of the root, all nodes at the top."""
+        if "" not in self.deleted:
+            return tuple(self.deleted)
+        tops = (path.partition("/")[0] for path in self.base.nodes.at_or_below(""))
+        return tuple(sorted({top for top in tops if top}))
+
+    @property
+    def _written_groups(self) -> dict[str, bytes]:
+        """The groups that the commit writes; a root that was deleted becomes one without attributes."""
+        cleared = "" in self.deleted and "" in self.base.nodes
+        return {"": group_document({})} | self._groups if cleared else self._groups
+
     def manifest(self) -> Manifest:
         """Return the staged arrays and groups as a manifest, sorted by path."""
-        paths = sorted([*self._groups, *self.arrays])
+        written_groups = self._written_groups
+        paths = sorted([*written_groups, *self.arrays])
         if self.reads_segments:
             arrays = [(p, a.meta.document, a.flags, a.staged_chunks()) for p, a in self.arrays.items()]
             merges = {path: array.merge for path, array in self.arrays.items() if array.merge is not None}
-            groups = [(path, document, 1, ()) for path, document in self._groups.items()]
+            groups = [(path, document, 1, ()) for path, document in written_groups.items()]
             return Manifest.from_nodes([*groups, *arrays], merges)
         nodes: list[tuple[str, bytes, int]] = []
         counts: list[int] = []
@@ -271,7 +225,7 @@ class StagedTree:
         for path in paths:
             array = self.arrays.get(path)
             if array is None:
-                nodes.append((path, self._groups[path], 1))
+                nodes.append((path, written_groups[path], 1))
                 counts.append(0)
                 continue
             nodes.append((path, array.meta.document, array.flags))
@@ -295,12 +249,12 @@ class StagedTree:
 
     def changes(self, tags: TagEdits) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
-        nodes = {path: NodeChange(True, NO_NUMBERS) for path in self._groups}
+        nodes = {path: NodeChange(True, NO_NUMBERS) for path in self._written_groups}
         for path, staged in self.arrays.items():
             # a replaced node conflicts regardless of its chunks
             numbers = NO_NUMBERS if staged.replaces_node else staged.staged_numbers()
             nodes[path] = NodeChange(staged.replaces_node, numbers, extends=staged.extension is not None)
-        return Changes(nodes, tuple(self.deleted), self.replaces, tags.assigned, tags.dropped)
+        return Changes(nodes, self.deleted_paths, self.replaces, tags.assigned, tags.dropped)
 
     def drop_merges(self) -> bool:
         """Drop the merges of references, which only save time; return whether there were any."""
@@ -336,7 +290,7 @@ class StagedTree:
         return next((p for p in self.base.nodes.at_or_below(path) if not self._is_deleted(p)), None)
 
     def _is_deleted(self, path: str) -> bool:
-        return bool(self.deleted) and any(is_at_or_below(path, top) for top in self.deleted)
+        return any(is_at_or_below(path, top) for top in self.deleted)
 
     def _is_array(self, path: str) -> bool:
         if path in self.arrays or self.replaces or self._is_deleted(path):

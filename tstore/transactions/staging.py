@@ -47,7 +47,8 @@ from tstore.transactions.lifecycle import Lifecycle, Operation
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import HeartbeatWriter
 from tstore.transactions.staged_array import StagedArray
-from tstore.transactions.staged_tree import StagedTree, TagEdits
+from tstore.transactions.staged_tree import StagedTree
+from tstore.transactions.tag_edits import TagEdits
 
 __all__ = ["Isolation", "Staging"]
 

@@ -36,8 +36,8 @@ from tstore.transactions.cooperative import CooperativeCommit, checked_commit_ti
 from tstore.transactions.copies import copy_array
 from tstore.transactions.fragments import fragment_from_record
 from tstore.transactions.membership import Membership
-from tstore.transactions.staged_tree import TagEdits
 from tstore.transactions.staging import Isolation, Staging
+from tstore.transactions.tag_edits import TagEdits
 
 __all__ = ["Isolation", "Transaction", "staging_of", "withdraw"]
 
@@ -285,7 +285,7 @@ class Transaction:
             message=self._message,
             tags=tags.assigned if tags.target is None else (),
             replaces=staged.replaces,
-            deleted=tuple(staged.deleted),
+            deleted=staged.deleted_paths,
             manifests=(manifest,),
             bytes_added=self._staging.bytes_added,
             metadata=self._metadata,
