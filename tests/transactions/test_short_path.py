@@ -239,3 +239,28 @@ async def test_following_the_commits_of_others_stays_as_cheap_as_it_was_at_first
         costs.append(calls - before)
         assert values == [1, number + 1]
     assert sum(costs[-5:]) <= 1.5 * sum(costs[:5])
+
+
+async def test_reading_after_each_write_of_an_element_costs_no_more_each_time() -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    calls = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    costs = []
+    async with store.transaction() as tx:
+        array = await tx.create_array("a", (400,), "int64", (40,), sparse=True)
+        for first in range(0, 400, 40):
+            before = calls
+            sys.setprofile(count)
+            try:
+                for number in range(first, first + 40):
+                    await array[number].write(number + 1)
+                    assert await array[number].read() == number + 1
+            finally:
+                sys.setprofile(None)
+            costs.append(calls - before)
+    assert np.array_equal(await (await (await store.snapshot()).array("a")).read(), np.arange(400) + 1)
+    assert costs[-1] <= 1.5 * costs[0]

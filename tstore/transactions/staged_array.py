@@ -295,7 +295,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
                 return
             current = [i for i, n in enumerate(patches) if self.patches.get(n) is patches[n]]
             written = ChunkTable.from_rows(job.rows).latest().take(np.array(current, np.intp))
-            self._patched = (*self._patched, written)
+            self._patched = stack(self._patched, (written,))
             for number in written.number.tolist():
                 self._unapplied.pop(number, None)
 
