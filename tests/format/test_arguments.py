@@ -163,6 +163,8 @@ REFUSED: list[tuple[Call, str]] = [
     (array(chunks=(1.5,)), "chunks"),
     (array(codecs=[{"name": "bytes"}, {"name": "zstd", "configuration": {"level": float("nan")}}]), "level"),
     (array(fill_value=None), "fill_value=None: expected a value of dtype int8"),
+    (array(fill_value=None, dtype="float32"), "fill_value=None: expected a value of dtype float32"),
+    (array(fill_value=None, dtype="M8[s]"), "fill_value=None: expected a value of dtype datetime64"),
     (array(fill_value="x", dtype="float32"), "fill_value='x': expected a value of dtype float32"),
     (resize(5), "shape 5 is not a sequence"),
     (resize(None), "shape None"),

@@ -266,7 +266,7 @@ def fill_from_argument(value: Any, dtype: np.dtype[Any]) -> Any:
         if dtype.kind in "SV" and not is_ml_dtype(dtype):
             return _bytes_fill(value, dtype)
         scalar = np.asarray(value)
-        if scalar.ndim == 0 and _is_castable(scalar.dtype.kind, dtype.kind):
+        if scalar.ndim == 0 and value is not None and _is_castable(scalar.dtype.kind, dtype.kind):
             fill = scalar.astype(dtype)
             exact = dtype.kind in "bU" or is_integer(dtype)
             if scalar == fill if exact else has_nonfinite(dtype) or np.isfinite(scalar):
