@@ -7,6 +7,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import random
 import shutil
 import signal
 import stat
@@ -23,7 +24,9 @@ import tstore
 from tests.support import processes
 from tstore import conformance
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument
+from tstore.format import kernels
 from tstore.format.bounds import ROOT_BYTES
+from tstore.server.folder import ConfinedStorage
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.objects import Durability
 
@@ -270,3 +273,45 @@ os.kill(os.getpid(), 9)
         os.utime(left, (0, 0))
         LocalStorage(tmp_path / "s").upload("txn/a/pack-0", 4, Durability.FSYNC).discard()
     assert unfinished(tmp_path) == []
+
+
+async def leading_of(storage: LocalStorage, keys: list[str]) -> object:
+    """Return what `leading` returns, or the error that it raises."""
+    try:
+        return await storage.leading(keys)
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are read one by one")
+async def test_short_objects_read_in_one_call_are_those_read_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is in place of an object: nothing, a hole, a long one, a link, a folder, a pipe, no permission."""
+    contents: list[bytes | None] = [b"", b"tstore" * 100, bytes(65535), bytes(65536), bytes(65537), None]
+    keys = [f"commits/{n}" for n in range(5)]
+    rng = random.Random(1)
+    for case in range(300):
+        folder = tmp_path / f"{case}"
+        (folder / "commits").mkdir(parents=True)
+        for key in keys[: rng.randrange(len(keys) + 1)]:
+            path, kind = folder / key, rng.randrange(20)
+            content = rng.choice(contents) if kind < 14 else b"x"
+            if kind == 14:
+                path.symlink_to(rng.choice(["nowhere", str(folder / keys[0]), "."]))
+            elif kind == 15:
+                path.mkdir()
+            elif kind == 16:
+                os.mkfifo(path)
+            elif content is not None:
+                path.write_bytes(content)
+        drawn = rng.randrange(1, len(keys) + 1)
+        for make in (LocalStorage, ConfinedStorage):
+            at_once = await leading_of(make(folder), keys[:drawn])
+            with monkeypatch.context() as patch:
+                patch.setattr("tstore.storage.local.store.read_leading", lambda *_: ([], []))
+                one_by_one = await leading_of(make(folder), keys[:drawn])
+            assert at_once == one_by_one
+    assert kernels.read_leading(os.path.join, str(tmp_path), iter(["no", "such"])) == ([], None)
+    with pytest.raises(InvalidArgument):
+        await LocalStorage(tmp_path).leading(["commits/../1"])

@@ -1,4 +1,4 @@
-/* tstore.format.kernels: the checksums of many blocks in one call, which releases the interpreter's lock once.
+/* tstore.format.kernels: work on many blocks, chunks or files in one call.
  *
  * The xxhash package hashes one block a call and takes the lock after each, which slows a training loop in another
  * thread. The hash itself is the official implementation (codecs/xxhash), so the results are equal. For the same
@@ -83,6 +83,7 @@ static PyObject *py_block_checks(PyObject *self, PyObject *args)
 }
 
 #include "_gather.h"
+#include "_read.h"
 
 static PyMethodDef methods[] = {
     {"block_checks", py_block_checks, METH_VARARGS,
@@ -94,6 +95,12 @@ static PyMethodDef methods[] = {
     {"scatter", py_scatter, METH_VARARGS,
      "scatter(data, target, first, block) -> the joined xxh3-128 of each `block` bytes of each chunk of data, which are\n"
      "copied to target, an array whose axes are `first` axes of chunks and then those of a chunk."},
+#ifdef __linux__
+    {"read_leading", py_read_leading, METH_VARARGS,
+     "read_leading(path_of, root, keys) -> the contents of the files at path_of(root, key) for the first keys of an\n"
+     "iterator, and None if neither the next file nor the one after it exists. Otherwise, the keys drawn from the\n"
+     "iterator after these: that of a file that is missing, long, not regular or can't be read, and perhaps of the next."},
+#endif
     {NULL, NULL, 0, NULL},
 };
 

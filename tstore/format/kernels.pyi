@@ -1,3 +1,4 @@
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,3 +11,6 @@ def gather(
     block: int,
 ) -> list[bytes]: ...
 def scatter(data: npt.NDArray[np.uint8], target: npt.NDArray[Any], first: int, block: int) -> bytes: ...
+def read_leading(
+    path_of: Callable[[str, str], str], root: str, keys: Iterator[str]
+) -> tuple[list[bytes], list[str] | None]: ...

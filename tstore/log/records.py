@@ -188,9 +188,8 @@ class Records:
 
     def add(self, version: int, stored: StoredRecord, size: int) -> StoredRecord:
         """Cache the record of a version, `size` bytes long, and return it as `stored` does."""
-        record = self._without_collection(version, stored.record, size)
-        if record is not stored.record:
-            stored = stored._replace(record=record)
+        if stored.record.collection is not None:
+            stored = stored._replace(record=self._without_collection(version, stored.record, size))
         self._cached.put(version, stored, stored.memory)
         last = version, stored.check
         if version > self.last[0]:
@@ -202,7 +201,7 @@ class Records:
         record = self._decode(version, data)
         if version == self.last[0]:
             self.confirm(version, data)
-        if record.voids and version not in self._repairs:
+        if record.metadata and record.voids and version not in self._repairs:
             self._repairs.add(version)
             self.voided.update(v for v in record.voids if 0 < v < version)
         return self.add(version, StoredRecord(record, check_of(data), memory_of(data)), len(data))

@@ -252,6 +252,9 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
 
     def latest(self) -> ChunkTable:
         """Return the last row of each chunk, sorted by number."""
+        if isinstance(self.columns, RowColumns):
+            newest = {row.number: row for row in self.rows}
+            return ChunkTable.from_rows([newest[number] for number in sorted(newest)])
         number = self.number
         if len(number) < 2 or bool(np.all(number[1:] > number[:-1])):
             return self

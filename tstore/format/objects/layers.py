@@ -97,6 +97,8 @@ def stack(tables: Sequence[Table], newer: Sequence[Table]) -> tuple[Table, ...]:
     """
     dense = [table for table in newer if isinstance(table, SegmentedTable) and table.is_dense]
     result = _outside(tables, dense) if dense else list(tables)
+    if len(newer) >= _MERGE_COUNT and all(isinstance(table, ChunkTable) for table in newer):
+        newer = [overlay(newer).compact()]
     for newest in newer:
         result.append(newest)
         if isinstance(newest, ChunkTable):

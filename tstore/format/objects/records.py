@@ -188,12 +188,12 @@ class Record(Body, frozen=True):
         """Raise `Corrupt` for invalid values outside of inline manifests, which `Manifest.table` checks later."""
         check_transactions((self.transaction,))
         check_time(self.time)
-        owners = set(self.transactions)
-        for manifest in self.manifests:
-            if isinstance(manifest, ObjectRef):
-                manifest.validate()  # copying a store creates an object with this key without decoding the object
-                if owner_of(manifest.key) not in owners:  # gc would not keep it for this version
-                    raise Corrupt(f"{manifest.key[:60]!r} is a manifest of another transaction")
+        references = [manifest for manifest in self.manifests if isinstance(manifest, ObjectRef)]
+        owners = set(self.transactions) if references else set()
+        for reference in references:
+            reference.validate()  # copying a store creates an object with this key without decoding the object
+            if owner_of(reference.key) not in owners:  # gc would not keep it for this version
+                raise Corrupt(f"{reference.key[:60]!r} is a manifest of another transaction")
         if self.tags or self.dropped or self.tagged:
             check_tags((*self.tags, *self.dropped, *self.tagged))
         if self.tagged and not 0 < min(self.tagged.values()) <= max(self.tagged.values()) <= self.base:

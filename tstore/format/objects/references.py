@@ -151,17 +151,23 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def node(self, position: int) -> tuple[Document, tuple[Table, ...]]:
         """Return the metadata and the rows of the node at a position in `paths`."""
+        return self._shared_documents[int(self._document_positions[position])], self.tables_at(position)
+
+    def tables_at(self, position: int) -> tuple[Table, ...]:
+        """Return the rows of the node at a position in `paths`."""
+        if len(self.paths) == 1 and not self.segments:
+            return (self.table,)
         stops = self._stops
         rows = self.table.part(int(stops[position - 1]) if position else 0, int(stops[position]))
-        document = self._shared_documents[int(self._document_positions[position])]
-        return document, self._tables(self._written_segments[position] if self.segments else (), rows)
+        return self._tables(self._written_segments[position] if self.segments else (), rows)
+
+    def document_at(self, position: int) -> bytes:
+        """Return the metadata of the node at a position in `paths`."""
+        return self.documents[int.from_bytes(self.document[4 * position : 4 * position + 4], "little")]
 
     def nodes(self) -> list[tuple[str, Document, bool, tuple[Table, ...]]]:
         """Return the path, the metadata, whether its rows replace all earlier ones, and the rows of each node."""
         table = self.table
-        if len(self.paths) == 1 and not self.segments:
-            document = self._shared_documents[int.from_bytes(self.document, "little")]
-            return [(self.paths[0], document, _REPLACES[self.replaces_node[0]], (table,))]
         ends = list(itertools.accumulate(parse_column(self.count, "<u8").tolist()))
         parts = map(table.part, [0, *ends], ends)
         flags = map(_REPLACES.__getitem__, self.replaces_node)
@@ -192,7 +198,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             for entry in self.merges
         }
 
-    @property
+    @functools.cached_property
     def _written_segments(self) -> Sequence[Sequence[Segment]]:
         """The segments of each node, without those of merges."""
         by_node: Sequence[Sequence[Segment]] = self._segments_by_node

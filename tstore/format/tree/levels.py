@@ -9,6 +9,7 @@ from typing import NamedTuple
 from tstore.format.objects.documents import Document
 from tstore.format.objects.layers import Table, stack
 from tstore.format.objects.merges import Merge, merged
+from tstore.format.objects.references import Manifest
 from tstore.format.tree.node import Node
 from tstore.format.tree.stored_nodes import Paged, StoredNodes
 
@@ -21,10 +22,16 @@ OPEN = 1 << 62
 
 
 class Layer(NamedTuple):
-    """The tables of one commit that wrote chunks of a node, and its merge of the tables below them, if any."""
+    """A commit that wrote chunks of a node: the position of the node in its manifest, and its merge, if any."""
 
+    manifest: Manifest
+    position: int
     merge: Merge | None
-    tables: tuple[Table, ...]
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables that the commit added."""
+        return self.manifest.tables_at(self.position)
 
     def over(self, below: tuple[Table, ...]) -> tuple[Table, ...]:
         """Return the tables of the node after the commit."""
@@ -32,10 +39,14 @@ class Layer(NamedTuple):
 
 
 class Overlay(NamedTuple):
-    """The commits that wrote chunks of a node, whose tables are to be laid over it one after the other."""
+    """The commits that wrote chunks of a node, whose tables are laid over it, one after the other, at a lookup.
+
+    `node` is None if the node is in a level below.
+    """
 
     metadata: Document
     layers: tuple[Layer, ...]
+    node: Node | None = None
 
 
 Change = Node | Overlay | None  # None: deleted
@@ -43,19 +54,23 @@ Change = Node | Overlay | None  # None: deleted
 
 def resolved(path: str, former: Node | None, overlay: Overlay) -> Node:
     """Return a node with the tables of an overlay."""
-    layers = iter(overlay.layers)
-    tables = next(layers).tables if former is None else former.tables  # a merge of nothing is ignored
-    for layer in layers:
-        tables = layer.over(tables)
+    first, *later = overlay.layers
+    tables = first.tables if former is None else first.over(former.tables)  # a merge of nothing is ignored
+    newer: list[Table] = []
+    for layer in later:
+        if layer.merge is not None:
+            tables, newer = merged(stack(tables, newer), layer.merge), []
+        newer += layer.tables
+    tables = stack(tables, newer)
     return Node(path, overlay.metadata, tables)
 
 
 def combined(path: str, former: Change, change: Change) -> Change:
     """Return the change of a node that two changes make, one after the other."""
-    if not isinstance(change, Overlay):
+    if not isinstance(change, Overlay) or change.node is not None:
         return change
     if isinstance(former, Overlay):
-        return Overlay(change.metadata, (*former.layers, *change.layers))
+        return Overlay(change.metadata, (*former.layers, *change.layers), former.node)
     return resolved(path, former, change)
 
 
@@ -100,7 +115,8 @@ class Level:
     def has_in_memory(self, path: str) -> bool:
         """Return whether the node at a path is known to exist, or not to exist, without reading a page."""
         if path in self.changed:
-            return not isinstance(self.changed[path], Overlay)
+            change = self.changed[path]
+            return not isinstance(change, Overlay) or change.node is not None
         return not self.is_paged and self.has_stored(path)
 
     def stored_node(self, path: str) -> Node | None:

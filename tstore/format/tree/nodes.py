@@ -1,8 +1,8 @@
 """The nodes of a tree: those of manifests, made at the first lookup, and later changes; pure, no I/O.
 
 1. The manifests are in memory, or pages of one object (`pages`) that a `PageSource` reads when a lookup needs one.
-2. A commit that only writes chunks of an array needs no page: its tables are laid over those of the stored node at
-   the first lookup (`_Overlay`).
+2. A commit that only writes chunks of an array needs no page, and no work for nodes that nobody asks for: its
+   tables are laid over those of the node before at the first lookup (`Overlay`).
 3. The nodes are in `levels`, each with what changed after those below it, up to a version that has a root. So a
    root repeats only what changed after an earlier root (`layout.parent_root`), or after the last commit of a whole
    tree if that was in pages (`Nodes.base`), and its bytes depend on the log alone, not on how the tree was loaded.
@@ -18,7 +18,7 @@ from typing import TypeVar, overload
 from tstore.format.layout import parent_root
 from tstore.format.objects.documents import Document
 from tstore.format.objects.object_ref import ObjectRef
-from tstore.format.objects.references import Manifest
+from tstore.format.objects.references import REPLACES, Manifest
 from tstore.format.paths import parents
 from tstore.format.tree.levels import NO_DOCUMENT, OPEN, Change, Layer, Level, Overlay, resolved
 from tstore.format.tree.node import Node, is_array
@@ -195,18 +195,17 @@ class Nodes(Mapping[str, Node]):
         created: set[str] = set()
         for manifest in manifests:
             merges = manifest.merges_by_path() if manifest.merges else {}
-            for path, metadata, replaces_node, tables in manifest.nodes():
+            for at, (path, flags) in enumerate(zip(manifest.paths, manifest.replaces_node, strict=True)):
                 former = changed[path] if path in changed else self._former(path)
-                layer = Layer(merges.get(path), tables)
-                if former is None or (replaces_node and path not in created):
-                    changed[path] = Node(path, metadata, tables)
+                if former is None or (flags & REPLACES and path not in created):
+                    changed[path] = Node(path, *manifest.node(at))
                     created.add(path)
-                elif isinstance(former, Overlay):
-                    changed[path] = Overlay(metadata, (*former.layers, layer))
-                else:  # a document is parsed only once, however many commits repeat it
-                    same = former.metadata.data == metadata.data
-                    shared = former.metadata if same else metadata
-                    changed[path] = Node(path, shared, layer.over(former.tables))
+                    continue
+                below, layers = (former.node, former.layers) if isinstance(former, Overlay) else (former, ())
+                layers = (*layers, Layer(manifest, at, merges.get(path)))
+                # a document is parsed only once, however many commits repeat it
+                same = former.metadata.data == manifest.document_at(at)
+                changed[path] = Overlay(former.metadata if same else manifest.node(at)[0], layers, below)
         return self.with_changes(changed)
 
     def after_reads(self, manifests: Iterable[Manifest]) -> bool:
@@ -225,7 +224,7 @@ class Nodes(Mapping[str, Node]):
             former = self._changed[path]
             return self.get(path) if _is_long(former) else former
         for level in reversed(self._levels):
-            if path in level.changed and not isinstance(level.changed[path], Overlay):
+            if path in level.changed and level.has_in_memory(path):
                 return level.changed[path]
             if path in level.changed or level.is_paged:
                 return Overlay(NO_DOCUMENT, ())
@@ -278,7 +277,8 @@ class Nodes(Mapping[str, Node]):
                 change = level.changed[path]
                 if not isinstance(change, Overlay):
                     return change
-                node = resolved(path, level.stored_node(path) or self._node(path, at - 1), change)
+                below = change.node or level.stored_node(path) or self._node(path, at - 1)
+                node = resolved(path, below, change)
                 if isinstance(level.changed, dict):
                     level.changed[path] = node  # kept for later lookups
                 return node

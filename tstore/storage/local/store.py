@@ -52,12 +52,12 @@ from tstore.storage.local.atomic_file import (
     fsync_folder,
     mapped_errors,
     new_file,
-    open_regular,
     remove_unfinished,
     write_all,
 )
 from tstore.storage.local.listing import Listing
 from tstore.storage.local.pack import LocalPack, LocalReader, LocalUpload
+from tstore.storage.local.whole_files import read_leading, read_whole
 from tstore.storage.objects import (
     SHORT_OBJECT,
     Buffers,
@@ -69,13 +69,10 @@ from tstore.storage.objects import (
     PutMode,
     Tuning,
     checked_key,
-    overlong,
-    read_limit,
 )
 
 __all__ = ["LocalStorage", "path_in"]
 
-_FIRST_READ = 64 << 10  # bytes
 _QUICK_READS = 5e-3  # seconds; cached files take 20 µs each
 _OPEN_READERS = 64
 _SWEPT_AGE = 7 * 86_400  # seconds after which a temporary file can't belong to a create under way
@@ -222,7 +219,7 @@ class LocalStorage(Storage):
     def _get(self, key: str, max_size: int | None = None) -> bytes:
         path = self.path(key)
         with mapped_errors("read", path):
-            return _read_whole(key, path, max_size)
+            return read_whole(key, path, max_size)
 
     def _get_short(self, key: str) -> bytes | None:
         with contextlib.suppress(Corrupt, NotFound):
@@ -238,7 +235,7 @@ class LocalStorage(Storage):
         """Return an object, or None if it does not exist, as at the end of every search for newer records."""
         path = self.path(key)
         try:
-            return _read_whole(key, path, None)
+            return read_whole(key, path, None)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -246,9 +243,12 @@ class LocalStorage(Storage):
                 raise error
 
     def _leading(self, keys: Iterable[str]) -> Leading:
-        objects: list[bytes] = []
-        missing, size = "", 0
-        for key in keys:
+        keys = iter(keys)
+        objects, drawn = read_leading(self._path_of, self.url, keys)
+        if drawn is None:
+            return Leading(objects, False)
+        missing, size = "", sum(map(len, objects))
+        for key in itertools.chain(drawn, keys):
             if size > LEADING_BYTES and len(objects) > 1:
                 return Leading(objects, False, truncated=True)
             if missing:
@@ -376,21 +376,6 @@ class LocalStorage(Storage):
                 if len(path) > len(self.url):
                     raise
             self._durable_folders.add(path)
-
-
-def _read_whole(key: str, path: str, max_size: int | None) -> bytes:
-    """Return the bytes of an object's file; raise `Corrupt` if it is longer than `read_limit`, or OSError."""
-    fd, status = open_regular(path)
-    try:
-        data = os.read(fd, _FIRST_READ)  # usually the whole object
-        max_size = read_limit(key, max_size, data)
-        if _FIRST_READ <= len(data) < status.st_size <= max_size:
-            data = os.pread(fd, status.st_size, 0)  # whole: joining two parts takes twice the memory
-    finally:
-        os.close(fd)
-    if max(len(data), status.st_size) > max_size:
-        raise overlong(path, max_size)
-    return data
 
 
 @functools.lru_cache(256)

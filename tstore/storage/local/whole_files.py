@@ -1,0 +1,39 @@
+"""Reading whole files: one, or the short ones at the start of a sequence in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+from tstore.storage.local.atomic_file import open_regular
+from tstore.storage.objects import overlong, read_limit
+
+try:
+    from tstore.format.kernels import read_leading
+except ImportError:  # installed without a C compiler, or not on Linux
+
+    def read_leading(
+        path_of: Callable[[str, str], str], root: str, keys: Iterator[str]
+    ) -> tuple[list[bytes], list[str] | None]:
+        """Return what was read, nothing, and the keys that were drawn, none."""
+        return [], []
+
+
+__all__ = ["read_leading", "read_whole"]
+
+_FIRST_READ = 64 << 10  # bytes
+
+
+def read_whole(key: str, path: str, max_size: int | None) -> bytes:
+    """Return the bytes of an object's file; raise `Corrupt` if it is longer than `read_limit`, or OSError."""
+    fd, status = open_regular(path)
+    try:
+        data = os.read(fd, _FIRST_READ)  # usually the whole object
+        max_size = read_limit(key, max_size, data)
+        if _FIRST_READ <= len(data) < status.st_size <= max_size:
+            data = os.pread(fd, status.st_size, 0)  # whole: joining two parts takes twice the memory
+    finally:
+        os.close(fd)
+    if max(len(data), status.st_size) > max_size:
+        raise overlong(path, max_size)
+    return data
