@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -80,14 +81,12 @@ class QueuedCommit:
     ) -> None:
         """Queue the commit; its turn comes once the tasks that are ready to run have queued theirs."""
         self.record = record
-        self.size = len(data) or _PLAIN_BYTES + sum([m.size for m in record.manifests if isinstance(m, Manifest)])
         self.validate = validate
         self.on_retry = on_retry
         self.append_record = append_record
         alone = changes is None or changes.replaces or changes.dropped
         self.changes = None if alone or record.tagged or "metrics" in record.metadata else changes
-        self._few_chunks = None if self.changes is None else self.changes.few_chunks()
-        self.value_count = max_value_count(data) if self.may_share() and data else 1
+        self._data = data
         self.version: int | None = None
         self.error: BaseException | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -124,6 +123,21 @@ class QueuedCommit:
             cancelled = None  # breaks the reference cycle of the exception and this frame
         assert self.version is not None
         return self.version
+
+    @functools.cached_property
+    def size(self) -> int:
+        """About how many bytes the record takes."""
+        manifests = [manifest for manifest in self.record.manifests if isinstance(manifest, Manifest)]
+        return len(self._data) or _PLAIN_BYTES + sum(manifest.size for manifest in manifests)
+
+    @functools.cached_property
+    def value_count(self) -> int:
+        """The most values that the record has, if the commit may share a record."""
+        return max_value_count(self._data) if self.may_share() and self._data else 1
+
+    @functools.cached_property
+    def _few_chunks(self) -> frozenset[tuple[str, int]] | None:
+        return None if self.changes is None else self.changes.few_chunks()
 
     def wake(self) -> None:
         """Let the task that waits for the outcome continue."""
@@ -187,6 +201,9 @@ class CommitQueue:
     def _take_along(self) -> list[QueuedCommit]:
         """Remove the first commit, and those that can share a record with it, from the queue; return them."""
         commit = self.waiting[0]
+        if len(self.waiting) == 1:  # as most often: then nobody asks what it could share
+            self.waiting = []
+            return [commit]
         commits, rest, size, values = [commit], list[QueuedCommit](), commit.size, commit.value_count
         for other in self.waiting[1:]:
             fits = size + other.size <= _MAX_BYTES and values + other.value_count <= _MAX_VALUES

@@ -172,7 +172,7 @@ class MergePlan(NamedTuple):
         segment, as that of a chunk of 70 GB.
         """
         rows = [table for table in tables if isinstance(table, ChunkTable)]
-        if len(tables) - len(rows) <= MAX_LAYERS and sum(map(len, rows)) <= max_rows:
+        if len(tables) - len(rows) <= MAX_LAYERS and sum([r.stop - r.start for r in rows]) <= max_rows:
             return None  # as usual for a short array
         segmented = [table for table in tables if isinstance(table, SegmentedTable)]
         segments = itertools.chain.from_iterable(table.segments for table in segmented)
