@@ -349,3 +349,38 @@ async def test_a_resize_while_the_segments_of_a_write_are_read(url: str, monkeyp
         with pytest.raises(Misuse, match="resized while"):
             await writing
     assert (await values_of(store)).sum() == 1
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_conflict_check_reads_only_segments_whose_ranges_meet(
+    url: str, loaded: list[segments.Segment]
+) -> None:
+    """The other commit wrote every second chunk up to 100, so its segments lack numbers."""
+    store, other = await tstore.open(url), await tstore.open(url)
+    async with store.transaction() as tx:
+        await tx.create_array("w", (200,), "i8", (1,), sparse=True)
+
+    async def race(*writes: tuple[slice, int]) -> None:
+        """Commit writes on top of a base before the commit of the other store."""
+        tx = store.transaction()
+        for chunks, value in writes:
+            await (await tx.array("w"))[chunks].write(value)
+        async with other.transaction() as newer:
+            await (await newer.array("w"))[:100:2].write(1)
+        loaded.clear()
+        await tx.commit()
+
+    await race((slice(150, 151), 2))
+    assert loaded == []
+    await race((slice(101, 199, 2), 3))  # in segments too
+    assert loaded == []
+    await race((slice(51, 52), 4))
+    assert [segment.first for segment in loaded] == [48]
+    await race((slice(1, 5, 2), 5), (slice(151, 152), 5))
+    assert [segment.first for segment in loaded] == [0]
+    with pytest.raises(Conflict, match=r"w, chunk \(50,\)"):
+        await race((slice(49, 52), 6))
+    values = await (await (await store.snapshot()).array("w"))[:].read()
+    expected = np.zeros(200)
+    expected[101:199:2], expected[:100:2], expected[[150, 51, 1, 3, 151]] = 3, 1, [2, 4, 5, 5, 5]
+    assert values.tolist() == expected.tolist()

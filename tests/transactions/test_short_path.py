@@ -24,7 +24,7 @@ from tstore.format.objects.short_manifests import short_manifest
 from tstore.runtime.pool import Workers
 from tstore.runtime.world import World, use_world
 
-MAX_CALLS = 425
+MAX_CALLS = 390
 """Python calls of a commit of one chunk, from `Store.transaction` to the end of the block."""
 
 NUMBERS = st.integers(0, (1 << 62) - 1)

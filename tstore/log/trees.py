@@ -157,11 +157,7 @@ class Trees:
         """Return what the record of a version changed, cached because many transactions validate against it."""
         cached, changes = self._changes.get(version) or (None, None)
         if cached is not record or changes is None:
-            manifests = await self._objects.manifests(version, record)
-            if any(manifest.segments for manifest in manifests):  # these are read
-                changes = await run(Changes.from_record, record, manifests)
-            else:
-                changes = Changes.from_record(record, manifests)
+            changes = Changes.from_record(record, await self._objects.manifests(version, record))
             self._changes.put(version, (record, changes))
         return changes
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tstore.data.writer import PackSet
 from tstore.errors import Conflict
-from tstore.format.tree.tree import Changes
+from tstore.format.tree.tree import Changes, Overlap
 from tstore.log.expiry import guard_expiry
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.pages import read_pages
@@ -16,7 +16,7 @@ from tstore.transactions.appends import moved
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.tag_edits import TagEdits
 
-__all__ = ["check_reads", "reapply", "revise_merges"]
+__all__ = ["check_reads", "overlap_of", "reapply", "revise_merges"]
 
 
 async def check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer: Newer) -> None:
@@ -33,6 +33,12 @@ async def check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer:
             )
 
 
+async def overlap_of(changes: Changes, newer: Changes) -> Overlap:
+    """Return the overlap of changes with those of a newer commit, reading segments in a thread."""
+    in_segments = changes.in_segments or newer.in_segments
+    return await run(changes.overlap, newer) if in_segments else changes.overlap(newer)
+
+
 class _Touched(NamedTuple):
     """What newer commits changed too: chunks that this transaction wrote in part, and arrays to move, by path."""
 
@@ -47,7 +53,7 @@ async def _touched(log: LogReader, staged: StagedTree, changes: Changes, newer: 
     """
     touched = _Touched({}, set())
     for version, other in newer:
-        overlap = changes.overlap(await log.trees.changes(version, other))
+        overlap = await overlap_of(changes, await log.trees.changes(version, other))
         patched, lost = await run(staged.split_overlap, overlap.chunks) if overlap.chunks else ({}, [])
         conflicts = [*overlap.conflicts, *lost]
         if conflicts:

@@ -62,6 +62,7 @@ from tstore.runtime import world
 from tstore.runtime.pool import run, run_to_end
 from tstore.storage.objects import Durability
 from tstore.storage.watch import Watch
+from tstore.transactions.conflicts import overlap_of
 from tstore.transactions.fragments import FragmentTree, check_complete, record_from_fragment
 from tstore.transactions.membership import FAN_IN, Membership
 
@@ -170,7 +171,7 @@ class CooperativeCommit:
 
         async def validate(newer: Newer) -> Record:
             for version, other in newer:
-                overlap = changes.overlap(await self.log.reader.trees.changes(version, other))
+                overlap = await overlap_of(changes, await self.log.reader.trees.changes(version, other))
                 conflicts = [*overlap.conflicts, *overlap.chunks, *overlap.extended]
                 if conflicts:
                     raise Conflict(

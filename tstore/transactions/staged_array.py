@@ -41,7 +41,7 @@ from tstore.format.objects.merges import Merge
 from tstore.format.objects.references import EXTENDS
 from tstore.format.objects.segments import SegmentSource, fitting
 from tstore.format.tree.node import Node, check_in_grid
-from tstore.format.tree.tree import NodeChange
+from tstore.format.tree.tree import NO_NUMBERS, NodeChange
 from tstore.runtime.pool import each, run
 from tstore.storage.base import Storage
 from tstore.transactions.extension import Extension
@@ -114,11 +114,16 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         # a rewritten chunk that has no patches any more is outdated: it was written whole later
         return patched.take(np.flatnonzero(np.isin(patched.number, np.array(list(self.patches), np.uint64))))
 
-    def staged_numbers(self) -> npt.NDArray[np.uint64]:
-        """Return the numbers of these chunks, sorted."""
+    @property
+    def change(self) -> NodeChange:
+        """The change with which that of a concurrent commit can conflict."""
+        extends = self.extension is not None
+        if self.replaces_node:  # it conflicts regardless of its chunks
+            return NodeChange(True, NO_NUMBERS, extends=extends)
         if self.written_rows is None:
-            return numbers_of(self.staged_chunks())
-        return np.array(sorted({row.number for row in self.written_rows}), np.uint64)
+            return NodeChange.from_tables(self.staged_chunks(), extends=extends)
+        numbers = np.array(sorted({row.number for row in self.written_rows}), np.uint64)
+        return NodeChange(False, numbers, extends=extends)
 
     def has_long_tables(self, max_rows: int) -> bool:
         """Return whether there are more than `max_rows` references that are not in segments."""

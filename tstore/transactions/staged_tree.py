@@ -192,7 +192,7 @@ class StagedTree:
 
     @property
     def reads_segments(self) -> bool:
-        """Whether `manifest` and `changes` may read segments of staged arrays, and so block."""
+        """Whether `manifest` may read segments of staged arrays, and so block."""
         return any(map(_has_segments, self.arrays.values()))
 
     @property
@@ -251,9 +251,7 @@ class StagedTree:
         """Return the changes that a concurrent commit can conflict with."""
         nodes = {path: NodeChange(True, NO_NUMBERS) for path in self._written_groups}
         for path, staged in self.arrays.items():
-            # a replaced node conflicts regardless of its chunks
-            numbers = NO_NUMBERS if staged.replaces_node else staged.staged_numbers()
-            nodes[path] = NodeChange(staged.replaces_node, numbers, extends=staged.extension is not None)
+            nodes[path] = staged.change
         return Changes(nodes, self.deleted_paths, self.replaces, tags.assigned, tags.dropped)
 
     def drop_merges(self) -> bool:

@@ -304,10 +304,9 @@ class Staging:
         """The number of bytes of chunks that the transaction has written."""
         return self.packs.bytes_written + self._bytes_adopted
 
-    async def changes(self) -> Changes:
+    def changes(self) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
-        changes, tags = self.tree.changes, self.tags
-        return await run(changes, tags) if self.tree.reads_segments else changes(tags)
+        return self.tree.changes(self.tags)
 
     def heartbeat(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Renew the heartbeat of a cooperative transaction while the block runs."""

@@ -244,7 +244,7 @@ class Transaction:
 
     async def _append(self, record: Record) -> None:
         await give_way()
-        changes = await self._staging.changes()
+        changes = self._staging.changes()
         await give_way()
 
         async def validate(newer: Newer) -> Record:

@@ -58,8 +58,6 @@ _path_of = operator.itemgetter(0)
 REPLACES, EXTENDS = 1, 2
 """The flags of a node that is new or has new metadata, and of an array to which values were appended."""
 
-_REPLACES = (False, True, False, True)  # by the sum of the flags
-
 
 class Body(msgspec.Struct, array_like=True, frozen=True):
     """The contents of a frame, encoded as msgpack (`encoding`)."""
@@ -151,7 +149,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def node(self, position: int) -> tuple[Document, tuple[Table, ...]]:
         """Return the metadata and the rows of the node at a position in `paths`."""
-        return self._shared_documents[int(self._document_positions[position])], self.tables_at(position)
+        return self._shared_documents[self._document_position(position)], self.tables_at(position)
 
     def tables_at(self, position: int) -> tuple[Table, ...]:
         """Return the rows of the node at a position in `paths`."""
@@ -163,14 +161,16 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def document_at(self, position: int) -> bytes:
         """Return the metadata of the node at a position in `paths`."""
-        return self.documents[int.from_bytes(self.document[4 * position : 4 * position + 4], "little")]
+        return self.documents[self._document_position(position)]
+
+    def _document_position(self, position: int) -> int:
+        return int.from_bytes(self.document[4 * position : 4 * position + 4], "little")
 
     def nodes(self) -> list[tuple[str, Document, bool, tuple[Table, ...]]]:
         """Return the path, the metadata, whether its rows replace all earlier ones, and the rows of each node."""
-        table = self.table
         ends = list(itertools.accumulate(parse_column(self.count, "<u8").tolist()))
-        parts = map(table.part, [0, *ends], ends)
-        flags = map(_REPLACES.__getitem__, self.replaces_node)
+        parts = map(self.table.part, [0, *ends], ends)
+        flags = [bool(flag & REPLACES) for flag in self.replaces_node]
         tables: Iterator[tuple[Table, ...]] = zip(parts)
         if self.segments:
             tables = map(self._tables, self._written_segments, parts)
@@ -219,15 +219,11 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         """The end of each node's rows in `table`."""
         return parse_column(self.count, "<u8").astype(np.int64).cumsum()
 
-    @functools.cached_property
-    def _document_positions(self) -> npt.NDArray[np.uint32]:
-        return parse_column(self.document, "<u4")
-
     def part(self, start: int, stop: int) -> Manifest:
         """Return the manifest of the nodes at these positions in `paths`, with only the packs that they need."""
         first, end = [int(self._stops[at - 1]) if at else 0 for at in (start, stop)]
         rows = self.table.part(first, end).compact()
-        used, document = np.unique(self._document_positions[start:stop], return_inverse=True)
+        used, document = np.unique(parse_column(self.document, "<u4")[start:stop], return_inverse=True)
         manifest = Manifest(
             packs=tuple(p if isinstance(p, str) else "" for p in rows.packs),
             inline=tuple(p for p in rows.packs if isinstance(p, bytes)),
@@ -252,7 +248,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         blocks = np.concatenate([np.zeros(1, np.int64), self._stops])
         sizes = np.fromiter(map(len, self.paths), np.int64, len(self.paths)) + _NODE_BYTES
         sizes += np.diff(self.table.blocks[blocks] * CHECK_SIZE + blocks * _ROW_BYTES)
-        used, first = np.unique(self._document_positions, return_index=True)
+        used, first = np.unique(parse_column(self.document, "<u4"), return_index=True)
         sizes[first] += np.array([len(self.documents[position]) for position in used.tolist()], np.int64)
         if self.segments:
             packs = [sum(len(s.packs) for s in segments) for segments in self._segments_by_node]
@@ -311,8 +307,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def metadata(self) -> list[Document]:
         """Return the metadata of each node."""
-        shared = self._shared_documents
-        return [shared[d] for d in parse_column(self.document, "<u4").tolist()]
+        return list(map(self._shared_documents.__getitem__, parse_column(self.document, "<u4").tolist()))
 
     @functools.cached_property
     def _shared_documents(self) -> list[Document]:

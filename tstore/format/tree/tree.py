@@ -45,13 +45,14 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arguments import checked_attributes
 from tstore.format.bounds import MAX_NAMES, json_excess_message
 from tstore.format.layout import ROOT_EVERY
+from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.columns import SHORT_COLUMN
-from tstore.format.objects.layers import numbers_of
+from tstore.format.objects.layers import Table, numbers_of
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Record, Root
 from tstore.format.objects.references import EXTENDS, REPLACES, Manifest
 from tstore.format.objects.roots import StoredRoot, stored_root
-from tstore.format.objects.segments import SegmentedTable
+from tstore.format.objects.segments import Segment, SegmentedTable
 from tstore.format.paths import at_or_below, parents
 from tstore.format.tree.node import same_node
 from tstore.format.tree.nodes import Nodes
@@ -169,27 +170,61 @@ NO_NUMBERS = np.empty(0, np.uint64)
 class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The changes of a commit to one node: the chunks that it wrote.
 
-    `replaces_node` says that the commit created the node or changed its metadata, and `has_segments` that some
-    references are in segments, which may be a merge of older ones. `extends` says that it appended values.
+    `numbers` are those of chunks whose references are not in `segments`; both are empty if `replaces_node`, which
+    says that the commit created the node or changed its metadata. `has_segments` says that some references are in
+    segments, which may be a merge of older ones. `extends` says that it appended values.
     """
 
     replaces_node: bool
     numbers: npt.NDArray[np.uint64]
+    segments: tuple[SegmentedTable, ...] = ()
     has_segments: bool = False
     extends: bool = False
+
+    @staticmethod
+    def from_tables(tables: Sequence[Table], *, has_segments: bool = False, extends: bool = False) -> NodeChange:
+        """Return the change of a commit that wrote the chunks of these tables."""
+        segments = tuple(table for table in tables if isinstance(table, SegmentedTable))
+        numbers = numbers_of([table for table in tables if isinstance(table, ChunkTable)])
+        return NodeChange(False, numbers, segments, has_segments or bool(segments), extends)
 
     def with_others(self, other: NodeChange) -> NodeChange:
         """Return these changes and those of another transaction that shares the record."""
         return NodeChange(
             self.replaces_node or other.replaces_node,
             np.union1d(self.numbers, other.numbers),  # each wrote different chunks
+            (*self.segments, *other.segments),
             self.has_segments or other.has_segments,
             self.extends or other.extends,
         )
 
+    def common(self, other: NodeChange) -> npt.NDArray[np.uint64]:
+        """Return the numbers of the chunks that both wrote, sorted; reads segments whose ranges meet."""
+        if self.segments or other.segments:
+            return np.intersect1d(self._numbers_near(other), other._numbers_near(self))
+        if len(self.numbers) + len(other.numbers) > SHORT_COLUMN:
+            return np.intersect1d(self.numbers, other.numbers)
+        both = set(self.numbers.tolist()).intersection(other.numbers.tolist())
+        return np.array(sorted(both), np.uint64) if both else NO_NUMBERS
+
+    def _numbers_near(self, other: NodeChange) -> npt.NDArray[np.uint64]:
+        """Return `numbers`, and those in segments with whose ranges the other change has chunks or segments."""
+        parts = [self.numbers]
+        for table in self.segments:
+            near = [segment for segment in table.segments if other._meets(segment)]
+            parts += [numbers_of([SegmentedTable([segment], table.source)]) for segment in near]
+        return np.concatenate(parts)
+
+    def _meets(self, segment: Segment) -> bool:
+        """Return whether a chunk, or the range of a segment, is in the range of another segment."""
+        first, last = np.uint64(segment.first), np.uint64(segment.last)
+        ranges = [(self.numbers, self.numbers), *((table.firsts, table.lasts) for table in self.segments)]
+        ends = ((np.searchsorted(lasts, first), firsts) for firsts, lasts in ranges)
+        return any(at < len(firsts) and firsts[at] <= last for at, firsts in ends)
+
 
 def _node_changes(manifest: Manifest) -> Iterator[tuple[str, NodeChange]]:
-    """Yield the path of each node and its changes; reads segments."""
+    """Yield the path of each node and its changes."""
     # a replaced node conflicts regardless of its chunks
     if not manifest.segments:
         for path, flags, numbers in manifest.numbers():
@@ -198,9 +233,10 @@ def _node_changes(manifest: Manifest) -> Iterator[tuple[str, NodeChange]]:
         return
     merged, extended = manifest.merges_by_path(), manifest.extended_paths()
     for path, _, replaces, tables in manifest.nodes():
-        has_segments = path in merged or any(isinstance(table, SegmentedTable) for table in tables)
-        numbers = NO_NUMBERS if replaces else numbers_of(tables)
-        yield path, NodeChange(replaces, numbers, has_segments, path in extended)
+        change = NodeChange.from_tables(tables, has_segments=path in merged, extends=path in extended)
+        if replaces:
+            change = NodeChange(True, NO_NUMBERS, (), change.has_segments, change.extends)
+        yield path, change
 
 
 class Overlap(NamedTuple):
@@ -239,9 +275,14 @@ class Changes(NamedTuple):
         if self.deleted or self.replaces or self.tags or self.dropped:
             return None
         nodes = self.nodes.items()
-        if any(n.replaces_node or n.extends or len(n.numbers) > SHORT_COLUMN for _, n in nodes):
+        if any(n.replaces_node or n.extends or n.segments or len(n.numbers) > SHORT_COLUMN for _, n in nodes):
             return None
         return frozenset([(path, number) for path, n in nodes for number in n.numbers.tolist()])
+
+    @property
+    def in_segments(self) -> bool:
+        """Whether `overlap` may read segments, and so block."""
+        return any(node.segments for node in self.nodes.values())
 
     def overlap(self, other: Changes) -> Overlap:
         """Return the overlap of these changes, not yet committed, with those of a newer commit."""
@@ -269,18 +310,10 @@ class Changes(NamedTuple):
                 continue
             if theirs.extends:
                 extended.append(path)
-            both = _common(mine.numbers, theirs.numbers)
+            both = mine.common(theirs)
             if len(both):
                 chunks[path] = both
         return Overlap(conflicts, chunks, extended)
-
-
-def _common(mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the numbers in both arrays, sorted."""
-    if len(mine) + len(theirs) > SHORT_COLUMN:
-        return np.intersect1d(mine, theirs)
-    both = set(mine.tolist()).intersection(theirs.tolist())
-    return np.array(sorted(both), np.uint64) if both else NO_NUMBERS
 
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:

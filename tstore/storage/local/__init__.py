@@ -2,5 +2,5 @@
 
 1. `store`: the storage.
 2. `atomic_file`: files that appear whole or not at all. `pack`: files written in place, and uploads of known size.
-   `listing`: listings in pages.
+   `listing`: listings in pages. `whole_files`: reading whole files, many short ones at once.
 """

@@ -9,15 +9,9 @@ from tstore.storage.local.atomic_file import open_regular
 from tstore.storage.objects import overlong, read_limit
 
 try:
-    from tstore.format.kernels import read_leading
-except ImportError:  # installed without a C compiler, or not on Linux
-
-    def read_leading(
-        path_of: Callable[[str, str], str], root: str, keys: Iterator[str]
-    ) -> tuple[list[bytes], list[str] | None]:
-        """Return what was read, nothing, and the keys that were drawn, none."""
-        return [], []
-
+    from tstore.format import kernels
+except ImportError:  # installed without a C compiler
+    kernels = None  # type: ignore[assignment]
 
 __all__ = ["read_leading", "read_whole"]
 
@@ -37,3 +31,13 @@ def read_whole(key: str, path: str, max_size: int | None) -> bytes:
     if max(len(data), status.st_size) > max_size:
         raise overlong(path, max_size)
     return data
+
+
+def read_leading(
+    path_of: Callable[[str, str], str], root: str, keys: Iterator[str]
+) -> tuple[list[bytes], list[str] | None]:
+    """Return the first objects, if they are short, and the keys drawn from `keys` that come next.
+
+    Return None in place of these keys if neither the next object nor the one after it exists.
+    """
+    return ([], []) if kernels is None else kernels.read_leading(path_of, root, keys)
