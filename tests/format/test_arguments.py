@@ -350,7 +350,7 @@ async def test_a_record_that_could_not_be_read_is_not_created(values: dict[str, 
             await tx.create_array("b", (1,), "int8", sparse=True)
             staging = staging_of(tx)
             manifest = await staging.seal()
-            changes = await staging.changes()
+            changes = staging.changes()
             record = msgspec.structs.replace(Record(tx.id, 0, 0.0, manifests=(manifest,)), **values)
 
             async def validate(newer: Any) -> Record:

@@ -16,8 +16,9 @@ from tstore.data import write_job, writer
 from tstore.errors import Conflict, InvalidArgument, SnapshotExpired
 from tstore.format.objects import merges, pages, segments
 from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import SegmentedTable
-from tstore.format.tree.tree import Changes
 from tstore.server import Server
 from tstore.simulation.scenario import override_constants
 from tstore.transactions import merging, staging
@@ -187,14 +188,15 @@ async def test_a_collected_chunk_that_only_a_merge_needs_does_not_fail_the_commi
     monkeypatch.setattr(merges, "MAX_ROWS", 4)
     sealed, commit_now = asyncio.Event(), asyncio.Event()
     staged = staging_of(tx)
-    changes = staged.changes
+    seal = staged.seal
 
-    async def changes_once_collected() -> Changes:
+    async def seal_and_wait() -> ObjectRef | Manifest:
+        manifest = await seal()
         sealed.set()
         await commit_now.wait()
-        return await changes()
+        return manifest
 
-    monkeypatch.setattr(staged, "changes", changes_once_collected)
+    monkeypatch.setattr(staged, "seal", seal_and_wait)
     committing = asyncio.create_task(tx.commit())
     await sealed.wait()
     await other.collect(tstore.Keep(last=1))

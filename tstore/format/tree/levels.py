@@ -58,9 +58,10 @@ def resolved(path: str, former: Node | None, overlay: Overlay) -> Node:
     tables = first.tables if former is None else first.over(former.tables)  # a merge of nothing is ignored
     newer: list[Table] = []
     for layer in later:
-        if layer.merge is not None:
-            tables, newer = merged(stack(tables, newer), layer.merge), []
-        newer += layer.tables
+        if layer.manifest.segments:  # dense ones replace what is below, and so does a merge
+            tables, newer = layer.over(stack(tables, newer)), []
+        else:
+            newer += layer.tables
     tables = stack(tables, newer)
     return Node(path, overlay.metadata, tables)
 
