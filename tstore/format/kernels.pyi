@@ -10,3 +10,10 @@ def gather(
     block: int,
 ) -> list[bytes]: ...
 def scatter(data: npt.NDArray[np.uint8], target: npt.NDArray[Any], first: int, block: int) -> bytes: ...
+def scatter_region(
+    data: npt.NDArray[np.uint8],
+    target: npt.NDArray[Any],
+    chunk: tuple[int, ...],
+    start: tuple[int, ...],
+    block: int,
+) -> bytes: ...
