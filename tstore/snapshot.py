@@ -15,7 +15,7 @@ from tstore.data.encoded_chunks import Deliver, read_encoded
 from tstore.data.exmy_chunks import PackedRegion, read_packed
 from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.planning import ReadPlan, planned_bytes, read_plan
-from tstore.data.reader import SMALL, chunk_bytes, is_local, read_chunks, read_local
+from tstore.data.reader import is_local, read_chunks, read_local
 from tstore.data.shared_reads import SharedReads
 from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired, TStoreError
 from tstore.format.arguments import quote
@@ -128,22 +128,22 @@ class Snapshot:
         return is_local(self._log.storage)
 
     def read_in_this_thread(
-        self, view: Array, out: npt.NDArray[Any] | None = None, limit: int = SMALL
+        self, view: Array, out: npt.NDArray[Any] | None = None, threads: int = 1
     ) -> npt.NDArray[Any] | None:
-        """Return what `view.read(out)` returns if its chunks are local and of at most `limit` bytes, else None.
+        """Return what `view.read(out)` returns if its chunks are local, else None.
 
-        Blocking. Return None if the read fails, too: `Array.read` raises the error. Raise `InvalidArgument` for an
-        unsuitable `out`.
+        Blocking; takes `threads` at most, the calling one included. Return None if the read fails, too:
+        `Array.read` raises the error. Raise `InvalidArgument` for an unsuitable `out`.
         """
         storage = self._log.storage
         _, path, shown = parts_of(view)
         try:
             node = array_node(self._tree, path, self.location)
             selection = shown.selection()
-            if not is_local(storage) or chunk_bytes(node.meta, selection) > limit:
+            if not is_local(storage):
                 return None
             read = read_of(view, out)
-            read_local(storage, ReadJob(path, read.meta, node, selection, read.target))
+            read_local(storage, ReadJob(path, read.meta, node, selection, read.target), threads)
             return read.finished()
         except TStoreError:
             return None

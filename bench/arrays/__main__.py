@@ -3,8 +3,9 @@
     pip install -e '.[bench]' && python -m bench.arrays --json figures.json
 
 A volume of uint16 values is written and read in chunks of each size, raw and compressed, by tstore, tensorstore,
-zarr-python, icechunk and, as the raw limit, plain files of the same bytes. Measured are time, CPU time, peak
-memory (results included) and the bytes that system calls moved, each in a new process, from the page cache.
+zarr-python, icechunk and, as raw limits, plain files of the same bytes: without chunks, and chunk by chunk with
+the same compressor. Measured are time, CPU time, peak memory (results included) and the bytes that system calls
+moved, each in a new process, from the page cache.
 Figures are medians of interleaved rounds, ratios are medians of the paired ratios of the rounds: quote ratios.
 Checks what is read, and asserts no figure. Linux only; needs free memory of three times the volume and free disk
 of as much. One element of a compressed chunk takes all of it, so that of long chunks few should be read.
@@ -37,7 +38,9 @@ _Count = click.IntRange(1)
 @click.command(help=__doc__, context_settings={"max_content_width": 110, "show_default": True})
 @click.option("--rounds", default=3, type=_Count)
 @click.option("--only", default="", help=f"Comma-separated: {', '.join(ROWS)}.")
-@click.option("--peers", default="", help=f"Comma-separated: {', '.join(PEERS)}; raw and tstore always run.")
+@click.option(
+    "--peers", default="", help=f"Comma-separated: {', '.join(PEERS)}; the raw limits and tstore always run."
+)
 @click.option("--side", default=1024, type=click.IntRange(8), help="Side of the volume, in values.")
 @click.option("--chunks", default="64,256", help="Sides of chunks, comma-separated: divisors of the volume's.")
 @click.option("--codecs", default="", help=f"Comma-separated: {', '.join(_CODECS)}.")

@@ -7,7 +7,12 @@ the cost. Arrays are opened before a read is measured.
 from __future__ import annotations
 
 import asyncio
+import importlib
+import itertools
+import os
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +33,11 @@ class Contender:
     title: ClassVar[str]
     durable: ClassVar[bool] = True
     """Whether it can call fsync."""
+
+    @classmethod
+    def handles(cls, volume: Volume) -> bool:
+        """Return whether it has anything to do with such a volume."""
+        return True
 
     def __init__(self, number: int, count: int, folder: Path, volume: Volume) -> None:
         self.folder, self.volume = folder, volume
@@ -98,6 +108,7 @@ class TStore(Contender):
         import tstore.sync
 
         self.tstore, self.sync = tstore, tstore.sync
+        importlib.import_module("numcodecs.zstd")  # which tstore imports at its first use
 
     def create(self, values: Values, durable: bool) -> None:
         store = self.sync.open(self.folder)
@@ -140,6 +151,10 @@ class RawFile(Contender):
     title = "raw, 1 file"
     files: ClassVar[type[Raw]] = Raw
 
+    @classmethod
+    def handles(cls, volume: Volume) -> bool:
+        return volume.codec == "raw"
+
     def prepare(self) -> None:
         side = self.volume.side
         workload = Workload("volume", "volume", 1, (side, side, side // 2), (side, side, side // 2))
@@ -159,6 +174,92 @@ class RawFile(Contender):
 class RawTwo(RawFile):
     title = "raw, 2 files"
     files = RawTwoFiles
+
+
+class RawChunks(Contender):
+    """The limit of the codec: each chunk is copied and encoded by one call, in two threads, into one file.
+
+    Reads decode the chunks that they need, and copy from these. There are no checksums, and the index is a list.
+    """
+
+    title = "raw, chunks"
+
+    def prepare(self) -> None:
+        self.zstd: Any = importlib.import_module("numcodecs.zstd").Zstd(1) if self.volume.codec == "zstd" else None
+        self.pool, self.local = ThreadPoolExecutor(2), threading.local()
+
+    def create(self, values: Values, durable: bool) -> None:
+        lock, index = threading.Lock(), np.zeros((self._count**3, 2), np.int64)
+        fd, end = os.open(self.folder / "chunks", os.O_WRONLY | os.O_CREAT, 0o644), 0
+
+        def write(number: int) -> None:
+            nonlocal end
+            chunk = self._memory()
+            chunk[...] = values[self._region(number)]
+            data: Any = chunk.reshape(-1).view(np.uint8) if self.zstd is None else self.zstd.encode(chunk)
+            with lock:
+                index[number] = end, len(data)
+                end += len(data)
+            os.pwrite(fd, data, index[number, 0])
+
+        list(self.pool.map(write, range(self._count**3)))
+        if durable:
+            os.fsync(fd)
+        os.close(fd)
+        np.save(self.folder / "index.npy", index)
+
+    def open(self) -> None:
+        self.index = np.load(self.folder / "index.npy").tolist()
+        self.fd = os.open(self.folder / "chunks", os.O_RDONLY)
+
+    def read(self, index: Index) -> Values:
+        axes = [range(self.volume.side)[i] for i in index]
+        if any(axis.step != 1 for axis in axes):
+            raise ValueError("a region has steps")
+        values = np.empty([len(axis) for axis in axes], np.uint16)
+        size = self.volume.chunk
+        touched = itertools.product(*[range(axis.start // size, (axis.stop - 1) // size + 1) for axis in axes])
+
+        def copy(at: Point) -> None:
+            chunk = self._decoded((at[0] * self._count + at[1]) * self._count + at[2])
+            low = [max(axis.start, i * size) for axis, i in zip(axes, at, strict=True)]
+            high = [min(axis.stop, (i + 1) * size) for axis, i in zip(axes, at, strict=True)]
+            ends = list(zip(axes, at, low, high, strict=True))
+            values[tuple(slice(lo - axis.start, hi - axis.start) for axis, _, lo, hi in ends)] = chunk[
+                tuple(slice(lo - i * size, hi - i * size) for _, i, lo, hi in ends)
+            ]
+
+        list(self.pool.map(copy, touched))
+        return values
+
+    def _decoded(self, number: int) -> Values:
+        offset, length = self.index[number]
+        chunk = self._memory()
+        data = chunk.reshape(-1).view(np.uint8)
+        encoded = data if self.zstd is None else self.local.encoded[:length]
+        if os.preadv(self.fd, [encoded], offset) != length:
+            raise OSError("short read")
+        if self.zstd is not None:
+            self.zstd.decode(encoded, data)
+        return chunk
+
+    def _memory(self) -> Values:
+        """Return the memory of this thread for a chunk."""
+        if not hasattr(self.local, "chunk"):
+            self.local.chunk = np.empty(self.volume.chunks, np.uint16)
+            self.local.encoded = np.empty(2 * self.local.chunk.nbytes, np.uint8)
+        chunk: Values = self.local.chunk
+        return chunk
+
+    def _region(self, number: int) -> Index:
+        size = self.volume.chunk
+        at = np.unravel_index(number, (self._count,) * 3)
+        return tuple(slice(i * size, (i + 1) * size) for i in map(int, at))
+
+    @property
+    def _count(self) -> int:
+        """The number of chunks along each axis."""
+        return self.volume.side // self.volume.chunk
 
 
 async def gathered(read: Callable[[Point], Awaitable[Any]], points: Sequence[Point]) -> list[Any]:

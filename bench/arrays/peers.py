@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bench.arrays.contenders import Contender, Point, RawFile, RawTwo, TStore, gathered
+from bench.arrays.contenders import Contender, Point, RawChunks, RawFile, RawTwo, TStore, gathered
 from bench.arrays.volume import Index, Values
 from bench.scale import contenders as scale
 from bench.scale import peers as scale_peers
@@ -181,6 +181,7 @@ class ZarrArrays(scale_peers.Icechunk):
 CONTENDERS: dict[str, type[Contender]] = {
     "raw1": RawFile,
     "raw2": RawTwo,
+    "raw-chunks": RawChunks,
     "ts-file": TensorStore,
     "ts-ocdbt": TensorStoreOcdbt,
     "zarr": Zarr,
@@ -189,6 +190,9 @@ CONTENDERS: dict[str, type[Contender]] = {
     "tstore": TStore,
 }
 RAW = ("raw1", "raw2")
+"""The limit of the machine, without chunks."""
+RAW_CHUNKS = ("raw-chunks",)
+"""The limit with chunks, encoded or not."""
 TENSORSTORE = ("ts-file", "ts-ocdbt")
 PEERS = ("ts-file", "ts-ocdbt", "zarr", "zarr-fused", "icechunk")
 """The contenders that a run can leave out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.arrays.peers import PEERS, RAW, TENSORSTORE
+from bench.arrays.peers import PEERS, RAW, RAW_CHUNKS, TENSORSTORE
 from bench.arrays.rounds import READ_ALL, READ_COLD, WRITE, WRITE_DURABLE, Sizes
 from bench.arrays.volume import Volume
 from bench.bars import Bar, bars_as_data
@@ -23,8 +23,8 @@ def bars(results: Results, volumes: Sequence[Volume]) -> list[Bar]:
     for volume in volumes:
         for row in (WRITE_DURABLE, WRITE, READ_ALL):
             work = f"{volume.title}: {row}"
-            if work in results and volume.codec == "raw":
-                by_raw = _speed(results[work], RAW)
+            if work in results and (volume.codec == "raw" or row != READ_ALL):
+                by_raw = _speed(results[work], RAW if volume.codec == "raw" else RAW_CHUNKS)
                 by_tensorstore = _speed(results[work], TENSORSTORE)
                 if row == READ_ALL:
                     out.append(Bar(f"{work}: tensorstore ÷ tstore", 1.2, by_tensorstore))

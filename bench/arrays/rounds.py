@@ -7,12 +7,12 @@ except in the row "read cold", before which the files leave the cache (those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import machine
-from bench.arrays.peers import CONTENDERS, MANY_ARRAYS, PEERS, RAW
+from bench.arrays.peers import CONTENDERS, MANY_ARRAYS, PEERS, RAW, RAW_CHUNKS
 from bench.arrays.volume import Volume
 from bench.cost import Cost
 from bench.processes import Hosts
@@ -56,7 +56,8 @@ class Bench(Rounds):
 
     def volume(self, volume: Volume, turn: int) -> None:
         """Write the volume, durably and not, and read parts of what was written last."""
-        for name in self.names(CONTENDERS, turn, work(volume, WRITE)):
+        contenders = [name for name, each in CONTENDERS.items() if each.handles(volume)]
+        for name in self.names(contenders, turn, work(volume, WRITE)):
             for row, durable in ((WRITE_DURABLE, True), (WRITE, False)):
                 if row in self.rows or not durable:
                     if durable and not CONTENDERS[name].durable:
@@ -67,7 +68,7 @@ class Bench(Rounds):
             if self.figures(work(volume, WRITE), name).error:
                 continue
             for row, do, argument in self._reads(volume):
-                if row in self.rows and (row in (READ_ALL, READ_COLD) or name not in RAW):
+                if row in self.rows and name in self._readers(row):
                     with self.attempt(work(volume, row), name):
                         prepare = machine.evict if row == READ_COLD else machine.warm
                         prepare(self.folder)
@@ -100,6 +101,13 @@ class Bench(Rounds):
             ("elements", "read_elements", (volume.elements(sizes.elements),)),
             ("strided", "read_boxes", ([volume.strided()],)),
         ]
+
+    def _readers(self, row: str) -> Iterable[str]:
+        """Return the contenders that make this read."""
+        if row in (READ_ALL, READ_COLD):
+            return CONTENDERS
+        without_chunks = CONTENDERS.keys() - set(RAW)
+        return without_chunks if row in ("boxes", "single chunks") else without_chunks - set(RAW_CHUNKS)
 
     def _measure(self, volume: Volume, row: str, name: str, turn: int, do: str, *arguments: Any) -> None:
         with Hosts(1, CONTENDERS[name], self.folder, volume) as process:

@@ -77,6 +77,9 @@ def test_every_kind_of_location(spec: dict[str, Any], tmp_path: Path) -> None:
         ({"kvstore": {"driver": "ocdbt", "base": "file:///x"}}, "'ocdbt'"),
         ({"kvstore": {"driver": "file", "path": "/x", "extra": 1}}, "extra"),
         ({"kvstore": {"driver": "gcs", "path": "x"}}, "'bucket'"),
+        ({"kvstroe": "file:///x"}, "keys: 'kvstroe'; did you mean 'kvstore'"),
+        ({"drvier": "zarr3"}, "keys: 'drvier'; did you mean 'driver'"),
+        ({3: "zarr3"}, "keys: 3; expected driver, kvstore, path, dtype"),
         ({"transform": {}}, "'transform'"),
         ({"metadata": {}, "schema": {}}, "'metadata', 'schema'"),
         ({"create": True}, "create=True"),
@@ -88,6 +91,15 @@ def test_every_kind_of_location(spec: dict[str, Any], tmp_path: Path) -> None:
 def test_what_is_not_supported_is_named(spec: dict[str, Any], changed: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         tstore.open(spec | changed)
+
+
+def test_a_misspelled_key_is_named_where_the_right_one_is_missing() -> None:
+    with pytest.raises(InvalidArgument, match="'kvstroe'; did you mean 'kvstore'"):
+        tstore.open({"driver": "zarr3", "kvstroe": "file:///x"})
+    with pytest.raises(InvalidArgument, match="'diver', 'kvstor'; did you mean 'driver' and 'kvstore'"):
+        tstore.open({"diver": "zarr3", "kvstor": "file:///x"})
+    with pytest.raises(InvalidArgument, match=r"'file' has unsupported or missing keys.*pth"):
+        tstore.open({"driver": "zarr3", "kvstore": {"driver": "file", "pth": "/x"}})
 
 
 def test_missing_and_damaged_arrays(spec: dict[str, Any], tmp_path: Path) -> None:

@@ -464,3 +464,15 @@ def test_an_import_from_a_url_of_fsspec(tmp_path: Path) -> None:
             assert np.array_equal(tstore.open(store).snapshot().array("x/w").read(), root["x/w"][:])
     finally:
         memory.rm("/of_test_zarr_folders.zarr", recursive=True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of unclosed files
+@pytest.mark.parametrize("cache", ["filecache", "simplecache", "blockcache"])
+def test_an_import_through_a_cache_of_fsspec(tmp_path: Path, cache: str) -> None:
+    values = np.arange(400)
+    zarr.open_group(tmp_path / "a.zarr", mode="w").create_array("w", data=values, chunks=(4,))
+    options = {cache: {"cache_storage": str(tmp_path / "cache")}}
+    for name in ("first", "from_cache"):
+        url = f"{cache}::file://{tmp_path}/a.zarr"
+        asyncio.run(import_zarr(url, store := tmp_path / name, storage_options=options))
+        assert np.array_equal(tstore.open(store).snapshot().array("w").read(), values)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 
 import tstore
 from tests.support.fuzzing import bounded_time
-from tstore.errors import InvalidArgument, NotFound
+from tstore.errors import Corrupt, InvalidArgument, NotFound
 
 NUMPY = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]
@@ -377,6 +379,27 @@ async def test_a_wide_chunk_does_not_hang() -> None:
         await asyncio.wait_for(array.write(values), 60)
     read = await asyncio.wait_for((await (await opened.snapshot()).array("a"))[1, ::1000].read(), 60)
     assert (read == values[1, ::1000]).all()
+
+
+async def test_a_flipped_bit_in_any_chunk_of_a_misaligned_box_is_named(tmp_path: Path) -> None:
+    values = np.arange(12 * 12 * 12, dtype=np.uint32).reshape(12, 12, 12)
+    store = await tstore.open(tmp_path)
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", values.shape, "u4", (4, 4, 4))).write(values)
+    snapshot = await store.snapshot()
+    array = await snapshot.array("a")
+    [pack] = tmp_path.rglob("pack-*")
+    intact = pack.read_bytes()
+    for box in ((slice(1, 9), slice(2, 7), slice(3, 11)), (slice(3, 5), slice(12), slice(1, 2))):
+        assert (await array[box].read() == values[box]).all()
+        for number in (await array[box].explain()).chunks:
+            at = tuple(map(int, np.unravel_index(number, (3, 3, 3))))
+            first = intact.index(values[tuple(slice(4 * i, 4 * i + 1) for i in at)].tobytes())
+            pack.write_bytes(intact[:first] + bytes([intact[first] ^ 1]) + intact[first + 1 :])
+            with pytest.raises(Corrupt, match=re.escape(f"a, chunk {at}: checksum mismatch")):
+                await array[box].read()
+            assert snapshot.read_in_this_thread(array[box]) is None
+        pack.write_bytes(intact)
 
 
 async def test_silent_data_loss_is_refused() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.threads import assert_releases_interpreter
 from tstore.format.arrays import gather as module
 from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.gather import Source, gather, scatter
+from tstore.format.arrays.gather import Source, gather, scatter, scatter_region
 from tstore.format.arrays.grid import view_as_chunks
 from tstore.format.checksums import BLOCK
 
@@ -227,3 +227,58 @@ def test_the_interpreter_runs_on_while_chunks_are_scattered():
     data, target = np.ones(1 << 28, np.uint8), np.empty((1 << 14, 1 << 14), np.uint8)
     chunks = view_as_chunks(target, (1 << 14, 1 << 8))
     assert_releases_interpreter(lambda: module.kernels.scatter(data, chunks, 2, 1 << 10))
+
+
+@st.composite
+def regions(draw: st.DrawFn) -> tuple[Values, Values, tuple[int, ...], tuple[int, ...]]:
+    """Draw the values of a box of chunks, a target with any strides, the chunks' shape and the region's start."""
+    dtype = np.dtype(draw(st.sampled_from([*DTYPES, "S3", "V5", "M8[s]"])))
+    chunks = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    start = tuple(draw(st.integers(0, c - 1)) for c in chunks)
+    shape = [draw(st.integers(1, 3 * c)) for c in chunks]
+    counts = [-(-(first + n) // c) for first, n, c in zip(start, shape, chunks, strict=True)]
+    box = np.random.default_rng(math.prod(shape)).integers(
+        0, 256, math.prod(counts) * math.prod(chunks) * dtype.itemsize, np.uint8
+    )
+    steps = [draw(st.sampled_from([1, 1, 2, -1])) for _ in chunks]
+    room = np.zeros(
+        [n * abs(step) for n, step in zip(shape, steps, strict=True)], dtype, draw(st.sampled_from("CF"))
+    )
+    target = room[tuple(slice(None, None, step) for step in steps)]
+    return box.view(f"V{dtype.itemsize}").reshape((*counts, *chunks)), target, chunks, start
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+@given(regions())
+def test_a_region_of_a_box_of_chunks_is_copied_and_the_chunks_are_hashed(in_c, drawn):
+    if in_c and module.kernels is None:
+        pytest.skip("installed without a C compiler")
+    box, target, chunks, start = drawn
+    data = box.reshape(-1).view(np.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_c:
+            patch.setattr(module, "kernels", None)
+        checks = scatter_region(data, target, chunks, start)
+    assert checks == checks_of(data.tobytes(), math.prod(chunks) * target.itemsize)
+    axes = [axis for i in range(len(chunks)) for axis in (i, len(chunks) + i)]
+    whole = box.transpose(axes).reshape([n * c for n, c in zip(box.shape, chunks, strict=False)])
+    expected = whole[tuple(slice(first, first + n) for first, n in zip(start, target.shape, strict=True))]
+    assert np.ascontiguousarray(target).tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("chunk", "start", "block"),
+    [
+        *[((length,), (0,), 9) for length in (3, 0, -2, 1 << 62)],
+        *[((2,), (first,), 9) for first in (1, 2, -1)],
+        ((2, 2), (0, 0), 9),
+        ((2,), (0, 0), 9),
+        ((2,), (0,), 0),
+    ],
+)
+def test_bytes_that_are_not_the_chunks_of_a_region_are_refused(chunk, start, block):
+    target = np.zeros(4, np.uint8)
+    with pytest.raises(ValueError, match=r"expected at least 1|are not the chunks of a region"):
+        module.kernels.scatter_region(np.ones(4, np.uint8), target, chunk, start, block)
+    assert not target.any()

@@ -212,9 +212,9 @@ class Reads:
                 count(job)
             await read_chunks(storage, jobs)
 
-        def counting_local(storage: Any, job: Any) -> None:
+        def counting_local(storage: Any, job: Any, threads: int) -> None:
             count(job)
-            read_local(storage, job)
+            read_local(storage, job, threads)
 
         monkeypatch.setattr("tstore.snapshot.read_local", counting_local)
 

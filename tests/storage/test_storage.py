@@ -332,6 +332,19 @@ def test_an_unknown_option_is_named(url: str, said: str) -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("cache", ["filecache", "simplecache", "blockcache"])
+def test_a_chain_of_fsspec_is_no_store_and_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("https://user:secret@host/store", "/store", "file:///store"):
+        with pytest.raises(InvalidArgument, match=rf"{cache}::.*pass the URL after {cache}::") as caught:
+            connect(f"{cache}::{url}", {cache: {"cache_storage": "x"}})
+        assert "secret" not in str(caught.value)
+    assert connect("name::of a folder").url == f"{tmp_path}/name::of a folder"
+    assert connect(f"./{cache}::x").url == f"{tmp_path}/{cache}::x"
+
+
 @pytest.mark.parametrize("call", ["get", "size", "list"])
 async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def closed(*_: object, **__: object) -> None:

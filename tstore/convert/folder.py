@@ -22,6 +22,7 @@ class Folder:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         import fsspec
+        from fsspec.implementations.cached import CachingFileSystem
 
         if "\0" in url:
             raise InvalidArgument(f"{quote(url)} has a NUL; pass a path or URL without one")
@@ -36,7 +37,10 @@ class Folder:
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self.is_http = bool(protocols & {"http", "https"})
         self._is_local = "file" in protocols
-        self.workers = WORKERS if self._is_local else _REQUESTS
+        if isinstance(self._fs, CachingFileSystem):
+            self.workers = 1  # its list of cached files is not made for threads
+        else:
+            self.workers = WORKERS if self._is_local else _REQUESTS
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ __all__ = ["open"]
 _FORMATS = {"zarr3": 3, "zarr": 2, "zarr2": 2}
 _WITHOUT_EFFECT = {"context", "cache_pool", "data_copy_concurrency"}  # they only say how to read
 _WITHOUT_EFFECT |= {"recheck_cached_data", "recheck_cached_metadata", "fill_missing_data_reads"}
+_SUPPORTED = ("driver", "kvstore", "path", "dtype")
 _MODES = {"open": True, "create": False, "delete_existing": False, "assume_metadata": False}
 _BUCKETS = {"gcs": "gs", "s3": "s3"}
 _PIPELINE = re.compile(r"(\w+://[^|]*)\|(zarr[23]?):")
@@ -83,6 +85,7 @@ async def open(
     if mode in ("r+", "x") or cache is not None:
         raise InvalidArgument("a plain Zarr array is only read, in place: pass no mode and no cache with a spec")
     spec = dict(url)
+    _check_keys(spec)
     driver = spec.pop("driver", None)
     if not isinstance(driver, str) or driver not in _FORMATS:
         raise InvalidArgument(f"driver {quote(driver)} can't be opened: expected 'zarr3' or 'zarr'")
@@ -91,13 +94,6 @@ async def open(
     for key, value in _MODES.items():
         if spec.pop(key, value) is not value:
             raise InvalidArgument(f"{key}={not value} in a spec: a plain Zarr array is only read; leave it out")
-    unknown = sorted(spec.keys() - _WITHOUT_EFFECT, key=str)
-    if unknown:
-        names = ", ".join(map(quote, unknown))
-        raise InvalidArgument(
-            f"the spec of a Zarr array has unsupported keys: {names}; expected driver, kvstore, path and dtype "
-            "(to select a part, index the array)"
-        )
     if not isinstance(path, str):
         raise InvalidArgument(f"path={quote(path)} in a spec: expected text")
     folder = Folder(f"{location.rstrip('/')}/{path.strip('/')}".rstrip("/") or "/", storage_options)
@@ -105,6 +101,21 @@ async def open(
     if dtype is not None and dtype_named(dtype) != source.meta.dtype:
         raise InvalidArgument(f"{source.location} is {source.meta.dtype}, not the spec's dtype {quote(dtype)}")
     return Array(source, source.location, source.meta)
+
+
+def _check_keys(spec: Mapping[str, Any]) -> None:
+    """Raise `InvalidArgument`, naming the keys and similar ones, if a spec has keys that are not supported."""
+    known = {*_SUPPORTED, *_WITHOUT_EFFECT, *_MODES}
+    unknown = sorted(spec.keys() - known, key=str)
+    if not unknown:
+        return
+    names = ", ".join(map(quote, unknown))
+    similar = {match for key in unknown for match in difflib.get_close_matches(str(key), known, 1)}
+    if similar:
+        advice = f"did you mean {' and '.join(map(repr, sorted(similar)))}?"
+    else:
+        advice = f"expected {', '.join(_SUPPORTED)} (to select a part, index the array)"
+    raise InvalidArgument(f"the spec of a Zarr array has unsupported keys: {names}; {advice}")
 
 
 def _location(kvstore: Any) -> str:

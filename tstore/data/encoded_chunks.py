@@ -30,7 +30,7 @@ async def read_encoded(storage: Storage, path: str, rows: Iterable[ChunkRow], de
         with scratch(row.length) as data:
             try:
                 if row.length:
-                    pack_reader(storage, row.pack, label).read_into(row.offset, [data], row.length)
+                    pack_reader(storage, row.pack).read_into(row.offset, [data], row.length)
             except Corrupt as error:
                 raise Corrupt(f"{label}: {error}") from error
             if (checks := block_checks(data.data)) != row.checks:
@@ -50,7 +50,7 @@ def read_part(storage: Storage, path: str, row: ChunkRow, start: int, stop: int)
     label, first, last = f"{path}, chunk number {row.number}", start // BLOCK, -(-stop // BLOCK)
     data = np.empty(min(last * BLOCK, row.length) - first * BLOCK, np.uint8)
     try:
-        pack_reader(storage, row.pack, label).read_into(row.offset + first * BLOCK, [data], len(data))
+        pack_reader(storage, row.pack).read_into(row.offset + first * BLOCK, [data], len(data))
     except Corrupt as error:
         raise Corrupt(f"{label}: {error}") from error
     checks = block_checks(data.data)

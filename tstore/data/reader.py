@@ -6,7 +6,7 @@ straight into the result where the chunk's part of the result is contiguous. Of 
 blocks with selected values are read. Every block is verified while it is in the CPU's caches, before any value is
 decoded.
 
-A blocking read of local chunks can be made in the calling thread (`read_local`), where it needs no other.
+A blocking read of local chunks is made in the calling thread (`read_local`), which others help if it is long.
 
 The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
 with a few threads, a remote server with many requests.
@@ -24,19 +24,14 @@ import numpy as np
 from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.data.planning import batches_of, parts_of, pieces_of
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.grid import Selection
-from tstore.format.arrays.points import PointSelection
 from tstore.format.arrays.variable import is_variable
 from tstore.runtime.budget import aligned_offset, page_aligned, populate, scratch
 from tstore.runtime.pool import each, run
+from tstore.runtime.with_caller import each_with_caller
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache import forget
 
-__all__ = ["SMALL", "chunk_bytes", "is_local", "new_values", "pack_reader", "read_chunks", "read_local"]
-
-SMALL = 2 << 20
-"""Bytes of chunks up to which a blocking read makes no use of other threads."""
+__all__ = ["is_local", "new_values", "pack_reader", "read_chunks", "read_local"]
 
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 _MIN_ALIGNED = 64 << 10  # bytes of a result that begins at a page
@@ -84,22 +79,27 @@ def is_local(storage: Storage) -> bool:
     return storage.capabilities.native_io and not storage.tuning.latency_bound
 
 
-def read_local(storage: Storage, job: ReadJob) -> None:
-    """Fill the `out` of a job in the calling thread, and raise what `read_chunks` raises. Blocking."""
-    populate(job.out)
-    for batch in batches_of(pieces_of([job], storage.url), storage.tuning):
-        _read_again_if_cached(storage, batch)
+def read_local(storage: Storage, job: ReadJob, threads: int) -> None:
+    """Fill the `out` of a job in the calling thread and others, `threads` at most, if that pays off. Blocking.
 
-
-def chunk_bytes(meta: ArrayMeta, selection: Selection | PointSelection) -> float:
-    """Return the bytes of the decoded chunks between the first and the last selected value along each axis.
-
-    The chunks of points are not counted: infinity.
+    Raise what `read_chunks` raises.
     """
-    if isinstance(selection, PointSelection):
-        return math.inf
-    spans = [abs(r[-1] // c - r[0] // c) + 1 if r else 0 for r, c in zip(selection.axes, meta.chunks, strict=True)]
-    return math.prod(spans) * meta.chunk_size * meta.dtype.itemsize
+    pieces = pieces_of([job], storage.url)
+    batches = batches_of(pieces, storage.tuning)
+    workers = min(threads, -(-sum(piece.size for piece in pieces) // _WORKER_SHARE))
+    if workers <= 1:
+        populate(job.out)
+        for batch in batches:
+            _read_again_if_cached(storage, batch)
+        return
+
+    def read(batch: list[Piece] | None) -> None:
+        if batch is None:
+            populate(job.out)
+        else:
+            _read_again_if_cached(storage, batch)
+
+    each_with_caller(read, itertools.chain([None], batches), workers)
 
 
 def _read_again_if_cached(storage: Storage, batch: list[Piece]) -> None:
@@ -118,7 +118,10 @@ def _read_again_if_cached(storage: Storage, batch: list[Piece]) -> None:
 def _read_batch(storage: Storage, batch: list[Piece]) -> None:
     """Read the pieces of a batch, with the gaps between them, in one call, and deliver them."""
     first = batch[0]
-    reader = pack_reader(storage, first.pack, first.label)
+    try:
+        reader = pack_reader(storage, first.pack)
+    except Corrupt as error:
+        raise Corrupt(f"{first.label}: {error}") from error
     parts = parts_of(batch, storage.tuning)
     if parts is not None:
         _read_into(reader, parts, storage)
@@ -183,17 +186,17 @@ def _read_into(reader: PackReader, parts: Iterable[Piece], storage: Storage) -> 
         part.deliver(target, storage.url)
 
 
-def pack_reader(storage: Storage, pack: str | bytes, label: str) -> PackReader:
-    """Return the reader of a pack; raise `Corrupt`, naming the chunk `label`, if the pack does not exist.
+def pack_reader(storage: Storage, pack: str | bytes) -> PackReader:
+    """Return the reader of a pack; raise `Corrupt` if the pack does not exist.
 
-    With some storages, the first read raises the error instead, without naming the chunk.
+    With some storages, the first read raises the error instead.
     """
     if isinstance(pack, bytes):
         return _InlinePack(pack)
     try:
         return _RequiredPack(storage.reader(pack), pack, storage.url)
     except NotFound as error:
-        raise Corrupt(f"{label}: {_missing_message(pack, storage.url)}") from error
+        raise Corrupt(_missing_message(pack, storage.url)) from error
 
 
 def _missing_message(pack: str, url: str) -> str:

@@ -14,18 +14,21 @@ import numpy.typing as npt
 
 from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.errors import Corrupt
-from tstore.format.arrays.gather import scatter
+from tstore.format.arrays.gather import scatter, scatter_region
 from tstore.format.arrays.grid import (
     AxisRun,
+    ChunkRowProjection,
     Projection,
+    all_rows,
     axis_runs,
     boxes,
     chunk_coordinates,
+    chunk_number,
     chunk_numbers,
     full_boxes,
     only_projection,
     part_of,
-    partial_projections,
+    partial_rows,
     projections,
     view_as_chunks,
 )
@@ -34,7 +37,7 @@ from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 
-__all__ = ["RunPiece", "divide", "stacked_pieces"]
+__all__ = ["RegionPiece", "RunPiece", "divide", "stacked_pieces"]
 
 Numbers = Sequence[int] | npt.NDArray[np.int64]
 Box = tuple[range, ...]
@@ -111,6 +114,27 @@ class BoxPiece(RunPiece):
             raise self._mismatch(checks, url)
 
 
+class RegionPiece(RunPiece):
+    """A row of chunks along the last axis, of which `region`, a part of the result, has a region.
+
+    The region begins at `start` in the first chunk.
+    """
+
+    __slots__ = ("region", "start")
+
+    def __init__(
+        self, job: ReadJob, references: ChunkTable, numbers: Numbers, region: Values, start: tuple[int, ...]
+    ):
+        super().__init__(job, references, numbers, None)
+        self.region = region
+        self.start = start
+
+    def deliver(self, data: Bytes, url: str) -> None:
+        """Verify the chunks and store the region's values; raise `Corrupt`, naming the first bad chunk."""
+        if (checks := scatter_region(data, self.region, self.job.meta.chunks, self.start)) != self.checks:
+            raise self._mismatch(checks, url)
+
+
 def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
     """Yield the pieces of a stack; `references` has one row for each of its chunks."""
     ends = [*references.run_starts()[1:], len(references)]
@@ -124,8 +148,11 @@ def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
         start = end
 
 
-def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection | PointProjection]]:
-    """Divide a job's selection into boxes of short, unencoded chunks adjacent in a pack, and single chunks."""
+def divide(job: ReadJob) -> tuple[Iterable[RunPiece], Iterable[Projection | PointProjection]]:
+    """Divide a job's selection into boxes and rows of short, unencoded chunks, and single chunks.
+
+    The chunks of a box, and those of a row, follow each other in a pack.
+    """
     meta, selection = job.meta, job.selection
     if isinstance(selection, PointSelection):
         return (), point_projections(selection, meta.shape, meta.chunks)
@@ -142,19 +169,43 @@ def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection | Poin
         for r, n, c in zip(selection.axes, meta.shape, meta.chunks, strict=True)
     ]
     max_chunks = max(1, min(_MAX_BOX_CHUNKS, _MAX_BOX_BYTES // meta.encoded_size))
-    pieces: list[BoxPiece] = []
+    pieces: list[RunPiece] = []
     scattered: list[Projection] = []
-    for first, counts, region in full_boxes(per_axis):
-        view = part_of(job.out, region)
-        for sides in boxes(counts, max_chunks):
-            box = tuple(range(f + side.start, f + side.stop) for f, side in zip(first, sides, strict=True))
-            inner = tuple(slice(side.start * c, side.stop * c) for side, c in zip(sides, meta.chunks, strict=True))
-            for part, piece in _split_box(job, box, view[inner]):
-                if piece is not None:
-                    pieces.append(piece)
-                else:
-                    scattered += _projections_in_box(per_axis, part)
-    return pieces, itertools.chain(scattered, partial_projections(per_axis))
+    rows = partial_rows(per_axis)
+    if math.prod(sum(run.chunk_count for run in axis if run.full) for axis in per_axis) < _MIN_BOX_CHUNKS:
+        rows = all_rows(per_axis)
+    else:
+        for first, counts, region in full_boxes(per_axis):
+            view = part_of(job.out, region)
+            for sides in boxes(counts, max_chunks):
+                box = tuple(range(f + side.start, f + side.stop) for f, side in zip(first, sides, strict=True))
+                inner = tuple(slice(s.start * c, s.stop * c) for s, c in zip(sides, meta.chunks, strict=True))
+                for part, piece in _split_box(job, box, view[inner]):
+                    if piece is not None:
+                        pieces.append(piece)
+                    else:
+                        scattered += _projections_in_box(per_axis, part)
+    for row in rows:
+        for start in range(0, len(row.last), max_chunks):
+            short = row._replace(last=row.last[start : start + max_chunks])
+            if (region_piece := _region_piece(job, short)) is not None:
+                pieces.append(region_piece)
+            else:
+                scattered += short.projections()
+    return pieces, scattered
+
+
+def _region_piece(job: ReadJob, row: ChunkRowProjection) -> RegionPiece | None:
+    """Return the piece of a row of chunks, None if these do not follow each other in a pack."""
+    parts = (*row.others, row.last[0])
+    number, count = chunk_number([part.chunk for part in parts], job.meta.counts), len(row.last)
+    numbers = range(number, number + count)
+    references = job.source.select(numbers)
+    if len(references) != count or not references.is_run(job.meta.encoded_size):
+        return None
+    stop = row.last[-1].result.stop
+    region = (*(part.result for part in row.others), slice(parts[-1].result.start, stop))
+    return RegionPiece(job, references, numbers, part_of(job.out, region), tuple(p.inside.start for p in parts))
 
 
 def _mark_padded(run: AxisRun, chunk: int) -> AxisRun:

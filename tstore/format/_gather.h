@@ -1,7 +1,7 @@
-/* Copies of chunks from and to strided arrays, with their checksums; included by kernels.c.
+/* Copies of chunks from strided arrays, with their checksums; included by kernels.c.
  *
  * The bytes of a gathered chunk are written in order, and each block is hashed as soon as it is complete, while it is
- * in the CPU's caches. A chunk to scatter is hashed first, so that it is in the caches when it is copied.
+ * in the CPU's caches.
  */
 
 #define MAX_AXES 64
@@ -69,23 +69,23 @@ static int next_plane(const axis *axes, int n, Py_ssize_t *at, Py_ssize_t *from,
     return 0;
 }
 
-/* Describe the elements of a chunk that the array has, `part` of them along each axis, by as few axes as possible, the
- * innermost first; return the number of axes, at least two: those of elements and of rows. */
-static int fewest_axes(const source *s, const Py_buffer *values, const Py_ssize_t *part, axis *axes)
+/* Describe the copy of a part of a chunk, `part` elements along each axis, by as few axes as possible, the innermost
+ * first; return the number of axes, at least two: those of elements and of rows. */
+static int fewest_axes(int ndim, const Py_ssize_t *part, const Py_ssize_t *from, const Py_ssize_t *to,
+                       Py_ssize_t itemsize, axis *axes)
 {
     int n = 0;
-    for (int i = values->ndim - 1; i >= 0; i--) {
-        const Py_ssize_t from = values->strides[i], to = s->strides[i];
+    for (int i = ndim - 1; i >= 0; i--) {
         axis *inner = n ? &axes[n - 1] : NULL;
         if (part[i] == 1)
             continue;
-        if (inner && inner->from * inner->count == from && inner->to * inner->count == to)
+        if (inner && inner->from * inner->count == from[i] && inner->to * inner->count == to[i])
             inner->count *= part[i];
         else
-            axes[n++] = (axis){part[i], from, to};
+            axes[n++] = (axis){part[i], from[i], to[i]};
     }
     for (; n < 2; n++)
-        axes[n] = (axis){1, values->itemsize, values->itemsize};
+        axes[n] = (axis){1, itemsize, itemsize};
     return n;
 }
 
@@ -95,7 +95,7 @@ static XXH128_canonical_t *gather_chunk(const source *s, const Py_buffer *values
 {
     axis axes[MAX_AXES + 1];
     Py_ssize_t at[MAX_AXES + 1] = {0}, read = 0, write = 0, hashed = 0;
-    const int n = fewest_axes(s, values, part, axes);
+    const int n = fewest_axes(values->ndim, part, values->strides, s->strides, values->itemsize, axes);
     const axis element = axes[0], row = axes[1];
     /* copy at most about a block at a time: several rows, or a part of one */
     const Py_ssize_t rows = row.to < block ? block / row.to : 1;
@@ -310,76 +310,4 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
     PyMem_Free(sources);
     PyBuffer_Release(&target);
     return all;
-}
-
-/* Copy a chunk, whose bytes are in order, to an array; the axes of the chunk are those from `first` on. */
-static void scatter_chunk(const Py_buffer *target, int first, char *to, const char *from)
-{
-    axis axes[MAX_AXES + 1];
-    Py_ssize_t at[MAX_AXES + 1] = {0}, size = target->itemsize, read = 0, write = 0;
-    int n = 0;
-    for (int i = target->ndim - 1; i >= first; size *= target->shape[i--]) {
-        if (target->shape[i] == 1)
-            continue;
-        if (n && axes[n - 1].to * axes[n - 1].count == target->strides[i])
-            axes[n - 1].count *= target->shape[i];
-        else
-            axes[n++] = (axis){target->shape[i], size, target->strides[i]};
-    }
-    for (; n < 2; n++)
-        axes[n] = (axis){1, target->itemsize, target->itemsize};
-    do {
-        copy_rows(to + write, from + read, axes[1].count, &axes[1], &axes[0], target->itemsize);
-    } while (next_plane(axes, n, at, &read, &write));
-}
-
-static void scatter_all(const Py_buffer *target, int first, const char *from, Py_ssize_t chunk_size, Py_ssize_t count,
-                        Py_ssize_t block, XXH128_canonical_t *checks)
-{
-    Py_ssize_t at[MAX_AXES] = {0};
-    for (; count > 0; count--, from += chunk_size) {
-        char *to = target->buf;
-        for (int i = 0; i < first; i++)
-            to += at[i] * target->strides[i];
-        checks = hash_chunk(from, chunk_size, block, checks);
-        scatter_chunk(target, first, to, from);
-        for (int i = first - 1; i >= 0 && ++at[i] == target->shape[i]; i--)
-            at[i] = 0;
-    }
-}
-
-static PyObject *py_scatter(PyObject *self, PyObject *args)
-{
-    Py_buffer data, target;
-    PyObject *values, *checks = NULL;
-    Py_ssize_t block;
-    int first;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "y*Oin", &data, &values, &first, &block))
-        return NULL;
-    if (PyObject_GetBuffer(values, &target, PyBUF_STRIDES | PyBUF_WRITABLE) != 0) {
-        PyBuffer_Release(&data);
-        return NULL;
-    }
-    if (block < 1 || first < 0 || first > target.ndim || target.ndim > MAX_AXES || data.len < 1 ||
-        data.len != target.len) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes in chunks behind %d axes and in blocks of %zd bytes do not fill %zd "
-                     "bytes of %d axes", data.len, first, block, target.len, target.ndim);
-    } else {
-        Py_ssize_t count = 1;
-        for (int i = 0; i < first; i++)
-            count *= target.shape[i];
-        const Py_ssize_t size = data.len / count;
-        checks = PyBytes_FromStringAndSize(NULL, count * count_of(size, block) * (Py_ssize_t)sizeof(XXH128_canonical_t));
-        if (checks != NULL) {
-            XXH128_canonical_t *out = (XXH128_canonical_t *)PyBytes_AsString(checks);
-            PyThreadState *unlocked = data.len < UNLOCKED_SIZE ? NULL : PyEval_SaveThread();
-            scatter_all(&target, first, data.buf, size, count, block, out);
-            if (unlocked != NULL)
-                PyEval_RestoreThread(unlocked);
-        }
-    }
-    PyBuffer_Release(&target);
-    PyBuffer_Release(&data);
-    return checks;
 }

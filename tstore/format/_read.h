@@ -1,6 +1,6 @@
 /* Reading short files: one call opens, reads and closes all of them, where Python takes a dozen calls for each. */
 
-#ifdef __linux__
+#ifndef _WIN32
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/stat.h>

@@ -2,7 +2,7 @@
  *
  * The xxhash package hashes one block a call and takes the lock after each, which slows a training loop in another
  * thread. The hash itself is the official implementation (codecs/xxhash), so the results are equal. For the same
- * reason one call copies many chunks, and hashes the copies (_gather.h).
+ * reason one call copies many chunks, and hashes the copies (_gather.h, _scatter.h).
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -84,6 +84,7 @@ static PyObject *py_block_checks(PyObject *self, PyObject *args)
 
 #include "_gather.h"
 #include "_read.h"
+#include "_scatter.h"
 
 static PyMethodDef methods[] = {
     {"block_checks", py_block_checks, METH_VARARGS,
@@ -95,12 +96,15 @@ static PyMethodDef methods[] = {
     {"scatter", py_scatter, METH_VARARGS,
      "scatter(data, target, first, block) -> the joined xxh3-128 of each `block` bytes of each chunk of data, which are\n"
      "copied to target, an array whose axes are `first` axes of chunks and then those of a chunk."},
-#ifdef __linux__
+#ifndef _WIN32
     {"read_leading", py_read_leading, METH_VARARGS,
      "read_leading(path_of, root, keys) -> the contents of the files at path_of(root, key) for the first keys of an\n"
      "iterator, and None if neither the next file nor the one after it exists. Otherwise, the keys drawn from the\n"
      "iterator after these: that of a file that is missing, long, not regular or can't be read, and perhaps of the next."},
 #endif
+    {"scatter_region", py_scatter_region, METH_VARARGS,
+     "scatter_region(data, target, chunk, start, block) -> the joined xxh3-128 of each `block` bytes of each chunk of\n"
+     "data. They have the shape `chunk`, and are a box; its region that begins at `start` is copied to target."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -14,3 +14,10 @@ def scatter(data: npt.NDArray[np.uint8], target: npt.NDArray[Any], first: int, b
 def read_leading(
     path_of: Callable[[str, str], str], root: str, keys: Iterator[str]
 ) -> tuple[list[bytes], list[str] | None]: ...
+def scatter_region(
+    data: npt.NDArray[np.uint8],
+    target: npt.NDArray[Any],
+    chunk: tuple[int, ...],
+    start: tuple[int, ...],
+    block: int,
+) -> bytes: ...

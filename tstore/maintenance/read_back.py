@@ -73,7 +73,7 @@ def _faults(storage: Storage, batch: list[LabeledChunk]) -> Iterator[str]:
         size = last.offset + last.length - first.offset
         with scratch(size) as buffer:
             try:
-                pack_reader(storage, first.pack, "").read_into(first.offset, [buffer], size)
+                pack_reader(storage, first.pack).read_into(first.offset, [buffer], size)
             except (Corrupt, NotFound):
                 pass  # at least one of the chunks can't be read
             else:
@@ -85,20 +85,20 @@ def _faults(storage: Storage, batch: list[LabeledChunk]) -> Iterator[str]:
                 return
     for row, label in batch:
         try:
-            checks = _checks_in_pack(storage, row, label)
+            checks = _checks_in_pack(storage, row)
         except (Corrupt, NotFound) as error:
-            yield str(error) if str(error).startswith(label) else f"{label}: {error}"
+            yield f"{label}: {error}"
         else:
             if checks != row.checks:
                 yield f"{label}: {row.mismatch(checks, storage.url)}"
 
 
-def _checks_in_pack(storage: Storage, row: ChunkRow, label: str) -> bytes:
+def _checks_in_pack(storage: Storage, row: ChunkRow) -> bytes:
     """Return the checksums of the bytes at a chunk's offset in its pack, read in pieces of whole blocks."""
     size = max(BLOCK, storage.tuning.piece // BLOCK * BLOCK)
     checks = b""
     with scratch(min(row.length, size)) as buffer:
-        reader = pack_reader(storage, row.pack, label)
+        reader = pack_reader(storage, row.pack)
         for start in range(0, row.length, size):
             piece = buffer[: min(size, row.length - start)]
             reader.read_into(row.offset + start, [piece], len(piece))

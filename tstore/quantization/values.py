@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import sys
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -193,7 +192,7 @@ async def _streamed_values(snapshot: Snapshot, path: str, slab: ReusedMemory) ->
     def read(region: Region) -> npt.NDArray[Any]:
         view = array[region]
         out = slab.take(view.nbytes).view(view.dtype).reshape(view.shape)
-        values = snapshot.read_in_this_thread(view, out, sys.maxsize)
+        values = snapshot.read_in_this_thread(view, out)
         return values if values is not None else asyncio.run_coroutine_threadsafe(view.read(out), loop).result()
 
     return Values(path, snapshot.tree.nodes[path].meta, read)

@@ -22,6 +22,8 @@ __all__ = ["Address", "connect", "storage_at"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
+_CHAIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)::(.*)", re.DOTALL)  # of fsspec: filecache::https://…
+
 _MAX_URL_LENGTH = 4096
 
 
@@ -81,6 +83,13 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
     if "\0" in (text if prefix is None else unquote(text)):
         raise InvalidArgument(f"{shown} has a null character; expected a path or URL without one")
     scheme = "file" if prefix is None else prefix[1].lower()
+    if (chain := _CHAIN.match(text)) and _is_known_to_fsspec(chain[1]):
+        inner = _SCHEME.match(chain[2])
+        raise InvalidArgument(
+            f"{chain[1]}::{inner[0] if inner else ''}… is a chain of fsspec, which can't have a store: pass the "
+            f"URL after {chain[1]}::, and cache=FOLDER to keep what is read (or ./{chain[1]}::… for a folder of "
+            "that name)"
+        )
     remote = _remote(scheme, text, options)
     if remote is not None:
         return as_remote(remote)
@@ -116,9 +125,7 @@ def _remote(scheme: str, url: str, options: dict[str, Any]) -> Storage | None:
 
             return _with_options(S3Storage, url, options)
         case other:
-            from fsspec.registry import known_implementations, registry
-
-            if other not in known_implementations and other not in registry:
+            if not _is_known_to_fsspec(other):
                 raise InvalidArgument(
                     f"{url}: unknown scheme {other}://; expected a path, file://, memory://, http(s)://, gs://, "
                     "s3://, or another scheme of fsspec"
@@ -126,6 +133,12 @@ def _remote(scheme: str, url: str, options: dict[str, Any]) -> Storage | None:
             from tstore.storage.fsspec import FsspecStorage
 
             return FsspecStorage(url, **options)
+
+
+def _is_known_to_fsspec(scheme: str) -> bool:
+    from fsspec.registry import known_implementations, registry
+
+    return scheme in known_implementations or scheme in registry
 
 
 def _with_options(storage_class: Callable[..., Storage], url: str, options: dict[str, Any]) -> Storage:

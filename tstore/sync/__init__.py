@@ -25,6 +25,7 @@ from tstore import Commit, Retry
 from tstore.array import Indexer, parts_of
 from tstore.data.casting import Casting
 from tstore.runtime.background_loop import BACKGROUND
+from tstore.runtime.pool import WORKERS
 from tstore.store import Mode
 from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped, unwrapped
 
@@ -61,7 +62,7 @@ class Array(BlockingWrapper):
         source, _, _ = parts_of(array)
         values: np.ndarray[Any, Any] | None = None
         if isinstance(source, _async.Snapshot) and not BACKGROUND.is_running_here():
-            values = source.read_in_this_thread(array, out)
+            values = source.read_in_this_thread(array, out, WORKERS)
         result: np.ndarray[Any, Any] = BACKGROUND.run(array.read(out)) if values is None else values
         return result
 

@@ -19,7 +19,7 @@ try:
 except ImportError:  # installed without a C compiler
     kernels = None  # type: ignore[assignment]
 
-__all__ = ["Source", "copy_chunks", "gather", "scatter"]
+__all__ = ["Source", "copy_chunks", "gather", "scatter", "scatter_region"]
 
 Values = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -66,6 +66,26 @@ def scatter(data: Bytes, target: Values) -> bytes:
         return kernels.scatter(data, target, first, BLOCK)
     target[...] = data.view(target.dtype).reshape(target.shape)
     return block_checks(data.data, len(data) // math.prod(target.shape[:first]))
+
+
+def scatter_region(data: Bytes, target: Values, chunks: tuple[int, ...], start: tuple[int, ...]) -> bytes:
+    """Copy a region of a box of chunks, one after the other in `data`; return the joined checksums of the chunks.
+
+    The chunks have the shape `chunks`. The region has the shape of the target, and begins at `start` in the first
+    chunk. One call in C hashes each chunk, and copies from it while it is in the CPU's caches.
+    """
+    if kernels is not None:
+        return kernels.scatter_region(data, target, chunks, start, BLOCK)
+    counts = chunk_counts([s + n for s, n in zip(start, target.shape, strict=True)], chunks)
+    values = data.view(target.dtype).reshape((*counts, *chunks))
+    for at in np.ndindex(*counts):
+        inside, part = [], []
+        for i, c, s, n in zip(at, chunks, start, target.shape, strict=True):
+            low, high = max(s, i * c), min(s + n, (i + 1) * c)
+            inside.append(slice(low - i * c, high - i * c))
+            part.append(slice(low - s, high - s))
+        target[tuple(part)] = values[(*at, *inside)]
+    return block_checks(data.data, len(data) // math.prod(counts))
 
 
 def copy_chunks(values: Values, meta: ArrayMeta, buffer: Bytes) -> Values:

@@ -15,8 +15,10 @@ import numpy.typing as npt
 __all__ = [
     "AxisProjection",
     "AxisRun",
+    "ChunkRowProjection",
     "Projection",
     "Selection",
+    "all_rows",
     "axis_projections",
     "axis_runs",
     "box_sides",
@@ -32,6 +34,7 @@ __all__ = [
     "only_projection",
     "part_of",
     "partial_projections",
+    "partial_rows",
     "projections",
     "region_text",
     "renumbered",
@@ -246,14 +249,41 @@ def _joined(runs: list[AxisRun]) -> list[AxisRun]:
     return joined
 
 
+class ChunkRowProjection(NamedTuple):
+    """The intersections of a selection with chunks that are neighbours along the last axis."""
+
+    others: tuple[AxisProjection, ...]
+    last: list[AxisProjection]
+
+    def projections(self) -> list[Projection]:
+        """Return the intersection with each chunk."""
+        return [Projection.from_axes((*self.others, part)) for part in self.last]
+
+
+def all_rows(per_axis: Sequence[Sequence[AxisRun]]) -> Iterator[ChunkRowProjection]:
+    """Yield the rows of all chunks of a selection, which has a step of one and at least one axis."""
+    *outer, last = [[part for run in runs for part in run.each()] for runs in per_axis]
+    for others in itertools.product(*outer):
+        yield ChunkRowProjection(others, last)
+
+
+def partial_rows(per_axis: Sequence[Sequence[AxisRun]]) -> Iterator[ChunkRowProjection]:
+    """Yield the rows of the chunks that are not full, grouped by the first axis on which they are not full."""
+    if not per_axis:
+        return
+    for k, axis in enumerate(per_axis[:-1]):
+        if not all(run.full for run in axis):
+            sides = [[p for p in runs if i > k or p.full == (i < k)] for i, runs in enumerate(per_axis)]
+            yield from all_rows(sides)
+    full = [[p for p in runs if p.full] for runs in per_axis[:-1]]
+    for run in per_axis[-1]:
+        if not run.full:
+            yield from all_rows([*full, [run]])
+
+
 def partial_projections(per_axis: Sequence[Sequence[AxisRun]]) -> Iterator[Projection]:
-    """Yield the projections that are not full, grouped by k, the first axis on which they are not full."""
-    for k, axis in enumerate(per_axis):
-        if all(run.full for run in axis):
-            continue
-        sides = [[p for p in runs if (i > k) or p.full == (i < k)] for i, runs in enumerate(per_axis)]
-        for parts in itertools.product(*[[part for run in runs for part in run.each()] for runs in sides]):
-            yield Projection.from_axes(parts)
+    """Yield the projections of the chunks that are not full, grouped as `partial_rows` does."""
+    return itertools.chain.from_iterable(row.projections() for row in partial_rows(per_axis))
 
 
 def chunk_number(chunk: Sequence[int], counts: Sequence[int]) -> int:

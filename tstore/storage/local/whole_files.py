@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 from tstore.storage.local.atomic_file import open_regular
@@ -40,4 +41,6 @@ def read_leading(
 
     Return None in place of these keys if neither the next object nor the one after it exists.
     """
-    return ([], []) if kernels is None else kernels.read_leading(path_of, root, keys)
+    if kernels is None or sys.platform == "win32":
+        return [], []
+    return kernels.read_leading(path_of, root, keys)
