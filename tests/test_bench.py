@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.jobs.states import flat, grouped, large, leaves, tenth
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +61,8 @@ def test_scale_measures_what_its_bars_need(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [figures]
 
 
-def test_arrays_measures_what_its_bars_need(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codecs", ["raw", pytest.param("raw,zstd", marks=pytest.mark.deep)])
+def test_arrays_measures_what_its_bars_need(codecs: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = [
         "--rounds",
@@ -76,16 +79,18 @@ def test_arrays_measures_what_its_bars_need(tmp_path: Path) -> None:
         "20",
     ]
     command = [sys.executable, "-m", "bench.arrays", *options, "--singles", "5", "--elements", "5"]
-    command += ["--dir", str(tmp_path), "--json", str(figures)]
+    command += ["--codecs", codecs, "--dir", str(tmp_path), "--json", str(figures)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads(figures.read_text())
-    assert len(data["works"]) == 2 * 8 + 2
+    kinds = codecs.split(",")
+    assert len(data["works"]) == len(kinds) * 8 + 2
     for work, measured in data["works"].items():
         assert not any(figures["error"] for figures in measured.values()), work
         assert measured["tstore"]["median"]["cpu"] > 0
         assert ("zarr" in measured) == (not work.endswith("durable")), work
-    assert {bar["what"] for bar in data["bars"] if bar["met"] is None} >= {"16³ raw: read: tensorstore ÷ tstore"}
+    not_measured = {bar["what"] for bar in data["bars"] if bar["met"] is None}
+    assert not_measured >= {"16³ raw: read: tensorstore ÷ tstore"}
     assert list(tmp_path.iterdir()) == [figures]
 
 

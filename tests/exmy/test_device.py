@@ -53,7 +53,7 @@ def check(x, f, axis, block, q, decoded):
     assert decoded.tobytes() == expected.dequantize(x.dtype).tobytes(), what
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(2, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 10))])
 def test_jax_has_the_codes_of_numpy(seed):
     rng = np.random.default_rng(seed)
     for _ in range(6):  # each is compiled, which takes most of a second
@@ -62,7 +62,7 @@ def test_jax_has_the_codes_of_numpy(seed):
         check(x, f, axis, block, q, np.asarray(q.dequantize()))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(3, 8))])
 def test_torch_has_the_codes_of_numpy(seed):
     rng = np.random.default_rng(seed)
     for _ in range(80):

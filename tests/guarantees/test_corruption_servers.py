@@ -20,7 +20,9 @@ from tstore.server import Server
 from tstore.simulation.scenario import override_constants
 from tstore.storage.connect import connect
 
-SMALL = 320
+SMALL = 30
+"""The number of small arrays, enough for a separate manifest object with this limit on those in records."""
+INLINE = 1 << 10
 ROOT = 8
 TREES: dict[int, dict[str, Any]] = {
     step: {
@@ -34,7 +36,7 @@ Put = Callable[[str, bytes], Awaitable[None]]
 
 @pytest.fixture(autouse=True, scope="module")
 def frequent_roots() -> Iterator[None]:
-    with override_constants(ROOT_EVERY=ROOT):
+    with override_constants(ROOT_EVERY=ROOT, INLINE_MANIFEST_BYTES=INLINE):
         yield
 
 

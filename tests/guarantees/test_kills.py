@@ -1,4 +1,4 @@
-"""SIGKILL at every system call of the protocol, and at random moments while others write and read.
+"""SIGKILL at every kind of system call of the protocol, and at random moments while others write and read.
 
 After each kill nothing acknowledged is lost, nothing is half visible, verification finds nothing, and the next
 writer needs no repair. The processes are real; they are forked from one that has imported tstore.
@@ -6,6 +6,7 @@ writer needs no repair. The processes are real; they are forked from one that ha
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -29,31 +30,34 @@ SLOTS = 3
 HOSTS = 3
 ROOT = 8
 """How many versions there are from one root to the next, here and in the processes that are killed."""
+INLINE = 1 << 10
+"""The longest manifest inside a record, in bytes, at both places: that of 30 arrays is an object of its own."""
 
-# How often the last calls are tried. The number of calls before a job creates its record varies, since its threads
-# race each other; from then on one call follows another.
-PASSES = {"data": 3, "commit": 1, "half": 1}
-BACK = 3
-
-# A process that dies before its n-th call that changes the file system, before the n-th from the creation of its
-# record on, or in the middle of its n-th write (a torn write). Dying after a call is the same as dying before the
-# next one.
+# A process that dies before its n-th call of a kind, or in the middle of its n-th write of a kind (a torn write).
+# A kind is whether the call comes before the creation of its record ("data") or from then on ("commit"), its name,
+# and the folder or file at the top of the store that it changes. Dying after a call is the same as dying before
+# the next one. A process that does not die reports how many calls of each kind it made.
 MORTAL = """
-import os, signal, threading
-url, job, nth, when = arguments
-lock, calls, committing = threading.Lock(), 0, False
+import json, os, signal, threading
+from collections import Counter
+url, job, kind, nth, torn = arguments
+lock, calls, committing = threading.Lock(), Counter(), False
 
 def mortal(name):
     call = getattr(os, name)
     def counted(*given, **named):
-        global calls, committing
+        global committing
         if name == "open" and not given[1] & os.O_CREAT:
             return call(*given, **named)
+        path = given[1] if name in ("link", "replace") else given[0]
+        path = path if isinstance(path, str) else os.readlink(f"/proc/self/fd/{path}")
+        top = os.path.relpath(path, url).split("/")[0]
         with lock:
             committing = committing or (name == "open" and given[0].startswith(f"{url}/commits/"))
-            calls += when == "half" or committing == (when == "commit")
-            mine = calls == nth
-        if mine and when == "half":
+            this = f"{'commit' if committing else 'data'} {name} {top if top[0] != '.' else '.'}"
+            calls[this] += 1
+            mine = (this, calls[this]) == (kind, nth)
+        if mine and torn:
             data = b"".join(bytes(b) for b in given[1])
             call(given[0], [data[: len(data) // 2]], given[2])
         if mine:
@@ -61,20 +65,19 @@ def mortal(name):
         return call(*given, **named)
     setattr(os, name, counted)
 
-every_call = ("open", "mkdir", "posix_fallocate", "pwritev", "ftruncate", "fsync", "link", "unlink", "replace")
-for name in ("pwritev",) if when == "half" else every_call:
+for name in ("open", "mkdir", "posix_fallocate", "pwritev", "ftruncate", "fsync", "link", "unlink", "replace"):
     mortal(name)
 
 import numpy as np
 import tstore.sync as tstore
 from tstore.simulation.scenario import override_constants
 
-with override_constants(ROOT_EVERY=8):
+with override_constants(ROOT_EVERY=8, INLINE_MANIFEST_BYTES=1 << 10):
     if job == "small":
         with tstore.open(url).transaction("small") as tx:
             tx.array("x")[1:3].write(1)
     elif job in ("save", "first"):
-        many = {f"b{i}": np.full(3, 1) for i in range(300)}
+        many = {f"b{i}": np.full(3, 1) for i in range(30)}
         tstore.save(url, {"x": np.ones(40_000), **many}, 1)
     elif job == "overwrite":  # in the background
         tstore.save_async(url, {"x": np.ones(40_000)}, 0, overwrite=True).wait()
@@ -82,7 +85,7 @@ with override_constants(ROOT_EVERY=8):
         rows = slice(2, 3)
         w = tstore.Shards((3, 2000), "int64", [((rows, slice(0, 2000)), np.full((1, 2000), 2))])
         tstore.save(url, {"w": w}, 1, host=2, hosts=3, attempt="a", timeout=20)
-os.write(out, b"done\\n")
+os.write(out, json.dumps(calls).encode() + b"\\n")
 """
 
 
@@ -127,7 +130,8 @@ def check_save(url: Path) -> bool:
         assert not tstore.restore(store, 0)["x"].any()
     if 1 in steps:
         tree = tstore.restore(store, 1)
-        assert len(tree) == 301
+        assert len(tree) == 31
+        assert list(url.glob("txn/*/manifest*"))
         assert all((values == 1).all() for values in tree.values())
     tstore.save(store, {"x": np.full(40_000, 2.0)}, 2)
     assert (tstore.restore(store)["x"] == 2).all()
@@ -170,7 +174,7 @@ JOBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], bool]]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def frequent_roots() -> Iterator[None]:
-    with override_constants(ROOT_EVERY=ROOT):
+    with override_constants(ROOT_EVERY=ROOT, INLINE_MANIFEST_BYTES=INLINE):
         yield
 
 
@@ -180,36 +184,37 @@ def mortals() -> Iterator[forks.Forks]:
         yield processes
 
 
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["ends", "each"])
 @pytest.mark.parametrize("job", JOBS)
-def test_killed_at_each_system_call(tmp_path: Path, mortals: forks.Forks, job: str) -> None:
+def test_killed_at_each_kind_of_system_call(tmp_path: Path, mortals: forks.Forks, job: str, each: bool) -> None:
+    """Before the first and the last call of each kind, or before every call."""
     prepare, check = JOBS[job]
     prepare(tmp_path / "before")
-    kills, landed = Counter[str](), Counter[bool]()
-    for when, passes in PASSES.items():
-        nth = 1
-        while passes:
-            url = tmp_path / f"{when}-{nth}"
-            if (tmp_path / "before").exists():
-                shutil.copytree(tmp_path / "before", url)
-            status = mortals.wait(mortals.start(tmp_path / "out", url, job, nth, when))
-            committed = check(url)
-            assert tstore.open(url).verify().ok
-            shutil.rmtree(url)
-            if status == 0:  # it made fewer calls
-                assert committed
-                passes -= 1
-                nth = max(1, nth - BACK)
-                continue
-            assert status == -signal.SIGKILL
-            assert not (committed and when == "data")
-            landed[committed] += 1
-            kills[when] += 1
-            nth += 1
-    assert (tmp_path / "out").read_text() == "done\n" * sum(PASSES.values())
+    landed = Counter[bool]()
+
+    def run(name: str, kind: str, nth: int, torn: bool) -> int:
+        """Run the job, check the store, and return the exit status."""
+        url = tmp_path / name
+        if (tmp_path / "before").exists():
+            shutil.copytree(tmp_path / "before", url)
+        status = mortals.wait(mortals.start(tmp_path / "out", url, job, kind, nth, torn))
+        committed = check(url)
+        assert tstore.open(url).verify().ok
+        shutil.rmtree(url)
+        assert committed if status == 0 else not (committed and kind.startswith("data"))
+        landed[committed] += status != 0
+        return status
+
+    assert run("whole", "", 0, False) == 0
+    calls: dict[str, int] = json.loads((tmp_path / "out").read_text())
+    assert {kind.split()[1] for kind in calls} >= {"open", "pwritev", "fsync"}
+    for kind, count in calls.items():
+        for nth in range(1, count + 1) if each else sorted({1, count}):
+            for torn in (False, True) if kind.split()[1] == "pwritev" else (False,):
+                status = run(f"{kind}-{nth}-{torn}".replace(" ", "-"), kind, nth, torn)
+                assert status == -signal.SIGKILL or (nth > 1 and status == 0)  # threads race each other
     assert landed[True] > 0, landed  # some died after the commit
     assert landed[False] > 3, landed
-    assert kills["data"] + kills["commit"] > 10
-    assert kills["half"] > 0
 
 
 # A writer that counts: each commit sets the writer's arrays, and its cell of a shared one, to the next number.

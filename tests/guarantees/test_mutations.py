@@ -82,6 +82,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 from tests.support.mutation import Edit
 
@@ -468,17 +469,38 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_fault_is_detected_by_its_test(
-    name: str, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
+MODULES = list(dict.fromkeys(node.partition("::")[0] for node, _ in MUTATIONS.values()))
+
+
+class Runs:
+    """Runs, in a session of pytest, the test of each fault with the fault; notes the faults that it detects."""
+
+    def __init__(self, faults: dict[str, tuple[str, Edit]]) -> None:
+        self._faults = faults
+        self.detected: list[str] = []
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        for name, (node, fault) in self._faults.items():
+            items = [item for item in session.items if f"{item.nodeid}[".startswith(f"tests/{node}[")]
+            with pytest.MonkeyPatch.context() as patch:
+                fault.apply(patch)
+                if any(report.failed for item in items for report in runtestprotocol(item, log=False)):
+                    self.detected.append(name)
+        return True
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_fault_is_detected_by_its_test(
+    module: str, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    node, fault = MUTATIONS[name]
-    fault.apply(monkeypatch)
+    faults = {name: fault for name, fault in MUTATIONS.items() if fault[0].startswith(f"{module}::")}
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a search through the metadata of every package,
     plugins = [importlib.import_module(name) for name in PLUGINS]  # and so is each option -p
-    options = ["-x", "-q", "--no-header", "--tb=no", "--rootdir", str(pytestconfig.rootpath), "-o", "timeout=0"]
-    code = pytest.main([*options, str(pytestconfig.rootpath / "tests" / node)], plugins=plugins)
-    assert code == pytest.ExitCode.TESTS_FAILED, capsys.readouterr().out
+    options = ["-q", "--no-header", "--tb=no", "--rootdir", str(pytestconfig.rootpath), "-o", "timeout=0"]
+    nodes = dict.fromkeys(str(pytestconfig.rootpath / "tests" / node) for node, _ in faults.values())
+    runs = Runs(faults)
+    pytest.main([*options, *nodes], plugins=[*plugins, runs])
+    assert runs.detected == list(faults), capsys.readouterr().out
 
 
 def test_the_table_above_lists_the_faults() -> None:

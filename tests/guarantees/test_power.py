@@ -23,7 +23,9 @@ from tstore.storage.objects import Durability
 
 ROOT = 8
 """The version with a root."""
-WIDE = 250
+INLINE = 1 << 10
+"""The longest manifest inside a record, in bytes."""
+WIDE = 30
 """The number of arrays of a checkpoint, enough for a separate manifest object."""
 DRAWN = 5
 """The number of random states per moment, besides the extremes."""
@@ -66,7 +68,7 @@ WORKS: dict[str, tuple[Work, int, int]] = {  # operation, arrays of step 0, vers
 
 @pytest.fixture
 def frequent_roots() -> Iterator[None]:
-    with override_constants(ROOT_EVERY=ROOT):
+    with override_constants(ROOT_EVERY=ROOT, INLINE_MANIFEST_BYTES=INLINE):
         yield
 
 
@@ -141,6 +143,7 @@ async def test_a_power_failure_at_any_moment(tmp_path: Path, monkeypatch: pytest
         patch.setattr("tstore.storage.local.pack._EXTENT", 1 << 16)  # otherwise each state has 64 MiB of zeros
         recorder = power.Recorder(url.parent, patch)
         await act(url)
+    assert bool(list(url.glob("txn/*/manifest*"))) == (before == WIDE or not before)
     met = await replay(recorder, tmp_path / "left", version)
     assert met == {(False, 0), (False, 1), (True, 1)}
 

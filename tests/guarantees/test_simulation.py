@@ -88,7 +88,10 @@ from tstore.storage.objects import Durability
 from tstore.transactions.membership import Membership
 
 MOST = 600
-"""The number of runs within which a mutation must be detected."""
+"""The number of runs within which the kinds of faults and of work must occur."""
+
+TRIED = int(os.environ.get("TSTORE_SEEDS", "100"))
+"""The number of runs within which a mutation must be detected, if the run of its seed no longer detects it."""
 
 APPEND, READER = "tstore.log.log:Append.", "tstore.log.reader:LogReader."
 REAPPLY = "tstore.transactions.conflicts:reapply"
@@ -335,7 +338,7 @@ MUTATIONS: dict[str, list[Edit]] = {
 
 QUICK = {
     "conflict check skipped": 0,
-    "chunks written by both pass": 14,
+    "chunks written by both pass": 9,
     "nodes created by both pass": 4,
     "writes below a deletion pass": 38,
     "tags set by both pass": 0,
@@ -353,7 +356,7 @@ QUICK = {
     "patches reapplied to the old version": 4,
     "packs not finished before the record": 0,
     "fragment check off by one": 0,
-    "finisher does not scan from the base": 0,
+    "finisher does not scan from the base": 7,
     "finisher scans from the highest base": 3,
     "the attempt is not in the id": 3,
     "a withdrawn transaction is committed": 36,
@@ -362,8 +365,8 @@ QUICK = {
     "values do not count as read": 42,
     "lists of paths do not count as read": 22,
     "conflicting commits share a record": 30,
-    "one conflict of several commits passes": 0,
-    "a resize does not change metadata": 41,
+    "one conflict of several commits passes": 16,
+    "a resize does not change metadata": 16,
     "appended values are not moved": 38,
     "a tag that is taken is set again": 10,
     "gc does not spare newer references": 0,
@@ -377,20 +380,20 @@ QUICK = {
     "deletions of the first host only": 42,
     "a waiting host syncs no folder": 38,
     "a redelivered fragment is not synced": 555,
-    "an own commit found again is not synced": 15,
-    "the commit below is not synced": 0,
+    "an own commit found again is not synced": 57,
+    "the commit below is not synced": 5,
     "packs are not synced": 0,
     "a copied record is not synced": 17,
     "gc forgets packs of segments": 6,
     "gc forgets manifests that a root repeats": 6,
     "a root forgets deletions": 25,
     "a root of another version is read": 8,
-    "pages of another store's root are read": 231,
+    "pages of another store's root are read": 526,
     "a segment is lost": 19,
     "a merge hides newer references": 201,
     "references are merged in the wrong order": 6,
 }
-"""The seed of a run that detects each fault. It is tried first, then all other seeds."""
+"""The seed of a run that detects each fault. A change of the protocol may make one stale."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -412,14 +415,16 @@ WORKS = {
     "has its clock set",
     "gave up waiting",
 }
+VARIED = (22, 25, 7, 2, 16, 42, 3)
+"""The seeds of runs in which, together, all of these occur. They are tried first."""
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("runs", [32, pytest.param(640, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("runs", [12, pytest.param(640, marks=pytest.mark.deep)])
 def test_runs_with_every_kind_of_fault_break_no_promise(runs: int) -> None:
     missing, broken, commits = FAULTS | ENDS | PLACES | WORKS, dict[int, list[str]](), 0
-    for seed in range(MOST + runs):
-        if seed >= runs and not missing:
+    for count, seed in enumerate(dict.fromkeys((*VARIED, *range(MOST + runs)))):
+        if count >= runs and not missing:
             break
         outcome = simulate(seed)
         if outcome.violations:
@@ -444,8 +449,10 @@ def test_many_runs_are_spread_over_processes(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_fault_in_the_protocol_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for edit in MUTATIONS[name]:
         edit.apply(monkeypatch)
-    first = QUICK.get(name, 0)
-    assert any(simulate(seed).violations for seed in (first, *range(first), *range(first + 1, MOST)))
+    first = QUICK[name]
+    seeds = (first, *(seed for seed in range(TRIED) if seed != first))
+    detected = any(simulate(seed).violations for seed in seeds)
+    assert detected, f"no run of {TRIED} detects it: look for another seed for QUICK, with TSTORE_SEEDS=1000"
 
 
 def test_the_table_above_lists_the_faults() -> None:
@@ -464,7 +471,7 @@ def fingerprint(seeds: range) -> str:
 
 
 def test_a_seed_replays_exactly_in_any_process() -> None:
-    seeds = range(40, 42)
+    seeds = range(22, 23)  # with most kinds of faults and of work
     mine = fingerprint(seeds)
     assert mine == fingerprint(seeds)
     code = f"""

@@ -263,10 +263,19 @@ async def open_long_before(url: Any, store: tstore.Store) -> tstore.Store:
     return handle
 
 
-@pytest.mark.parametrize("evicted", [True, False])
-@pytest.mark.parametrize("upto", [40, 50, 70])
+OPENED = [open_at_the_newest, open_at_an_older_version, open_before_the_first_commit, open_long_before]
+UPTO = [40, 50, 70]
+
+
+@pytest.mark.parametrize("connect", ["local", "server"], indirect=True)
 @pytest.mark.parametrize(
-    "opened", [open_at_the_newest, open_at_an_older_version, open_before_the_first_commit, open_long_before]
+    ("opened", "upto", "evicted"),  # each two of them together
+    [
+        pytest.param(opened, upto, evicted, marks=() if evicted == ((at + number) % 2) else pytest.mark.deep)
+        for at, opened in enumerate(OPENED)
+        for number, upto in enumerate(UPTO)
+        for evicted in (True, False)
+    ],
 )
 async def test_a_replaced_store_is_noticed_whatever_was_read_of_it(
     opened: Callable[[Any, tstore.Store], Any], upto: int, evicted: bool, connect: Callable[[], Any]

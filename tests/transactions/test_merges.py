@@ -293,12 +293,22 @@ async def test_a_server_accepts_merges_in_pages(tmp_path: Path, monkeypatch: pyt
     await check(store, store.url, expected)
 
 
+STORAGE = ("local", "memory")
+
+
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("work", "most"), [(4, 8), (1000, 3)])
-async def test_layers_and_rows_stay_few(url: str, work: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("url", "work", "most", "turns"),
+    [("local", 4, 8, 30), ("memory", 1000, 3, 30)]
+    + [pytest.param(at, *bound, 60, marks=pytest.mark.deep) for at in STORAGE for bound in ((4, 8), (1000, 3))],
+    indirect=["url"],
+)
+async def test_layers_and_rows_stay_few(
+    url: str, work: int, most: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(merges, "MIN_SEGMENTS", work)
     store, expected = await create(url)
-    for turn in range(60):
+    for turn in range(turns):
         await write(store, turn % 3, turn + 1, stop=CHUNKS, step=3)
         await write(store, turn % 7, 1000 + turn)
         expected |= dict.fromkeys(range(turn % 3, CHUNKS, 3), turn + 1) | {turn % 7: 1000 + turn}
@@ -314,10 +324,10 @@ KINDS = ["write"] * 12 + ["one"] * 40 + ["resize", "delete", "collect", "reopen"
 HOT = 15  # chunks, which are written one by one
 
 
-def random_batches(rng: np.random.Generator) -> list[list[Action]]:
+def random_batches(rng: np.random.Generator, count: int) -> list[list[Action]]:
     """Return batches of transactions, each of which begins before any other of its batch commits."""
     batches: list[list[Action]] = []
-    for _ in range(40):
+    for _ in range(count):
         batches.append([])
         for _ in range(rng.integers(2, 5)):
             start, hot, count, step = rng.integers([0, 0, 1, 1], [CHUNKS, HOT, CHUNKS, 4]).tolist()
@@ -387,7 +397,14 @@ def cut(model: dict[int, int], size: int) -> None:
         del model[number]
 
 
-@pytest.mark.parametrize("seed", range(9))
-async def test_every_version_equals_a_dict(url: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("url", "seed", "batches"),
+    [("local", 1, 16), ("memory", 5, 16), ("memory", 6, 16)]  # each fault of merges in `test_mutations` fails one
+    + [pytest.param(at, seed, 40, marks=pytest.mark.deep) for at in STORAGE for seed in range(9)],
+    indirect=["url"],
+)
+async def test_every_version_equals_a_dict(
+    url: str, seed: int, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_small(monkeypatch, work=[1, 4, 1000][seed % 3])
-    assert await play(url, random_batches(np.random.default_rng(seed))) > 0
+    assert await play(url, random_batches(np.random.default_rng(seed), batches)) > 0

@@ -8,7 +8,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import dask.array
 import numpy as np
 import pytest
 import zarr
@@ -19,9 +18,11 @@ from zarr.core.sync import sync
 
 import tstore
 import tstore.sync
+from tests.support.lazy import lazy
 from tstore.errors import Conflict, Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
 from tstore.zarr import ZarrStore
 
+dask_array = lazy("dask.array")
 VALUES = np.arange(6000, dtype="f4").reshape(60, 100)
 MIB = 1 << 20
 
@@ -390,8 +391,8 @@ def test_xarray_writes_and_reads(store: tstore.sync.Store) -> None:
 def test_dask_reads_in_processes(store: tstore.sync.Store) -> None:
     with store.transaction() as transaction:
         group(transaction, "a").create_array("a", shape=VALUES.shape, chunks=(10, 100), dtype="f4")[:] = VALUES
-    lazy = dask.array.from_zarr(group(store.snapshot())["a"])
-    assert float(lazy.sum().compute(scheduler="processes", num_workers=2)) == float(VALUES.sum())
+    array = dask_array.from_zarr(group(store.snapshot())["a"])
+    assert float(array.sum().compute(scheduler="processes", num_workers=2)) == float(VALUES.sum())
 
 
 def test_a_store_is_pickled_by_its_version(store: tstore.sync.Store) -> None:
