@@ -19,7 +19,7 @@ from zarr.core.sync import sync
 import tstore
 import tstore.sync
 from tests.support.lazy import lazy
-from tstore.errors import Conflict, Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
+from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
 from tstore.zarr import ZarrStore
 
 dask_array = lazy("dask.array")
@@ -143,6 +143,43 @@ def test_metadata_that_zarr_writes_in_other_words_keeps_the_chunks(store: tstore
     array = store.snapshot().array("a")
     assert array.codecs[0] == {"name": "bytes"}
     assert array.read().tolist() == store.snapshot().array("copy").read().tolist() == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_type": "float64"},
+        {"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]},
+        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [10, 10]}}},
+        {"node_type": "group", "attributes": {}},
+    ],
+    ids=["dtype", "codecs", "chunks", "group"],
+)
+def test_metadata_that_the_chunks_do_not_fit_is_refused(store: tstore.sync.Store, change: Any) -> None:
+    with store.transaction() as transaction:
+        group(transaction, "a").create_array("a", data=VALUES, chunks=(16, 30))
+    with store.transaction() as transaction:
+        zarr_store = ZarrStore(transaction)
+        changed = json.dumps(json.loads(get(zarr_store, "a/zarr.json") or b"") | change).encode()
+        with pytest.raises(AlreadyExists, match="a is an array with chunks.* delete the array first"):
+            put(zarr_store, "a/zarr.json", changed)
+    np.testing.assert_array_equal(store.snapshot().array("a").read(), VALUES)
+    with store.transaction() as transaction:
+        zarr_store = ZarrStore(transaction)
+        sync(zarr_store.delete_dir("a"))
+        put(zarr_store, "a/zarr.json", changed)
+    if "node_type" not in change:
+        assert not store.snapshot().array("a").read().any()
+
+
+def test_metadata_of_another_dtype_replaces_that_of_an_array_without_chunks(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        zarr_store = ZarrStore(transaction)
+        group(transaction, "a").create_array("a", shape=(4,), dtype="f4")
+        changed = json.loads(get(zarr_store, "a/zarr.json") or b"") | {"data_type": "float64"}
+        put(zarr_store, "a/zarr.json", json.dumps(changed).encode())
+        group(transaction, "a")["a"][:] = 7
+    assert store.snapshot().array("a").dtype == "float64"
 
 
 def test_a_chunk_of_fill_values_is_removed_and_its_array_becomes_sparse(store: tstore.sync.Store) -> None:

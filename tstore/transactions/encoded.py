@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.data.encoded_chunks import read_part
-from tstore.errors import Misuse, UnsupportedFormat
+from tstore.errors import AlreadyExists, Misuse, UnsupportedFormat
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.grid import renumbered
 from tstore.format.checksums import block_checks
@@ -122,8 +122,9 @@ class EncodedStaging:
     async def set_array(self, path: str, fields: Mapping[str, Any]) -> None:
         """Stage an array with this metadata, or other metadata of an array.
 
-        An array that exists keeps its chunks if the grid, dtype and codecs stay the same. One without tstore's own
-        entries is sparse, as Zarr has it. Raise `AlreadyExists`, and what `ArrayMeta.parse` raises.
+        An array that exists keeps its chunks if the chunk shape, dtype and codecs stay the same. One without tstore's
+        own entries is sparse, as Zarr has it. Raise `AlreadyExists` for chunks that the new metadata can't decode,
+        and what `ArrayMeta.parse` raises.
         """
         async with self.staging.operation() as staged:
             await self.staging.read_around(staged, [path])
@@ -134,19 +135,29 @@ class EncodedStaging:
                 if node.document != meta.document:
                     await self._restate(staged, path, lambda node: (meta, _in_grid(node, meta)))
                 return
+            await self._check_without_chunks(staged, node, "its metadata of another dtype, chunk shape or codecs")
             if node is not None and len(staged.nodes_below(path)) == 1:
                 staged.remove(path)
             staged.create_array(path, ArrayMeta.parse(_document(fields, sparse=True)))
 
     async def set_group(self, path: str, attributes: Mapping[str, Any]) -> None:
-        """Stage a group; tstore's own attributes of the root stay. Raise `AlreadyExists`."""
+        """Stage a group; tstore's own attributes of the root stay. Raise `AlreadyExists` for an array with chunks."""
         async with self.staging.operation() as staged:
             await self.staging.read_around(staged, [path])
             node = staged.node(path)
+            await self._check_without_chunks(staged, node, "the metadata of a group")
             if node is not None and node.is_array:
                 staged.remove(path)
             reserved = None if path or node is None else node.attributes.get(RESERVED_ATTRIBUTE)
             staged.create_group(path, attributes, reserved)
+
+    async def _check_without_chunks(self, staged: StagedTree, node: Node | None, new: str) -> None:
+        """Raise `AlreadyExists` for an array with chunks, which zarr-python deletes before it replaces an array."""
+        if node is not None and node.is_array and (await self._chunks(staged, node.path)).chunk_count:
+            raise AlreadyExists(
+                f"{node.path} is an array with chunks, which {new} would lose; delete the array first, as zarr does "
+                'with overwrite=True or mode="w"'
+            )
 
     async def remove(self, path: str) -> None:
         """Stage the removal of everything at and below a path, "" for all."""
