@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
+import http.server
 import json
+import threading
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,8 @@ import pytest
 
 import tstore.sync as tstore
 from tests.support.fileservers import python_files
+from tests.support.fuzzing import bounded_time
+from tstore.convert.folder import Folder
 from tstore.convert.zarr_import import import_zarr
 from tstore.errors import Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 
@@ -200,14 +206,110 @@ def test_files_that_a_server_lacks_are_missing_chunks(tmp_path: Path) -> None:
     assert tstore.open(tmp_path / "store").snapshot().array("a").read().tolist() == [0] * 4 + [1] * 4
 
 
-@pytest.mark.parametrize("consolidated", [[1], "x", {"metadata": [1]}, {"metadata": {"a": None}}])
+@pytest.mark.parametrize(
+    "consolidated", [[1], "x", {"metadata": [1]}, {"metadata": [[1, V3], ["a", V3]]}, {"metadata": {"a": None}}]
+)
 def test_consolidated_metadata_of_the_wrong_type(tmp_path: Path, consolidated: Any) -> None:
     (tmp_path / "zarr.json").write_text(json.dumps(GROUP | {"consolidated_metadata": consolidated}))
     with python_files(tmp_path) as url, pytest.raises(Corrupt, match="metadata"):
         asyncio.run(import_zarr(url, tmp_path / "store"))
 
 
-@pytest.mark.parametrize("spec", [{"driver": ["zarr3"]}, {"driver": "zarr3", "kvstore": "file:///a%00b"}])
-def test_specs_that_can_name_no_array(spec: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument, match=r"can't be opened|has a NUL"):
-        tstore.open(spec)
+@pytest.mark.parametrize(
+    ("kvstore", "match"),
+    [
+        ("file:///a%00b", "has a NUL"),
+        ("http://[", r"kvstore 'http://\[' is not a URL"),
+        ({"driver": "http", "base_url": "http://localhost:1", "path": 5}, "path=5 in a kvstore: expected text"),
+        ({"driver": "file", "path": ["x"]}, r"path=\['x'\] in a kvstore: expected text"),
+        ({"driver": "file", "path": "\ud800"}, "lone surrogates"),
+        (["file"], "kvstore=.*expected a URL"),
+    ],
+)
+def test_specs_that_can_name_no_array(kvstore: Any, match: str) -> None:
+    with pytest.raises(InvalidArgument, match=match):
+        tstore.open({"driver": "zarr3", "kvstore": kvstore})
+    with pytest.raises(InvalidArgument, match="can't be opened"):
+        tstore.open({"driver": ["zarr3"], "kvstore": "file:///a"})
+
+
+def test_a_path_of_the_driver_file_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_zarr(tmp_path / "http:/x", zarr_json=V3)
+    monkeypatch.chdir(tmp_path)
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": "http://x"}}
+    assert tstore.open(spec).shape == (4,)
+
+
+@pytest.mark.parametrize("length", [0, 4])
+def test_an_array_without_chunks_is_sparse_and_grows(tmp_path: Path, length: int) -> None:
+    write_zarr(tmp_path / "x.zarr", zarr_json=V3 | {"shape": [length]})
+    asyncio.run(import_zarr(tmp_path / "x.zarr", tmp_path / "store"))
+    with tstore.open(tmp_path / "store").transaction() as transaction:
+        transaction.array("x").resize((8,))
+    assert tstore.open(tmp_path / "store").snapshot().array("x").read().tolist() == [0] * 8
+
+
+def test_links_among_the_folders_of_chunks_make_no_endless_paths(tmp_path: Path) -> None:
+    axes = 30
+    grid = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1] * axes}}}
+    write_zarr(tmp_path / "x.zarr", zarr_json=V3 | {"shape": [2] * axes} | grid, elsewhere__0__0="x")
+    (tmp_path / "x.zarr/c").symlink_to("elsewhere")  # one link is followed
+    for name in "01":
+        (tmp_path / "x.zarr/elsewhere" / f"{name}{name}").symlink_to(".")
+    with (
+        bounded_time(5),
+        pytest.raises(UnsupportedFormat, match="is a second symbolic link to one folder"),
+    ):
+        asyncio.run(import_zarr(tmp_path / "x.zarr", tmp_path / "store"))
+
+
+class _Endless(http.server.BaseHTTPRequestHandler):
+    """Send 256 MiB, whatever is asked for."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(256):
+                self.wfile.write(bytes(1 << 20))
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+def test_a_server_that_sends_more_than_a_chunk_is_cut_off() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        folder = Folder(f"http://127.0.0.1:{server.server_port}")
+        tracemalloc.start()
+        try:
+            with pytest.raises(Corrupt, match="more than 16 bytes"):
+                folder.get("c/0", 16)
+            assert tracemalloc.get_traced_memory()[1] < 32 << 20
+        finally:
+            tracemalloc.stop()
+            server.shutdown()
+
+
+def test_an_array_of_billions_of_chunks_on_a_server_without_listings(tmp_path: Path) -> None:
+    write_zarr(tmp_path / "x.zarr", zarr_json=V3 | {"shape": [1 << 40]})
+    with python_files(tmp_path) as url, bounded_time(5):
+        with pytest.raises(UnsupportedFormat, match="274,877,906,944 chunks, on a server that can't list"):
+            asyncio.run(import_zarr(f"{url}/x.zarr", tmp_path / "store"))
+
+
+def test_a_shard_of_many_inner_chunks_takes_little_memory(tmp_path: Path) -> None:
+    count = 1 << 17
+    inner = {"chunk_shape": [1], "codecs": [{"name": "bytes"}], "index_codecs": [LITTLE]}
+    metadata = V3 | {"data_type": "uint8", "shape": [count]}
+    metadata |= {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [count]}}}
+    write_zarr(tmp_path, zarr_json=metadata | {"codecs": [{"name": "sharding_indexed", "configuration": inner}]})
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/0").write_bytes(b"\7" + np.tile(np.array([0, 1], "<u8"), count).tobytes())
+    array = tstore.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/"})
+    tracemalloc.start()
+    try:
+        assert (array.read() == 7).all()
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20  # the index is read, and decoded: 2 MiB each
+    finally:
+        tracemalloc.stop()

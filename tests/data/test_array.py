@@ -13,13 +13,14 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import tstore
 from tests.support.fuzzing import bounded_time
-from tstore.errors import Corrupt, InvalidArgument, NotFound
+from tstore.errors import Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 
 NUMPY = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]
@@ -240,6 +241,69 @@ async def test_casts_within_a_kind(dtype: str, values: Any, fits: bool, region: 
     assert same(await (await (await opened.snapshot()).array("a")).read(), expected)
 
 
+@pytest.mark.parametrize("values", [[1e9, 1.0], 1e9, [[1e300], [2.0]]], ids=str)
+async def test_numbers_beyond_the_range_of_floats_become_infinity_with_a_warning(values: Any) -> None:
+    async with (await store()).transaction() as tx:
+        array = await tx.create_array("a", (2, 2), "float16", (1, 2))
+        with pytest.warns(RuntimeWarning, match="a: some values are beyond the range of float16") as caught:
+            await array.write(values)
+        assert [warning.filename for warning in caught] == [__file__]
+        expected = np.zeros((2, 2), "f2")
+        with np.errstate(over="ignore"):
+            expected[...] = values
+        assert same(await array.read(), expected)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float32", "int64"])
+@pytest.mark.parametrize("shape", [(), (4,), (3, 2)], ids=str)
+async def test_tensors_of_pytorch_are_written(name: str, shape: tuple[int, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape).to(getattr(torch, name))
+    async with (await store()).transaction() as tx:
+        array = await tx.create_array("a", shape, name, shape)
+        await array.write(tensor.requires_grad_() if name == "float32" else tensor)
+        read = (await array.read()).astype("f8")
+        assert read.shape == shape
+        assert read.reshape(-1).tolist() == list(range(math.prod(shape)))
+        with pytest.raises(InvalidArgument, match=r"a: a tensor of torch.float32 on meta can't be converted"):
+            await array.write(torch.zeros(shape, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "codecs",
+    [["zstd"], [{"name": "gzip"}], ["bytes", "blosc"], ["blosc"], [{"name": "blosc", "configuration": {}}]],
+)
+@pytest.mark.parametrize("dtype", ["int8", "int32"])
+async def test_codecs_have_the_defaults_of_zarr_and_bytes_may_be_left_out(codecs: Any, dtype: str) -> None:
+    values = np.arange(100, dtype=dtype).reshape(10, 10)
+    array = await stored(values, (3, 10), codecs=codecs)
+    assert same(await array.read(), values)
+    assert array.codecs[0]["name"] == "bytes"
+    if "blosc" in str(codecs):
+        memory = zarr.storage.MemoryStore()
+        other = zarr.create_array(memory, data=values, chunks=(3, 10), compressors=zarr.codecs.BloscCodec())
+        assert array.codecs[1] == other.metadata.to_dict()["codecs"][1]
+
+
+@pytest.mark.parametrize(
+    ("codec", "match"),
+    [
+        ({"name": "blosc", "configuration": {"cname": "rar"}}, "expected 'cname' to be one of blosclz, lz4"),
+        ({"name": "blosc", "configuration": {"shuffle": 1}}, "expected 'shuffle' to be one of noshuffle"),
+        (
+            {"name": "zstd", "configuration": {"level": "3"}},
+            "expected 'level' to be an integer from -131072 to 22",
+        ),
+        ({"name": "gzip", "configuration": {"lvl": 1}}, "it has no setting 'lvl'"),
+    ],
+)
+async def test_a_wrong_setting_of_a_codec_is_named(codec: Any, match: str) -> None:
+    async with (await store()).transaction() as tx:
+        with pytest.raises(UnsupportedFormat, match=match):
+            await tx.create_array("a", (4,), "f4", (2,), codecs=["bytes", codec])
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "int4", "bool", "M8[s]", "S3", "string"])
 async def test_an_empty_list_has_the_dtype_of_the_array(dtype: str) -> None:
     async with (await store()).transaction() as tx:
@@ -316,6 +380,23 @@ async def test_scattered_chunks_are_read_in_time_linear_in_their_number() -> Non
         await long[5].write(1)
     with bounded_time(5):
         assert (await (await (await opened.snapshot()).array("long")).read()).nonzero()[0].tolist() == [5]
+
+
+@pytest.mark.parametrize("index", [np.s_[:], np.s_[::4], np.s_[5::-7]], ids=str)
+async def test_many_chunks_that_were_never_written_cost_little(index: Any) -> None:
+    opened, count = await store(), 1 << 17
+    model = np.full(count, 7, "u2")
+    model[400_00:400_09] = 1
+    async with opened.transaction() as tx:
+        array = await tx.create_array("a", (count,), "u2", (4,), sparse=True, fill_value=7)
+        await array[400_00:400_09].write(1)
+    array = await (await opened.snapshot()).array("a")
+    with bounded_time(2):
+        assert same(await array[index].read(), model[index])
+    with bounded_time(2):
+        assert len((await array[index].explain()).chunks) == len(
+            set(np.arange(count)[index] // 4) & {10_000, 10_001, 10_002}
+        )
 
 
 async def test_the_properties_of_an_array() -> None:

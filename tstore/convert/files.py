@@ -26,8 +26,7 @@ def open_file(path: StrPath) -> Iterator[BinaryIO]:
         mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe may wait forever; a folder fails below
         raise InvalidArgument(
-            f"{os.fspath(path)} is a pipe or a device, but tensors are read from a memory-mapped file; pass a "
-            "regular file"
+            f"{os.fspath(path)} is a pipe or a device; expected a regular file, which can be read in parts"
         )
     with mapped_errors("read", os.fspath(path)), open(path, "rb") as file:
         yield file

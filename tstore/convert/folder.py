@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tstore.convert.files import open_file
-from tstore.errors import Corrupt, InvalidArgument, NotFound, Unavailable
-from tstore.format.arguments import quote
+from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, Unavailable, UnsupportedFormat
+from tstore.format.arguments import checked_text, quote
 from tstore.runtime.pool import WORKERS
 from tstore.storage.local.atomic_file import mapped_errors
 
 __all__ = ["Folder"]
 
 _REQUESTS = 32  # to a server at once
+_PART = 1 << 20  # bytes of a response to read at once
 
 
 class Folder:
@@ -26,10 +27,11 @@ class Folder:
 
         if "\0" in url:
             raise InvalidArgument(f"{quote(url)} has a NUL; pass a path or URL without one")
+        checked_text("path or URL", url)
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
             self._fs.invalidate_cache()  # of listings: another program may have written files since
-        except (ValueError, ImportError, TypeError) as error:
+        except Exception as error:  # each file system raises those of its library
             raise InvalidArgument(f"{quote(url)} can't be opened by fsspec: {error}") from error
         self._prefix = f"{root.rstrip('/')}/" if root else ""  # the root of some file systems has no name
         self.url = url.rstrip("/")
@@ -58,13 +60,19 @@ class Folder:
                     if self._is_local:
                         with open_file(path) as file:  # which does not wait for a pipe
                             data = file.read(min(max_size, os.fstat(file.fileno()).st_size) + 1)
+                    elif self.is_http:  # a server may send more than it is asked for, without end
+                        with self._fs.open(path, block_size=0, size=max_size) as file:
+                            data = _read_up_to(file, max_size + 1)
                     else:
                         data = self._fs.cat_file(path, 0, max_size + 1)
                 except FileNotFoundError:  # of fsspec, which gives no errno
                     return None
-                except ClientError as error:
-                    failure = f"can't read {self.url}/{key}: {error}"
-                    raise Unavailable(f"{failure}; check the URL and the server, or try again") from error
+                except (OSError, MemoryError, TStoreError) as error:
+                    if not isinstance(error, ClientError):
+                        raise
+                    raise self._unavailable(key, error) from error
+                except Exception as error:  # each file system of fsspec raises those of its library
+                    raise self._unavailable(key, error) from error
         except NotFound:
             if self._is_local and os.path.islink(path):
                 raise NotFound(
@@ -73,9 +81,15 @@ class Folder:
             return None
         if len(data) > max_size:
             raise Corrupt(
-                f"{self.url}/{key} has more than {max_size} bytes, more than its array's codecs can write"
+                f"{self.url}/{key} has more than {max_size} bytes, the most expected there; check where it is from"
             )
         return data
+
+    def _unavailable(self, key: str, error: Exception) -> Unavailable:
+        reason = " ".join(str(error).split()) or repr(error)
+        return Unavailable(
+            f"can't read {self.url}/{key}: {reason:.300}; check the URL and the server, or try again"
+        )
 
     def size(self, key: str) -> int | None:
         """Return the size of a file in bytes, None if there is none."""
@@ -106,7 +120,7 @@ class Folder:
             return None
         top = self._path(key)
         if self._is_local:
-            return self._local_files(top, "", depth)
+            return self._local_files(top, "", depth, set())
         with mapped_errors("list", f"{self.url}/{key}"):
             paths = self._fs.find(top)
         if top:
@@ -115,12 +129,21 @@ class Folder:
             return (path[len(top) + 1 :] for path in paths)
         return (path.lstrip("/") for path in paths)
 
-    def _local_files(self, top: str, below: str, depth: int) -> Iterator[str]:
+    def _local_files(self, top: str, below: str, depth: int, linked: set[tuple[int, int]]) -> Iterator[str]:
+        """Yield files; `linked` are the folders that links led to. A few links to each other make many paths."""
         with mapped_errors("list", f"{top}/{below}"), os.scandir(f"{top}/{below}") as entries:
             for entry in entries:
                 yield below + entry.name
                 if depth and _is_folder(entry):
-                    yield from self._local_files(top, f"{below}{entry.name}/", depth - 1)
+                    if entry.is_symlink():
+                        target = entry.stat()
+                        if (target.st_dev, target.st_ino) in linked:
+                            raise UnsupportedFormat(
+                                f"{top}/{below}{entry.name} is a second symbolic link to one folder; replace it "
+                                "by a copy of the folder"
+                            )
+                        linked.add((target.st_dev, target.st_ino))
+                    yield from self._local_files(top, f"{below}{entry.name}/", depth - 1, linked)
 
     def _path(self, key: str) -> str:
         """Return the path of a folder in the file system."""
@@ -129,6 +152,15 @@ class Folder:
     def is_link(self, key: str) -> bool:
         """Return whether a folder is a symbolic link, which may lead to a folder above it."""
         return self._is_local and os.path.islink(self._path(key))
+
+
+def _read_up_to(file: Any, size: int) -> bytes:
+    """Return the bytes of a stream, whose reads may be short, up to a size."""
+    parts = []
+    while size and (part := file.read(min(size, _PART))):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

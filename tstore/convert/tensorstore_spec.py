@@ -121,7 +121,10 @@ def _check_keys(spec: Mapping[str, Any]) -> None:
 def _location(kvstore: Any) -> str:
     """Return the path or URL of a key-value store as fsspec takes it."""
     if isinstance(kvstore, str):
-        parts = urlsplit(kvstore)
+        try:
+            parts = urlsplit(kvstore)
+        except ValueError as error:
+            raise InvalidArgument(f"kvstore {quote(kvstore)} is not a URL: {error}") from None
         if parts.scheme not in _SCHEMES or "|" in kvstore:
             raise InvalidArgument(_unsupported(f"kvstore {quote(kvstore)}"))
         if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
@@ -134,9 +137,11 @@ def _location(kvstore: Any) -> str:
         raise InvalidArgument(f"kvstore={quote(kvstore)} in a spec: expected a URL or a mapping with a 'driver'")
     fields = {key: value for key, value in kvstore.items() if key != "context"}
     driver, path = fields.pop("driver", None), fields.pop("path", "")
+    if not isinstance(path, str):
+        raise InvalidArgument(f"path={quote(path)} in a kvstore: expected text")
     match driver, fields:
         case "file", {**rest} if not rest and path:
-            return str(path)
+            return os.path.abspath(path)  # not a URL of fsspec
         case "gcs" | "s3", {"bucket": str(bucket), **rest} if not rest:
             return f"{_BUCKETS[driver]}://{bucket}/{path}"
         case "http", {"base_url": str(base), **rest} if not rest:

@@ -32,6 +32,7 @@ __all__ = ["ZarrArray", "ZarrNode", "read_array", "read_nodes"]
 _MAX_METADATA = 64 << 20  # bytes, of consolidated metadata too
 _MAX_DEPTH = 64  # groups in groups
 _FEW_CHUNKS = 16  # of an array, which are looked up one by one
+_MAX_LOOKED_UP = 1 << 24  # chunks on a server without listings, with a request for each
 
 
 class ZarrNode(NamedTuple):
@@ -83,8 +84,13 @@ class ZarrArray:
         if len(every) <= _FEW_CHUNKS:
             return every
         files = self._folder.files(self._prefix, len(meta.shape))
-        if files is None:
+        if files is None and len(every) <= _MAX_LOOKED_UP:
             return every
+        if files is None:
+            raise UnsupportedFormat(
+                f"{self.location} has {len(every):,} chunks, on a server that can't list which of them exist; "
+                f"expected at most {_MAX_LOOKED_UP:,}: import a copy on a disk"
+            )
         listed = (self._names.coordinates(file, len(meta.shape)) for file in files)
         inside = (
             at for at in listed if at is not None and all(i < n for i, n in zip(at, meta.counts, strict=True))
@@ -226,8 +232,10 @@ def _below(folder: Folder, path: str, depth: int) -> Iterator[ZarrNode]:
 def _consolidated(folder: Folder, root: ZarrNode) -> Iterator[ZarrNode]:
     """Yield the nodes below the root from consolidated metadata."""
     try:
-        consolidated = root.metadata.get("consolidated_metadata") or {}
-        documents = dict(consolidated.get("metadata") or {})
+        documents = (root.metadata.get("consolidated_metadata") or {}).get("metadata") or {}
+        if not isinstance(documents, dict):
+            raise TypeError("expected a JSON object of paths and their metadata")
+        documents = dict(documents)
         if not documents and (v2 := _json(folder, ".zmetadata")) is not None:
             files = v2["metadata"]
             for name in files:

@@ -1,8 +1,8 @@
 """Import of plain Zarr folders: the groups and arrays of one, in one commit, with the bytes of their chunks.
 
 Every chunk is decoded before its bytes are stored, so a damaged chunk fails the import and never gets a checksum.
-An array of which all chunks exist becomes dense; one that lacks chunks becomes sparse, since a missing chunk of a
-plain array means the fill value.
+An array of which all chunks exist becomes dense; one that lacks chunks, or has none yet, becomes sparse, since a
+missing chunk of a plain array means the fill value.
 """
 
 from __future__ import annotations
@@ -102,4 +102,4 @@ async def _copy(staging: Staging, path: str, array: ZarrArray) -> None:
         ]
         tables.append(ChunkTable.from_rows(rows))
     chunks = ChunkTable.concat(tables) if tables else ChunkTable.from_rows([])
-    await staging.adopt_array(path, array.dense() if len(chunks) == meta.chunk_count else meta, chunks)
+    await staging.adopt_array(path, array.dense() if 0 < len(chunks) == meta.chunk_count else meta, chunks)

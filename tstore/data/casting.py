@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -9,7 +11,7 @@ import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
-from tstore.format.arrays.dtypes import as_records, has_nonfinite, is_float, is_integer, is_ml_dtype
+from tstore.format.arrays.dtypes import as_records, dtype_named, has_nonfinite, is_float, is_integer, is_ml_dtype
 from tstore.format.arrays.variable import as_variable, is_variable
 
 __all__ = ["Casting", "as_castable", "can_cast"]
@@ -33,6 +35,9 @@ def as_castable(path: str, values: npt.ArrayLike, dtype: np.dtype[Any], casting:
         raise InvalidArgument(
             f"{path}: a masked array would lose its mask; write its data and its mask as two arrays"
         )
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(values, torch.Tensor):
+        values = _values_of_tensor(path, values)
     try:
         array = _converted(values, dtype, casting)
     except ValueError as error:  # for example, for sequences of different lengths
@@ -46,7 +51,29 @@ def as_castable(path: str, values: npt.ArrayLike, dtype: np.dtype[Any], casting:
         raise InvalidArgument(
             f"{path}: the values have NaN or infinity, which the array's dtype {dtype} lacks; replace them first"
         )
+    if _is_untyped(values) and dtype.itemsize < array.dtype.itemsize and (is_float(dtype) or dtype.kind == "c"):
+        with np.errstate(over="ignore"):
+            narrowed = array.astype(dtype)
+        if not np.array_equal(np.isfinite(narrowed), np.isfinite(array)):  # as in an assignment of NumPy
+            message = f"{path}: some values are beyond the range of {dtype}, and become infinity or NaN"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        return narrowed
     return array
+
+
+def _values_of_tensor(path: str, tensor: Any) -> npt.NDArray[Any]:
+    """Return the values of a tensor of PyTorch; bfloat16 and float8 become those of ml_dtypes."""
+    try:
+        values, name = tensor.detach(), str(tensor.dtype).removeprefix("torch.")
+        if not is_ml_dtype(dtype_named(name)):
+            return np.asarray(values)
+        data: npt.NDArray[Any] = values.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        return data.view(dtype_named(name)).reshape(tuple(tensor.shape))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(
+            f"{path}: a tensor of {tensor.dtype} on {tensor.device} can't be converted ({error}); pass an array "
+            "of NumPy"
+        ) from error
 
 
 def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) -> npt.NDArray[Any] | None:

@@ -10,14 +10,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tstore.data.pieces import ChunkPiece, Piece, ReadJob, StackJob, can_decode_into, with_shared_bytes
 from tstore.data.point_pieces import point_pieces
-from tstore.data.runs import divide, stacked_pieces
+from tstore.data.runs import Fill, divide, stacked_pieces
 from tstore.data.small_arrays import small_arrays
 from tstore.data.tile_pieces import box_tile_pieces
 from tstore.errors import NotFound
@@ -134,15 +134,15 @@ def _sort_key(piece: Piece) -> tuple[bool, str, int, int]:
     return isinstance(pack, bytes), "" if isinstance(pack, bytes) else pack, piece.offset, piece.size
 
 
-def _store_fill_value(job: ReadJob, projection: AnyProjection) -> None:
-    job.out[projection.result] = job.meta.fill_value
+def _store_fill_value(job: ReadJob, part: Any) -> None:
+    job.out[part] = job.meta.fill_value
 
 
-def _leave_unchanged(job: ReadJob, projection: AnyProjection) -> None:
+def _leave_unchanged(job: ReadJob, part: Any) -> None:
     pass
 
 
-def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, AnyProjection], None]) -> Iterator[Piece]:
+def _pieces(job: ReadJob | StackJob, url: str, fill: Fill) -> Iterator[Piece]:
     """Yield the pieces of a job.
 
     A chunk that was never written has no piece. In a sparse array, call `fill` for its part of the result; raise
@@ -169,7 +169,7 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, AnyProje
         if reference is not None and direct:
             yield ChunkPiece.from_projection(job, reference, None)
             return
-    pieces, projections = divide(job)
+    pieces, projections = divide(job, fill)
     yield from pieces
     for projection, reference in _references(projections, meta.counts, source):
         if reference is not None:
@@ -180,7 +180,7 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, AnyProje
             continue
         if not meta.sparse:
             raise _unwritten(job, url, projection.chunk)
-        fill(job, projection)
+        fill(job, projection.result)
 
 
 def _chunk_pieces(job: ReadJob, row: ChunkRow, projection: Projection) -> Iterator[ChunkPiece]:

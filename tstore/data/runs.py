@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,13 @@ from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.errors import Corrupt
 from tstore.format.arrays.gather import scatter, scatter_region
 from tstore.format.arrays.grid import (
+    AxisProjection,
     AxisRun,
     ChunkRowProjection,
     Projection,
+    Selection,
     all_rows,
+    axis_projections,
     axis_runs,
     boxes,
     chunk_coordinates,
@@ -37,7 +41,7 @@ from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 
-__all__ = ["RegionPiece", "RunPiece", "divide", "stacked_pieces"]
+__all__ = ["Fill", "RegionPiece", "RunPiece", "divide", "stacked_pieces"]
 
 Numbers = Sequence[int] | npt.NDArray[np.int64]
 Box = tuple[range, ...]
@@ -46,6 +50,8 @@ Box = tuple[range, ...]
 _MAX_BOX_BYTES = 4 << 20  # read, verified and copied while they are in the CPU's caches
 _MAX_BOX_CHUNKS = 512
 _MIN_BOX_CHUNKS = 4
+_MIN_SELECTED = 64  # chunks for which one search takes less time than one for each
+_MAX_SELECTED = 1 << 16  # chunks that are looked up together
 
 
 class RunPiece(Piece):
@@ -148,10 +154,15 @@ def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
         start = end
 
 
-def divide(job: ReadJob) -> tuple[Iterable[RunPiece], Iterable[Projection | PointProjection]]:
+Fill = Callable[[ReadJob, Any], None]
+"""Store the fill value in the part of a job's result that an index selects."""
+
+
+def divide(job: ReadJob, fill: Fill) -> tuple[Iterable[RunPiece], Iterable[Projection | PointProjection]]:
     """Divide a job's selection into boxes and rows of short, unencoded chunks, and single chunks.
 
-    The chunks of a box, and those of a row, follow each other in a pack.
+    The chunks of a box, and those of a row, follow each other in a pack. Call `fill` for chunks of a sparse array of
+    which many neighbours were never written; others are not looked up.
     """
     meta, selection = job.meta, job.selection
     if isinstance(selection, PointSelection):
@@ -160,7 +171,7 @@ def divide(job: ReadJob) -> tuple[Iterable[RunPiece], Iterable[Projection | Poin
         return (), (only,)
     boxable = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
     if not boxable or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
-        return (), projections(selection, meta.shape, meta.chunks)
+        return (), _stored_projections(job, selection, fill)
     touched = math.prod(r[-1] // c - r[0] // c + 1 for r, c in zip(selection.axes, meta.chunks, strict=True))
     if touched < _MIN_BOX_CHUNKS:  # a single box would be read chunk by chunk
         return (), projections(selection, meta.shape, meta.chunks)
@@ -179,8 +190,13 @@ def divide(job: ReadJob) -> tuple[Iterable[RunPiece], Iterable[Projection | Poin
             view = part_of(job.out, region)
             for sides in boxes(counts, max_chunks):
                 box = tuple(range(f + side.start, f + side.stop) for f, side in zip(first, sides, strict=True))
+                references = job.source.select(chunk_numbers(box, meta.counts))
+                if meta.sparse and not len(references):
+                    axes = zip(box, meta.chunks, selection.axes, strict=True)
+                    fill(job, tuple(slice(s.start * c - r.start, s.stop * c - r.start) for s, c, r in axes))
+                    continue
                 inner = tuple(slice(s.start * c, s.stop * c) for s, c in zip(sides, meta.chunks, strict=True))
-                for part, piece in _split_box(job, box, view[inner]):
+                for part, piece in _split_box(job, box, view[inner], references):
                     if piece is not None:
                         pieces.append(piece)
                     else:
@@ -206,6 +222,37 @@ def _region_piece(job: ReadJob, row: ChunkRowProjection) -> RegionPiece | None:
     stop = row.last[-1].result.stop
     region = (*(part.result for part in row.others), slice(parts[-1].result.start, stop))
     return RegionPiece(job, references, numbers, part_of(job.out, region), tuple(p.inside.start for p in parts))
+
+
+def _stored_projections(job: ReadJob, selection: Selection, fill: Fill) -> Iterable[Projection]:
+    """Return the projections of a selection, of many chunks of a sparse array only those that were written."""
+    meta = job.meta
+    axes = zip(selection.axes, meta.shape, meta.chunks, strict=True)
+    per_axis = [axis_projections(r, n, c) for r, n, c in axes] if meta.sparse else []
+    if math.prod(map(len, per_axis)) < _MIN_SELECTED:
+        return projections(selection, meta.shape, meta.chunks)
+    return _selected_projections(job, per_axis, fill)
+
+
+def _selected_projections(job: ReadJob, per_axis: list[list[AxisProjection]], fill: Fill) -> Iterator[Projection]:
+    """Yield the projections of the chunks that were written; if some were not, fill the result before.
+
+    Chunks are looked up together, along the first axis in groups.
+    """
+    counts, is_filled = job.meta.counts, False
+    coordinates = [np.array([part.chunk for part in parts], np.int64) for parts in per_axis]
+    rows = max(1, _MAX_SELECTED // math.prod(map(len, per_axis[1:])))
+    for start in range(0, len(per_axis[0]), rows):
+        grid = np.ix_(coordinates[0][start : start + rows], *coordinates[1:])
+        numbers = np.ravel_multi_index(np.broadcast_arrays(*grid), counts)
+        stored = job.source.select(numbers.reshape(-1)).number
+        if len(stored) < numbers.size and not is_filled:
+            fill(job, ...)
+            is_filled = True
+        at = np.unravel_index(np.searchsorted(numbers.reshape(-1), stored), numbers.shape)
+        for first, *others in zip(*(axis.tolist() for axis in at), strict=True):
+            places = (start + first, *others)
+            yield Projection.from_axes([parts[i] for parts, i in zip(per_axis, places, strict=True)])
 
 
 def _mark_padded(run: AxisRun, chunk: int) -> AxisRun:

@@ -122,9 +122,9 @@ class EncodedStaging:
     async def set_array(self, path: str, fields: Mapping[str, Any]) -> None:
         """Stage an array with this metadata, or other metadata of an array.
 
-        An array that exists keeps its chunks if the chunk shape, dtype and codecs stay the same. One without tstore's
-        own entries is sparse, as Zarr has it. Raise `AlreadyExists` for chunks that the new metadata can't decode,
-        and what `ArrayMeta.parse` raises.
+        An array that exists keeps its chunks if the chunk shape, dtype and codecs stay the same. One without
+        tstore's own entries is sparse, as Zarr has it. Raise `AlreadyExists` for chunks that the new metadata
+        can't decode, and what `ArrayMeta.parse` raises.
         """
         async with self.staging.operation() as staged:
             await self.staging.read_around(staged, [path])
@@ -141,7 +141,10 @@ class EncodedStaging:
             staged.create_array(path, ArrayMeta.parse(_document(fields, sparse=True)))
 
     async def set_group(self, path: str, attributes: Mapping[str, Any]) -> None:
-        """Stage a group; tstore's own attributes of the root stay. Raise `AlreadyExists` for an array with chunks."""
+        """Stage a group; tstore's own attributes of the root stay.
+
+        Raise `AlreadyExists` if there is an array with chunks.
+        """
         async with self.staging.operation() as staged:
             await self.staging.read_around(staged, [path])
             node = staged.node(path)
@@ -152,11 +155,11 @@ class EncodedStaging:
             staged.create_group(path, attributes, reserved)
 
     async def _check_without_chunks(self, staged: StagedTree, node: Node | None, new: str) -> None:
-        """Raise `AlreadyExists` for an array with chunks, which zarr-python deletes before it replaces an array."""
+        """Raise `AlreadyExists` for an array with chunks; zarr-python deletes one before it replaces it."""
         if node is not None and node.is_array and (await self._chunks(staged, node.path)).chunk_count:
             raise AlreadyExists(
-                f"{node.path} is an array with chunks, which {new} would lose; delete the array first, as zarr does "
-                'with overwrite=True or mode="w"'
+                f"{node.path} is an array with chunks, which {new} would lose; delete the array first, as zarr "
+                'does with overwrite=True or mode="w"'
             )
 
     async def remove(self, path: str) -> None:

@@ -187,7 +187,7 @@ class StagedTree:
             raise InvalidArgument(
                 f"{self.origin}: these keys of Zarr can't be committed, since none is the metadata of a group or "
                 "array of Zarr v3, or a chunk in the grid of one; delete them, or store their values as arrays or "
-                f"attributes:{bullet_list(sorted(self.unplaced))}"
+                f"attributes:{bullet_list([_shown(key) for key in sorted(self.unplaced)])}"
             )
 
     @property
@@ -322,6 +322,15 @@ class StagedTree:
                 f"{self.origin}: no array can be created at {path!r}, since {taken!r} exists; delete that first, "
                 "or choose another path"
             )
+
+
+def _shown(key: str) -> str:
+    """Return a key as a short line of a message."""
+    text = key.encode("unicode_escape").decode()
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+_MAX_SHOWN = 100
 
 
 def _rows_ascend(rows: Sequence[ChunkRow], counts: Sequence[int]) -> bool:

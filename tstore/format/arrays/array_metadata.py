@@ -50,6 +50,8 @@ def _check_supported(fields: Any) -> None:
             f"expected the metadata of a Zarr v3 array, not of Zarr {fields['zarr_format']!r:.40} and node type "
             f"{fields['node_type']!r:.40}"
         )
+    if not isinstance(fields["chunk_grid"], dict):
+        raise TypeError("expected a JSON object as the chunk grid")
     if fields["chunk_grid"]["name"] != "regular":
         raise UnsupportedFormat(
             f"chunk grid {fields['chunk_grid']['name']!r:.100} is not supported: expected 'regular'"
@@ -175,7 +177,8 @@ class ArrayMeta:
         except UnsupportedFormat:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-            raise Corrupt(f"the metadata of an array does not parse: {error!r:.300}") from error
+            reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
+            raise Corrupt(f"the metadata of an array does not parse: {reason:.300}") from error
         self.counts = chunk_counts(self.shape, self.chunks)
         self.chunk_size = math.prod(self.chunks)
         self.encoded_size = self.chain.encoded_size
@@ -299,7 +302,9 @@ def _lengths(what: str, values: Sequence[int], minimum: int) -> tuple[int, ...]:
     try:
         lengths = tuple(int(v.__index__()) for v in values)
     except (TypeError, AttributeError):
-        example = f", such as ({values},)" if isinstance(values, int) else ""
+        example = f", such as ({values},)" if isinstance(values, int) and not isinstance(values, bool) else ""
+        if what == "chunks" and not example:
+            example = "; leave it out to have it chosen"
         raise InvalidArgument(f"{what} {values!r:.100} is not a sequence of integers{example}") from None
     if any(n < minimum for n in lengths):
         raise InvalidArgument(f"{what} {lengths} has a length below {minimum}")

@@ -6,6 +6,7 @@ Each decodes at most as many bytes as the encoder can have passed to it, even if
 from __future__ import annotations
 
 import bz2
+import inspect
 import lzma
 import zlib
 from collections.abc import Callable, Mapping
@@ -24,12 +25,17 @@ from tstore.format.arrays.compressors import (
 )
 from tstore.format.arrays.numcodecs_classes import checked_int, new_codec, settings_of, unsupported
 
-__all__ = ["as_bytes_codec"]
+__all__ = ["as_bytes_codec", "is_bytes_codec"]
 
 Document = Mapping[str, Any]
 
 _MAX_INT = (1 << 31) - 1
 _DEFAULTS: dict[str, dict[str, Any]] = {"zstd": {"level": 0, "checksum": False}, "gzip": {"level": 5}}
+
+
+def is_bytes_codec(name: str) -> bool:
+    """Return whether a codec of this name is bytes→bytes."""
+    return name in COMPRESSORS or name in _CODECS
 
 
 def as_bytes_codec(document: Document, itemsize: int) -> Compressor:
@@ -40,17 +46,31 @@ def as_bytes_codec(document: Document, itemsize: int) -> Compressor:
     name = document.get("name")
     if name == "numcodecs.shuffle" and settings_of(document, elementsize=None)["elementsize"] is None:
         document = {"name": name, "configuration": {"elementsize": itemsize}}
-    if not isinstance(name, str) or name not in COMPRESSORS.keys() | _CODECS.keys():
+    if not isinstance(name, str) or not is_bytes_codec(name):
         raise unsupported(document)
+    defaults = _blosc_defaults(itemsize) if name == "blosc" else _DEFAULTS.get(name, {})
+    settings = {**defaults, **(document.get("configuration") or {})}
     try:
-        settings = document.get("configuration") or {}
-        codec = COMPRESSORS[name](**settings) if name in COMPRESSORS else _CODECS[name](document)
-    except TypeError:
-        raise unsupported(document, "a setting is absent, unknown or out of range") from None
-    if name.startswith("numcodecs.") or name in _DEFAULTS:  # zarr-python requires a configuration
-        document = {"name": name, "configuration": {**_DEFAULTS.get(name, {}), **settings}}
+        codec = _compressor(document, settings) if name in COMPRESSORS else _CODECS[name](document)
+    except TypeError as error:
+        raise unsupported(document, str(error)) from None
+    if name.startswith("numcodecs.") or defaults:  # zarr-python requires a configuration
+        document = {"name": name, "configuration": settings}
     codec.document = document
     return codec
+
+
+def _blosc_defaults(itemsize: int) -> dict[str, Any]:
+    """Return the settings of zarr-python's `BloscCodec()`."""
+    shuffle = "bitshuffle" if itemsize == 1 else "shuffle"
+    return {"typesize": itemsize, "cname": "zstd", "clevel": 5, "shuffle": shuffle, "blocksize": 0}
+
+
+def _compressor(document: Document, settings: Mapping[str, Any]) -> Compressor:
+    create = COMPRESSORS[document["name"]]
+    if unknown := settings.keys() - inspect.signature(create).parameters.keys():
+        raise unsupported(document, f"it has no setting {min(unknown)!r:.100}")
+    return create(**settings)
 
 
 class _Numcodec(Compressor):

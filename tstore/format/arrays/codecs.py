@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
+from tstore.format.arguments import quote
 from tstore.format.arrays.array_codecs import FLOATS, ArrayCodec, ExmyCodec, TileRange, Tiles, as_array_codec
-from tstore.format.arrays.bytes_codecs import as_bytes_codec
+from tstore.format.arrays.bytes_codecs import as_bytes_codec, is_bytes_codec
 from tstore.format.arrays.compressors import Bytes, Compressor, max_encoded_size
 from tstore.format.arrays.filters import Filter, Transpose, as_filter
 from tstore.format.arrays.numcodecs_classes import settings_of, unsupported
@@ -262,17 +263,28 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
             "blocksize": _LOSSLESS_BLOCK,
         }
         return [uncompressed, {"name": "blosc", "configuration": settings}]
+    is_name = isinstance(codecs, str) and is_bytes_codec(codecs)
+    if is_name or (isinstance(codecs, Mapping) and "name" in codecs):
+        example = [codecs] if is_name else ["bytes", codecs]
+        raise InvalidArgument(f"codecs={quote(codecs)}: pass Zarr codecs as a list, such as {example!r:.200}")
     if isinstance(codecs, str | exmy.Format):
         codecs = {"format": codecs}
     if isinstance(codecs, Mapping):
         try:
             return [{"name": "exmy", "configuration": exmy.ChunkCodec.from_configuration(codecs).configuration}]
         except exmy.ExmyError as error:
-            raise InvalidArgument(
-                f"codecs: {error}. Other codecs are {LOSSLESS!r}, None (uncompressed) and lists of Zarr v3 "
-                "codecs, such as ['bytes', 'zstd']"
-            ) from None
-    return _as_documents(codecs)
+            raise InvalidArgument(f"codecs: {error}. {_OTHER_CODECS}") from None
+    if not isinstance(codecs, list | tuple):
+        raise InvalidArgument(f"codecs={quote(codecs)}: expected an eXmY format, such as 'e4m3'. {_OTHER_CODECS}")
+    documents = _as_documents(codecs)
+    if documents and is_bytes_codec(documents[0]["name"]):
+        documents.insert(0, uncompressed)  # as TensorStore does
+    return documents
+
+
+_OTHER_CODECS = (
+    f"Other codecs are {LOSSLESS!r}, None (uncompressed) and lists of Zarr v3 codecs, such as ['bytes', 'zstd']"
+)
 
 
 def codecs_text(codecs: Sequence[Mapping[str, Any]]) -> str:

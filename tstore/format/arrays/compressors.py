@@ -75,9 +75,9 @@ def is_feasible(size: int, encoded_size: int, max_ratio: int = _HIGHEST_RATIO) -
     return size <= (encoded_size + 4) * max_ratio
 
 
-def _checked_int(value: Any, low: int, high: int) -> int:
+def _checked_int(setting: str, value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        raise TypeError
+        raise TypeError(f"expected {setting!r} to be an integer from {low} to {high}")
     return value
 
 
@@ -95,7 +95,7 @@ class _GZip(Compressor):
     """Zarr's `gzip`, without the modification time in its header: equal chunks must have equal bytes."""
 
     def __init__(self, level: int = 5) -> None:
-        self._level = _checked_int(level, 0, 9)
+        self._level = _checked_int("level", level, 0, 9)
 
     def encode(self, data: Any) -> bytes:
         return gzip.compress(data, self._level, mtime=0)
@@ -157,8 +157,8 @@ class _Zstd(Compressor):
         from numcodecs.zstd import Zstd  # takes a sixth of the import time of tstore, so import it late
 
         if type(checksum) is not bool:
-            raise TypeError
-        self._codec = Zstd(_checked_int(level, -(1 << 17), 22), checksum)
+            raise TypeError("expected 'checksum' to be true or false")
+        self._codec = Zstd(_checked_int("level", level, -(1 << 17), 22), checksum)
 
     def encode(self, data: Any) -> bytes:
         encoded: bytes = self._codec.encode(data)
@@ -262,14 +262,16 @@ class _Blosc(Compressor):
         # blosc's own threads write blocks in the order of completion, but equal chunks must have equal bytes.
         # zarr-python disables them as well.
         blosc.use_threads = False
-        if cname not in blosc.list_compressors() or shuffle not in _SHUFFLES:
-            raise TypeError
+        if cname not in blosc.list_compressors():
+            raise TypeError(f"expected 'cname' to be one of {', '.join(blosc.list_compressors())}")
+        if shuffle not in _SHUFFLES:
+            raise TypeError(f"expected 'shuffle' to be one of {', '.join(_SHUFFLES)}")
         self._codec = blosc.Blosc(
             cname,
-            _checked_int(clevel, 0, 9),
+            _checked_int("clevel", clevel, 0, 9),
             _SHUFFLES.index(shuffle),
-            _checked_int(blocksize, 0, _MAX_INT),
-            _checked_int(typesize, 1, _MAX_INT),
+            _checked_int("blocksize", blocksize, 0, _MAX_INT),
+            _checked_int("typesize", typesize, 1, _MAX_INT),
         )
 
     def check_input(self, least: int, most: int) -> None:
@@ -316,7 +318,7 @@ class _NumcodecsBlosc(_Blosc):
         typesize: int | None = None,
     ) -> None:
         typesize = 1 if typesize is None else typesize  # of the bytes that numcodecs is passed
-        shuffle = _checked_int(shuffle, -1, 2)
+        shuffle = _checked_int("shuffle", shuffle, -1, 2)
         if shuffle < 0:
             shuffle = 2 if typesize == 1 else 1
         super().__init__(typesize, cname, clevel, _SHUFFLES[shuffle], blocksize)
@@ -363,4 +365,4 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "numcodecs.gzip": _NumcodecsGZip,
     "numcodecs.blosc": _NumcodecsBlosc,
 }
-"""By the name in a `zarr.json`. The arguments are the configuration; `TypeError` means an unsupported one."""
+"""By the name in a `zarr.json`. The arguments are the configuration; A `TypeError` says what is wrong with one."""

@@ -8,9 +8,8 @@ chunks.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arrays.array_codecs import ArrayCodec
 from tstore.format.arrays.compressors import Bytes
-from tstore.format.arrays.grid import Projection, axis_projections, part_of
+from tstore.format.arrays.grid import AxisProjection, AxisRun, Projection, axis_runs, part_of
 from tstore.format.arrays.numcodecs_classes import unsupported
 from tstore.format.arrays.variable import MAX_ENCODED, is_variable
 
@@ -170,9 +169,20 @@ class Sharded(ArrayCodec):
     def _projections(self, inside: tuple[slice, ...]) -> Iterator[Projection]:
         """Yield the intersections of a selection with the inner chunks."""
         axes = (range(s.start, s.stop, s.step) for s in inside)
-        per_axis = [axis_projections(r, n, c) for r, n, c in zip(axes, self._shape, self._chunks, strict=True)]
-        for parts in itertools.product(*per_axis):
+        per_axis = [axis_runs(r, n, c) for r, n, c in zip(axes, self._shape, self._chunks, strict=True)]
+        for parts in _product(per_axis):
             yield Projection.from_axes(parts)
+
+
+def _product(per_axis: Sequence[Sequence[AxisRun]]) -> Iterator[tuple[AxisProjection, ...]]:
+    """Yield the product of the parts of runs; unlike that of itertools, it does not keep those of millions."""
+    if not per_axis:
+        yield ()
+        return
+    for run in per_axis[0]:
+        for part in run.each():
+            for rest in _product(per_axis[1:]):
+                yield part, *rest
 
 
 def _is_filled(values: Values, fill: Values) -> bool:
