@@ -165,6 +165,15 @@ def test_a_chunk_that_is_a_broken_link_is_not_a_missing_chunk(tmp_path: Path) ->
         asyncio.run(import_zarr(tmp_path / "x.zarr", tmp_path / "store"))
 
 
+@pytest.mark.parametrize("frame", ["502a4d1800000000", "28b52ffd2000010000"], ids=["skippable", "empty"])
+def test_millions_of_empty_zstd_frames(tmp_path: Path, frame: str) -> None:
+    grid = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1 << 23]}}}
+    write_zarr(tmp_path / "x.zarr", zarr_json=V3 | grid | {"codecs": [LITTLE, "zstd"]}, c__0="")
+    (tmp_path / "x.zarr/c/0").write_bytes(bytes.fromhex(frame) * (1 << 20))
+    with bounded_time(1), pytest.raises(Corrupt, match="more than 1024 zstd frames are empty"):
+        tstore.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/x.zarr/"}).read()
+
+
 def test_a_chunk_larger_than_memory(tmp_path: Path) -> None:
     huge = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1 << 45]}}}
     write_zarr(tmp_path / "x.zarr", zarr_json=COMPRESSED | huge, c__0="x")

@@ -192,6 +192,7 @@ class _Zstd(Compressor):
 
 _ZSTD_MAGIC = 0xFD2FB528
 _ZSTD_SKIPPABLE = 0x184D2A50  # and the fifteen numbers after it
+_MAX_EMPTY = 1024  # frames without content, of which millions would take long to skip
 
 
 def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:
@@ -216,12 +217,15 @@ def _zstd_size(data: memoryview, max_size: int) -> int | None:
 
     Stop at the first frame with which the total exceeds `max_size`.
     """
-    total, at = 0, 0
+    total, at, empty = 0, 0, 0
     while at < len(data) and total <= max_size:
         start, size, has_checksum = _zstd_header(data, at)
         if size is None:
             return None
         total += size
+        empty += not size
+        if empty > _MAX_EMPTY:
+            raise Corrupt(f"more than {_MAX_EMPTY} zstd frames are empty")
         if int.from_bytes(data[at : at + 4], "little") != _ZSTD_MAGIC:
             at = start + int.from_bytes(data[at + 4 : at + 8], "little")
             continue
