@@ -266,7 +266,10 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
     is_name = isinstance(codecs, str) and is_bytes_codec(codecs)
     if is_name or (isinstance(codecs, Mapping) and "name" in codecs):
         example = [codecs] if is_name else ["bytes", codecs]
-        raise InvalidArgument(f"codecs={quote(codecs)}: pass Zarr codecs as a list, such as {example!r:.200}")
+        raise InvalidArgument(
+            f"codecs={quote(codecs)}: pass Zarr codecs as a list, such as {example!r:.200}; without a list, "
+            f"expected {LOSSLESS!r} or an eXmY format, such as 'e4m3'"
+        )
     if isinstance(codecs, str | exmy.Format):
         codecs = {"format": codecs}
     if isinstance(codecs, Mapping):
