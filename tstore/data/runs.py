@@ -161,8 +161,8 @@ Fill = Callable[[ReadJob, Any], None]
 def divide(job: ReadJob, fill: Fill) -> tuple[Iterable[RunPiece], Iterable[Projection | PointProjection]]:
     """Divide a job's selection into boxes and rows of short, unencoded chunks, and single chunks.
 
-    The chunks of a box, and those of a row, follow each other in a pack. Call `fill` for chunks of a sparse array of
-    which many neighbours were never written; others are not looked up.
+    The chunks of a box, and those of a row, follow each other in a pack. Call `fill` for chunks of a sparse array
+    of which many neighbours were never written; others are not looked up.
     """
     meta, selection = job.meta, job.selection
     if isinstance(selection, PointSelection):
