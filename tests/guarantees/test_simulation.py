@@ -388,7 +388,7 @@ QUICK = {
     "gc forgets manifests that a root repeats": 6,
     "a root forgets deletions": 25,
     "a root of another version is read": 8,
-    "pages of another store's root are read": 526,
+    "pages of another store's root are read": 701,
     "a segment is lost": 19,
     "a merge hides newer references": 201,
     "references are merged in the wrong order": 6,
