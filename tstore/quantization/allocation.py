@@ -28,9 +28,9 @@ def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]
     A mix of two points of the lower convex hull of a curve beats any other point, so only hulls count at first.
     All arrays begin at their smallest point. The steps between neighbouring hull points of all arrays are taken in
     the order of the error that each byte removes, while they fit (Shoham and Gersho 1988). The array whose step is
-    the first that does not fit gets its best point, on the hull or not, given what the steps of the others remove
-    in the bytes that it leaves them. Further steps of the others are taken while they fit: the result is within
-    that one step of the optimum. What is left goes to single points of the arrays whose error falls most.
+    the first that does not fit takes the point, on the hull or not, that leaves the least error together with the
+    steps of others that then fit. The result is within that one step of the optimum. What is left goes to single
+    points of the arrays whose error falls most.
     """
     hulls = [lower_hull(curve) for curve in curves]
     steps = sorted(
@@ -44,19 +44,22 @@ def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]
     chosen = [hull[0] for hull in hulls]
     room = budget - sum(point.size for point in chosen)
     fitting = bisect.bisect_right(list(itertools.accumulate(step.size for step in steps)), room)
+    for step in steps[:fitting]:
+        chosen[step.curve] = step.point
+        room -= step.size
     if fitting < len(steps):
         i = steps[fitting].curve
-        steps = [step for step in steps if step.curve != i]
+        steps = [step for step in steps[fitting:] if step.curve != i]
         room += chosen[i].size
         chosen[i] = _best_beside(steps, curves[i], chosen[i], room)
         room -= chosen[i].size
-    stopped: set[int] = set()  # the curves with a step that did not fit
-    for step in steps:
-        if step.curve not in stopped and step.size <= room:
-            chosen[step.curve] = step.point
-            room -= step.size
-        else:
-            stopped.add(step.curve)
+        stopped: set[int] = set()  # the curves with a step that did not fit
+        for step in steps:
+            if step.curve not in stopped and step.size <= room:
+                chosen[step.curve] = step.point
+                room -= step.size
+            else:
+                stopped.add(step.curve)
     options = [_best(curve, point, room) for curve, point in zip(curves, chosen, strict=True)]
     for i in sorted(range(len(curves)), key=lambda i: options[i].error - chosen[i].error):
         point = _best(curves[i], chosen[i], room)
@@ -75,15 +78,15 @@ class _Step(NamedTuple, Generic[C]):
     point: Point[C]
 
 
-def _best_beside(steps: Sequence[_Step[C]], curve: Sequence[Point[C]], smallest: Point[C], room: int) -> Point[C]:
-    """Return the point of a curve of up to `room` bytes that leaves the least error with steps of other curves."""
+def _best_beside(steps: Sequence[_Step[C]], curve: Sequence[Point[C]], chosen: Point[C], room: int) -> Point[C]:
+    """Return the point of up to `room` bytes that leaves the least error together with steps of other curves."""
     sizes = [0, *itertools.accumulate(step.size for step in steps)]
     removed = [0.0, *itertools.accumulate(step.error for step in steps)]
 
     def remaining_error(point: Point[C]) -> float:
         return point.error - removed[bisect.bisect_right(sizes, room - point.size) - 1]
 
-    return min((p for p in curve if p.size <= room), key=remaining_error, default=smallest)
+    return min((p for p in curve if p.size <= room), key=remaining_error, default=chosen)
 
 
 def _best(curve: Sequence[Point[C]], chosen: Point[C], room: int) -> Point[C]:
