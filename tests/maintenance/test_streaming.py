@@ -13,7 +13,7 @@ import tstore
 import tstore.sync as blocking
 from tests.transactions.test_merges import make_small
 
-MANY = 200_000
+MANY = 400_000
 
 PEAK = """
 import asyncio, sys
@@ -39,7 +39,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with an array of many chunks of eight bytes, half of which version 3 wrote."""
+    """A store with an array of many chunks of eight bytes, of which version 3 wrote half again."""
     folder = tmp_path_factory.mktemp("many") / "store"
     values = np.arange(MANY)
     with blocking.open(folder) as store:
@@ -54,19 +54,22 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("work", "result"),
+    ("work", "result", "limit"),
     [
-        ("store.verify()", f"{MANY * 3 // 2 + 2:,} chunks"),
-        ("store.diff(1, 3)", "1 array"),
-        ("tstore.copy(store, folder + '.copy')", "version=3"),
+        ("store.verify()", f"{MANY * 3 // 2 + 2:,} chunks", 80),
+        ("store.diff(1, 3)", "1 array", 80),
+        ("tstore.copy(store, folder + '.copy')", "version=3", 125),
     ],
 )
-def test_memory_does_not_grow_with_the_chunks(many: Path, work: str, result: str) -> None:
-    """At most 150 bytes a chunk, of which the cache of segments takes 100; objects for each would take 800."""
+def test_memory_does_not_grow_with_the_chunks(many: Path, work: str, result: str, limit: int) -> None:
+    """Objects for each chunk took 344 MiB, all references in memory 197, and those of a whole pack 160.
+
+    The caches take 32 MiB, and the buffers of a copy 96.
+    """
     command = [sys.executable, "-c", PEAK, str(many), work]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     assert result in lines[0]
-    assert int(lines[-1]) <= 40, lines
+    assert int(lines[-1]) <= limit, lines
 
 
 async def random_history(store: tstore.Store, seed: int) -> list[np.ndarray]:

@@ -6,6 +6,7 @@ to which it refers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import uuid
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,9 @@ __all__ = [
     "take_inventory",
     "take_version_inventory",
 ]
+
+_STEP = 2 << 20  # bytes of a pack whose blocks are in memory at once
+_CACHED_EXTENTS = 16  # so that a segment whose blocks are far apart is not decoded at each step
 
 Column = npt.NDArray[np.uint64]
 
@@ -131,18 +135,10 @@ class PackBlocks:
         """The offset at which the last block ends."""
         return max([part.end for part in self._parts] + [extent.end for extent in self._extents])
 
-    def within(self, start: int, stop: int) -> _Blocks:
-        """Return the distinct blocks that begin from `start` up to `stop`, sorted; reads segments."""
-        parts = [self._parts[0].within(start, stop)]
-        for extent in self._extents:
-            if extent.start < stop and start <= extent.end:
-                parts.append(extent.blocks(self._pack).within(start, stop))
-        return _Blocks.distinct(parts)
-
     def new_check(self) -> PackCheck:
         """Return a new `PackCheck`, for one sequential read of the pack."""
         self._deduplicate()
-        return PackCheck(self)
+        return PackCheck(self._pack, self._parts[0], self._extents)
 
 
 class PackCheck:
@@ -151,13 +147,27 @@ class PackCheck:
     `position` is the offset of the next piece.
     """
 
-    def __init__(self, blocks: PackBlocks) -> None:
+    def __init__(self, pack: str, blocks: _Blocks, extents: Sequence[_Extent]) -> None:
         self._blocks = blocks
+        self._extents = extents
+        self._read = functools.lru_cache(_CACHED_EXTENTS)(lambda extent: extent.blocks(pack))
         self.position = 0
         self._unfinished: list[tuple[int, int, bytes, xxhash.xxh3_128]] = []  # blocks that began in earlier pieces
 
     def update(self, piece: memoryview) -> int | None:
         """Verify the blocks that end in the next piece; return the offset of a damaged block, or None."""
+        for start in range(0, len(piece), _STEP):
+            if (damaged := self._advance(piece[start : start + _STEP])) is not None:
+                return damaged
+        return None
+
+    def _within(self, start: int, stop: int) -> _Blocks:
+        """Return the distinct blocks that begin from `start` up to `stop`, sorted; reads segments."""
+        found = [extent for extent in self._extents if extent.start < stop and start <= extent.end]
+        parts = (self._read(extent).within(start, stop) for extent in found)
+        return _Blocks.distinct([self._blocks.within(start, stop), *parts])
+
+    def _advance(self, piece: memoryview) -> int | None:
         piece_start, piece_end = self.position, self.position + len(piece)
         unfinished = []
         for start, stop, check, state in self._unfinished:
@@ -166,7 +176,7 @@ class PackCheck:
                 unfinished.append((start, stop, check, state))
             elif state.digest() != check:
                 return start
-        blocks = self._blocks.within(piece_start, piece_end)
+        blocks = self._within(piece_start, piece_end)
         starts, sizes = blocks.starts.astype(np.int64), blocks.sizes.astype(np.int64)
         whole = starts + sizes <= piece_end
         checks = checks_in(piece, starts[whole] - piece_start, sizes[whole])
