@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -259,12 +260,12 @@ class _ArrayPair:
         b, numbers = self.metas[1], self.readable
         chunk = b.chunk_size * self.width
         if share >= len(numbers) * chunk:
-            chunks, tiles, sides = len(numbers), 1, b.chunks
-        else:
-            reads = int(max(1, share // chunk, min(_TILES, _DECODED * share // chunk, share // _SMALLEST_TILE)))
-            chunks = min(len(numbers), reads)
-            tiles = reads // chunks
-            sides = box_sides(b.chunks, min(b.chunk_size, int(share) // (chunks * tiles * self.width)))
+            yield from self._whole_regions(max(1, _BATCH_BYTES // chunk))
+            return
+        reads = int(max(1, share // chunk, min(_TILES, _DECODED * share // chunk, share // _SMALLEST_TILE)))
+        chunks = min(len(numbers), reads)
+        tiles = reads // chunks
+        sides = box_sides(b.chunks, min(b.chunk_size, int(share) // (chunks * tiles * self.width)))
         for i in spread_indices(len(numbers), chunks):
             starts = [k * c for k, c in zip(chunk_coordinates(int(numbers[i]), b.counts), b.chunks, strict=True)]
             inside = tuple(min(c, n - at) for c, n, at in zip(b.chunks, b.shape, starts, strict=True))
@@ -273,6 +274,17 @@ class _ArrayPair:
                 yield Selection(
                     tuple(range(at + r.start, at + r.stop) for at, r in zip(starts, region, strict=True))
                 )
+
+    def _whole_regions(self, longest: int) -> Iterator[Selection]:
+        """Yield the regions of all chunks that differ, up to `longest` that lie in a row in one region."""
+        b, numbers = self.metas[1], self.readable
+        row = b.counts[-1] if b.counts else 1
+        breaks = np.flatnonzero((np.diff(numbers) != 1) | (numbers[1:] % np.uint64(row) == 0)) + 1
+        for first, stop in itertools.pairwise([0, *breaks.tolist(), len(numbers)]):
+            for at in range(first, stop, longest):
+                sides = [*b.chunks[:-1], *(c * min(longest, stop - at) for c in b.chunks[-1:])]
+                place = zip(chunk_coordinates(int(numbers[at]), b.counts), b.chunks, sides, b.shape, strict=True)
+                yield Selection(tuple(range(i * c, min(i * c + side, n)) for i, c, side, n in place))
 
     def _readable_chunks(self) -> npt.NDArray[np.uint64]:
         """Return the differing chunks without those that are missing from an array that is not sparse.
