@@ -7,6 +7,7 @@ and one bit that says whether the row is the first with it. Segments are not kep
 from __future__ import annotations
 
 import functools
+import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from tstore.format.objects.segments import Segment, SegmentSource
 
 __all__ = ["ChunkList", "DistinctChunks", "array_label"]
 
+_ROWS_TOGETHER = 4096
+
 _Bits = npt.NDArray[np.uint8]
 
 
@@ -31,18 +34,32 @@ def array_label(version: int, path: str) -> str:
 
 
 class ChunkList(NamedTuple):
-    """Chunks of one manifest or segment. `nodes` has the arrays, `owners` the position of each chunk's array."""
+    """Chunks of manifests or of a segment; `owners` has the position of each in `nodes` and `versions`."""
 
-    version: int
+    versions: Sequence[int]
     nodes: Sequence[tuple[str, Document]]
     owners: npt.NDArray[np.integer[Any]]
     rows: ChunkTable
 
     def label(self, position: int) -> str:
         """Return how faults name the chunk at a position: its version, path and place in the grid."""
-        path, metadata = self.nodes[self.owners[position]]
+        owner = self.owners[position]
+        path, metadata = self.nodes[owner]
         place = chunk_coordinates(int(self.rows.number[position]), metadata.meta.counts)
-        return f"{array_label(self.version, path)}, chunk {place}"
+        return f"{array_label(self.versions[owner], path)}, chunk {place}"
+
+    @staticmethod
+    def concat(lists: Sequence[ChunkList]) -> ChunkList:
+        """Return the chunks of all lists, one list after the other."""
+        if len(lists) == 1:
+            return lists[0]
+        starts = itertools.accumulate([len(chunks.nodes) for chunks in lists], initial=0)
+        return ChunkList(
+            [version for chunks in lists for version in chunks.versions],
+            [node for chunks in lists for node in chunks.nodes],
+            np.concatenate([chunks.owners + start for chunks, start in zip(lists, starts, strict=False)]),
+            ChunkTable.concat([chunks.rows for chunks in lists]),
+        )
 
 
 class UnreadSegment(NamedTuple):
@@ -59,7 +76,7 @@ class UnreadSegment(NamedTuple):
         [rows] = self.source.load((self.segment,))
         if self.first is not None:
             rows = rows.take(np.flatnonzero(np.unpackbits(self.first, count=len(rows))))
-        return ChunkList(self.version, (self.node,), np.zeros(len(rows), np.uint8), rows)
+        return ChunkList((self.version,), (self.node,), np.zeros(len(rows), np.uint8), rows)
 
     @property
     def label(self) -> str:
@@ -76,6 +93,8 @@ class DistinctChunks:
         self._keys = _Keys()
         self._segments: set[Segment] = set()
         self._lists: list[ChunkList | UnreadSegment] = []
+        self._pending: list[ChunkList] = []  # those of many small commits are added together
+        self._pending_rows = 0
 
     def __contains__(self, segment: Segment) -> bool:
         """Return whether all chunks of a segment were added."""
@@ -85,7 +104,20 @@ class DistinctChunks:
         return iter(self._lists)
 
     def add(self, chunks: ChunkList) -> None:
-        """Add chunks; keep those that are new."""
+        """Add chunks, or wait for more; keep those that are new."""
+        self._pending.append(chunks)
+        self._pending_rows += len(chunks.rows)
+        if self._pending_rows >= _ROWS_TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Add the chunks that wait for more."""
+        if not self._pending_rows:
+            self._pending.clear()
+            return
+        chunks = ChunkList.concat([chunks for chunks in self._pending if len(chunks.rows)])
+        self._pending.clear()
+        self._pending_rows = 0
         rows, owners = chunks.rows, chunks.owners
         first = self._first(rows)
         if not first.all():
@@ -98,6 +130,7 @@ class DistinctChunks:
         self, version: int, node: tuple[str, Document], segment: Segment, source: SegmentSource, rows: ChunkTable
     ) -> None:
         """Add the chunks of a segment, all of which are in the grid of its array."""
+        self.flush()
         self._segments.add(segment)
         first = self._first(rows)
         if first.any():

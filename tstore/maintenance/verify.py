@@ -160,6 +160,7 @@ class _Verification:
             reason = f"{log.storage.url}: {commit_key(missing)} is missing although later commits exist"
             faults.append(f"{reason}; restore it from a copy: until then the later commits can't be read")
         faults += self._merge_faults.values()
+        self._chunks.flush()
         chunks, size = self._chunks.count, self._chunks.bytes
         self._progress = self._progress._replace(total_chunks=chunks, total_bytes=size, faults=len(faults))
         faults += await read_back(log.storage, self._chunks, self._add_read)
@@ -256,7 +257,7 @@ class _Verification:
                     with self._reporting(f"{array_label(version, path)}: "):
                         self._list_segment(version, node, limit, segment, table.source)
         owners = np.repeat(np.arange(len(nodes)), counts)
-        self._chunks.add(self._inside(ChunkList(version, nodes, owners, manifest.table), limits))
+        self._chunks.add(self._inside(ChunkList([version] * len(nodes), nodes, owners, manifest.table), limits))
 
     def _shared(self, path: str, metadata: Document) -> tuple[str, Document]:
         """Return a node, the same object for many versions."""
@@ -285,7 +286,7 @@ class _Verification:
         if segment.last < limit:
             self._chunks.add_segment(version, node, segment, source, rows)
         else:
-            chunks = ChunkList(version, [node], np.zeros(len(rows), np.int64), rows)
+            chunks = ChunkList([version], [node], np.zeros(len(rows), np.int64), rows)
             self._chunks.add(self._inside(chunks, [limit]))
 
     def _inside(self, chunks: ChunkList, limits: Sequence[int | None]) -> ChunkList:
@@ -295,7 +296,7 @@ class _Verification:
         outside = np.flatnonzero(number >= highest[owners])
         for at in outside.tolist():
             if limits[owners[at]] is not None:
-                label = array_label(chunks.version, chunks.nodes[owners[at]][0])
+                label = array_label(chunks.versions[owners[at]], chunks.nodes[owners[at]][0])
                 self._faults.append(f"{label} has a chunk number {number[at]} outside of its grid")
         if not len(outside):
             return chunks
