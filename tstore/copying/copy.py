@@ -182,7 +182,7 @@ async def _copy_one(
     if target_version is not None and target_version > records.newest:
         living = await living_as_of(LogReader(destination.storage), target_version)
         if not all(v in living for v in inventory.versions):
-            inventory = Inventory(version, (), {}, {})  # the destination expired the version: nothing to copy
+            inventory = Inventory(version, (), {}, {}, set())  # the destination expired it: nothing to copy
     return await _Copy(log, records, destination, inventory, target_version, progress).run()
 
 

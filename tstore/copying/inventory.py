@@ -6,8 +6,10 @@ to which it refers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import uuid
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +18,13 @@ import xxhash
 from msgspec.structs import replace
 
 from tstore.format.arrays.grid import chunk_coordinates
-from tstore.format.checksums import BLOCK, digest
+from tstore.format.checksums import BLOCK, checks_in
 from tstore.format.layout import owner_of
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Collection, Record
 from tstore.format.objects.references import Manifest
+from tstore.format.objects.segments import Segment, SegmentedTable, SegmentSource
 from tstore.format.tree.tree import Tree
 from tstore.log.expiry import changes_nothing, last_collection, ledger_at, living_versions
 from tstore.log.reader import LogReader
@@ -40,50 +43,102 @@ __all__ = [
     "take_version_inventory",
 ]
 
+_STEP = 2 << 20  # bytes of a pack whose blocks are in memory at once
+_CACHED_EXTENTS = 16  # so that a segment whose blocks are far apart is not decoded at each step
+
 Column = npt.NDArray[np.uint64]
 
 
-class PackBlocks:
-    """The blocks of one pack that have a checksum: the offset, size and checksum of each."""
+class _Blocks(NamedTuple):
+    """Blocks that have a checksum: the offset, size and checksum of each."""
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[Column, Column, npt.NDArray[np.uint8]]] = []
-        self._rows = 0  # in all parts
-        self._distinct = 0  # rows after the last removal of duplicates
+    starts: Column
+    sizes: Column
+    checks: npt.NDArray[np.uint8]
 
-    def add(self, table: ChunkTable) -> None:
-        """Add the chunks of a table, all of which are in this pack."""
+    @staticmethod
+    def of(table: ChunkTable) -> _Blocks:
+        """Return the blocks of the chunks of a table, which are in one pack."""
         counts = np.diff(table.blocks)
         number_in_chunk = np.arange(int(table.blocks[-1])) - np.repeat(table.blocks[:-1], counts)
         offset_in_chunk = number_in_chunk.astype("<u8") * np.uint64(BLOCK)
         sizes = np.minimum(np.repeat(table.length, counts) - offset_in_chunk, np.uint64(BLOCK))
-        self._parts.append((np.repeat(table.offset, counts) + offset_in_chunk, sizes, table.checks))
-        self._rows += len(sizes)
-        if self._rows > max(1024, 2 * self._distinct):  # many versions refer to the same chunks
-            self._deduplicate()
+        return _Blocks(np.repeat(table.offset, counts) + offset_in_chunk, sizes, table.checks)
 
-    def _deduplicate(self) -> None:
-        """Sort the blocks and drop duplicates."""
-        starts, sizes, checks = (np.concatenate(column) for column in zip(*self._parts, strict=True))
+    @staticmethod
+    def distinct(parts: Sequence[_Blocks]) -> _Blocks:
+        """Return the distinct blocks of all parts, sorted."""
+        starts, sizes, checks = (np.concatenate(column) for column in zip(*parts, strict=True))
         halves = np.ascontiguousarray(checks).view("<u8")  # each checksum as two integers, to be sorted
-        order = np.lexsort((halves[:, 1], halves[:, 0], sizes, starts))
-        rows = np.column_stack([starts, sizes, halves])[order]
-        is_new = np.ones(len(rows), np.bool_)
-        is_new[1:] = np.any(rows[1:] != rows[:-1], axis=1)
-        distinct = order[is_new]
-        self._parts = [(starts[distinct], sizes[distinct], checks[distinct])]
-        self._rows = self._distinct = len(distinct)
+        if not (starts[1:] > starts[:-1]).all():
+            order = np.lexsort((halves[:, 1], halves[:, 0], sizes, starts))
+            rows = np.column_stack([starts, sizes, halves])[order]
+            is_new = np.ones(len(rows), np.bool_)
+            is_new[1:] = np.any(rows[1:] != rows[:-1], axis=1)
+            order = order[is_new]
+            starts, sizes, checks = starts[order], sizes[order], checks[order]
+        return _Blocks(starts, sizes, checks)
 
     @property
     def end(self) -> int:
         """The offset at which the last block ends."""
-        return max(int((starts + sizes).max(initial=0)) for starts, sizes, _ in self._parts)
+        return int((self.starts + self.sizes).max(initial=0))
+
+    def within(self, start: int, stop: int) -> _Blocks:
+        """Return the blocks, sorted ones, that begin from `start` up to `stop`."""
+        first, last = np.searchsorted(self.starts, np.array([start, stop], np.uint64)).tolist()
+        return _Blocks(self.starts[first:last], self.sizes[first:last], self.checks[first:last])
+
+
+class _Extent(NamedTuple):
+    """A segment that refers to blocks of a pack, and where the first of these begins and the last ends."""
+
+    segment: Segment
+    source: SegmentSource
+    start: int
+    end: int
+
+    def blocks(self, pack: str) -> _Blocks:
+        """Return the blocks, sorted; reads the segment."""
+        [rows] = self.source.load((self.segment,))
+        return _Blocks.distinct([_Blocks.of(rows.take(np.flatnonzero(rows.pack == rows.packs.index(pack))))])
+
+
+class PackBlocks:
+    """The blocks of one pack that have a checksum. Those in segments are not kept, but read again when needed."""
+
+    def __init__(self, pack: str) -> None:
+        self._pack = pack
+        self._parts: list[_Blocks] = [_Blocks.of(ChunkTable.concat([]))]
+        self._rows = 0  # in all parts
+        self._distinct = 0  # rows after the last removal of duplicates
+        self._extents: list[_Extent] = []
+
+    def add(self, table: ChunkTable) -> None:
+        """Add the chunks of a table, all of which are in this pack."""
+        self._parts.append(_Blocks.of(table))
+        self._rows += len(self._parts[-1].starts)
+        if self._rows > max(1024, 2 * self._distinct):  # many versions refer to the same chunks
+            self._deduplicate()
+
+    def add_segment(self, segment: Segment, source: SegmentSource, table: ChunkTable) -> None:
+        """Add the chunks of a segment that are in this pack, which the table has."""
+        start, end = int(table.offset.min()), int((table.offset + table.length).max())
+        self._extents.append(_Extent(segment, source, start, end))
+
+    def _deduplicate(self) -> None:
+        self._parts = [_Blocks.distinct(self._parts)]
+        self._rows = self._distinct = len(self._parts[0].starts)
+
+    @property
+    def end(self) -> int:
+        """The offset at which the last block ends."""
+        return max([part.end for part in self._parts] + [extent.end for extent in self._extents])
 
     def new_check(self) -> PackCheck:
         """Return a new `PackCheck`, for one sequential read of the pack."""
         self._deduplicate()
-        starts, sizes, checks = self._parts[0]
-        return PackCheck(starts, starts + sizes, checks)
+        return PackCheck(self._pack, self._parts[0], self._extents)
 
 
 class PackCheck:
@@ -92,62 +147,97 @@ class PackCheck:
     `position` is the offset of the next piece.
     """
 
-    def __init__(self, starts: Column, stops: Column, checks: npt.NDArray[np.uint8]) -> None:
-        self._starts = starts
-        self._stops = stops.tolist()
-        self._checks = checks.tobytes()
-        self._next = 0  # the first block that no piece has reached
+    def __init__(self, pack: str, blocks: _Blocks, extents: Sequence[_Extent]) -> None:
+        self._blocks = blocks
+        self._extents = extents
+        self._read = functools.lru_cache(_CACHED_EXTENTS)(lambda extent: extent.blocks(pack))
         self.position = 0
-        self._unfinished: list[tuple[int, int, xxhash.xxh3_128]] = []  # blocks that began in earlier pieces
+        self._unfinished: list[tuple[int, int, bytes, xxhash.xxh3_128]] = []  # blocks that began in earlier pieces
 
     def update(self, piece: memoryview) -> int | None:
         """Verify the blocks that end in the next piece; return the offset of a damaged block, or None."""
-        piece_start, piece_end = self.position, self.position + len(piece)
-        unfinished = []
-        for number, stop, state in self._unfinished:
-            state.update(piece[: stop - piece_start])
-            if stop > piece_end:
-                unfinished.append((number, stop, state))
-            elif state.digest() != self._check(number):
-                return int(self._starts[number])
-        last = int(np.searchsorted(self._starts, np.uint64(piece_end)))
-        for number in range(self._next, last):
-            start, stop = int(self._starts[number]), self._stops[number]
-            if stop > piece_end:
-                unfinished.append((number, stop, xxhash.xxh3_128(piece[start - piece_start :])))
-            elif digest(piece[start - piece_start : stop - piece_start]) != self._check(number):
-                return start
-        self._unfinished, self._next, self.position = unfinished, last, piece_end
+        for start in range(0, len(piece), _STEP):
+            if (damaged := self._advance(piece[start : start + _STEP])) is not None:
+                return damaged
         return None
 
-    def _check(self, number: int) -> bytes:
-        return self._checks[16 * number : 16 * number + 16]
+    def _within(self, start: int, stop: int) -> _Blocks:
+        """Return the distinct blocks that begin from `start` up to `stop`, sorted; reads segments."""
+        found = [extent for extent in self._extents if extent.start < stop and start <= extent.end]
+        parts = (self._read(extent).within(start, stop) for extent in found)
+        return _Blocks.distinct([self._blocks.within(start, stop), *parts])
+
+    def _advance(self, piece: memoryview) -> int | None:
+        piece_start, piece_end = self.position, self.position + len(piece)
+        unfinished = []
+        for start, stop, check, state in self._unfinished:
+            state.update(piece[: stop - piece_start])
+            if stop > piece_end:
+                unfinished.append((start, stop, check, state))
+            elif state.digest() != check:
+                return start
+        blocks = self._within(piece_start, piece_end)
+        starts, sizes = blocks.starts.astype(np.int64), blocks.sizes.astype(np.int64)
+        whole = starts + sizes <= piece_end
+        checks = checks_in(piece, starts[whole] - piece_start, sizes[whole])
+        damaged = np.flatnonzero((checks != blocks.checks[whole]).any(axis=1))
+        if len(damaged):
+            return int(starts[whole][damaged[0]])
+        for at in np.flatnonzero(~whole).tolist():
+            start, stop = int(starts[at]), int(starts[at] + sizes[at])
+            state = xxhash.xxh3_128(piece[start - piece_start :])
+            unfinished.append((start, stop, blocks.checks[at].tobytes(), state))
+        self._unfinished, self.position = unfinished, piece_end
+        return None
 
 
 class Inventory(NamedTuple):
     """The objects that `versions` need, as of version `base`.
 
     `manifests` maps keys to references; manifests inside records have no key and are omitted. `packs` maps keys to
-    the blocks to which the versions refer.
+    the blocks to which the versions refer. `segments` are those in `packs`.
     """
 
     base: int
     versions: tuple[int, ...]
     manifests: dict[str, ObjectRef]
     packs: dict[str, PackBlocks]
+    segments: set[Segment]
 
     def add(self, manifest: Manifest) -> None:
         """Add the chunks of a manifest, and its segments, to their packs."""
-        for table in manifest.tables():
-            order = np.argsort(table.pack, kind="stable")
-            cuts = np.searchsorted(table.pack[order], np.arange(len(table.packs) + 1)).tolist()
-            for pack, (low, high) in zip(table.packs, itertools.pairwise(cuts), strict=True):
-                if isinstance(pack, str) and high > low:
-                    self.packs.setdefault(pack, PackBlocks()).add(table.take(order[low:high]))
+        segmented: list[SegmentedTable] = []
+        if manifest.segments:
+            segmented += [merge.table for merge in manifest.merges_by_path().values()]
+            segmented += [t for *_, node in manifest.nodes() for t in node if isinstance(t, SegmentedTable)]
+        for table in (manifest.segment_table, manifest.table) if segmented else (manifest.table,):
+            for pack, part in _by_pack(table):
+                self._blocks_of(pack).add(part)
+        for layer in segmented:
+            for segment in layer.segments:
+                if segment not in self.segments:
+                    [rows] = layer.source.load((segment,))
+                    for pack, part in _by_pack(rows):
+                        self._blocks_of(pack).add_segment(segment, layer.source, part)
+                    self.segments.add(segment)
+
+    def _blocks_of(self, pack: str) -> PackBlocks:
+        if pack not in self.packs:
+            self.packs[pack] = PackBlocks(pack)
+        return self.packs[pack]
 
     def add_tree(self, tree: Tree) -> None:
         """Add the chunks and segments of all nodes of a tree to their packs."""
         self.add(tree.manifest())
+
+
+def _by_pack(table: ChunkTable) -> Iterator[tuple[str, ChunkTable]]:
+    """Yield each pack that is not inline, with the chunks in it."""
+    order = np.argsort(table.pack, kind="stable")
+    cuts = np.searchsorted(table.pack[order], np.arange(len(table.packs) + 1)).tolist()
+    for pack, (low, high) in zip(table.packs, itertools.pairwise(cuts), strict=True):
+        if isinstance(pack, str) and high > low:
+            yield pack, table.take(order[low:high])
 
 
 class LivingSet(NamedTuple):
@@ -174,7 +264,7 @@ async def living_as_of(log: LogReader, version: int) -> LivingSet:
 
 async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Inventory:
     """Return the inventory of all living versions up to `base`; raise the errors of `check_tagged`."""
-    inventory = Inventory(base, (), {}, {})
+    inventory = Inventory(base, (), {}, {}, set())
     versions = []
     previous_expired = False  # if so, its chunks were not added, but a later version may refer to them
 
@@ -208,7 +298,7 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
     base = version
     while version and changes_nothing(await log.record(version)):
         version -= 1
-    inventory = Inventory(base, (version,) if version else (), {}, {})
+    inventory = Inventory(base, (version,) if version else (), {}, {}, set())
     await run(inventory.add_tree, await log.tree(version))
     async for _, record in log.each_record(range(version, 0, -1)):
         inventory.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
@@ -259,7 +349,10 @@ def _chunk_at(tree: Tree, pack: str, offset: int) -> str | None:
     for path, node in tree.nodes.items():
         if not node.is_array or pack not in node.packs:
             continue
-        for row in node.chunks.rows:
-            if row.pack == pack and row.offset <= offset < row.offset + max(1, row.length):
-                return f"{path}, chunk {chunk_coordinates(row.number, node.meta.counts)}"
+        for part in node.parts():
+            at = part.packs.index(pack) if pack in part.packs else -1
+            ends = part.offset + np.maximum(part.length, np.uint64(1))
+            found = part.number[(part.pack == at) & (part.offset <= offset) & (offset < ends)]
+            if len(found):
+                return f"{path}, chunk {chunk_coordinates(int(found[0]), node.meta.counts)}"
     return None

@@ -15,7 +15,7 @@ try:
 except ImportError:  # installed without a C compiler
     kernels = None  # type: ignore[assignment]
 
-__all__ = ["BLOCK", "CHECK_SIZE", "BlockHash", "as_checks", "block_checks", "digest"]
+__all__ = ["BLOCK", "CHECK_SIZE", "BlockHash", "as_checks", "block_checks", "checks_in", "digest"]
 
 BLOCK = 1 << 20
 """The largest number of bytes of an encoded chunk, or of the body of a request, that one checksum covers."""
@@ -37,6 +37,18 @@ def block_checks(data: memoryview, chunk: int = sys.maxsize) -> bytes:
         return kernels.block_checks(data, chunk, BLOCK)
     chunks = (data[i : i + chunk] for i in range(0, len(data), chunk))
     return b"".join([digest(part[i : i + BLOCK]) for part in chunks for i in range(0, len(part), BLOCK)])
+
+
+def checks_in(
+    data: memoryview, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint8]:
+    """Return the checksums of chunks in `data`; a run of equally long ones is hashed in one call."""
+    stops = starts + lengths
+    follows = (lengths[1:] == lengths[:-1]) & (starts[1:] == stops[:-1]) & (lengths[1:] > 0)
+    first = np.concatenate([np.zeros(min(1, len(starts)), np.int64), np.flatnonzero(~follows) + 1])
+    last = np.append(first[1:], len(starts)) - 1 if len(starts) else first
+    runs = zip(starts[first].tolist(), stops[last].tolist(), lengths[first].tolist(), strict=True)
+    return as_checks(b"".join([block_checks(data[start:stop], length) for start, stop, length in runs]))
 
 
 class BlockHash:

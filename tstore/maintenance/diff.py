@@ -1,7 +1,8 @@
 """The differences between two versions: arrays that were added, removed or changed, and groups.
 
 1. Compare the nodes of both trees by path. The trees share the nodes that are unchanged.
-2. Compare each array that both versions have by its metadata, and its chunks by the checksums in their references.
+2. Compare each array that both versions have by its metadata, and its chunks by the checksums in their references
+   (`differing_chunks`).
 3. If both arrays have float values and the same shape, read the chunks that differ, or as many of them as a budget
    allows, and measure the distance of their values, in batches that bound the memory.
 """
@@ -9,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -23,11 +25,12 @@ from tstore.format.arguments import checked_budget
 from tstore.format.arrays.dtypes import is_float
 from tstore.format.arrays.grid import Selection, box_sides, chunk_coordinates
 from tstore.format.arrays.samples import Tiling, spread_indices
-from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.documents import Document
+from tstore.format.objects.layers import last_number, numbers_of
 from tstore.format.plain_text import pluralize, text_table
-from tstore.format.tree.node import Node, same_metadata
+from tstore.format.tree.node import Node, check_in_grid, same_metadata
 from tstore.maintenance.contents import ArrayInfo, array_info
+from tstore.maintenance.differing_chunks import differing_numbers
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.storage.base import Storage
@@ -35,6 +38,8 @@ from tstore.storage.base import Storage
 __all__ = ["ArrayDiff", "Diff", "change_order", "diff_snapshots"]
 
 _BATCH_BYTES = 32 << 20
+_REGION_BYTES = 1 << 10  # of the objects for a region, so that a batch has a bounded number of tiny chunks
+_SLICE = 1 << 16  # chunk numbers
 _TILES = 64  # of a sample of an array, or more if it has more whole chunks
 _SMALLEST_TILE = 16 << 10  # bytes, so that samples of many arrays have few tiles
 _DECODED = 16  # times the bytes of a sample: chunks that may be decoded for it
@@ -174,9 +179,9 @@ def _compare(before: Snapshot, after: Snapshot) -> tuple[list[ArrayDiff], list[_
             groups.append(path)
         a, b = _array(a), _array(b)
         if a is None and b is not None:
-            arrays.append(ArrayDiff(path, "added", None, array_info(path, b), (), len(b.chunks), None))
+            arrays.append(ArrayDiff(path, "added", None, array_info(path, b), (), b.chunk_count, None))
         elif a is not None and b is None:
-            arrays.append(ArrayDiff(path, "removed", array_info(path, a), None, (), len(a.chunks), None))
+            arrays.append(ArrayDiff(path, "removed", array_info(path, a), None, (), a.chunk_count, None))
         elif a is not None and b is not None:
             pairs.append(_ArrayPair(path, a, b, changed_fields))
     return arrays, pairs, groups
@@ -200,15 +205,14 @@ class _ArrayPair:
     def __init__(self, path: str, before: Node, after: Node, fields_of: Callable[..., tuple[str, ...]]) -> None:
         self.path = path
         self.nodes = (before, after)
-        a, b = self.metas = (before.meta, after.meta)
+        self.metas = (before.meta, after.meta)
         self.fields = fields_of(before.metadata, after.metadata)
         self._same_encoding = not {"dtype", "chunks", "codecs"} & set(self.fields)
         if self._same_encoding:
-            counts = tuple(max(n, m) for n, m in zip(a.counts, b.counts, strict=True))
-            chunks = _in_grid(before.chunks_in_grid, a.counts, counts)
-            self.differing = chunks.differing_numbers(_in_grid(after.chunks_in_grid, b.counts, counts))
+            self.differing = differing_numbers(before, after)
         else:
-            self.differing = after.chunks_in_grid.number
+            check_in_grid(path, after.meta, last_number(after.tables))
+            self.differing = numbers_of(after.tables)
 
     @property
     def differs(self) -> bool:
@@ -233,7 +237,7 @@ class _ArrayPair:
         """The bytes of a value in both versions together."""
         return sum(meta.dtype.itemsize for meta in self.metas)
 
-    @property
+    @functools.cached_property
     def values(self) -> int:
         """The number of values in the chunks to read."""
         b = self.metas[1]
@@ -241,9 +245,12 @@ class _ArrayPair:
             return 0
         if len(self.readable) == b.chunk_count:
             return b.size
-        at = np.unravel_index(self.readable.astype(np.int64), b.counts)
-        sides = [np.minimum(c, n - i * c) for i, c, n in zip(at, b.chunks, b.shape, strict=True)]
-        return int(np.prod(sides, axis=0).sum())
+        values = 0
+        for numbers in _slices(self.readable):
+            at = np.unravel_index(numbers.astype(np.int64), b.counts)
+            sides = [np.minimum(c, n - i * c) for i, c, n in zip(at, b.chunks, b.shape, strict=True)]
+            values += int(np.prod(sides, axis=0).sum())
+        return values
 
     def regions(self, share: float) -> Iterator[Selection]:
         """Yield the regions to read from both versions: all chunks that differ, or tiles spread over them.
@@ -253,12 +260,12 @@ class _ArrayPair:
         b, numbers = self.metas[1], self.readable
         chunk = b.chunk_size * self.width
         if share >= len(numbers) * chunk:
-            chunks, tiles, sides = len(numbers), 1, b.chunks
-        else:
-            reads = int(max(1, share // chunk, min(_TILES, _DECODED * share // chunk, share // _SMALLEST_TILE)))
-            chunks = min(len(numbers), reads)
-            tiles = reads // chunks
-            sides = box_sides(b.chunks, min(b.chunk_size, int(share) // (chunks * tiles * self.width)))
+            yield from self._whole_regions(max(1, _BATCH_BYTES // chunk))
+            return
+        reads = int(max(1, share // chunk, min(_TILES, _DECODED * share // chunk, share // _SMALLEST_TILE)))
+        chunks = min(len(numbers), reads)
+        tiles = reads // chunks
+        sides = box_sides(b.chunks, min(b.chunk_size, int(share) // (chunks * tiles * self.width)))
         for i in spread_indices(len(numbers), chunks):
             starts = [k * c for k, c in zip(chunk_coordinates(int(numbers[i]), b.counts), b.chunks, strict=True)]
             inside = tuple(min(c, n - at) for c, n, at in zip(b.chunks, b.shape, starts, strict=True))
@@ -268,6 +275,17 @@ class _ArrayPair:
                     tuple(range(at + r.start, at + r.stop) for at, r in zip(starts, region, strict=True))
                 )
 
+    def _whole_regions(self, longest: int) -> Iterator[Selection]:
+        """Yield the regions of all chunks that differ, up to `longest` that lie in a row in one region."""
+        b, numbers = self.metas[1], self.readable
+        row = b.counts[-1] if b.counts else 1
+        breaks = np.flatnonzero((np.diff(numbers) != 1) | (numbers[1:] % np.uint64(row) == 0)) + 1
+        for first, stop in itertools.pairwise([0, *breaks.tolist(), len(numbers)]):
+            for at in range(first, stop, longest):
+                sides = [*b.chunks[:-1], *(c * min(longest, stop - at) for c in b.chunks[-1:])]
+                place = zip(chunk_coordinates(int(numbers[at]), b.counts), b.chunks, sides, b.shape, strict=True)
+                yield Selection(tuple(range(i * c, min(i * c + side, n)) for i, c, side, n in place))
+
     def _readable_chunks(self) -> npt.NDArray[np.uint64]:
         """Return the differing chunks without those that are missing from an array that is not sparse.
 
@@ -276,12 +294,12 @@ class _ArrayPair:
         """
         numbers = self.differing
         for node, meta in zip(self.nodes, self.metas, strict=True):
-            if meta.sparse:
+            if meta.sparse or node.chunk_count == meta.chunk_count:
                 continue
-            if self._same_encoding:
-                numbers = numbers[node.chunks.locate(numbers) >= 0]
-            elif len(node.chunks) < meta.chunk_count:
+            if not self._same_encoding:
                 return numbers[:0]
+            present = [np.sort(node.select(part).number) for part in _slices(numbers)]
+            numbers = np.concatenate([np.empty(0, np.uint64), *present])
         return numbers
 
 
@@ -326,7 +344,7 @@ def _batches(pairs: Sequence[_ArrayPair], share: float) -> Iterator[_Regions]:
     for pair in pairs:
         for region in pair.regions(share):
             batch.append((pair, region))
-            size += math.prod(region.shape) * pair.width
+            size += math.prod(region.shape) * pair.width + _REGION_BYTES
             if size >= _BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
@@ -350,13 +368,8 @@ def _group(node: Node | None) -> Node | None:
     return node if node is not None and not node.is_array else None
 
 
-def _in_grid(chunks: ChunkTable, counts: tuple[int, ...], larger: tuple[int, ...]) -> ChunkTable:
-    """Renumber chunks for a grid that is at least as large along every axis, without reordering them."""
-    if counts == larger or not len(chunks):
-        return chunks
-    return chunks.with_numbers(
-        np.ravel_multi_index(np.unravel_index(chunks.number.astype(np.int64), counts), larger)
-    )
+def _slices(numbers: npt.NDArray[np.uint64]) -> Iterator[npt.NDArray[np.uint64]]:
+    return (numbers[at : at + _SLICE] for at in range(0, len(numbers), _SLICE))
 
 
 def _same(a: Any, b: Any) -> bool:

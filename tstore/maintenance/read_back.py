@@ -1,6 +1,7 @@
 """Reading chunks back from their packs, to compare their bytes with their checksums.
 
-1. Sort the chunks by pack and offset, and read chunks that are close together in one read.
+1. Take the chunks of one manifest or segment at a time. Sort them by pack and offset, and read chunks that are
+   close together in one read.
 2. Compare each chunk with its checksums. If a read of several chunks fails, read them one by one, to find those
    that can't be read.
 3. Read a chunk without near neighbours in pieces, so that memory does not depend on its length.
@@ -8,89 +9,129 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from tstore.data.reader import pack_reader
 from tstore.errors import Corrupt, NotFound
-from tstore.format.checksums import BLOCK, block_checks
+from tstore.format.checksums import BLOCK, block_checks, checks_in
+from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.maintenance.distinct_chunks import ChunkList, UnreadSegment
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import Storage
 from tstore.storage.objects import Tuning
 
-__all__ = ["LabeledChunk", "read_back"]
+__all__ = ["read_back"]
 
 
-class LabeledChunk(NamedTuple):
-    """A chunk and its label in error messages: version, path and position in the grid."""
+class _Batch(NamedTuple):
+    """The chunks from `start` to `stop` of a list, which is in the order of packs and offsets."""
 
-    row: ChunkRow
-    label: str
+    chunks: ChunkList
+    start: int
+    stop: int
 
 
 async def read_back(
-    storage: Storage, chunks: Iterable[LabeledChunk], report: Callable[[int, int], object]
+    storage: Storage, lists: Iterable[ChunkList | UnreadSegment], report: Callable[[int, int], object]
 ) -> list[str]:
     """Return a sentence for each chunk that can't be read or does not have its checksums.
 
     Call `report`, in worker threads, with the number of chunks read and their bytes after each read.
     """
-    in_order = sorted(chunks, key=lambda c: (isinstance(c.row.pack, bytes), str(c.row.pack), c.row.offset))
     faults: list[str] = []
 
-    def check(batch: list[LabeledChunk]) -> None:
+    def check(batch: _Batch) -> None:
         faults.extend(list(_faults(storage, batch)))
-        report(len(batch), sum(chunk.row.length for chunk in batch))
+        lengths = batch.chunks.rows.length[batch.start : batch.stop]
+        report(len(lengths), int(lengths.sum()))
 
-    await each(check, _batches(in_order, storage.tuning), storage.tuning.streams)
+    def batches() -> Iterator[_Batch]:
+        for chunks in lists:
+            if isinstance(chunks, UnreadSegment):
+                try:
+                    chunks = chunks.load()
+                except (Corrupt, NotFound) as error:
+                    faults.append(f"{chunks.label}: {error}")
+                    continue
+            yield from _batches(_sorted(chunks), storage.tuning)
+
+    await each(check, batches(), storage.tuning.streams)
     return faults
 
 
-def _batches(chunks: Iterable[LabeledChunk], tuning: Tuning) -> Iterator[list[LabeledChunk]]:
+def _sorted(chunks: ChunkList) -> ChunkList:
+    """Return chunks by pack and offset."""
+    rows = chunks.rows
+    packs = sorted(enumerate(rows.packs), key=lambda item: (isinstance(item[1], bytes), str(item[1])[:1000]))
+    rank = np.empty(len(packs), np.int64)
+    rank[[position for position, _ in packs]] = np.arange(len(packs))
+    rank = rank[rows.pack]
+    rising = (rank[1:] > rank[:-1]) | ((rank[1:] == rank[:-1]) & (rows.offset[1:] >= rows.offset[:-1]))
+    if rising.all():
+        return chunks
+    order = np.lexsort((rows.offset, rank))
+    return chunks._replace(owners=chunks.owners[order], rows=rows.take(order))
+
+
+def _batches(chunks: ChunkList, tuning: Tuning) -> Iterator[_Batch]:
     """Group chunks that are close together in a pack, up to about `tuning.batch` bytes; a long chunk is alone."""
-    batch: list[LabeledChunk] = []
-    batch_start = batch_end = 0
-    for chunk in chunks:
-        pack, offset, chunk_end = chunk.row.pack, chunk.row.offset, chunk.row.offset + chunk.row.length
-        near = bool(batch) and batch[0].row.pack == pack and 0 <= offset - batch_end <= tuning.gap
-        if batch and not (near and chunk_end - batch_start <= tuning.batch):
-            yield batch
-            batch = []
-        if not batch:
-            batch_start = offset
-        batch.append(chunk)
-        batch_end = chunk_end
-    if batch:
-        yield batch
+    offset, pack = chunks.rows.offset.astype(np.int64), chunks.rows.pack
+    end = offset + chunks.rows.length.astype(np.int64)
+    gap = offset[1:] - end[:-1]
+    apart = np.flatnonzero((pack[1:] != pack[:-1]) | (gap < 0) | (gap > tuning.gap)) + 1
+    for first, last in itertools.pairwise([0, *apart.tolist(), len(pack)]):
+        start = first
+        while start < last:
+            fitting = first + int(np.searchsorted(end[first:last], offset[start] + tuning.batch, "right"))
+            stop = max(start + 1, fitting)
+            yield _Batch(chunks, start, stop)
+            start = stop
 
 
-def _faults(storage: Storage, batch: list[LabeledChunk]) -> Iterator[str]:
+def _faults(storage: Storage, batch: _Batch) -> Iterator[str]:
     """Yield a sentence for each chunk of a batch that has a fault; read all chunks in one read if possible."""
-    if len(batch) > 1:
-        first, last = batch[0].row, batch[-1].row
-        size = last.offset + last.length - first.offset
+    rows = batch.chunks.rows.part(batch.start, batch.stop)
+    if len(rows) > 1:
+        first, size = int(rows.offset[0]), int(rows.offset[-1] + rows.length[-1] - rows.offset[0])
         with scratch(size) as buffer:
             try:
-                pack_reader(storage, first.pack).read_into(first.offset, [buffer], size)
+                pack_reader(storage, rows.packs[rows.pack[0]]).read_into(first, [buffer], size)
             except (Corrupt, NotFound):
                 pass  # at least one of the chunks can't be read
             else:
-                for row, label in batch:
-                    start = row.offset - first.offset
-                    checks = block_checks(buffer[start : start + row.length].data)
-                    if checks != row.checks:
-                        yield f"{label}: {row.mismatch(checks, storage.url)}"
+                starts = (rows.offset - rows.offset[0]).astype(np.int64)
+                checks = checks_in(buffer.data, starts, rows.length.astype(np.int64))
+                for at in _differing(rows, checks).tolist():
+                    [row] = rows.part(at, at + 1).compact().rows
+                    blocks = rows.blocks[at : at + 2].tolist()
+                    mismatch = row.mismatch(checks[slice(*blocks)].tobytes(), storage.url)
+                    yield f"{batch.chunks.label(batch.start + at)}: {mismatch}"
                 return
-    for row, label in batch:
+    for at in range(batch.start, batch.stop):
+        label = batch.chunks.label(at)
+        [row] = rows.take(np.array([at - batch.start])).rows
         try:
-            checks = _checks_in_pack(storage, row)
+            checks_read = _checks_in_pack(storage, row)
         except (Corrupt, NotFound) as error:
             yield f"{label}: {error}"
         else:
-            if checks != row.checks:
-                yield f"{label}: {row.mismatch(checks, storage.url)}"
+            if checks_read != row.checks:
+                yield f"{label}: {row.mismatch(checks_read, storage.url)}"
+
+
+def _differing(rows: ChunkTable, checks: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
+    """Return the positions of the chunks whose checksums differ from these."""
+    unequal = (rows.checks != checks).any(axis=1)
+    if not unequal.any():
+        return np.empty(0, np.intp)
+    return np.flatnonzero(np.logical_or.reduceat(unequal, rows.blocks[:-1]))
 
 
 def _checks_in_pack(storage: Storage, row: ChunkRow) -> bytes:

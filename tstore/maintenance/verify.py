@@ -3,10 +3,12 @@
 1. Read all records in order, and the manifests of living versions. Every record must name the last garbage
    collection before it. Every root, a stored copy of the tree, must equal the tree of the records up to its
    version (`_ReplayedTree`).
-2. List the chunks to check, from these manifests. If an older manifest was not read, because its version has
-   expired or is damaged, list all chunks of the next living version, which may have inherited some.
+2. List the chunks to check, from these manifests, without keeping their references (`distinct_chunks`). Skip the
+   segments that an earlier version had. If an older manifest was not read, because its version has expired or is
+   damaged, list all chunks of the next living version, which may have inherited some.
 3. Look for a gap: a missing record although later ones exist.
-4. Read each chunk once, and compare it with its checksums (`read_back`). List the keys that no store writes.
+4. Read the segments again and each chunk once, and compare it with its checksums (`read_back`). List the keys
+   that no store writes.
 5. If there are faults and a garbage collection was committed meanwhile, begin again: the collection may have
    deleted what is missing.
 """
@@ -20,15 +22,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
-from tstore.format.arrays.grid import chunk_coordinates
 from tstore.format.layout import ROOT_EVERY, commit_key, is_object, root_key
 from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.layers import Table
+from tstore.format.objects.documents import Document
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Record
 from tstore.format.objects.references import Manifest
+from tstore.format.objects.segments import Segment, SegmentSource
 from tstore.format.plain_text import pluralize
 from tstore.format.tree.node import Node
 from tstore.format.tree.nodes import Nodes
@@ -45,15 +48,13 @@ from tstore.maintenance.damage import (
     last_readable_collection,
     missing_records,
 )
-from tstore.maintenance.read_back import LabeledChunk, read_back
+from tstore.maintenance.distinct_chunks import ChunkList, DistinctChunks, array_label
+from tstore.maintenance.read_back import read_back
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 
 __all__ = ["VerifyProgress", "VerifyReport", "verify_store"]
-
-_Reference = tuple[str | bytes, int, int, bytes]
-"""Pack, offset, length and checks of a chunk; chunks in which all four are equal are verified once."""
 
 
 class VerifyReport(NamedTuple):
@@ -134,7 +135,8 @@ class _Verification:
         self._unlisted: set[int] = set()  # versions whose chunks are not listed; a later version may need some
         self._unchecked = set(known.suspected)
         self._arrays: set[str] = set()
-        self._chunks: dict[_Reference, LabeledChunk] = {}
+        self._nodes: dict[str, tuple[str, Document]] = {}
+        self._chunks = DistinctChunks()
         self._faults: list[str] = []
         self._merge_faults: dict[int, str] = {}  # by version
 
@@ -158,12 +160,11 @@ class _Verification:
             reason = f"{log.storage.url}: {commit_key(missing)} is missing although later commits exist"
             faults.append(f"{reason}; restore it from a copy: until then the later commits can't be read")
         faults += self._merge_faults.values()
-        size = sum(chunk.row.length for chunk in self._chunks.values())
-        self._progress = self._progress._replace(
-            total_chunks=len(self._chunks), total_bytes=size, faults=len(faults)
-        )
-        faults += await read_back(log.storage, self._chunks.values(), self._add_read)
-        counts = self._newest, len(self._arrays), len(self._chunks), size
+        self._chunks.flush()
+        chunks, size = self._chunks.count, self._chunks.bytes
+        self._progress = self._progress._replace(total_chunks=chunks, total_bytes=size, faults=len(faults))
+        faults += await read_back(log.storage, self._chunks, self._add_read)
+        counts = self._newest, len(self._arrays), chunks, size
         return VerifyReport(*counts, sorted(faults), await _foreign_keys(log.storage), sorted(self._unchecked))
 
     def _add_read(self, chunks: int, size: int) -> None:
@@ -179,7 +180,8 @@ class _Verification:
         try:
             yield
         except UNREADABLE as error:
-            self._faults.append(f"{prefix}{error}")
+            if (fault := f"{prefix}{error}") not in self._faults[-1:]:  # a pack that many segments lack
+                self._faults.append(fault)
 
     async def _read(self, version: int) -> tuple[Record | None, list[Manifest]]:
         """Return the record, None if it is damaged, and the intact manifests of the version if it is living."""
@@ -240,24 +242,66 @@ class _Verification:
 
     def _list_chunks(self, version: int, manifest: Manifest) -> None:
         merges = manifest.merges_by_path()
-        for path, metadata, _, written in manifest.nodes():
-            tables = (merges[path].table, *written) if path in merges else written
-            label = f"version {version}: {path or 'the root group'}"
-            with self._reporting(f"{label}: "), parsing("its metadata"):
-                node = Node(path, metadata, tables)
-                if not node.is_array:
-                    _check_group(path, node)
+        nodes, counts, limits = [], [], []  # of each node: the rows that the manifest has, the chunks in its grid
+        for path, metadata, _, tables in manifest.nodes():
+            node, limit = self._shared(path, metadata), self._chunks_in_grid(version, Node(path, metadata, tables))
+            nodes.append(node)
+            counts.append(sum([len(table) for table in tables if isinstance(table, ChunkTable)]))
+            limits.append(limit)
+            if limit is None:
+                continue
+            for table in (merges[path].table, *tables) if path in merges else tables:
+                if isinstance(table, ChunkTable):
                     continue
-                meta = node.meta
-                self._arrays.add(path)
-                for row in itertools.chain.from_iterable(map(_rows, tables)):
-                    if row.number >= meta.chunk_count:
-                        self._faults.append(f"{label} has a chunk number {row.number} outside of its grid")
-                        continue
-                    reference = row.pack, row.offset, row.length, row.checks
-                    if reference not in self._chunks:
-                        position = chunk_coordinates(row.number, meta.counts)
-                        self._chunks[reference] = LabeledChunk(row, f"{label}, chunk {position}")
+                for segment in table.segments:
+                    with self._reporting(f"{array_label(version, path)}: "):
+                        self._list_segment(version, node, limit, segment, table.source)
+        owners = np.repeat(np.arange(len(nodes)), counts)
+        self._chunks.add(self._inside(ChunkList([version] * len(nodes), nodes, owners, manifest.table), limits))
+
+    def _shared(self, path: str, metadata: Document) -> tuple[str, Document]:
+        """Return a node, the same object for many versions."""
+        node = self._nodes.get(path)
+        if node is None or not node[1].equals(metadata):
+            node = self._nodes[path] = path, metadata
+        return node
+
+    def _chunks_in_grid(self, version: int, node: Node) -> int | None:
+        """Return the chunks in the grid of an array, None if its metadata is damaged or it is a group."""
+        with self._reporting(f"{array_label(version, node.path)}: "), parsing("its metadata"):
+            if not node.is_array:
+                _check_group(node.path, node)
+                return None
+            count = node.meta.chunk_count
+            self._arrays.add(node.path)
+            return count
+        return None
+
+    def _list_segment(
+        self, version: int, node: tuple[str, Document], limit: int, segment: Segment, source: SegmentSource
+    ) -> None:
+        if segment.last < limit and segment in self._chunks:
+            return
+        [rows] = source.load((segment,))
+        if segment.last < limit:
+            self._chunks.add_segment(version, node, segment, source, rows)
+        else:
+            chunks = ChunkList([version], [node], np.zeros(len(rows), np.int64), rows)
+            self._chunks.add(self._inside(chunks, [limit]))
+
+    def _inside(self, chunks: ChunkList, limits: Sequence[int | None]) -> ChunkList:
+        """Return the chunks in the grids of their arrays, which have so many; add a fault for each outside."""
+        number, owners = chunks.rows.number, chunks.owners
+        highest = np.array([min(limit or 0, 1 << 63) for limit in limits], np.uint64)
+        outside = np.flatnonzero(number >= highest[owners])
+        for at in outside.tolist():
+            if limits[owners[at]] is not None:
+                label = array_label(chunks.versions[owners[at]], chunks.nodes[owners[at]][0])
+                self._faults.append(f"{label} has a chunk number {number[at]} outside of its grid")
+        if not len(outside):
+            return chunks
+        kept = np.flatnonzero(number < highest[owners])
+        return chunks._replace(owners=owners[kept], rows=chunks.rows.take(kept))
 
 
 class _ReplayedTree:
@@ -329,11 +373,6 @@ class _ReplayedTree:
                 self._tree = self._tree.after(number, record, manifests)
         except UNREADABLE:
             self._tree = None
-
-
-def _rows(table: Table) -> Iterator[ChunkRow]:
-    for part in [table] if isinstance(table, ChunkTable) else table.tables():
-        yield from part.rows
 
 
 def _check_group(path: str, node: Node) -> None:

@@ -36,7 +36,7 @@ from tstore.format.arrays.points import PointProjection, PointSelection, point_p
 from tstore.format.objects.chunk_refs import ChunkSource, ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.objects.documents import Document
-from tstore.format.objects.layers import Table, layers, numbers_of, overlay, segments_first, stack
+from tstore.format.objects.layers import Table, last_number, layers, numbers_of, overlay, segments_first, stack
 from tstore.format.objects.merges import Merge
 from tstore.format.objects.references import EXTENDS
 from tstore.format.objects.segments import SegmentSource, fitting
@@ -338,7 +338,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         not come back if the array grows again. Raise `Misuse` if the array was resized meanwhile.
         """
         meta, whole = self.meta, await self._all_rows(base)
-        check_in_grid(self.path, meta, whole)
+        check_in_grid(self.path, meta, last_number([whole]))
         if self.meta is not meta:
             raise Misuse(f"{self.path} was resized twice at the same time; await one before starting the other")
         new = self.meta.with_shape(shape)

@@ -19,14 +19,20 @@ from tstore.format.objects.segments import Segment, SegmentedTable, SegmentSourc
 
 __all__ = [
     "Table",
+    "between",
     "count_of",
+    "last_number",
     "layers",
     "numbers_of",
     "overlay",
     "overlay_each",
+    "references",
     "rows_of",
+    "segment_ends",
+    "segment_ranges",
     "segments_first",
     "stack",
+    "totals",
 ]
 
 _MERGE_COUNT = 16  # tables of about the same size that are merged into one
@@ -53,6 +59,64 @@ def rows_of(table: Table) -> ChunkTable:
 def overlay(tables: Sequence[Table]) -> ChunkTable:
     """Return each chunk's row from the last table that has one, sorted by number; reads all segments."""
     return ChunkTable.overlay(list(map(rows_of, tables)))
+
+
+def between(table: Table, first: int, last: int) -> ChunkTable:
+    """Return the rows of the chunks from `first` to `last`; reads the segments whose range has one of them."""
+    if last < first:
+        return ChunkTable.concat([])
+    if isinstance(table, SegmentedTable):
+        table = ChunkTable.concat(table.source.load(table.within(first, last)))
+    number = table.number
+    start, stop = np.searchsorted(number, np.uint64(first)), np.searchsorted(number, np.uint64(last), "right")
+    return table.part(int(start), int(stop))
+
+
+def references(tables: Iterable[Table], first: int, last: int) -> Iterator[Segment | ChunkTable]:
+    """Yield the segments and the rows of the chunks from `first` to `last`; reads no segments."""
+    for table in tables:
+        if isinstance(table, SegmentedTable):
+            yield from table.within(first, last)
+        elif len(rows := between(table, first, last)):
+            yield rows
+
+
+def totals(tables: Sequence[Table]) -> tuple[int, int]:
+    """Return the number and the encoded bytes of all chunks; reads only segments in the range of other tables."""
+    count = stored = 0
+    for first, last in segment_ranges(tables):
+        found = list(references(tables, first, last))
+        if len(found) == 1 and isinstance(alone := found[0], Segment) and alone.first >= first:
+            count, stored = count + alone.rows, stored + alone.stored_bytes
+        elif found:
+            part = ChunkTable.overlay([between(table, first, last) for table in tables])
+            count, stored = count + len(part), stored + int(part.length.sum())
+    return count, stored
+
+
+def segment_ranges(tables: Sequence[Table]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of chunk numbers, in each of which a table has at most one segment; together they have all."""
+    ends = [*segment_ends(tables)[:-1], last_number(tables)]
+    for before, last in itertools.pairwise([-1, *ends]):
+        yield before + 1, last
+
+
+def segment_ends(tables: Iterable[Table]) -> list[int]:
+    """Return the last chunk number of each segment, ascending.
+
+    No table has more than one segment with numbers between two of these.
+    """
+    return sorted({s.last for table in tables if isinstance(table, SegmentedTable) for s in table.segments})
+
+
+def last_number(tables: Iterable[Table]) -> int:
+    """Return the highest chunk number, or -1; reads no segments."""
+    lasts = [
+        table.segments[-1].last if isinstance(table, SegmentedTable) else int(table.number[-1])
+        for table in tables
+        if len(table)
+    ]
+    return max(lasts, default=-1)
 
 
 def numbers_of(tables: Sequence[Table]) -> npt.NDArray[np.uint64]:

@@ -41,7 +41,7 @@ from tstore.errors import Corrupt
 from tstore.format.checksums import CHECK_SIZE
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.columns import parse_column
-from tstore.format.objects.layers import Table, layers, segments_first
+from tstore.format.objects.layers import Table, between, layers, segments_first
 from tstore.format.objects.segments import SEGMENT_ROWS, Segment, SegmentedTable, fitting
 
 __all__ = ["MAX_LAYERS", "MAX_ROWS", "MIN_SEGMENTS", "Merge", "MergeEntry", "MergePlan", "merged"]
@@ -205,8 +205,8 @@ class MergePlan(NamedTuple):
         ends = sorted(s.last for t in self.layers for s in t.segments if self.first <= s.last <= self.last)
         start, pending = 0, rows.part(0, 0)
         for stop in [*ends[_SLAB_SEGMENTS - 1 :: _SLAB_SEGMENTS], _LAST]:
-            slab = [_between(t, max(start, self.first), min(stop, self.last)) for t in self.layers]
-            pending = ChunkTable.concat([pending, ChunkTable.overlay([*slab, _between(rows, start, stop)])])
+            slab = [between(t, max(start, self.first), min(stop, self.last)) for t in self.layers]
+            pending = ChunkTable.concat([pending, ChunkTable.overlay([*slab, between(rows, start, stop)])])
             whole = len(pending) - len(pending) % SEGMENT_ROWS
             if whole:
                 yield pending.part(0, whole)
@@ -236,12 +236,3 @@ def _range(chosen: Sequence[SegmentedTable], work: int) -> tuple[int, int]:
         if replaced >= work:
             return first, segment.last
     return first, _LAST
-
-
-def _between(table: Table, first: int, last: int) -> ChunkTable:
-    """Return the rows of the chunks from `first` to `last`."""
-    if isinstance(table, SegmentedTable):
-        wanted = [s for s in table.segments if s.first <= last and s.last >= first]
-        table = ChunkTable.concat(table.source.load(wanted))
-    start, stop = np.searchsorted(table.number, np.array([first, last + 1], np.uint64)).tolist()
-    return table.part(start, max(start, stop))

@@ -199,6 +199,12 @@ class SegmentedTable:
                 found.append(rows.take(positions[positions >= 0]))  # copied, so that one segment is in memory
         return ChunkTable.concat(found).select(numbers)
 
+    def within(self, first: int, last: int) -> tuple[Segment, ...]:
+        """Return the segments whose range has one of the numbers from `first` to `last`."""
+        start = np.searchsorted(self.lasts, np.uint64(first))
+        stop = np.searchsorted(self.firsts, np.uint64(last), "right")
+        return self.segments[int(start) : int(stop)]
+
     def tables(self) -> Iterator[ChunkTable]:
         """Yield the rows of each segment."""
         for segment in self.segments:

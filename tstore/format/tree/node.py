@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -13,7 +14,15 @@ from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.objects.documents import Document
-from tstore.format.objects.layers import Table, overlay, segments_first
+from tstore.format.objects.layers import (
+    Table,
+    between,
+    last_number,
+    overlay,
+    segment_ranges,
+    segments_first,
+    totals,
+)
 from tstore.format.objects.segments import Segment, SegmentedTable
 
 __all__ = ["Node", "check_in_grid", "is_array", "same_metadata", "same_node"]
@@ -86,11 +95,16 @@ class Node(msgspec.Struct, eq=False, gc=False):
             self._chunks = chunks
         return self._chunks
 
+    def parts(self) -> Iterator[ChunkTable]:
+        """Yield the references to all chunks, by ascending ranges of numbers; few segments are in memory."""
+        for first, last in segment_ranges(self.tables):
+            yield ChunkTable.overlay([between(table, first, last) for table in self.tables])
+
     @property
     def chunks_in_grid(self) -> ChunkTable:
         """The same as `chunks`; raises `Corrupt` if one is outside of the array's grid."""
         chunks = self.chunks
-        check_in_grid(self.path, self.meta, chunks)
+        check_in_grid(self.path, self.meta, last_number([chunks]))
         return chunks
 
     @property
@@ -116,22 +130,17 @@ class Node(msgspec.Struct, eq=False, gc=False):
 
     @property
     def _totals(self) -> tuple[int, int]:
-        """The number and the encoded bytes of all chunks; reads only the segments of replaced chunks."""
-        first, rest = next(iter(self.tables), None), self.tables[1:]
-        if not isinstance(first, SegmentedTable) or any(isinstance(table, SegmentedTable) for table in rest):
-            return len(self.chunks), int(self.chunks.length.sum())
-        newer = overlay(rest)
-        replaced = first.select(newer.number)
-        count, stored = len(newer) - len(replaced), int(newer.length.sum()) - int(replaced.length.sum())
-        return len(first) + count, first.stored_bytes + stored
+        """The number and the encoded bytes of all chunks; reads only segments in the range of other tables."""
+        if self.reads_segments:
+            return totals(self.tables)
+        return len(self.chunks), int(self.chunks.length.sum())
 
 
-def check_in_grid(path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
-    """Raise `Corrupt` if a chunk, of a table sorted by number, is outside of the grid; no transaction writes one.
+def check_in_grid(path: str, meta: ArrayMeta, last: int) -> None:
+    """Raise `Corrupt` if the highest chunk number is outside of the grid; no transaction writes such a chunk.
 
     Reads and writes of other chunks do not notice it, so what renumbers or names all chunks checks them.
     """
-    last = int(chunks.number[-1]) if len(chunks) else -1
     if last >= meta.chunk_count:
         raise Corrupt(
             f"{path} has a chunk number {last} outside of its grid of {meta.chunk_count} chunks; read an older "
