@@ -145,7 +145,7 @@ async def hostile(request: Request) -> bytes | None:
 @pytest.mark.parametrize("kind", ["http", "gcs", "s3"])
 @pytest.mark.timeout(300)
 async def test_the_memory_of_a_client_is_bounded(kind: str) -> None:
-    small = 32 << 20
+    small = 8 << 20
     async with serving(hostile) as server:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", textwrap.dedent(CLIENT), kind, server.url, str(small),

@@ -195,7 +195,7 @@ def test_it_prints_what_the_readme_shows(temporary: Path, call: Call, monkeypatc
         pytest.param(1, signal.SIGTERM, marks=pytest.mark.deep),
         pytest.param(1, signal.SIGKILL, marks=pytest.mark.deep),
         (8, signal.SIGINT),
-        (8, signal.SIGTERM),
+        pytest.param(8, signal.SIGTERM, marks=pytest.mark.deep),  # the test below sends it too
         (8, signal.SIGKILL),
     ],
 )

@@ -51,21 +51,31 @@ def clean(window: Browser) -> None:
     assert window.barriers() == []
 
 
-@pytest.mark.parametrize(
-    ("theme", "width"),
-    [
-        ("light", 1280),
-        ("dark", 360),
-        pytest.param("light", 360, marks=pytest.mark.deep),
-        pytest.param("dark", 1280, marks=pytest.mark.deep),
-    ],
-)
-def test_every_view_of_the_demo(window: Browser, demo: Path, theme: str, width: int) -> None:
+def test_every_view_of_the_demo(window: Browser, demo: Path) -> None:
+    """In the light theme, and then dark and narrow."""
     with viewing(demo) as entrance:
         window.show(entrance)
         for view in VIEWS:
-            url = urljoin(entrance, f"/-/page/{view}")
-            window.show(url, width=width, theme=theme)
+            window.show(urljoin(entrance, f"/-/page/{view}"))
+            if view == "none":
+                window.sees("Not found")
+                window.complaints()  # of the status 404
+            clean(window)
+            window.look(width=360, theme="dark")
+            assert window.overflow() <= 0
+            assert window.illegible() == []
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_view_of_the_demo_in_each_theme_and_width(
+    window: Browser, demo: Path, theme: str, width: int
+) -> None:
+    with viewing(demo) as entrance:
+        window.show(entrance)
+        for view in VIEWS:
+            window.show(urljoin(entrance, f"/-/page/{view}"), width=width, theme=theme)
             if view == "none":
                 window.sees("Not found")
                 window.complaints()  # of the status 404

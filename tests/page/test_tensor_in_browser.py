@@ -15,14 +15,20 @@ from tests.support.processes import run_tstore
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-SIZES = [("light", 1280), ("dark", 360)]
-
 
 def clean(window: Browser) -> None:
     """Check that no script or style was refused, that nothing is a barrier, and that nothing is cut off."""
     assert window.complaints() == []
     assert window.overflow() <= 0
     assert window.barriers() == []
+
+
+def clean_in_both_themes(window: Browser) -> None:
+    """Check the page as it is, and then dark and narrow."""
+    clean(window)
+    window.look(width=360, theme="dark")
+    assert window.overflow() <= 0
+    assert window.illegible() == []
 
 
 def tensor(**parameters: object) -> str:
@@ -39,15 +45,14 @@ def test_a_tensor_and_its_quantized_copy(window: Browser, demo: Path) -> None:
     path = largest(demo, "step/1")
     with viewing(demo) as entrance:
         window.show(entrance)
-        for theme, width in SIZES:
-            window.show(urljoin(entrance, tensor(path=path, at="step/1")), width=width, theme=theme)
-            assert len(window.all(".distribution path.bar")) == 2
-            assert window.all("#loss-title") == []
-            clean(window)
-            window.show(urljoin(entrance, tensor(path=path, at="step/1/e4m3")), width=width, theme=theme)
-            window.sees("e4m3, as stored (packed)", "tr.stored")
-            window.sees("numbers of e4m3, with the scales of some of its chunks", ".key")
-            clean(window)
+        window.show(urljoin(entrance, tensor(path=path, at="step/1")))
+        assert len(window.all(".distribution path.bar")) == 2
+        assert window.all("#loss-title") == []
+        clean_in_both_themes(window)
+        window.show(urljoin(entrance, tensor(path=path, at="step/1/e4m3")))
+        window.sees("e4m3, as stored (packed)", "tr.stored")
+        window.sees("numbers of e4m3, with the scales of some of its chunks", ".key")
+        clean_in_both_themes(window)
 
 
 def test_the_heat_map_zooms_by_mouse_and_keys(window: Browser, demo: Path) -> None:
@@ -100,13 +105,12 @@ def test_a_tensor_is_reached_from_the_tree(window: Browser, demo: Path) -> None:
 def test_compare_a_step_with_the_one_before_and_a_copy_with_its_source(window: Browser, demo: Path) -> None:
     with viewing(demo) as entrance:
         window.show(entrance)
-        for theme, width in SIZES:
-            window.show(urljoin(entrance, "/-/page/compare?after=step/1"), width=width, theme=theme)
-            window.sees("step 0 with step 1", ".summary")
-            clean(window)
-            window.show(urljoin(entrance, "/-/page/compare?after=step/1/e3m2"), width=width, theme=theme)
-            window.sees("step 1 with step/1/e3m2", ".summary")
-            clean(window)
+        window.show(urljoin(entrance, "/-/page/compare?after=step/1"))
+        window.sees("step 0 with step 1", ".summary")
+        clean_in_both_themes(window)
+        window.show(urljoin(entrance, "/-/page/compare?after=step/1/e3m2"))
+        window.sees("step 1 with step/1/e3m2", ".summary")
+        clean_in_both_themes(window)
         norms = [float(cell.text) for cell in window.all("tbody td:nth-child(4)") if cell.text]
         assert norms == sorted(norms, reverse=True)
         assert norms

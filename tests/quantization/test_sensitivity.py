@@ -94,19 +94,25 @@ async def test_small_values_that_alone_matter_get_the_bits_they_need(
     assert 3.9 < report.bits_per_value <= 4
 
 
-@pytest.mark.parametrize("scale", ["search", "float", "e4m3", "6bit"])
+SCALES = ["search", "float", "e4m3", "6bit"]
+PACKED: list[dict[str, Any]] = [
+    {"formats": "e2m1"},
+    {"formats": "e2m1", "axis": 1},
+    {"formats": "e2m1", "block": 32},
+    {"formats": {"x": {"bits": 4.6, "coding": "packed"}, "y": "e2m1"}},
+    {"formats": {"x": {"bits": 5, "coding": "packed"}, "y": "e3m2"}, "block": 64},
+    {"formats": {"x": {"bits": 4.3, "coding": "packed"}, "y": "e2m1"}, "axis": 1},
+    {"min_sqnr": 15, "axis": 1},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("scale", "options"),
     [
-        {"formats": "e2m1"},
-        {"formats": "e2m1", "axis": 1},
-        {"formats": "e2m1", "block": 32},
-        {"formats": {"x": {"bits": 4.6, "coding": "packed"}, "y": "e2m1"}},
-        {"formats": {"x": {"bits": 5, "coding": "packed"}, "y": "e3m2"}, "block": 64},
-        {"formats": {"x": {"bits": 4.3, "coding": "packed"}, "y": "e2m1"}, "axis": 1},
-        {"min_sqnr": 15, "axis": 1},
+        pytest.param(scale, options, id=f"{options}-{scale}", marks=() if (i + j) % 4 == 0 else pytest.mark.deep)
+        for i, options in enumerate(PACKED)
+        for j, scale in enumerate(SCALES)
     ],
-    ids=str,
 )
 async def test_packed_codes_of_important_columns_have_less_error(
     tmp_path: Path, scale: Any, options: dict[str, Any]

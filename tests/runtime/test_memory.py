@@ -159,7 +159,14 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("options", ['{"formats": "e3m2"}', '{"bits": 5.0}', '{"min_sqnr": 25, "axis": 1}'])
+@pytest.mark.parametrize(
+    "options",
+    [
+        '{"formats": "e3m2"}',
+        '{"bits": 5.0}',
+        pytest.param('{"min_sqnr": 25, "axis": 1}', marks=pytest.mark.deep),
+    ],
+)
 def test_a_large_quantization_stays_below_the_limit(floats: Path, options: str) -> None:
     import json
 

@@ -206,9 +206,9 @@ def test_a_hostile_shape_takes_neither_memory_nor_time() -> None:
         tx.create_array("long", (1 << 50,), "int8", (1 << 30,), codecs="lossless", sparse=True)
     snapshot = store.snapshot()
     for path in ("huge", "tiny"):
-        summary = blocking.summarize(snapshot.array(path), budget=1 << 16)
+        summary = blocking.summarize(snapshot.array(path), budget=1 << 12)
         assert (summary.minimum, summary.maximum) == (0, 0)
-        assert 0 < summary.coverage.bytes_read <= 1 << 16
+        assert 0 < summary.coverage.bytes_read <= 1 << 12
     with pytest.raises(InvalidArgument, match="GB, which must be decoded whole"):
         blocking.summarize(snapshot.array("long"))
 

@@ -33,7 +33,13 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-_AXE = "const done = arguments[arguments.length - 1]; axe.run(document, {resultTypes: ['violations']}).then(done);"
+_AXE = """
+    const [rules, done] = arguments;
+    const options = {resultTypes: ["violations"], ...(rules.length ? {runOnly: rules} : {})};
+    axe.run(document, options).then(done);
+"""
+_OF_COLORS = ("color-contrast",)
+"""The rules of axe whose results depend on the theme."""
 
 
 def missing() -> str:
@@ -50,11 +56,15 @@ class Browser:
 
     def show(self, url: str, *, width: int = 1280, height: int = 900, theme: str = "light") -> None:
         """Open a URL in a window of this size, in a theme that the system prefers."""
+        self.look(width=width, height=height, theme=theme)
+        self.driver.get(url)
+
+    def look(self, *, width: int = 1280, height: int = 900, theme: str = "light") -> None:
+        """Change the size of the window, and the theme that the system prefers."""
         media = [{"name": "prefers-color-scheme", "value": theme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        self.driver.get(url)
 
     def wait(self, condition: Callable[[], T]) -> T:
         """Return the first true result of a condition; fail after `DEADLINE` seconds."""
@@ -91,7 +101,14 @@ class Browser:
     def barriers(self) -> list[str]:
         """Return the serious and critical barriers for people that axe finds."""
         self.driver.execute_script(files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8"))
-        found = self.driver.execute_async_script(_AXE)["violations"]
+        return self._violations()
+
+    def illegible(self) -> list[str]:
+        """Return the barriers that the colors make, of a page whose other barriers have been sought."""
+        return self._violations(*_OF_COLORS)
+
+    def _violations(self, *rules: str) -> list[str]:
+        found = self.driver.execute_async_script(_AXE, rules)["violations"]
         return [
             f"{violation['id']}: {violation['help']}: {[node['html'][:200] for node in violation['nodes'][:3]]}"
             for violation in found

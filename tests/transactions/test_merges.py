@@ -299,7 +299,7 @@ STORAGE = ("local", "memory")
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("url", "work", "most", "turns"),
-    [("local", 4, 8, 30), ("memory", 1000, 3, 30)]
+    [("local", 4, 8, 15), ("memory", 1000, 3, 15)]
     + [pytest.param(at, *bound, 60, marks=pytest.mark.deep) for at in STORAGE for bound in ((4, 8), (1000, 3))],
     indirect=["url"],
 )
