@@ -174,7 +174,7 @@ class _Keys:
             columns[-2:] = [merged]
 
 
-_SALT = secrets.randbits(63)  # keys that collide in one process do not in another
+_SALT = secrets.randbits(63)  # so that nobody can make references whose keys collide, and are not read
 
 
 def _keys_of(rows: ChunkTable) -> npt.NDArray[np.uint64]:
@@ -182,7 +182,7 @@ def _keys_of(rows: ChunkTable) -> npt.NDArray[np.uint64]:
     names = (pack if isinstance(pack, bytes) else f"\0{pack}".encode() for pack in rows.packs)
     packs = [xxhash.xxh3_64_intdigest(name, _SALT) for name in names]
     halves = np.ascontiguousarray(rows.checks).view("<u8")
-    checks = _mixed(_mixed(halves[:, 0]) + halves[:, 1])
+    checks = _mixed(_mixed(halves[:, 0] + np.uint64(_SALT)) + halves[:, 1])
     if len(checks) != len(rows):  # some chunk has many blocks
         first = rows.blocks[:-1]
         place = np.arange(len(checks)) - np.repeat(first, np.diff(rows.blocks))
