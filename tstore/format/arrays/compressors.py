@@ -369,4 +369,4 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "numcodecs.gzip": _NumcodecsGZip,
     "numcodecs.blosc": _NumcodecsBlosc,
 }
-"""By the name in a `zarr.json`. The arguments are the configuration; A `TypeError` says what is wrong with one."""
+"""By the name in a `zarr.json`. The arguments are the configuration; a `TypeError` says what is wrong with one."""
