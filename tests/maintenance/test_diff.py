@@ -144,6 +144,20 @@ async def test_a_changed_shape_compares_chunks_by_position(url: str) -> None:
     assert (row.fields, row.chunks) == (("shape",), 3)  # two are gone, one is new
 
 
+@pytest.mark.parametrize(("old", "new"), [((0, 3), (0, 7)), ((0, 3), (5, 0)), ((4, 0), (4, 3)), ((4, 3), (0, 9))])
+async def test_arrays_without_elements_differ_in_their_shape(
+    url: str, old: tuple[int, int], new: tuple[int, int]
+) -> None:
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", old, "i4", (2, 3), sparse=True)).write(1)
+    async with store.transaction() as tx:
+        await (await tx.array("w")).resize(new)
+    for before, after in ((1, 2), (2, 1)):
+        [w] = (await store.diff(before, after)).arrays
+        assert (w.fields, w.chunks) == (("shape",), 2 if 0 not in old else 0)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 async def test_another_dtype_and_grid_are_compared_by_value(url: str, dtype: str) -> None:
     store = await first(url)

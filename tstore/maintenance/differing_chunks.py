@@ -32,6 +32,8 @@ def differing_numbers(before: Node, after: Node) -> npt.NDArray[np.uint64]:
     grid = tuple(max(n, m) for n, m in zip(*both, strict=True))
     versions = [_Version(before, grid), _Version(after, grid)]
     last = max(version.last for version in versions)
+    if last < 0:  # there are no chunks, perhaps because the grid is empty
+        return np.empty(0, np.uint64)
     ends = sorted({end for version in versions for end in version.ends()})
     parts = [np.empty(0, np.uint64)]
     for start, stop in itertools.pairwise([0, *(end + 1 for end in ends[:-1]), last + 1]):
