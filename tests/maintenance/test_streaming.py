@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,10 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.transactions.test_merges import make_small
+from tstore.errors import Corrupt
+from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.segments import Segment
+from tstore.log.segments import SegmentReader
 
 MANY = 400_000
 
@@ -140,3 +145,41 @@ async def test_each_damaged_chunk_is_reported_once_by_its_first_version(
         for (pack, offset), label in labels.items()
     )
     assert [fault.rpartition("(in the block")[0] for fault in faults] == expected
+
+
+@pytest.mark.parametrize("ahead", [5, 1000])
+async def test_a_copy_checks_chunks_in_any_order_and_reads_segments_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    """Each segment has chunks all over the pack, as if columns had been written one after the other."""
+    make_small(monkeypatch)
+    monkeypatch.setattr("tstore.data.writer._MAX_INLINE", 0)
+    monkeypatch.setattr("tstore.copying.inventory._STEP", 16)
+    monkeypatch.setattr("tstore.copying.inventory._READ_AHEAD", ahead)
+    loads: list[Segment] = []
+    load = SegmentReader.load
+
+    def counted(self: SegmentReader, wanted: Sequence[Segment]) -> list[ChunkTable]:
+        loads.extend(wanted)
+        return load(self, wanted)
+
+    monkeypatch.setattr(SegmentReader, "load", counted)
+    store = await tstore.open(tmp_path / "store")
+    async with store.transaction() as tx:
+        array = await tx.create_array("w", (120,), "int64", (1,))
+        for number in np.random.default_rng(0).permutation(120).tolist():
+            await array[number].write(number)
+    loads.clear()
+    await tstore.copy(store, tmp_path / "copy")
+    assert len(set(loads)) >= 40
+    assert len(loads) <= (120 // ahead + 3) * len(set(loads))
+    assert (
+        await (await (await (await tstore.open(tmp_path / "copy")).snapshot()).array("w")).read()
+    ).sum() == 7140
+    rows = (await store.snapshot()).tree.nodes["w"].chunks.rows
+    pack = tmp_path / "store" / str(rows[0].pack)
+    good = pack.read_bytes()
+    for row in rows[::20]:
+        pack.write_bytes(good[: row.offset] + bytes([good[row.offset] ^ 1]) + good[row.offset + 1 :])
+        with pytest.raises(Corrupt, match=rf"chunk \({row.number},\)"):
+            await tstore.copy(tmp_path / "store", tmp_path / f"copy{row.number}")

@@ -6,7 +6,6 @@ to which it refers.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import uuid
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,7 @@ __all__ = [
 ]
 
 _STEP = 2 << 20  # bytes of a pack whose blocks are in memory at once
-_CACHED_EXTENTS = 16  # so that a segment whose blocks are far apart is not decoded at each step
+_READ_AHEAD = 128 << 10  # blocks taken out of segments together: each of these may have some in every step
 
 Column = npt.NDArray[np.uint64]
 
@@ -98,10 +97,11 @@ class _Extent(NamedTuple):
     start: int
     end: int
 
-    def blocks(self, pack: str) -> _Blocks:
-        """Return the blocks, sorted; reads the segment."""
+    def blocks(self, pack: str, start: int, stop: int) -> _Blocks:
+        """Return all blocks that begin from `start` up to `stop`, and perhaps others; reads the segment."""
         [rows] = self.source.load((self.segment,))
-        return _Blocks.distinct([_Blocks.of(rows.take(np.flatnonzero(rows.pack == rows.packs.index(pack))))])
+        near = (rows.offset < np.uint64(stop)) & (rows.offset + rows.length >= np.uint64(start))
+        return _Blocks.of(rows.take(np.flatnonzero(near & (rows.pack == rows.packs.index(pack)))))
 
 
 class PackBlocks:
@@ -148,9 +148,10 @@ class PackCheck:
     """
 
     def __init__(self, pack: str, blocks: _Blocks, extents: Sequence[_Extent]) -> None:
+        self._pack = pack
         self._blocks = blocks
-        self._extents = extents
-        self._read = functools.lru_cache(_CACHED_EXTENTS)(lambda extent: extent.blocks(pack))
+        self._extents = sorted(extents, key=lambda extent: extent.start)
+        self._ahead, self._ahead_stop = blocks.within(0, 0), 0  # the next blocks of the extents
         self.position = 0
         self._unfinished: list[tuple[int, int, bytes, xxhash.xxh3_128]] = []  # blocks that began in earlier pieces
 
@@ -163,9 +164,28 @@ class PackCheck:
 
     def _within(self, start: int, stop: int) -> _Blocks:
         """Return the distinct blocks that begin from `start` up to `stop`, sorted; reads segments."""
-        found = [extent for extent in self._extents if extent.start < stop and start <= extent.end]
-        parts = (self._read(extent).within(start, stop) for extent in found)
-        return _Blocks.distinct([self._blocks.within(start, stop), *parts])
+        if not self._extents:
+            return self._blocks.within(start, stop)
+        if stop > self._ahead_stop:
+            self._read_ahead(start, stop)
+        return _Blocks.distinct([self._blocks.within(start, stop), self._ahead.within(start, stop)])
+
+    def _read_ahead(self, start: int, stop: int) -> None:
+        """Take the next `_READ_AHEAD` blocks, but at least those that begin up to `stop`, out of the segments."""
+        end, parts, count, kept = 1 << 63, [self._ahead.within(0, 0)], 0, _READ_AHEAD
+        for extent in self._extents:
+            if extent.end < start or extent.start >= end:
+                continue
+            parts.append(extent.blocks(self._pack, start, end))
+            count += len(parts[-1].starts)
+            if count > 2 * kept:
+                blocks = _Blocks.distinct(parts).within(start, end)
+                if len(blocks.starts) > _READ_AHEAD:
+                    end = max(stop, int(blocks.starts[_READ_AHEAD]))
+                parts = [blocks.within(start, end)]
+                count = len(parts[0].starts)
+                kept = max(_READ_AHEAD, count)
+        self._ahead, self._ahead_stop = _Blocks.distinct(parts).within(start, end), end
 
     def _advance(self, piece: memoryview) -> int | None:
         piece_start, piece_end = self.position, self.position + len(piece)
