@@ -10,17 +10,22 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec.structs import replace
 
 import tstore
 from tstore.data import write_job, writer
 from tstore.errors import Conflict, Corrupt, Inconsistent, Misuse
+from tstore.format.layout import root_key
 from tstore.format.objects import segments
 from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.encoding import encode
 from tstore.format.objects.layers import Table
+from tstore.format.objects.references import Manifest
 from tstore.log.segments import SegmentReader
 from tstore.simulation.scenario import override_constants
 from tstore.transactions import staged_array, staging
@@ -219,6 +224,27 @@ async def test_a_damaged_segment_is_named(tmp_path: Path, loaded: list[segments.
     [fault] = (await store.verify()).faults
     assert "references to chunks" in fault
     assert "w" in fault
+
+
+@pytest.mark.usefixtures("short", "frequent_roots")
+@pytest.mark.parametrize("change", [{"offset": 1 << 40}, {"check": bytes(16)}, {"last": 1 << 20}])
+async def test_a_root_whose_segments_can_not_be_read_is_reported(tmp_path: Path, change: dict[str, Any]) -> None:
+    store = await tstore.open(tmp_path)
+    await create(store, np.arange(40 * CHUNK, dtype="i8"))
+    for value in range(15):
+        async with store.transaction() as tx:
+            await tx.create_group("x", {"value": value})
+    assert (await store.verify()).ok
+    root = await store.log.reader.objects.root(16)
+    assert isinstance(root.manifest, Manifest)
+    rows = np.frombuffer(root.manifest.segments, segments.SEGMENT_ROW).copy()
+    for name, value in change.items():
+        rows[name][-1] = value
+    (tmp_path / root_key(16)).write_bytes(
+        encode(replace(root, manifest=replace(root.manifest, segments=rows.tobytes())))
+    )
+    [fault] = (await (await tstore.open(tmp_path)).verify()).faults
+    assert f"{root_key(16)} differs from the records up to version 16 in w" in fault
 
 
 @pytest.mark.usefixtures("short")

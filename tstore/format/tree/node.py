@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
@@ -23,9 +23,9 @@ from tstore.format.objects.layers import (
     segments_first,
     totals,
 )
-from tstore.format.objects.segments import Segment, SegmentedTable
+from tstore.format.objects.segments import Segment, SegmentedTable, SegmentSource
 
-__all__ = ["Node", "check_in_grid", "is_array", "same_metadata", "same_node"]
+__all__ = ["Node", "check_in_grid", "differs", "is_array", "same_metadata"]
 
 
 class Node(msgspec.Struct, eq=False, gc=False):
@@ -163,13 +163,36 @@ def same_metadata(mine: Node | None, other: Node | None) -> bool:
     return mine.metadata.equals(other.metadata)
 
 
-def same_node(mine: Node | None, other: Node | None) -> bool:
+def _same_node(mine: Node | None, other: Node | None) -> bool:
     """Return whether two nodes have the same metadata and the same references to chunks."""
     if mine is None or other is None or not mine.metadata.equals(other.metadata):
         return False
     if mine.reads_segments and other.reads_segments and _same_tables(mine, other):
         return True  # without reading segments, which may be gone: both nodes may be of an expired version
     return mine.chunks.equals(other.chunks)
+
+
+def differs(mine: Node | None, other: Node | None) -> bool:
+    """Return whether two nodes differ, as far as their segments can be read.
+
+    If some can't, the nodes differ if one of these is a segment of `other` alone. Those of both say nothing: they
+    are damaged, or gone because the nodes are of an expired version.
+    """
+    try:
+        return not _same_node(mine, other)
+    except (Corrupt, NotFound):
+        assert mine is not None
+        assert other is not None
+        known = set(_segments(mine.tables))
+        return any(_is_lost(s, t.source) for t in _segmented(other.tables) for s in t.segments if s not in known)
+
+
+def _is_lost(segment: Segment, source: SegmentSource) -> bool:
+    try:
+        source.load((segment,))
+    except (Corrupt, NotFound):
+        return True
+    return False
 
 
 def _same_tables(mine: Node, other: Node) -> bool:
@@ -181,5 +204,12 @@ def _same_tables(mine: Node, other: Node) -> bool:
 def _divided(node: Node) -> tuple[list[Segment], ChunkTable]:
     """Return all segments of a node, and the chunks above them."""
     tables = segments_first(node.tables)
-    segments = [s for table in tables if isinstance(table, SegmentedTable) for s in table.segments]
-    return segments, ChunkTable.overlay([table for table in tables if isinstance(table, ChunkTable)])
+    return _segments(tables), ChunkTable.overlay([table for table in tables if isinstance(table, ChunkTable)])
+
+
+def _segmented(tables: Iterable[Table]) -> Iterator[SegmentedTable]:
+    return (table for table in tables if isinstance(table, SegmentedTable))
+
+
+def _segments(tables: Iterable[Table]) -> list[Segment]:
+    return [segment for table in _segmented(tables) for segment in table.segments]

@@ -54,7 +54,7 @@ from tstore.format.objects.references import EXTENDS, REPLACES, Manifest
 from tstore.format.objects.roots import StoredRoot, stored_root
 from tstore.format.objects.segments import Segment, SegmentedTable
 from tstore.format.paths import at_or_below, parents
-from tstore.format.tree.node import same_node
+from tstore.format.tree.node import differs
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.stored_nodes import NO_PAGES, InMemory, Paged, PageSource, StoredNodes
 
@@ -138,7 +138,7 @@ class Tree:
         differing = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
         if nodes:
             paths = self.nodes.keys() | other.nodes.keys()
-            differing += sorted(p for p in paths if not same_node(self.nodes.get(p), other.nodes.get(p)))
+            differing += sorted(p for p in paths if differs(self.nodes.get(p), other.nodes.get(p)))
         return differing
 
     @staticmethod
