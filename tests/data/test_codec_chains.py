@@ -604,7 +604,6 @@ def test_shards_nested_too_deeply_are_refused() -> None:
     "codecs",
     [
         [],
-        [ZSTD],
         [ZSTD, LITTLE],
         [LITTLE, BIG],
         [LITTLE, codec("transpose", order=[1, 0])],
@@ -621,6 +620,12 @@ def test_chains_that_do_not_fit_are_refused(codecs: list[Document]) -> None:
         ArrayMeta.new((4, 6), "float32", (4, 6), codecs)
     with pytest.raises(Corrupt):
         ArrayMeta.parse(doc(codecs=codecs))
+
+
+def test_only_a_caller_may_leave_out_the_codec_of_bytes() -> None:
+    assert ArrayMeta.new((4, 6), "float32", (4, 6), [ZSTD]).codecs == [LITTLE, ZSTD]
+    with pytest.raises(Corrupt):
+        ArrayMeta.parse(doc(codecs=[ZSTD]))
 
 
 @pytest.mark.parametrize(

@@ -329,8 +329,8 @@ MUTATIONS: dict[str, list[Edit]] = {
     "references are merged in the wrong order": [
         Edit(
             "tstore.format.objects.merges:MergePlan.parts",
-            "ChunkTable.overlay([*slab, _between(rows, start, stop)])",
-            "ChunkTable.overlay([_between(rows, start, stop), *slab])",
+            "ChunkTable.overlay([*slab, between(rows, start, stop)])",
+            "ChunkTable.overlay([between(rows, start, stop), *slab])",
         )
     ],
 }
