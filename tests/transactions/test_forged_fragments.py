@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,13 +16,12 @@ from tests.support.forging import sealed
 from tstore.data import writer
 from tstore.errors import Corrupt, NotFound, TStoreError
 from tstore.format.layout import commit_key
-from tstore.format.objects import segments
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.merges import MergeEntry
 from tstore.format.objects.records import Fragment
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import SEGMENT_ROW
-from tstore.transactions import staging
+from tstore.simulation.scenario import override_constants
 
 CHUNKS = 40
 OF_HOST_0 = CHUNKS // 2
@@ -91,14 +90,11 @@ LIES: dict[str, Lie] = {
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make segments of eight rows."""
-    for module in (segments, writer):
-        monkeypatch.setattr(module, "SEGMENT_ROWS", 8)
-    for module in (writer, staging):
-        monkeypatch.setattr(module, "MIN_SEGMENTED", 4)
-    monkeypatch.setattr(staging, "MIN_OF_HOST", 4)
     monkeypatch.setattr(writer, "_MAX_INLINE", 8)  # one chunk
+    with override_constants(SEGMENT_ROWS=8, MIN_SEGMENTED=4, MIN_OF_HOST=4):
+        yield
 
 
 async def create() -> tstore.Store:

@@ -67,10 +67,10 @@ class Folder:
                         data = self._fs.cat_file(path, 0, max_size + 1)
                 except FileNotFoundError:  # of fsspec, which gives no errno
                     return None
-                except (OSError, MemoryError, TStoreError) as error:
-                    if not isinstance(error, ClientError):
-                        raise
+                except ClientError as error:  # some are an OSError too
                     raise self._unavailable(key, error) from error
+                except (OSError, MemoryError, TStoreError):
+                    raise
                 except Exception as error:  # each file system of fsspec raises those of its library
                     raise self._unavailable(key, error) from error
         except NotFound:

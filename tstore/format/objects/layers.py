@@ -31,6 +31,7 @@ __all__ = [
     "segment_ends",
     "segment_ranges",
     "segments_first",
+    "segments_of",
     "stack",
     "totals",
 ]
@@ -106,7 +107,12 @@ def segment_ends(tables: Iterable[Table]) -> list[int]:
 
     No table has more than one segment with numbers between two of these.
     """
-    return sorted({s.last for table in tables if isinstance(table, SegmentedTable) for s in table.segments})
+    return sorted({segment.last for segment in segments_of(tables)})
+
+
+def segments_of(tables: Iterable[Table]) -> list[Segment]:
+    """Return the segments of all tables, in their order."""
+    return [segment for table in tables if isinstance(table, SegmentedTable) for segment in table.segments]
 
 
 def last_number(tables: Iterable[Table]) -> int:

@@ -41,7 +41,7 @@ from tstore.errors import Corrupt
 from tstore.format.checksums import CHECK_SIZE
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.columns import parse_column
-from tstore.format.objects.layers import Table, between, layers, segments_first
+from tstore.format.objects.layers import Table, between, layers, segments_first, segments_of
 from tstore.format.objects.segments import SEGMENT_ROWS, Segment, SegmentedTable, fitting
 
 __all__ = ["MAX_LAYERS", "MAX_ROWS", "MIN_SEGMENTS", "Merge", "MergeEntry", "MergePlan", "merged"]
@@ -111,8 +111,7 @@ class Merge(NamedTuple):
     def differences(self, tables: Sequence[Table]) -> Iterator[bool]:
         """Yield, step by step, whether the merge changes chunks of these tables, before it; reads segments."""
         after, source = merged(tables, self), self.table.source
-        segments = [segment for table in tables if isinstance(table, SegmentedTable) for segment in table.segments]
-        replaced = (segment for segment in segments if segment.check in self.replaced)
+        replaced = (segment for segment in segments_of(tables) if segment.check in self.replaced)
         touched = itertools.chain(
             (table.number for segment in (*self.table.segments, *replaced) for table in source.load((segment,))),
             (part for t in tables if isinstance(t, ChunkTable) for part in _parts(t.number)),

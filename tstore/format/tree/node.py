@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from tstore.format.objects.layers import (
     overlay,
     segment_ranges,
     segments_first,
+    segments_of,
     totals,
 )
 from tstore.format.objects.segments import Segment, SegmentedTable, SegmentSource
@@ -183,8 +184,9 @@ def differs(mine: Node | None, other: Node | None) -> bool:
     except (Corrupt, NotFound):
         assert mine is not None
         assert other is not None
-        known = set(_segments(mine.tables))
-        return any(_is_lost(s, t.source) for t in _segmented(other.tables) for s in t.segments if s not in known)
+        known = set(segments_of(mine.tables))
+        segmented = [table for table in other.tables if isinstance(table, SegmentedTable)]
+        return any(_is_lost(s, table.source) for table in segmented for s in table.segments if s not in known)
 
 
 def _is_lost(segment: Segment, source: SegmentSource) -> bool:
@@ -204,12 +206,4 @@ def _same_tables(mine: Node, other: Node) -> bool:
 def _divided(node: Node) -> tuple[list[Segment], ChunkTable]:
     """Return all segments of a node, and the chunks above them."""
     tables = segments_first(node.tables)
-    return _segments(tables), ChunkTable.overlay([table for table in tables if isinstance(table, ChunkTable)])
-
-
-def _segmented(tables: Iterable[Table]) -> Iterator[SegmentedTable]:
-    return (table for table in tables if isinstance(table, SegmentedTable))
-
-
-def _segments(tables: Iterable[Table]) -> list[Segment]:
-    return [segment for table in _segmented(tables) for segment in table.segments]
+    return segments_of(tables), ChunkTable.overlay([table for table in tables if isinstance(table, ChunkTable)])
