@@ -49,7 +49,12 @@ Costs = dict[str, list[Cost]]
 def run_round(folder: Path, tree: dict[str, Any], turn: int, costs: Costs) -> None:
     """Measure all works of one round in a new store."""
 
+    reserve = machine.Reserve()
+    nbytes = sum(x.nbytes for x in tree.values())
+
     def cost(name: str, work: Callable[[], Any]) -> None:
+        reserve.acquire(nbytes)
+        reserve.release()
         costs.setdefault(name, []).append(measured(work))
 
     with tempfile.TemporaryDirectory(dir=folder) as place, tstore.sync.open(place) as store:
