@@ -70,31 +70,30 @@ static nonfinites stochastic_all(const lanes *l, spec s, int kind, uint64_t seed
     return bad;
 }
 
-/* Count the exponent fields in WAYS interleaved histograms, of as many elements as a word holds. Consecutive elements
- * often have the same exponent, so one histogram would wait for its own last store, and histograms 4 KiB apart would
- * wait for each other's stores. */
-#define DEFINE_FIELDS(BITS, MANTISSA, FIELDS, WAYS)                                                          \
-    static void fields##BITS(const float##BITS##_bits *src, size_t n, uint64_t *bins)                        \
+/* Adds the exponent fields of float64 to WAYS64 interleaved histograms. Consecutive elements often have the same
+ * exponent, so one histogram would wait for its own last store. */
+enum { WAYS64 = 4 };
+static void fields64(const float64_bits *src, size_t n, uint64_t *bins)
+{
+    size_t i = 0;
+    for (; i + WAYS64 <= n; i += WAYS64)
+        for (size_t j = 0; j < WAYS64; j++)
+            bins[((src[i + j] >> 52) & 2047) * WAYS64 + j]++;
+    for (; i < n; i++)
+        bins[((src[i] >> 52) & 2047) * WAYS64]++;
+}
+
+/* Counts the `small` values whose exponent field is 0: zeros, and subnormals by their true exponents. */
+#define DEFINE_SMALL(BITS, MANTISSA, FIELDS)                                                                 \
+    static void small##BITS(const float##BITS##_bits *src, size_t n, int64_t small, int64_t *counts)         \
     {                                                                                                        \
-        const word64 *words = (const word64 *)src;                                                           \
-        size_t i = 0;                                                                                        \
-        for (; i + WAYS <= n; i += WAYS)                                                                     \
-            for (size_t j = 0; j < WAYS; j += 64 / BITS) {                                                   \
-                const uint64_t word = words[(i + j) / (64 / BITS)];                                          \
-                for (size_t k = 0; k < 64 / BITS; k++)                                                       \
-                    bins[((word >> (BITS * k + MANTISSA)) & (FIELDS - 1)) * WAYS + j + k]++;                 \
-            }                                                                                                \
-        for (; i < n; i++)                                                                                   \
-            bins[((src[i] >> MANTISSA) & (FIELDS - 1)) * WAYS]++;                                            \
-    }                                                                                                        \
-    /* Field 0: zeros, and subnormals, counted by their true exponents. */                                   \
-    static void small##BITS(const float##BITS##_bits *src, size_t n, int64_t *counts)                        \
-    {                                                                                                        \
-        for (size_t i = 0; i < n; i++) {                                                                     \
+        int64_t zeros = 0;                                                                                   \
+        for (size_t i = 0; i < n; i++)                                                                       \
+            zeros += (src[i] << 1) == 0;                                                                     \
+        counts[EXPONENTS] += zeros;                                                                          \
+        for (size_t i = 0; i < n && zeros < small; i++) {                                                    \
             uint##BITS##_t a = src[i] & (((uint##BITS##_t)1 << (BITS - 1)) - 1);                             \
-            if (a == 0)                                                                                      \
-                counts[EXPONENTS]++;                                                                         \
-            else if (a >> MANTISSA == 0) {                                                                   \
+            if (a != 0 && a >> MANTISSA == 0) {                                                              \
                 int exponent = 1 - FIELDS / 2 + 1 - MANTISSA;                                                \
                 while (a >>= 1)                                                                              \
                     exponent++;                                                                              \
@@ -102,9 +101,9 @@ static nonfinites stochastic_all(const lanes *l, spec s, int kind, uint64_t seed
             }                                                                                                \
         }                                                                                                    \
     }
-DEFINE_FIELDS(32, 23, 256, 8)
-DEFINE_FIELDS(64, 52, 2048, 4)
-#undef DEFINE_FIELDS
+DEFINE_SMALL(32, 23, 256)
+DEFINE_SMALL(64, 52, 2048)
+#undef DEFINE_SMALL
 
 static uint64_t sum_of(const uint64_t *counters, size_t ways)
 {
@@ -117,9 +116,9 @@ static uint64_t sum_of(const uint64_t *counters, size_t ways)
 /* Adds to counts the number of values with each exponent, then the numbers of zeros and of non-finite values. */
 static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n, int64_t *counts)
 {
-    uint64_t bins[2048 * 4] = {0};
+    uint64_t bins[2048 * WAYS64] = {0};
     uint32_t middle[BLOCK];
-    const size_t size = kind_size(kind), fields = kind == FLOAT64 ? 2048 : 256, ways = kind == FLOAT64 ? 4 : 8;
+    const size_t size = kind_size(kind), fields = kind == FLOAT64 ? 2048 : 256, ways = kind == FLOAT64 ? WAYS64 : 1;
     uint64_t small = 0;
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK;
@@ -131,12 +130,12 @@ static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n
         if (kind == FLOAT64)
             fields64((const float64_bits *)from, m, bins);
         else
-            fields32((const float32_bits *)from, m, bins);
+            l->fields32((const float32_bits *)from, m, bins);
         const uint64_t now = sum_of(bins, ways);
         if (now > small && kind == FLOAT64)
-            small64((const float64_bits *)from, m, counts);
+            small64((const float64_bits *)from, m, (int64_t)(now - small), counts);
         else if (now > small)
-            small32((const float32_bits *)from, m, counts);
+            small32((const float32_bits *)from, m, (int64_t)(now - small), counts);
         small = now;
     }
     for (size_t f = 1; f < fields; f++) {

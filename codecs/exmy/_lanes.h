@@ -296,6 +296,44 @@ static uint64_t LANE(peak64)(const float64_bits *src, size_t n)
     return (uint64_t)peak;
 }
 
+/* Adds to bins[f] the number of values with exponent field f, of n <= BLOCK float32. The fields of most arrays are close
+ * together: those of 0, of the largest, and of the next lower ones are each counted by comparing all fields with them.
+ * Where that counts too few values, the others are counted one by one. */
+static void LANE(fields32)(const float32_bits *src, size_t n, uint64_t *bins)
+{
+    enum { WIDTH = 64, COMPARED = 24, WAYS = 8 };
+    uint8_t fields[BLOCK], field = 0, largest = 0;
+    const uint32_t end = (uint32_t)(n + WIDTH - 1) / WIDTH * WIDTH;
+    uint32_t counted = 0;
+    for (size_t i = 0; i < n; i++) {
+        fields[i] = (uint8_t)(src[i] >> 23);
+        largest = fields[i] > largest ? fields[i] : largest;
+    }
+    memset(fields + n, 0, end - n);
+    for (unsigned round = 0; counted < end && round <= COMPARED && (round < 6 || counted > end / 4 * 3); round++) {
+        uint8_t counts[WIDTH] = {0}; /* none exceeds BLOCK / WIDTH */
+        uint16_t count = 0;
+        for (size_t i = 0; i < end; i += WIDTH)
+            for (size_t j = 0; j < WIDTH; j++)
+                counts[j] = (uint8_t)(counts[j] + (fields[i + j] == field));
+        for (size_t j = 0; j < WIDTH; j++)
+            count = (uint16_t)(count + counts[j]);
+        counted += count;
+        bins[field] += count;
+        field = (uint8_t)(round == 0 ? largest : field - 1);
+    }
+    bins[0] -= end - n;
+    if (counted < end) { /* in several histograms: one would wait for its own last store where neighbours are equal */
+        uint32_t others[256][WAYS] = {{0}};
+        for (size_t i = 0; i < end; i += WAYS)
+            for (size_t j = 0; j < WAYS; j++)
+                others[fields[i + j]][j]++;
+        for (unsigned f = 1; f <= field; f++)
+            for (size_t j = 0; j < WAYS; j++)
+                bins[f] += others[f][j];
+    }
+}
+
 static void LANE(split16)(const code16 *src, size_t n, uint8_t *low, uint8_t *high)
 {
     for (size_t i = 0; i < n; i++) {
@@ -386,6 +424,7 @@ static const lanes LANE(table) = {
 #endif
     LANE(widen_f16),    LANE(widen_bf16),   LANE(widen_f32),   LANE(narrow_f64),
     LANE(narrow_f16),   LANE(narrow_bf16),  LANE(peak16),       LANE(peak32),      LANE(peak64),
+    LANE(fields32),
     LANE(split16),      LANE(join16),      LANE(join_at),
     LANE(scale_f32),    LANE(scale_f64),    LANE(scale_each_f32), LANE(scale_each_f64),
     LANE(noise_f32),    LANE(noise_f64),    LANE(energy_f32),  LANE(energy_f64),

@@ -74,6 +74,7 @@ typedef struct {
     uint32_t (*peak16)(const code16 *, size_t);
     uint32_t (*peak32)(const float32_bits *, size_t);
     uint64_t (*peak64)(const float64_bits *, size_t);
+    void (*fields32)(const float32_bits *, size_t, uint64_t *);
     void (*split16)(const code16 *, size_t, uint8_t *, uint8_t *);
     void (*join16)(const uint8_t *, const uint8_t *, size_t, code16 *);
     void (*join_at)(const uint8_t *, const uint8_t *, size_t, unsigned, code16 *);

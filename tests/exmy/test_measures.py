@@ -21,9 +21,18 @@ def spread(dtype, count=20_000, seed=0):
     return x.astype(info.dtype)
 
 
+def close(dtype, count=5003, seed=0):
+    """Return values of close magnitudes, as weights have, some zeros, and one subnormal."""
+    x = np.random.default_rng(seed).standard_normal(count)
+    x[::20] = 0.0
+    x[7] = float(ml_dtypes.finfo(exmy.elements.output_dtype(dtype)).smallest_subnormal)
+    return x.astype(exmy.elements.output_dtype(dtype))
+
+
+@pytest.mark.parametrize("values", [spread, close])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exponents_are_the_true_ones(level, dtype):
-    x = spread(dtype).reshape(100, 200)
+def test_exponents_are_the_true_ones(level, dtype, values):
+    x = values(dtype)
     result = exmy.exponents(x)
     wide = x.astype(np.float64)
     exponent = np.frexp(wide[wide != 0])[1] - 1

@@ -19,7 +19,7 @@ from tstore.format.objects.chunk_refs import ChunkSource
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 
-__all__ = ["PackedRead", "PackedRegion", "is_packed", "read_packed", "read_packed_chunks"]
+__all__ = ["PackedRead", "PackedRegion", "codes_meta", "is_packed", "read_packed", "read_packed_chunks"]
 
 
 def is_packed(meta: ArrayMeta) -> bool:
@@ -45,18 +45,23 @@ class PackedRegion(NamedTuple):
     region: tuple[slice, ...]
 
 
+def codes_meta(meta: ArrayMeta) -> ArrayMeta:
+    """Return the metadata of an array whose values are the bytes of an eXmY array's chunks, before compression.
+
+    It has the same compressors, so codes are read and written without their values, and the same grid, so errors
+    name the chunks.
+    """
+    size, counts = meta.encoded_size, meta.counts or (1,)
+    codecs: list[Mapping[str, Any]] = [{"name": "bytes"}, *meta.chain.documents[1:]]
+    return ArrayMeta.new((*counts[:-1], counts[-1] * size), "uint8", (*(1,) * (len(counts) - 1), size), codecs)
+
+
 async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -> list[list[exmy.Quantized]]:
     """Read and verify the chunks of all requests in one call; chunks at an array's edge are padded."""
     jobs, payloads = [], []
     for path, meta, source, numbers in requests:
-        size = meta.encoded_size
+        size, counts, stored = meta.encoded_size, meta.counts or (1,), codes_meta(meta)
         out = new_values(path, (len(numbers), size), np.dtype(np.uint8))
-        # Read the encoded chunks as an array of bytes with the same compressors, so that no value is decoded, and
-        # with the same grid, so that errors name the chunks.
-        compressed: list[Mapping[str, Any]] = [{"name": "bytes"}, *meta.chain.documents[1:]]
-        counts = meta.counts or (1,)
-        chunks = (*(1,) * (len(counts) - 1), size)
-        stored = ArrayMeta.new((*counts[:-1], counts[-1] * size), "uint8", chunks, compressed)
         done = 0
         for row in _runs_of_rows(numbers, counts[-1]):
             *leading, last = chunk_coordinates(row.start, counts)

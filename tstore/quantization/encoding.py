@@ -2,9 +2,9 @@
 
 1. An exponent offset that all values of an array share is fitted to all of them (`exmy.TensorFit`), or taken from
    the study, and stored as the bias of the format. Offsets per row or block are fitted chunk by chunk.
-2. The chunks of all arrays of the batch are written together, decoded, and compared with the source. Plain codes
-   are decoded from the bytes that are then hashed and written; compressed chunks are read back. A large array is
-   written slab by slab.
+2. The values of all arrays of the batch are encoded, and their codes are decoded and compared with the source.
+   The same codes are then compressed, if the array has a compressor, and written. A large array is encoded slab by
+   slab.
 3. An array whose SQNR is below the minimum of its `CodecChoice` is encoded again, with the next codecs of the
    choice.
 """
@@ -22,7 +22,7 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.exmy_chunks import PackedRead, is_packed, read_packed_chunks
+from tstore.data.exmy_chunks import codes_meta, is_packed
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.data.write_job import StagedChunks
@@ -118,16 +118,21 @@ class _Output:
             number = numbers.stop
             sides = zip(ranges, self.meta.chunks, self.meta.shape, strict=True)
             region = tuple(slice(r.start * length, min(r.stop * length, size)) for r, length, size in sides)
-            yield _Box(self, tuple(r.start for r in ranges), region, numbers)
+            yield _Box(self, tuple(ranges), region, numbers)
 
 
 class _Box(NamedTuple):
-    """A box of chunks: the coordinates of the first chunk, the region of values, and the numbers of the chunks."""
+    """A box of chunks: the ranges of their coordinates, the region of values, and the numbers of the chunks."""
 
     output: _Output
-    first: tuple[int, ...]
+    ranges: tuple[range, ...]
     region: Region
     numbers: range
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The coordinates of the first chunk."""
+        return tuple(r.start for r in self.ranges)
 
     def chunk_regions(self, shape: tuple[int, ...]) -> Iterator[Region]:
         """Yield the region of each chunk in the box, whose values have this shape."""
@@ -136,8 +141,8 @@ class _Box(NamedTuple):
             yield tuple(slice(i * length, (i + 1) * length) for i, length in zip(position, lengths, strict=True))
 
 
-_WrittenBox = tuple[_Box, WriteJob, npt.NDArray[Any]]
-"""A box, the job that wrote it, and the source values."""
+_WrittenBox = tuple[_Box, npt.NDArray[Any], WriteJob]
+"""A box, its values, and the job that wrote them."""
 
 
 async def encode_batch(
@@ -219,15 +224,14 @@ async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box], 
     """Write and measure the chunks of these boxes together."""
     sources = await in_threads(lambda box: box.output.values.read(box.region), batch)
     pairs = list(zip(batch, sources, strict=True))
-    plain = [(box, x) for box, x in pairs if _is_plain(box.output.meta)]
-    encoded = iter(await _encoded_jobs(plain, memory) if plain else [])
-    entries = [(box, next(encoded) if _is_plain(box.output.meta) else _job_of(box, x), x) for box, x in pairs]
-    await packs.write([job for _, job, _ in entries])
-    for box, job, _ in entries:
+    encoded = iter(await _encoded_jobs([(box, x) for box, x in pairs if is_packed(box.output.meta)], memory))
+    jobs = [next(encoded) if is_packed(box.output.meta) else _job_of(box, x) for box, x in pairs]
+    await packs.write(jobs)
+    for box, job in zip(batch, jobs, strict=True):
         box.output.rows += job.rows
-    if compressed := [e for e in entries if is_packed(e[1].meta) and not _is_plain(e[1].meta)]:
-        await _measure(storage, compressed)
-    if lossless := [e for e in entries if not is_packed(e[1].meta)]:
+    if lossless := [
+        (*pair, job) for pair, job in zip(pairs, jobs, strict=True) if not is_packed(pair[0].output.meta)
+    ]:
         await _check_lossless(storage, lossless)
 
 
@@ -236,19 +240,13 @@ def _job_of(box: _Box, x: npt.NDArray[Any]) -> WriteJob:
     return WriteJob(box.output.values.path, box.output.meta, [(box.first, x)])
 
 
-def _is_plain(meta: ArrayMeta) -> bool:
-    """Return whether eXmY is the only codec of the chunks."""
-    return is_packed(meta) and len(meta.chain.documents) == 1
-
-
 async def _encoded_jobs(boxes: Sequence[tuple[_Box, npt.NDArray[Any]]], memory: ReusedMemory) -> list[WriteJob]:
-    """Encode boxes of plain codes into `memory`, measure them, and return the jobs that write them."""
+    """Encode boxes into `memory`, measure the codes, and return the jobs that compress and write them."""
     sizes = [len(box.numbers) * box.output.meta.encoded_size for box, _ in boxes]
     buffer, jobs, chunks = memory.take(sum(sizes)), [], []
     for (box, x), size in zip(boxes, sizes, strict=True):
         encoded, buffer = buffer[:size], buffer[size:]
-        path, meta = box.output.values.path, box.output.meta
-        jobs.append(WriteJob(path, meta, (), staged=[StagedChunks(box.numbers, encoded, 0)]))
+        jobs.append(_job_of_codes(box, encoded))
         parts = zip(box.numbers, box.chunk_regions(x.shape), encoded.reshape(len(box.numbers), -1), strict=True)
         chunks += [(box, number, region, x, out) for number, region, out in parts]
 
@@ -274,6 +272,15 @@ async def _encoded_jobs(boxes: Sequence[tuple[_Box, npt.NDArray[Any]]], memory: 
 
     await each(encode, chunks)
     return jobs
+
+
+def _job_of_codes(box: _Box, codes: npt.NDArray[np.uint8]) -> WriteJob:
+    """Return the job that compresses, if the array has a compressor, and writes the codes of a box."""
+    path, meta = box.output.values.path, box.output.meta
+    if len(meta.chain.documents) == 1:
+        return WriteJob(path, meta, (), staged=[StagedChunks(box.numbers, codes, 0)])
+    lengths = [len(r) for r in box.ranges[:-1]]
+    return WriteJob(path, codes_meta(meta), [(box.first or (0,), codes.reshape(*lengths, -1))])
 
 
 def _loss(source: npt.NDArray[Any], q: exmy.Quantized, importance: npt.NDArray[np.float32] | None) -> _Loss:
@@ -324,23 +331,6 @@ def _shares_offset(settings: Configuration) -> bool:
     return is_fitted and settings.get("axis") is None and settings.get("block") is None
 
 
-async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
-    """Measure the error and the number of clipped values of each stored chunk against the source."""
-    requests = [PackedRead(job.path, job.meta, _chunk_table(job), box.numbers) for box, job, _ in entries]
-    stored = await read_packed_chunks(storage, requests)
-    chunks = []
-    for (box, _, x), quantized in zip(entries, stored, strict=True):
-        box_chunks = zip(box.numbers, box.chunk_regions(x.shape), quantized, strict=True)
-        chunks += [(box, number, region, x, q) for number, region, q in box_chunks]
-
-    def measure(item: tuple[_Box, int, Region, npt.NDArray[Any], exmy.Quantized]) -> None:
-        box, number, region, x, q = item
-        weights = box.output.importance_of(box.region)
-        box.output.losses[number] = _loss(part_of(x, region), q, None if weights is None else weights[region])
-
-    await each(measure, chunks)
-
-
 def _measured_part(
     source: npt.NDArray[Any], q: exmy.Quantized, importance: npt.NDArray[np.float32] | None
 ) -> _Loss:
@@ -367,15 +357,15 @@ def _weighted(
 
 async def _check_lossless(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
     """Raise `Corrupt` if stored chunks do not read back bit for bit, because the report calls them exact."""
-    copies = [np.empty(x.shape, x.dtype) for _, _, x in entries]
+    copies = [np.empty(x.shape, x.dtype) for _, x, _ in entries]
     jobs = []
-    for (box, job, _), copy in zip(entries, copies, strict=True):
+    for (box, _, job), copy in zip(entries, copies, strict=True):
         region = Selection(tuple(range(s.start, s.stop) for s in box.region))
         jobs.append(ReadJob(job.path, job.meta, _chunk_table(job), region, copy))
     await read_chunks(storage, jobs)
 
     def check(item: tuple[_WrittenBox, npt.NDArray[Any]]) -> None:
-        (_, job, x), copy = item
+        (_, x, job), copy = item
         if np.ascontiguousarray(x).tobytes() != copy.tobytes():
             raise Corrupt(f"{job.path}: lossless chunks differ from the source when read back; quantize again")
 

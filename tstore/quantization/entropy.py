@@ -177,7 +177,7 @@ def _runs(values: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
     if flat.size <= count:
         return flat
     starts = np.linspace(0, flat.size - _RUN, count // _RUN).astype(np.intp)
-    return np.asarray(flat[(starts[:, None] + np.arange(_RUN)).reshape(-1)])
+    return np.concatenate([flat[start : start + _RUN] for start in starts.tolist()])
 
 
 def _measured(
@@ -187,9 +187,9 @@ def _measured(
     codec = exmy.ChunkCodec(exmy.Format(name), scale)
     chunk = codec.encode(sample)
     size = len(compressor.encode(chunk))
-    decoded = codec.decode(chunk, sample.shape, sample.dtype, np.empty_like(sample))
     if importance is None:
-        return size, exmy.compare(sample, decoded).noise
+        return size, codec.to_quantized(chunk, sample.shape, sample.dtype).measure(sample)[0].noise
+    decoded = codec.decode(chunk, sample.shape, sample.dtype, np.empty_like(sample))
     difference = sample.astype(np.float64) - decoded
     return size, float(np.einsum("i,i,i", difference, difference, importance))
 
