@@ -19,7 +19,6 @@ from tstore.errors import Unavailable
 from tstore.quantization.encoding import CodecChoice, EncodedArray, encode_batch
 from tstore.quantization.study import Profile, Study, Undecided, study
 from tstore.quantization.values import ValueCache, batches, in_threads
-from tstore.runtime.pool import WORKERS
 from tstore.snapshot import Snapshot
 from tstore.storage.objects import Durability
 from tstore.store import Store, open
@@ -28,8 +27,11 @@ __all__ = ["BatchWork", "ProgressCallback"]
 
 R = TypeVar("R")
 
-_CONCURRENCY = min(WORKERS + 1, 4)
-"""The number of batches that this process studies or encodes concurrently."""
+_CONCURRENCY = 4
+"""The number of batches that this process studies or encodes concurrently.
+
+A large array is read by one thread at a time; with as many batches as cores, cores would wait for the last ones.
+"""
 
 _MIN_TASK_BYTES = 64 << 20
 """The minimum bytes of values in each task but the last; with less, opening the store would cost too much."""
