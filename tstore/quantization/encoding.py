@@ -1,4 +1,4 @@
-"""The encoding of a batch of arrays in new codecs, and the measurement of the stored chunks.
+"""The encoding of a batch of arrays in new codecs, and the measurement of their errors.
 
 1. An exponent offset that all values of an array share is fitted to all of them (`exmy.TensorFit`), or taken from
    the study, and stored as the bias of the format. Offsets per row or block are fitted chunk by chunk.

@@ -4,8 +4,8 @@
    default a budget of 8 bits per value. For a target, a study of values estimates the size and the error in every
    format: each array then gets the smallest format that reaches an SQNR, or all get the formats of least total
    error within a budget (`plan`).
-2. The arrays are encoded, written, read back and measured (`encoding`): by this process, or by the workers of an
-   executor (`work`).
+2. The arrays are encoded, measured and written (`encoding`): by this process, or by the workers of an executor
+   (`work`).
 3. Sizes of entropy-coded arrays are estimates. If what was stored exceeds a budget, the estimates are corrected,
    and the arrays whose codecs change are encoded again.
 4. One commit contains the encoded arrays and the report. Chunks of unchanged arrays are referenced, not copied.

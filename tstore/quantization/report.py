@@ -35,7 +35,7 @@ _NO_DIFFERENCE = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
 
 
 class QuantizedArray(NamedTuple):
-    """The format and error of one array; the error is measured on the stored chunks, read back and decoded.
+    """The format and error of one array; the error is that of the stored codes, decoded.
 
     `format` is None if the array is exact; `reason` then says why, unless a rule asked for it. `granularity` says
     which values share an offset: "tensor", "row", or a "block of 32". `coding` is "entropy" or "packed", and empty
