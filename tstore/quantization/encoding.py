@@ -141,8 +141,8 @@ class _Box(NamedTuple):
             yield tuple(slice(i * length, (i + 1) * length) for i, length in zip(position, lengths, strict=True))
 
 
-_WrittenBox = tuple[_Box, npt.NDArray[Any], WriteJob]
-"""A box, its values, and the job that wrote them."""
+_FilledBox = tuple[_Box, npt.NDArray[Any]]
+"""A box and its values."""
 
 
 async def encode_batch(
@@ -223,16 +223,16 @@ async def _write(
 async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box], memory: ReusedMemory) -> None:
     """Write and measure the chunks of these boxes together."""
     sources = await in_threads(lambda box: box.output.values.read(box.region), batch)
-    pairs = list(zip(batch, sources, strict=True))
-    encoded = iter(await _encoded_jobs([(box, x) for box, x in pairs if is_packed(box.output.meta)], memory))
-    jobs = [next(encoded) if is_packed(box.output.meta) else _job_of(box, x) for box, x in pairs]
+    packed: list[_FilledBox] = []
+    exact: list[_FilledBox] = []
+    for entry in zip(batch, sources, strict=True):
+        (packed if is_packed(entry[0].output.meta) else exact).append(entry)
+    jobs = await _encoded_jobs(packed, memory) + [_job_of(box, x) for box, x in exact]
     await packs.write(jobs)
-    for box, job in zip(batch, jobs, strict=True):
+    for (box, _), job in zip(packed + exact, jobs, strict=True):
         box.output.rows += job.rows
-    if lossless := [
-        (*pair, job) for pair, job in zip(pairs, jobs, strict=True) if not is_packed(pair[0].output.meta)
-    ]:
-        await _check_lossless(storage, lossless)
+    if exact:
+        await _check_lossless(storage, exact, jobs[len(packed) :])
 
 
 def _job_of(box: _Box, x: npt.NDArray[Any]) -> WriteJob:
@@ -240,7 +240,7 @@ def _job_of(box: _Box, x: npt.NDArray[Any]) -> WriteJob:
     return WriteJob(box.output.values.path, box.output.meta, [(box.first, x)])
 
 
-async def _encoded_jobs(boxes: Sequence[tuple[_Box, npt.NDArray[Any]]], memory: ReusedMemory) -> list[WriteJob]:
+async def _encoded_jobs(boxes: Sequence[_FilledBox], memory: ReusedMemory) -> list[WriteJob]:
     """Encode boxes into `memory`, measure the codes, and return the jobs that compress and write them."""
     sizes = [len(box.numbers) * box.output.meta.encoded_size for box, _ in boxes]
     buffer, jobs, chunks = memory.take(sum(sizes)), [], []
@@ -355,21 +355,22 @@ def _weighted(
     return dataclasses.replace(difference, signal=signal, noise=noise)
 
 
-async def _check_lossless(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
+async def _check_lossless(storage: Storage, boxes: Sequence[_FilledBox], written: Sequence[WriteJob]) -> None:
     """Raise `Corrupt` if stored chunks do not read back bit for bit, because the report calls them exact."""
-    copies = [np.empty(x.shape, x.dtype) for _, x, _ in entries]
+    copies = [np.empty(x.shape, x.dtype) for _, x in boxes]
     jobs = []
-    for (box, _, job), copy in zip(entries, copies, strict=True):
+    for (box, _), job, copy in zip(boxes, written, copies, strict=True):
         region = Selection(tuple(range(s.start, s.stop) for s in box.region))
         jobs.append(ReadJob(job.path, job.meta, _chunk_table(job), region, copy))
     await read_chunks(storage, jobs)
 
-    def check(item: tuple[_WrittenBox, npt.NDArray[Any]]) -> None:
-        (_, x, job), copy = item
+    def check(item: tuple[_FilledBox, npt.NDArray[Any]]) -> None:
+        (box, x), copy = item
         if np.ascontiguousarray(x).tobytes() != copy.tobytes():
-            raise Corrupt(f"{job.path}: lossless chunks differ from the source when read back; quantize again")
+            path = box.output.values.path
+            raise Corrupt(f"{path}: lossless chunks differ from the source when read back; quantize again")
 
-    await each(check, list(zip(entries, copies, strict=True)))
+    await each(check, list(zip(boxes, copies, strict=True)))
 
 
 def _chunk_table(job: WriteJob) -> ChunkTable:
