@@ -47,6 +47,7 @@ class VersionCache(Generic[V]):
         self._high_water = max_count + max_count // 8
         self._max_bytes = max_bytes
         self._values: dict[int, tuple[V, int]] = {}  # with their sizes
+        self._unchecked = 0  # bytes added since the total was last compared with the limit
 
     def get(self, version: int) -> V | None:
         """Return the value of a version, or None if it is not cached."""
@@ -60,7 +61,11 @@ class VersionCache(Generic[V]):
         if len(self._values) > self._high_water:
             for old in list(self._values)[: -self._max_count]:
                 self._values.pop(old, None)
-        if size * self._high_water > self._max_bytes:  # smaller values cannot exceed the limit together
+        if size * self._high_water <= self._max_bytes:
+            return  # values as small as this one cannot exceed the limit together
+        self._unchecked += size
+        if self._unchecked > self._max_bytes / 8:
+            self._unchecked = 0
             entries = list(self._values.items())
             total = sum(entry_size for _, (_, entry_size) in entries)
             for old, (_, old_size) in entries[:-1]:  # the newest entry always stays

@@ -82,8 +82,7 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
         """Return the rows of all tables, one table after the other; each pack is named once."""
         if len(tables) == 1:
             return tables[0]
-        few = sum([table.stop - table.start for table in tables]) <= SHORT_COLUMN
-        if few and all(isinstance(table.columns, RowColumns) for table in tables):
+        if _have_few_objects(tables):
             return ChunkTable.from_rows(list(itertools.chain.from_iterable([table.rows for table in tables])))
         names: dict[str | bytes, int] = {}
         packs = [
@@ -101,6 +100,9 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
     @staticmethod
     def overlay(tables: Sequence[ChunkTable]) -> ChunkTable:
         """Return each chunk's row from the last table that has one, sorted by number."""
+        if _have_few_objects(tables):
+            latest = {row.number: row for table in tables for row in table.rows}
+            return ChunkTable.from_rows([latest[number] for number in sorted(latest)])
         return ChunkTable.concat(tables).latest()
 
     def __len__(self) -> int:
@@ -319,6 +321,12 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
             raise Corrupt("a manifest has an impossible offset or length")
         if len(columns.checks) != (n if longest <= BLOCK else int(columns.blocks[-1])):
             raise Corrupt("a manifest has too many or too few checksums")
+
+
+def _have_few_objects(tables: Sequence[ChunkTable]) -> bool:
+    """Return whether all rows are objects, and so few that making columns would take longer."""
+    few = sum([table.stop - table.start for table in tables]) <= SHORT_COLUMN
+    return few and all(isinstance(table.columns, RowColumns) for table in tables)
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
