@@ -11,12 +11,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zarr
+from zarr.core.buffer import default_buffer_prototype
 
 import tstore
 from tstore.errors import InvalidArgument
 from tstore.zarr import ZarrStore
 
 RNG = np.random.default_rng(0)
+BUFFERS = default_buffer_prototype()
 
 
 def laplace(*shape: int, scale: float = 1.0) -> Any:
@@ -168,6 +170,34 @@ async def test_zarr_reads_the_chunks(tmp_path: Path) -> None:
             array: Any = group[path]
             assert np.array_equal(array[:], restored[path])
             assert [codec["name"] for codec in array.metadata.to_dict()["codecs"]] == ["exmy", "zstd"]
+
+
+@pytest.mark.parametrize("bits", [4, 9.5])
+@pytest.mark.parametrize(
+    ("shape", "chunks"), [((200, 70), (64, 32)), ((65, 33, 17), (20, 11, 8)), ((3000, 3000), (2000, 1000))]
+)
+async def test_the_chunks_are_those_of_a_write(
+    tmp_path: Path, shape: tuple[int, ...], chunks: tuple[int, ...], bits: float
+) -> None:
+    """Slabs and chunks end at different values, and chunks at the edges of the array are padded."""
+    values = laplace(*shape)
+    async with await tstore.open(tmp_path) as store:
+        async with store.transaction() as tx:
+            await (await tx.create_array("w", shape=shape, dtype="f4", chunks=chunks)).write(values)
+        await tstore.quantize(store, bits=bits, tag="q")
+        quantized = await (await store.snapshot("q")).array("w")
+        async with store.transaction() as tx:
+            settings: dict[str, Any] = {"chunks": quantized.chunksize, "codecs": quantized.codecs}
+            written = await tx.create_array("written", shape=shape, dtype="f4", **settings)
+            await written.write(values)
+        expected, actual = ZarrStore(await store.snapshot()), ZarrStore(await store.snapshot("q"))
+        keys = [key async for key in actual.list_prefix("w/c/")]
+        assert len(keys) == math.prod(-(-n // c) for n, c in zip(shape, quantized.chunksize, strict=True))
+        for key in keys:
+            a, b = await actual.get(key, BUFFERS), await expected.get(key.replace("w/", "written/", 1), BUFFERS)
+            assert a is not None
+            assert b is not None
+            assert a.to_bytes() == b.to_bytes()
 
 
 async def test_saves_with_targets(tmp_path: Path) -> None:

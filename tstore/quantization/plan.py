@@ -30,6 +30,7 @@ __all__ = [
     "plan_by_rules",
     "planned_bytes",
     "rules_for",
+    "size_ratios",
     "with_importance",
     "within_budgets",
 ]
@@ -312,14 +313,21 @@ def _curve(studied: Study, weight: float, size: int, share: float) -> list[Point
     return curve
 
 
-def corrected(studies: Mapping[str, Study], plan: Plan, sizes: Mapping[str, int]) -> dict[str, Study]:
-    """Return the studies with sizes that agree with the stored sizes of encoded arrays."""
+def size_ratios(plan: Plan, sizes: Mapping[str, int], earlier: Mapping[str, float]) -> dict[str, float]:
+    """Return for each encoded array the ratio of its stored size to the estimate of its study.
+
+    `earlier` has the ratios by which the estimates of the plan were multiplied.
+    """
+    estimated = {path: choice.size for path, choice in plan.choices.items() if choice.size and path in sizes}
+    return {path: earlier.get(path, 1.0) * sizes[path] / size for path, size in estimated.items()}
+
+
+def corrected(studies: Mapping[str, Study], ratios: Mapping[str, float]) -> dict[str, Study]:
+    """Return the studies with estimated sizes multiplied by these ratios."""
     result = dict(studies)
-    for path, choice in plan.choices.items():
-        if choice.size and path in sizes:
-            ratio = sizes[path] / choice.size
-            estimates = [e._replace(size=math.ceil(e.size * ratio)) for e in studies[path].estimates]
-            result[path] = studies[path]._replace(estimates=estimates)
+    for path, ratio in ratios.items():
+        estimates = [e._replace(size=math.ceil(e.size * ratio)) for e in studies[path].estimates]
+        result[path] = studies[path]._replace(estimates=estimates)
     return result
 
 

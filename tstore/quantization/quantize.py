@@ -7,6 +7,7 @@
 2. The arrays are encoded, measured and written (`encoding`): by this process, or by the workers of an executor
    (`work`).
 3. Sizes of entropy-coded arrays are estimates. If what was stored exceeds a budget, the estimates are corrected,
+    size_ratios,
    and the arrays whose codecs change are encoded again.
 4. One commit contains the encoded arrays and the report. Chunks of unchanged arrays are referenced, not copied.
 """
@@ -35,6 +36,7 @@ from tstore.quantization.plan import (
     corrected,
     decide,
     plan_by_rules,
+    size_ratios,
     with_importance,
     within_budgets,
 )
@@ -230,22 +232,24 @@ class _Job(NamedTuple):
         undecided = with_importance(undecided, await self._importance(work.source, arrays, undecided))
         undecided = with_expected_bits(undecided, arrays)
         studies = {s.path: s for s in await work.study(undecided.undecided)}
-        while paths := unexpected(undecided, studies, arrays, _SHARES[0]):  # with new studies, others may be
-            undecided = with_all_bits(undecided, paths)
-            again = {path: each for path, each in undecided.undecided.items() if path in paths}
-            studies |= {s.path: s for s in await work.study(again)}
-        profiles = {path: study.profile for path, study in studies.items()}
+        ratios: dict[str, float] = {}  # of the stored to the estimated sizes
         encoded: dict[str, EncodedArray] = {}
         plan = Plan({}, {}, [], {})
         for share in _SHARES:
-            earlier, plan = plan, decide(undecided, studies, arrays, share)
+            # with new studies, other arrays may get what their studies left out
+            while paths := unexpected(undecided, corrected(studies, ratios), arrays, share):
+                undecided = with_all_bits(undecided, paths)
+                again = {path: each for path, each in undecided.undecided.items() if path in paths}
+                studies |= {s.path: s for s in await work.study(again)}
+            earlier, plan = plan, decide(undecided, corrected(studies, ratios), arrays, share)
             changed = {p: choice for p, choice in plan.choices.items() if choice != earlier.choices.get(p)}
             encoded = {p: e for p, e in encoded.items() if p in plan.choices}
+            profiles = {path: study.profile for path, study in studies.items()}
             encoded |= {e.path: e for e in await work.encode(changed, profiles)}
             sizes = {p: sum(row.length for row in e.rows) for p, e in encoded.items() if e.document is not None}
             if within_budgets(undecided, arrays, sizes):
                 break
-            studies = corrected(studies, plan, sizes)
+            ratios |= size_ratios(plan, sizes, ratios)
         else:
             raise InvalidArgument(
                 "the sizes of entropy-coded arrays differ too much from their estimates to keep the budget of "
