@@ -158,6 +158,29 @@ async def test_arrays_without_elements_differ_in_their_shape(
         assert (w.fields, w.chunks) == (("shape",), 2 if 0 not in old else 0)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [((1 << 40, 1 << 10), (1 << 10, 1 << 40)), ((1 << 61, 1), (1, 1 << 61)), ((8, 1), (1 << 30, 9))],
+)
+async def test_grids_may_have_more_cells_together_than_there_are_numbers(
+    url: str, old: tuple[int, int], new: tuple[int, int]
+) -> None:
+    store = await tstore.open(url)
+    last = old[0] - 1, old[1] - 1
+    async with store.transaction() as tx:
+        w = await tx.create_array("w", old, "i1", (1, 1), sparse=True)
+        await w[0, 0].write(1)
+        await w[last].write(2)
+    async with store.transaction() as tx:
+        w = await tx.array("w")
+        await w.resize(new)
+        await w[new[0] - 1, new[1] - 1].write(2)
+    kept = all(at < length for at, length in zip(last, new, strict=True))
+    for before, after in ((1, 2), (2, 1)):
+        [row] = (await store.diff(before, after)).arrays
+        assert (row.fields, row.chunks) == (("shape",), 1 if kept else 2)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 async def test_another_dtype_and_grid_are_compared_by_value(url: str, dtype: str) -> None:
     store = await first(url)

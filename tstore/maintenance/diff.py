@@ -198,8 +198,8 @@ def _changed_fields(before: Document, after: Document) -> tuple[str, ...]:
 class _ArrayPair:
     """One array in two versions, with the metadata fields and the chunks that differ.
 
-    `differing` has the numbers of these chunks in the smallest grid that contains both versions' grids. If the
-    checksums can't be compared because the encodings differ, it has all chunks of the later version.
+    `differing` has the numbers of these chunks (`differing_numbers`). If the checksums can't be compared because
+    the encodings differ, it has all chunks of the later version.
     """
 
     def __init__(self, path: str, before: Node, after: Node, fields_of: Callable[..., tuple[str, ...]]) -> None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -26,48 +27,71 @@ _Counts = tuple[int, ...]
 def differing_numbers(before: Node, after: Node) -> npt.NDArray[np.uint64]:
     """Return the numbers of the chunks that only one version has, or whose bytes differ, in ascending order.
 
-    The arrays have the same encoding. The numbers are those of the smallest grid that contains both grids.
+    The arrays have the same encoding. The numbers are those of the earlier grid; `_Version` numbers the chunks
+    outside of it.
     """
-    both = before.meta.counts, after.meta.counts
-    grid = tuple(max(n, m) for n, m in zip(*both, strict=True))
-    versions = [_Version(before, grid), _Version(after, grid)]
-    last = max(version.last for version in versions)
-    if last < 0:  # there are no chunks, perhaps because the grid is empty
+    grids = before.meta.counts, after.meta.counts
+    versions = [_Version(before, grids[0]), _Version(after, grids[0])]
+    stops = sorted({stop for version in versions for stop in version.stops()})
+    if not stops:  # there are no chunks, perhaps because both grids are empty
         return np.empty(0, np.uint64)
-    ends = sorted({end for version in versions for end in version.ends()})
     parts = [np.empty(0, np.uint64)]
-    for start, stop in itertools.pairwise([0, *(end + 1 for end in ends[:-1]), last + 1]):
-        found = (references(node.tables, start, stop - 1) for node in (before, after))
-        if both[0] == both[1] and _same(*found):
+    for start, stop in itertools.pairwise([0, *stops[:-1], None]):
+        assert start is not None
+        last = stops[-1] - 1 if stop is None else stop - 1
+        found = (references(node.tables, start, last) for node in (before, after))
+        if grids[0] == grids[1] and _same(*found):
             continue
         old, new = (version.chunks(start, stop) for version in versions)
         parts.append(old.differing_numbers(new))
-    return np.concatenate(parts)
+    numbers = np.concatenate(parts)
+    return numbers if grids[0] == grids[1] else np.sort(numbers)
 
 
 class _Version:
-    """The chunks of one version of an array, by their numbers in a grid that contains its own."""
+    """The chunks of one version of an array, by their numbers in a grid, that of the earlier version.
+
+    A chunk outside of the grid has its number in its own grid, plus the number of cells of the other. A grid that
+    contains both could have more cells than there are numbers.
+    """
 
     def __init__(self, node: Node, grid: _Counts) -> None:
-        last = last_number(node.tables)
-        check_in_grid(node.path, node.meta, last)
+        self._last = last_number(node.tables)
+        check_in_grid(node.path, node.meta, self._last)
         self._tables, self._own, self._grid = node.tables, node.meta.counts, grid
-        self.last = int(self._renumbered(np.array([last]))[0]) if last >= 0 else -1
 
-    def ends(self) -> list[int]:
-        """Return the last chunk number of each segment."""
-        return list(map(int, self._renumbered(np.array(segment_ends(self._tables), np.int64))))
+    def stops(self) -> list[int]:
+        """Return how many cells of the grid come before the end of each segment, and before that of all chunks."""
+        if self._last < 0:
+            return []
+        ends = [*segment_ends(self._tables), self._last]
+        return [_cells_before(end + 1, self._grid, self._own) for end in ends]
 
-    def chunks(self, start: int, stop: int) -> ChunkTable:
-        """Return the references to the chunks from `start` up to `stop`, sorted by number; reads segments."""
-        first, last = _cells_before(start, self._own, self._grid), _cells_before(stop, self._own, self._grid) - 1
+    def chunks(self, start: int, stop: int | None) -> ChunkTable:
+        """Return the references to the chunks between two cells of the grid, sorted by number; reads segments.
+
+        `stop=None` stands for the end of all chunks. Chunks outside of the grid are between the cells that come
+        before and after them in the order of rows.
+        """
+        first = _cells_before(start, self._own, self._grid)
+        last = self._last if stop is None else _cells_before(stop, self._own, self._grid) - 1
         chunks = ChunkTable.overlay([between(table, first, last) for table in self._tables])
-        return chunks if self._own == self._grid else chunks.with_numbers(self._renumbered(chunks.number))
-
-    def _renumbered(self, numbers: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         if self._own == self._grid:
-            return numbers.astype(np.int64)
-        return np.ravel_multi_index(np.unravel_index(numbers.astype(np.int64), self._own), self._grid)
+            return chunks
+        numbers = self._renumbered(chunks.number)
+        order = np.argsort(numbers, kind="stable")
+        return chunks.take(order).with_numbers(numbers[order])
+
+    def _renumbered(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        own = numbers.astype(np.int64)
+        if not len(own):
+            return own
+        at = np.array(np.unravel_index(own, self._own)).reshape(len(self._own), -1)
+        inside = (at < np.array(self._grid, np.int64)[:, None]).all(axis=0)
+        renumbered = own + math.prod(self._grid)
+        if inside.any():
+            renumbered[inside] = np.ravel_multi_index(tuple(at[:, inside]), self._grid)
+        return renumbered
 
 
 def _same(a: Iterator[Segment | ChunkTable], b: Iterator[Segment | ChunkTable]) -> bool:
@@ -79,10 +103,12 @@ def _same(a: Iterator[Segment | ChunkTable], b: Iterator[Segment | ChunkTable]) 
 
 
 def _cells_before(number: int, counts: Sequence[int], grid: Sequence[int]) -> int:
-    """Return how many cells of the grid `counts`, at the origin of a larger one, come before a number in that."""
-    before, inner, outer = 0, int(np.prod(counts, dtype=object)), int(np.prod(grid, dtype=object))
-    for count, larger in zip(counts, grid, strict=True):
-        inner, outer = (inner // count if count else 0), outer // larger
+    """Return how many cells of the grid `counts` come before a number in another grid at the same origin."""
+    if counts == grid or not number:
+        return number
+    before, inner, outer = 0, math.prod(counts), math.prod(grid)
+    for count, other in zip(counts, grid, strict=True):
+        inner, outer = (inner // count if count else 0), outer // other
         at, number = divmod(number, outer)
         before += min(at, count) * inner
         if at >= count:
