@@ -100,6 +100,19 @@ async def derived(store: tstore.Store, version: int) -> StoredRoot:
     return (await log.tree(version)).root((await log.stored(version)).check)
 
 
+def page_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the key of the object for each page that is read."""
+    read: list[str] = []
+    original = PageReader._read
+
+    def recorded(self: PageReader, key: str, places: list) -> object:
+        read.extend([key] * len(places))
+        return original(self, key, places)
+
+    monkeypatch.setattr(PageReader, "_read", recorded)
+    return read
+
+
 @pytest.fixture
 def quarter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make pages, and the distances between roots, a quarter of the usual."""
@@ -494,6 +507,23 @@ async def test_roots_that_a_backup_left_behind_are_not_used(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("short")
+async def test_a_writer_does_not_read_the_root_that_a_backup_left_in_place_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tree stays the one in memory, since the pages of the root that it would have written do not exist."""
+    store, expected = await filled(tmp_path / "store", 31)
+    other, _ = await filled(tmp_path / "other", 32)
+    await other.close()
+    shutil.copy(tmp_path / "other" / root_key(32), tmp_path / "store" / root_key(32))
+    read = page_reads(monkeypatch)
+    await create(store, [f"new{number}" for number in range(9)], 5)
+    assert await store.log.reader.newest() == 32
+    assert await values(store) == expected | {f"new{number}": 5 for number in range(9)}
+    assert read
+    assert root_key(32) not in read
+
+
+@pytest.mark.usefixtures("short")
 async def test_a_cache_on_disk_has_the_pages_of_roots(tmp_path: Path) -> None:
     async with Server(str(tmp_path / "store"), access=everybody()) as server:
         options, cache = {"token": ADMIN}, tstore.Cache(tmp_path / "cache")
@@ -536,14 +566,7 @@ async def _existing(store: tstore.Store, paths: list[str]) -> set[str]:
 @pytest.mark.usefixtures("short")
 async def test_opening_reads_the_pages_of_one_array_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, expected = await filled(tmp_path / "store", 70)
-    read: list[str] = []
-    original = PageReader._read
-
-    def recorded(self: PageReader, key: str, places: list) -> object:
-        read.extend([key] * len(places))
-        return original(self, key, places)
-
-    monkeypatch.setattr(PageReader, "_read", recorded)
+    read = page_reads(monkeypatch)
     root = (await derived(store, 64)).root.manifest
     assert isinstance(root, ObjectRef)
     assert len(root.pages) > 10
