@@ -10,7 +10,9 @@ import pytest
 
 import tstore
 from tests.attacks.forgeries import Known, commit, framed, manifest, record
+from tstore.conformance.faults import open_faulty
 from tstore.errors import Corrupt
+from tstore.format.layout import commit_key
 
 
 @pytest.mark.parametrize(("length", "check"), [(32, b"\7" * 16), (160_000, b"\7" * 16), (32, None)])
@@ -35,3 +37,34 @@ async def test_another_reference_to_the_same_place_is_verified_too(
     report = await store.verify()
     assert [("forged" in fault, "version 2" in fault) for fault in report.faults] == [(True, True)]
     assert report.chunks == 2
+
+
+async def commits(url: str, count: int) -> tstore.Store:
+    """Return a store in which version v has set an element of "w" to v; two void records follow."""
+    store, faults = await open_faulty(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (3,), "i8", (1,))).write(1)
+    for version in range(2, count + 1):
+        async with store.transaction(tag=f"t{version}") as tx:
+            await (await tx.array("w"))[version % 3].write(version)
+    faults.fail("create", "commits/*")
+    faults.fail("create", "commits/*", nth=2)
+    async with store.transaction():
+        pass
+    return await tstore.open(url)
+
+
+@pytest.mark.parametrize(("copied", "over"), [(2, 6), (5, 6), (1, 5), (6, 9)])
+async def test_a_record_copied_over_a_later_one_is_noticed(copied: int, over: int, tmp_path: Path) -> None:
+    """Its changes are applied twice, those of the later one are lost, and no root shows this."""
+    store = await commits(str(tmp_path), 6)
+    voids = [(await store.log.reader.record(v)) for v in (7, 8)]
+    assert [v.void for v in voids] == [True, True]
+    assert voids[0].transaction == voids[1].transaction
+    assert (await store.verify()).ok
+    data = (tmp_path / commit_key(copied)).read_bytes()
+    (tmp_path / commit_key(over)).unlink()
+    (tmp_path / commit_key(over)).write_bytes(data)
+    [fault] = (await (await tstore.open(tmp_path)).verify()).faults
+    assert f"{commit_key(over)} commits the transaction" in fault
+    assert f"as {commit_key(copied)} does" in fault

@@ -1,7 +1,7 @@
 """Maintenance of a store: verification, repair, garbage collection, listing and comparing versions.
 
-1. `damage` finds the damaged versions. `verify` checks every record and manifest, lists each chunk once
-   (`distinct_chunks`), and reads it (`read_back`).
+1. `damage` finds the damaged versions. `verify` checks every record (`transaction_ids`) and manifest, lists each
+   chunk once (`distinct_chunks`), and reads it (`read_back`).
    `repair` voids a commit whose record cannot be read.
 2. `gc` removes the versions that no retention rule keeps, and the data of transactions that never committed.
 3. `contents` lists the arrays of a version; `diff` compares two versions, with `differing_chunks`.

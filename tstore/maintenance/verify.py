@@ -1,8 +1,8 @@
 """Verification: read and check everything that living versions refer to; a fault does not end it.
 
 1. Read all records in order, and the manifests of living versions. Every record must name the last garbage
-   collection before it. Every root, a stored copy of the tree, must equal the tree of the records up to its
-   version (`_ReplayedTree`).
+   collection before it, and no two may commit the same transaction (`transaction_ids`). Every root, a stored copy
+   of the tree, must equal the tree of the records up to its version (`_ReplayedTree`).
 2. List the chunks to check, from these manifests, without keeping their references (`distinct_chunks`). Skip the
    segments that an earlier version had. If an older manifest was not read, because its version has expired or is
    damaged, list all chunks of the next living version, which may have inherited some.
@@ -50,6 +50,7 @@ from tstore.maintenance.damage import (
 )
 from tstore.maintenance.distinct_chunks import ChunkList, DistinctChunks, array_label
 from tstore.maintenance.read_back import read_back
+from tstore.maintenance.transaction_ids import TransactionIds
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -137,6 +138,7 @@ class _Verification:
         self._arrays: set[str] = set()
         self._nodes: dict[str, tuple[str, Document]] = {}
         self._chunks = DistinctChunks()
+        self._transactions = TransactionIds()
         self._faults: list[str] = []
         self._merge_faults: dict[int, str] = {}  # by version
 
@@ -159,7 +161,7 @@ class _Verification:
         for missing in (await missing_records(log, self._newest))[:1]:
             reason = f"{log.storage.url}: {commit_key(missing)} is missing although later commits exist"
             faults.append(f"{reason}; restore it from a copy: until then the later commits can't be read")
-        faults += self._merge_faults.values()
+        faults += [*self._merge_faults.values(), *await self._transactions.faults(log)]
         self._chunks.flush()
         chunks, size = self._chunks.count, self._chunks.bytes
         self._progress = self._progress._replace(total_chunks=chunks, total_bytes=size, faults=len(faults))
@@ -188,6 +190,7 @@ class _Verification:
         record = None
         with self._reporting(""):
             record = (await self._log.records.stored_below(version, self._newest + 1)).record
+            self._transactions.add(version, record)
             await check_references(self._log, version, record)
         if record is None or changes_nothing(record) or self._known.expired(version):
             return record, []
