@@ -267,6 +267,54 @@ async def test_versions_that_a_voided_gc_had_deleted_stay_expired(later: str, *,
                 assert np.array_equal(values, expected)
 
 
+@pytest.mark.parametrize("last", [1, 2])
+async def test_data_that_the_newest_state_needs_stays_after_the_newest_version_was_voided(last: int) -> None:
+    """A gc expired the version before it, whose state is the newest again; later commits build on its chunks."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    expected = VALUES.copy()
+
+    async def write(start: int, tag: str | None = None) -> None:
+        async with store.transaction(tag=tag) as tx:
+            await (await tx.array("w"))[start : start + 1000].write(expected[start : start + 1000])
+
+    async with store.transaction(tag="step/0") as tx:
+        await (await tx.create_array("w", (4000,), "f8", (1000,))).write(VALUES)
+    expected[1000:2000] += 1
+    await write(1000)
+    await write(2000, "step/1")
+    assert (await store.collect(Keep(last=last))).versions == ([2] if last == 2 else [1, 2])
+    await damage(store, 3)
+    assert (await (await tstore.open(store.url)).repair([3])).ok
+    store = await tstore.open(store.url)
+    assert (await store.snapshot(2)).version == 2
+    assert await tstore.steps(store) == ([0] if last == 2 else [])
+    expected[3000:] += 3
+    await write(3000, "step/2")
+    served = f"memory://{uuid.uuid4()}"
+    async with Server(served, access=everybody()) as server:
+        await tstore.copy(store, server.url, storage_options={"token": ADMIN})
+    for url in (store.url, served):
+        for keep in (2, 1):
+            store = await tstore.open(url)
+            await store.collect(Keep(last=keep), abandoned=timedelta(0))
+            store = await tstore.open(url)
+            assert (await store.verify()).faults == []
+            values = await (await (await store.snapshot()).array("w")).read()
+            assert np.array_equal(values, expected)
+
+
+async def test_an_expired_version_that_lacks_data_is_not_alive_again() -> None:
+    store = await filled(0, 1, 2)
+    await store.collect(Keep(last=1))
+    await damage(store, 3)
+    assert (await (await tstore.open(store.url)).repair([3])).ok
+    store = await tstore.open(store.url)
+    with pytest.raises(SnapshotExpired):
+        await store.snapshot(2)
+    await tstore.save(store, {"w": VALUES}, 50)
+    await check_works(store.url)
+
+
 async def test_a_pack_lost_before_a_commit_is_voided_expires_nothing() -> None:
     """It may be restored from a copy."""
     store = await filled(0, 1, 2)

@@ -8,7 +8,8 @@ storage. A version N is voided in the following steps, which can be repeated aft
 4. Commit a record of the repair, so that the history shows it and open stores notice. It drops the tags that later
    commits set to N. If the newest garbage collection lists N as living, this commit is itself a collection that
    expires N: the objects that N wrote or needed become dependencies of the next living version, so that nothing
-   that may be in use is deleted.
+   that may be in use is deleted. If there is none, the newest state is that of a version before N, which may have
+   expired. Unless it lacks data, that version is alive again and inherits what N needed, as later commits need it.
 5. Delete the roots of N and later versions again: until that commit, open stores may have written stale roots.
 
 The data of N is collected a week later, like that of any transaction that did not commit. If N was a garbage
@@ -27,12 +28,13 @@ import msgspec
 import xxhash
 
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound
-from tstore.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, owner_of, root_key
 from tstore.format.objects.encoding import encode
+from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import REPAIR, VOIDED, Collection, Record
 from tstore.format.plain_text import pluralize
-from tstore.format.tree.retention import Ledger
-from tstore.log.expiry import ledger_at, named_collection
+from tstore.format.tree.retention import Condemned, Ledger, packs_of
+from tstore.log.expiry import changes_nothing, ledger_at, named_collection
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
@@ -40,6 +42,7 @@ from tstore.maintenance.damage import UNREADABLE, DamagedVersion, damaged_versio
 from tstore.maintenance.gc import Overtaken, transaction_objects
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
+from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.cache import without_cache
 from tstore.storage.objects import Durability
@@ -253,12 +256,43 @@ async def _expire(log: LogReader, base: int, voided: Sequence[int], gc: int) -> 
     expired = sorted({*ledger.alive.keys() & voided, *incomplete})
     if not expired:
         return Ledger(), None
+    orphaned: list[str] = []  # what expired versions above all living ones needed
     for version in expired:
         next_living = min((v for v in ledger.alive if v > version and v not in expired), default=None)
-        if next_living is not None:
-            entry = ledger.alive[version]
+        entry = ledger.alive[version]
+        if next_living is None:
+            orphaned += entry.dependencies
+        else:
             objects = [*entry.dependencies, *await transaction_objects(log, entry.transaction)]
             ledger.inherit(next_living, objects, standalone=ledger.alive[next_living].standalone)
     tags = {tag: v for v in expired for tag in ledger.alive[v].tags}
-    condemned = ((), ()) if earlier is None else (earlier.transactions, earlier.objects)
-    return ledger.without(expired), Collection((), tuple(expired), tags, *condemned)
+    ledger = ledger.without(expired)
+    condemned = Collection((), (), {}, (), ()) if earlier is None else earlier
+    await _revive_newest(log, base, ledger, Condemned.from_collection(condemned), orphaned)
+    return ledger, Collection((), tuple(expired), tags, condemned.transactions, condemned.objects)
+
+
+async def _revive_newest(
+    log: LogReader, base: int, ledger: Ledger, condemned: Condemned, needed: Sequence[str]
+) -> None:
+    """Add the version whose state is that of `base` to the living ones, unless it lacks data.
+
+    It depends on the objects `needed`, and on the packs to which its tree refers.
+    """
+    version = base
+    while version and changes_nothing(record := await log.record(version)):
+        version -= 1
+    if version == 0 or version in ledger.alive:
+        return
+    try:
+        await log.objects.manifests(version, record)
+        packs = await run(packs_of, await log.tree(version))
+    except UNREADABLE:
+        return
+    objects = {*packs, *(m.key for m in record.manifests if isinstance(m, ObjectRef))}
+    if any(map(condemned.includes, objects)) or len(await log.storage.sizes(objects)) < len(objects):
+        return
+    ledger.add(version, msgspec.structs.replace(record, tags=(), dropped=(), tagged={}))
+    entry = ledger.alive[version]
+    others = [key for key in sorted({*needed, *packs}) if owner_of(key) != entry.transaction]
+    ledger.inherit(version, others, standalone=entry.standalone)

@@ -275,7 +275,7 @@ class Admission:
             records = await together(self._record, numbers)
             repaired = {number for number, other in zip(numbers, records, strict=True) if other.was_voided}
             voided |= repaired
-            if len(repaired) < len(numbers):
+            if len(repaired) < len(numbers) and not record.by_repair:
                 break  # a version is neither living nor voided, so the record will be refused
         expired = set(collection.expired)
         for version in sorted(ledger.alive, reverse=True):

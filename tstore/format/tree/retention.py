@@ -261,10 +261,15 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     # If a repair voids a garbage collection, the versions that this collection expired are alive again in the
     # ledger. A record written before that repair lacks them.
     forgotten = before - expired - collection.versions if record.collected in voided else set()
-    newest = max(before - voided, default=0)
+    newest = max((before - voided) | (collection.versions & voided), default=0)
     if newest in expired or newest in forgotten:
         raise Corrupt(f"it expires the newest version, {newest}")
-    _check_living(collection, ledger, expired | forgotten, voided)
+    expected = (before | (collection.versions & voided)) - expired - forgotten
+    # a repair that voids the newest living version may make the version before it alive again
+    revived = collection.versions - expected
+    if record.by_repair and len(revived) == 1 and max(revived) < max(voided, default=0):
+        expected |= revived
+    _check_living(collection, ledger, expected, voided)
     tags = {} if voided else {tag: version for version in expired for tag in ledger.alive[version].tags}
     # the collection may also list tags that were moved away from an expired version in the meantime
     if not set(collection.tags.values()) <= expired or not tags.items() <= collection.tags.items():
@@ -272,17 +277,16 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     _check_unneeded(collection, set(used))
 
 
-def _check_living(collection: Collection, ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
-    """Raise `Corrupt` unless all versions but the expired ones stay alive, with at least their former objects."""
-    expected = (ledger.alive.keys() | (collection.versions & voided)) - expired
+def _check_living(collection: Collection, ledger: Ledger, expected: Set[int], voided: Set[int]) -> None:
+    """Raise `Corrupt` unless the expected versions stay alive, with at least their former objects."""
     if collection.versions != expected:
         raise Corrupt("its living versions are not the previous ones minus those that it expires")
-    removed = [ledger.alive[version] for version in expired & ledger.alive.keys()]
+    removed = [entry for version, entry in ledger.alive.items() if version not in expected]
     released = {key for entry in removed for key in entry.dependencies}
     owners = {entry.transaction for entry in removed}
     for entry in collection.alive:
         known = ledger.alive.get(entry.version)
-        if known is None:  # it was voided
+        if known is None:  # it was voided, or is alive again
             continue
         if not _is_same_entry(entry, replace(known, tags=entry.tags) if voided else known):
             raise Corrupt(f"its entry for version {entry.version} contradicts the log")
