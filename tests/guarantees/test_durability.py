@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -263,6 +264,28 @@ async def test_a_redelivered_fragment_is_made_durable(calls: CallLog, tmp_path: 
             await group_member(store, 1, 0.01)
         [folder] = (tmp_path / "s" / "txn").iterdir()
         assert synced(calls, f"s/txn/{folder.name}")
+
+
+async def test_the_folder_of_a_transaction_that_was_collected_is_synced_again(
+    calls: CallLog, tmp_path: Path
+) -> None:
+    """The hosts gave up, another process collected what they had written, and they repeat the transaction."""
+    stores = [await tstore.open(tmp_path / "s") for _ in range(2)]
+
+    async def host(number: int, timeout: float) -> int:
+        tx = stores[number].transaction(name="n", host=number, hosts=2, attempt="a")
+        a = await tx.create_array("a", (4000,), "f8", (2000,))
+        await a[2000 * number : 2000 * number + 2000].write(np.full(2000, number))
+        return await tx.commit(timeout)
+
+    for number in range(2):
+        with pytest.raises(DeadlineExceeded):
+            await host(number, 0.01)
+        report = await (await tstore.open(tmp_path / "s")).collect(abandoned=timedelta(0))
+        assert len(report.transactions) == 1
+    calls.entries.clear()
+    assert await asyncio.gather(*[host(number, 20.0) for number in range(2)]) == [3, 3]
+    check_order(calls)
 
 
 async def test_an_existing_commit_is_synced_before_its_report(calls: CallLog, tmp_path: Path) -> None:

@@ -172,8 +172,11 @@ class LocalStorage(Storage):
 
     def writer(self, key: str, durability: Durability) -> LocalPack:
         path = self.path(key)
+        folder = os.path.dirname(path)
         with mapped_errors("create", path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if not os.path.isdir(folder):
+                self._durable_folders.discard(folder)  # another process may have deleted it
+                os.makedirs(folder, exist_ok=True)
             return LocalPack(key, path, durability, on_discard=self._drop_reader)
 
     def reader(self, key: str) -> LocalReader:
