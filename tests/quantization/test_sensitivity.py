@@ -185,6 +185,23 @@ async def test_bad_sensitivity_changes_nothing(url: Path, options: dict[str, Any
         assert await store.tags() == {"step/0": 1}
 
 
+async def test_noise_keeps_values_finite_and_leaves_out_arrays_that_are_not(tmp_path: Path) -> None:
+    signs = np.where(np.tri(16) > 0, 1.0, -1.0)
+    arrays = {"mask": np.where(signs > 0, 0, -np.inf), "f2": (65504 * signs).astype("f2"), "f8": signs * 2.0**600}
+    await tstore.save(tmp_path, arrays, 0)
+
+    def loss(noisy: dict[str, Any]) -> float:
+        errors = [np.abs(noisy[path] / arrays[path] - 1).mean() for path in ("f2", "f8")]
+        return float(np.exp(noisy["mask"]).mean() + sum(errors))
+
+    report = await tstore.quantize(tmp_path, bits=60, sensitivity=loss)
+    reasons = {a.path: a.reason for a in report.arrays}
+    assert reasons["mask"] == "120 of 256 values are NaN or infinite"
+    weights = {a.path: a.sensitivity for a in report.arrays}
+    assert weights["mask"] == 1
+    assert weights["f2"] > 1
+
+
 async def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
     await tstore.save(tmp_path, TREE | {"n": np.arange(1000).reshape(10, 100)}, 0)
     with pytest.raises(InvalidArgument, match="sensitivity of n: arrays of int64 are not encoded in eXmY"):

@@ -351,7 +351,10 @@ def _weighted(
     difference: exmy.Difference, x: npt.NDArray[Any], y: npt.NDArray[Any], importance: npt.NDArray[np.float32]
 ) -> exmy.Difference:
     """Return the difference of y from x with its squares weighted; memory is bounded by that of a chunk."""
-    signal, noise = (float(np.sum(z * z * importance)) for z in (x.astype(np.float64), x.astype(np.float64) - y))
+    with np.errstate(over="ignore"):
+        signal, noise = (
+            float(np.sum(z * z * importance)) for z in (x.astype(np.float64), x.astype(np.float64) - y)
+        )
     return dataclasses.replace(difference, signal=signal, noise=noise)
 
 

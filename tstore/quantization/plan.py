@@ -25,6 +25,7 @@ __all__ = [
     "Group",
     "Plan",
     "SourceArray",
+    "check_measurable",
     "corrected",
     "decide",
     "plan_by_rules",
@@ -96,7 +97,7 @@ class _Defaults:
         Raise `InvalidArgument` if the codecs do not fit even without the defaults.
         """
         explicit = as_configuration(codecs)
-        settings = {**self._settings, **explicit}
+        settings = {**self._applicable(explicit), **explicit}
         try:
             encoded_meta(meta, with_configuration(codecs, settings))
         except InvalidArgument as error:
@@ -110,6 +111,16 @@ class _Defaults:
         else:
             self._fits_any = True
         return with_configuration(codecs, settings)
+
+    def _applicable(self, explicit: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults without those that contradict the settings of a rule."""
+        has_groups = explicit.get("axis") is not None or explicit.get("block") is not None
+        scale, excluded = explicit.get("scale", "search"), set()
+        if scale == "none" or not isinstance(scale, str):
+            excluded = {"axis", "block"}
+        if has_groups and self._settings.get("scale") == "none":
+            excluded.add("scale")
+        return {key: value for key, value in self._settings.items() if key not in excluded}
 
     def check(self) -> None:
         """Raise `InvalidArgument` if the settings fit none of the arrays."""
@@ -159,6 +170,17 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], request: Request) -> Plan:
             plan.choices[path] = CodecChoice((codecs,))
     defaults.check()
     return plan._replace(groups=[*groups.values(), *([] if others is None else [others])])
+
+
+def check_measurable(plan: Plan, arrays: Mapping[str, SourceArray]) -> None:
+    """Raise `InvalidArgument` if a rule has codecs that change values, whose errors can't be measured."""
+    for path, choice in plan.choices.items():
+        [codecs] = choice.codecs
+        if not is_exmy(codecs) and not encoded_meta(arrays[path].meta, codecs).chain.lossless:
+            raise InvalidArgument(
+                f"{path}: the codecs of its rule change values, but tstore.quantize measures errors only if the "
+                "first codec is 'exmy'; name an eXmY format, or pass these codecs to tstore.save"
+            )
 
 
 def _is_exmy(codecs: Any) -> bool:

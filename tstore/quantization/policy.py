@@ -18,6 +18,7 @@ import numpy as np
 
 from tstore.errors import InvalidArgument, bullet_list
 from tstore.format.arguments import checked_attributes
+from tstore.format.arrays.bytes_codecs import is_bytes_codec
 from tstore.format.arrays.codecs import FLOATS, Codecs, as_configuration, is_exmy
 from tstore.format.patterns import compile_patterns
 
@@ -160,7 +161,8 @@ class Rules:
     """
 
     def __init__(self, rules: QuantizeRules) -> None:
-        by_pattern = rules if isinstance(rules, Mapping) and "format" not in rules else {"**": rules}
+        is_one = not isinstance(rules, Mapping) or "format" in rules or _is_target(rules)
+        by_pattern = {"**": rules} if is_one else rules
         self.has_patterns = isinstance(rules, Mapping) and by_pattern is rules
         """Whether these are rules by path pattern rather than one codec."""
         self.by_pattern = {pattern: _parse_rule(pattern, value) for pattern, value in by_pattern.items()}
@@ -237,12 +239,21 @@ def _parse_rule(pattern: Any, value: Any) -> Codecs | Target:
         return value
     if isinstance(value, Mapping) and "format" not in value and {"bits", "min_sqnr"} & value.keys():
         return _parse_target(pattern, value)
+    if isinstance(value, str) and is_bytes_codec(value):
+        raise InvalidArgument(f"the rule {pattern!r}: pass Zarr codecs as a list, such as ['bytes', {value!r}]")
     if isinstance(value, list | tuple):
+        value = [{"name": codec} if isinstance(codec, str) else codec for codec in value]
         _check_codecs(pattern, value)
     if is_exmy(value):
         _check_exmy(pattern, value)
     codecs: Codecs = value
     return codecs
+
+
+def _is_target(rules: Mapping[str, Any]) -> bool:
+    """Return whether a mapping is a target such as {"bits": 4} rather than rules by pattern."""
+    numbers = int | float | np.integer | np.floating
+    return any(isinstance(rules.get(key), numbers) for key in ("bits", "min_sqnr"))
 
 
 def _parse_target(pattern: str, value: Mapping[str, Any]) -> Target:

@@ -28,11 +28,11 @@ from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.encoding import EncodedArray
-from tstore.quantization.entropy import is_entropy_coded
 from tstore.quantization.expected import unexpected, with_all_bits, with_expected_bits
 from tstore.quantization.plan import (
     Plan,
     SourceArray,
+    check_measurable,
     corrected,
     decide,
     plan_by_rules,
@@ -229,6 +229,7 @@ class _Job(NamedTuple):
     ) -> tuple[Plan, dict[str, EncodedArray]]:
         """Return the plan, and by path the results for the arrays that it encodes."""
         undecided = plan_by_rules(arrays, self.request)
+        check_measurable(undecided, arrays)
         undecided = with_importance(undecided, await self._importance(work.source, arrays, undecided))
         undecided = with_expected_bits(undecided, arrays)
         studies = {s.path: s for s in await work.study(undecided.undecided)}
@@ -245,7 +246,8 @@ class _Job(NamedTuple):
             changed = {p: choice for p, choice in plan.choices.items() if choice != earlier.choices.get(p)}
             encoded = {p: e for p, e in encoded.items() if p in plan.choices}
             profiles = {path: study.profile for path, study in studies.items()}
-            encoded |= {e.path: e for e in await work.encode(changed, profiles)}
+            for each in await work.encode(changed, profiles):
+                encoded[each.path] = _if_smaller(each, plan.choices[each.path].min_sqnr, arrays[each.path])
             sizes = {p: sum(row.length for row in e.rows) for p, e in encoded.items() if e.document is not None}
             if within_budgets(undecided, arrays, sizes):
                 break
@@ -272,6 +274,13 @@ class _Job(NamedTuple):
         if isinstance(self.sensitivity, Mapping):
             return given
         return await measured_importance(self.sensitivity, source, plan.undecided)
+
+
+def _if_smaller(encoded: EncodedArray, min_sqnr: float, array: SourceArray) -> EncodedArray:
+    """Return the array unchanged if it has a target for its SQNR, and its estimated size was too small."""
+    if min_sqnr == -math.inf or sum(row.length for row in encoded.rows) < array.encoded_bytes:
+        return encoded
+    return EncodedArray(encoded.path, reason=encoded.reason or f"no smaller format keeps {min_sqnr:g} dB")
 
 
 async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, EncodedArray]) -> None:
@@ -313,7 +322,7 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None
     exponents, weight = encoded.exponents, plan.importance.get(path, Importance()).weight
     errors = loss.signal, loss.noise, loss.largest_error, loss.largest_relative, encoded.clipped_count / values
     histogram = None if exponents is None else (exponents.lowest, exponents.counts.tolist())
-    name, coding = codec.format.standard.name, "entropy" if is_entropy_coded(meta.chain.documents) else "packed"
+    name, coding = codec.format.standard.name, "entropy" if len(meta.chain.documents) > 1 else "packed"
     weighted = None if encoded.weighted is None or not math.isfinite(encoded.sqnr) else encoded.sqnr
     return QuantizedArray(
         path, name, codec.granularity, "", values, before, after, *errors, histogram, coding, weight, weighted

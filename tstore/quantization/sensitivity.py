@@ -98,7 +98,7 @@ async def measured_importance(loss: Loss, snapshot: Snapshot, paths: Iterable[st
     await snapshot.read_jobs([ReadJob.of(nodes[path], array) for path, array in arrays.items()])
     start = _number(await run(loss, dict(arrays)), "the original arrays")
     growth = {}
-    for path in paths:
+    for path in [path for path in paths if np.isfinite(arrays[path]).all()]:  # the others are not encoded
         candidate = arrays | {path: await run(_with_noise, path, arrays[path])}
         growth[path] = (_number(await run(loss, candidate), f"noise in {path}") - start) / _NOISE**2
     grown = [each for each in growth.values() if each > 0]
@@ -112,8 +112,11 @@ def _with_noise(path: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the values with noise that depends on the path alone."""
     rng = np.random.default_rng(zlib.crc32(path.encode("utf-8", "surrogatepass")))
     wide = values.astype(np.float64)
-    noise = rng.standard_normal(values.shape) * (_NOISE * math.sqrt(float(np.mean(np.square(wide)))))
-    return (wide + noise).astype(values.dtype)
+    peak = float(np.abs(wide).max(initial=0)) or 1.0
+    noise = rng.standard_normal(values.shape) * (_NOISE * math.sqrt(float(np.mean(np.square(wide / peak)))))
+    with np.errstate(over="ignore"):
+        noisy = (wide + peak * noise).astype(values.dtype)
+    return np.where(np.isfinite(noisy), noisy, values)
 
 
 def _number(value: Any, what: str) -> float:

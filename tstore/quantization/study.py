@@ -138,8 +138,9 @@ def _entropy_study(
     estimates = [Estimate(*p) for p in entropy_points(sample, importance, values.meta, exponents, signal, bits)]
     reason = "" if estimates else f"values of 2^{exponents.highest} are beyond the steps of entropy coding"
     if importance is not None:
-        weighted = np.square(sample, dtype=np.float64) * importance
-        signal = float(weighted.sum()) * values.meta.size / max(1, sample.size)
+        with np.errstate(over="ignore"):
+            weighted = np.square(sample, dtype=np.float64) * importance
+            signal = float(weighted.sum()) * values.meta.size / max(1, sample.size)
     return Study(values.path, reason, signal, estimates, Profile(exponents, {}))
 
 

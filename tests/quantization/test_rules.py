@@ -1,0 +1,92 @@
+"""Rules whose codecs are more than a format: lists of names, other lossy codecs, settings and targets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+from tstore.errors import InvalidArgument
+
+RNG = np.random.default_rng(5)
+W = RNG.standard_normal((128, 256)).astype("f4")
+EXMY = {"name": "exmy", "configuration": {"format": "e4m3"}}
+INDEX = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+SHARDS = {"chunk_shape": [64, 64], "codecs": [EXMY], "index_codecs": INDEX}
+
+
+@pytest.mark.parametrize("codecs", [["bytes", "zstd"], ["zstd"], {"w": ["bytes", "zstd"]}], ids=str)
+async def test_codecs_by_name(tmp_path: Path, codecs: Any) -> None:
+    await tstore.save(tmp_path / "saved", {"w": W}, 0, codecs=codecs)
+    await tstore.save(tmp_path / "quantized", {"w": W}, 0)
+    await tstore.quantize(tmp_path / "quantized", codecs)
+    for url in (tmp_path / "saved", tmp_path / "quantized"):
+        array = await (await (await tstore.open(url)).snapshot()).array("w")
+        assert [codec["name"] for codec in array.codecs] == ["bytes", "zstd"]
+        assert np.array_equal(await array.read(), W)
+
+
+@pytest.mark.parametrize("codecs", ["zstd", {"name": "zstd"}])
+async def test_a_codec_outside_a_list_is_explained(tmp_path: Path, codecs: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"pass Zarr codecs as a list, such as \['bytes', 'zstd'\]"):
+        await tstore.save(tmp_path, {"w": W}, 0, codecs=codecs)
+
+
+@pytest.mark.parametrize("target", [{"bits": 4}, {"min_sqnr": 20, "coding": "packed"}], ids=str)
+async def test_a_target_without_a_pattern_is_for_all_arrays(tmp_path: Path, target: Any) -> None:
+    await tstore.save(tmp_path, {"w": W}, 0)
+    again = await tstore.quantize(tmp_path, {"**": target}, tag="pattern")
+    report = await tstore.quantize(tmp_path, target, tag="alone")
+    assert report.arrays == again.arrays
+    await tstore.save(tmp_path, {"w": W}, 1, codecs=target)
+    saved = await (await tstore.open(tmp_path)).snapshot("step/1")
+    assert "exmy" in [codec["name"] for codec in (await saved.array("w")).codecs]
+
+
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        [{"name": "transpose", "configuration": {"order": [1, 0]}}, EXMY],
+        [{"name": "sharding_indexed", "configuration": SHARDS}],
+        [{"name": "numcodecs.bitround", "configuration": {"keepbits": 3}}, "bytes"],
+    ],
+    ids=["transposed", "shards", "bitround"],
+)
+async def test_other_lossy_codecs_are_not_called_damaged(tmp_path: Path, codecs: Any) -> None:
+    await tstore.save(tmp_path, {"w": W}, 0)
+    with pytest.raises(InvalidArgument, match="w: the codecs of its rule change values"):
+        await tstore.quantize(tmp_path, codecs)
+    await tstore.save(tmp_path, {"w": W, "v": W}, 1, codecs={"w": codecs, "v": tstore.Bits(5)})
+
+
+@pytest.mark.parametrize("scale", ["none", 0.05])
+@pytest.mark.parametrize("compressors", [[], ["zstd"]], ids=["plain", "zstd"])
+async def test_a_fixed_scale_in_a_rule_goes_before_a_default_block(
+    tmp_path: Path, scale: Any, compressors: list[Any]
+) -> None:
+    await tstore.save(tmp_path, {"w": W, "v": W}, 0)
+    rule = [{"name": "exmy", "configuration": {"format": "e4m3", "scale": scale}}, *compressors]
+    report = await tstore.quantize(tmp_path, {"w": rule}, bits=7, block=32)
+    v, w = report.arrays
+    assert (v.granularity, w.granularity) == ("block of 32", "tensor")
+    assert (v.coding, w.coding) == ("packed", "entropy" if compressors else "packed")
+
+
+async def test_a_block_in_a_rule_goes_before_a_default_scale_without_blocks(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": W, "v": W}, 0)
+    report = await tstore.quantize(tmp_path, {"w": {"format": "e4m3", "block": 32}, "v": "e4m3"}, scale="none")
+    assert [a.granularity for a in report.arrays] == ["tensor", "block of 32"]
+
+
+async def test_an_array_that_would_grow_stays_unchanged(tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path)
+    x = (RNG.standard_normal((64, 64)) * 4000).astype("f2")
+    async with store.transaction(tag="step/0") as tx:
+        await (await tx.create_array("x", x.shape, "f2", (16, 16), "lossless")).write(x)
+    report = await tstore.quantize(store, min_sqnr=90)  # as codes 16.56 bits a value, and 16.5 without loss
+    [array] = report.arrays
+    assert (array.format, array.reason) == (None, "no smaller format keeps 90 dB")
+    assert array.bytes_after == array.bytes_before
