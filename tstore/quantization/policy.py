@@ -161,9 +161,9 @@ class Rules:
     """
 
     def __init__(self, rules: QuantizeRules) -> None:
-        is_one = not isinstance(rules, Mapping) or "format" in rules or _is_target(rules)
-        by_pattern = {"**": rules} if is_one else rules
-        self.has_patterns = isinstance(rules, Mapping) and by_pattern is rules
+        has_patterns = isinstance(rules, Mapping) and "format" not in rules and not _is_target(rules)
+        by_pattern: Any = rules if has_patterns else {"**": rules}
+        self.has_patterns = has_patterns
         """Whether these are rules by path pattern rather than one codec."""
         self.by_pattern = {pattern: _parse_rule(pattern, value) for pattern, value in by_pattern.items()}
         """The codecs or the target of each pattern."""
