@@ -19,13 +19,23 @@ import operator
 from typing import Any, NamedTuple, Protocol
 
 from exmy.elements import Kind, Layout
-from exmy.errors import DtypeError
+from exmy.errors import DtypeError, SizeError
 from exmy.fit import BIAS_LIMIT
 from exmy.groups import Groups
-from exmy.packing import TILE
+from exmy.packing import TILE, packed_size
 from exmy.reference import planes
 
-__all__ = ["Operations", "codes_of", "float_type", "grouped_shape", "offsets_of", "pack", "unpack", "values_of"]
+__all__ = [
+    "Operations",
+    "check_shapes",
+    "codes_of",
+    "float_type",
+    "grouped_shape",
+    "offsets_of",
+    "pack",
+    "unpack",
+    "values_of",
+]
 
 _MAX_SPREAD = 255  # the largest difference between offsets of one array
 _MAX_DROP = 26  # bits; dropping more than the 24 bits of a significand also gives 0
@@ -160,6 +170,17 @@ def grouped_shape(groups: Groups) -> tuple[tuple[int, ...], int | None]:
     if axis is None or block is None:
         return shape, axis
     return (*shape[:axis], shape[axis] // block, block, *shape[axis + 1 :]), axis + 1
+
+
+def check_shapes(packed: Any, offsets: Any, bits: int, groups: Groups) -> None:
+    """Raise `SizeError` unless packed codes and offsets have the shapes of one array, not of several together."""
+    expected = (packed_size(math.prod(groups.shape), bits),), groups.counts
+    if (tuple(packed.shape), tuple(offsets.shape)) != expected:
+        raise SizeError(
+            f"packed codes and offsets have the shapes {tuple(packed.shape)} and {tuple(offsets.shape)}; expected "
+            f"{expected[0]} and {expected[1]} for an array of shape {groups.shape}. If a collective has gathered "
+            "those of several arrays, decode each array, with vmap or in a loop"
+        )
 
 
 def pack(codes: Any, bits: int, ops: Operations) -> Any:

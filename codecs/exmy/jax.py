@@ -228,12 +228,17 @@ class Quantized:
     """The dtype of the array that was quantized."""
 
     def dequantize(self) -> jax.Array:
-        """Return the values, in the dtype of the array that was quantized."""
+        """Return the values, in the dtype of the array that was quantized.
+
+        Of arrays gathered by a collective, decode each: `jax.vmap(lambda q: q.dequantize())(gathered)`.
+        """
+        integers.check_shapes(self.packed, self.offsets, self.format.bits, self.groups)
         values: jax.Array = _dequantized(self)
         return values
 
     def to_numpy(self) -> exmy.Quantized:
         """Return the same codes and offsets on the host."""
+        integers.check_shapes(self.packed, self.offsets, self.format.bits, self.groups)
         offsets, packed = np.asarray(self.offsets), np.asarray(self.packed)
         return exmy.Quantized(self.format, self.groups, offsets, None, packed, self.dtype)
 

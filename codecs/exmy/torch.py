@@ -228,6 +228,7 @@ class Quantized:
 
     def dequantize(self) -> torch.Tensor:
         """Return the values, in the dtype of the tensor that was quantized."""
+        integers.check_shapes(self.packed, self.offsets, self.format.bits, self.groups)
         count = math.prod(self.groups.shape)
         if count == 0:
             return torch.zeros(self.groups.shape, dtype=self.dtype, device=self.packed.device)
@@ -242,6 +243,7 @@ class Quantized:
 
     def to_numpy(self) -> exmy.Quantized:
         """Return the same codes and offsets on the host."""
+        integers.check_shapes(self.packed, self.offsets, self.format.bits, self.groups)
         offsets, packed = self.offsets.cpu().numpy(), self.packed.cpu().numpy()
         return exmy.Quantized(self.format, self.groups, offsets, None, packed, str(self.dtype).rpartition(".")[2])
 
@@ -281,6 +283,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     Raise `DtypeError` for codes that are not integers.
     """
     packed_size(0, bits)  # raises FormatError
+    _check_tensor("codes", codes)
     if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
         raise DtypeError(f"codes have dtype {codes.dtype}; expected integers")
     packed: torch.Tensor = integers.pack(codes.reshape(-1).to(torch.int32), bits, _OPERATIONS)
@@ -292,12 +295,18 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
     Raise `DtypeError` unless `packed` is uint8, `SizeError` unless its size is `exmy.packed_size(count, bits)`.
     """
+    _check_tensor("packed codes", packed)
     if packed.dtype != torch.uint8:
         raise DtypeError(f"packed codes have dtype {packed.dtype}; expected uint8")
     if tuple(packed.shape) != (packed_size(count, bits),):
         raise SizeError(f"packed has shape {tuple(packed.shape)}; expected {packed_size(count, bits)} bytes")
     codes: torch.Tensor = integers.unpack(packed.to(torch.int32), bits, count, _OPERATIONS)
     return codes.to(torch.uint8 if bits <= 8 else torch.uint16)
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise DtypeError(f"{name} are {type(value).__name__}; expected a tensor, such as torch.from_numpy returns")
 
 
 def fake_quantize(

@@ -1,5 +1,6 @@
 """Quantization on devices: `exmy.jax` and `exmy.torch` equal `exmy.quantize`, and devices exchange codes."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -155,6 +156,27 @@ def test_arguments_that_devices_refuse():
         on_torch.quantize(torch.zeros(3, dtype=torch.float64), "e2m1")
     with pytest.raises(exmy.DtypeError):
         on_jax.quantize(jnp.zeros(3, jnp.int32), "e2m1")
+
+
+def test_gathered_codes_are_not_those_of_one_array():
+    x = np.random.default_rng(0).standard_normal((8, 64, 8)).astype("f4")
+    gathered = jax.vmap(lambda each: on_jax.quantize(each, "e4m3"))(x)  # of shapes that broadcast to those of one
+    parts = [on_torch.quantize(tensor(each), "e4m3") for each in x]
+    packed, offsets = torch.cat([q.packed for q in parts]), torch.stack([q.offsets for q in parts])
+    joined = dataclasses.replace(parts[0], packed=packed, offsets=offsets)
+    for q in (gathered, joined):
+        for decode in (q.dequantize, q.to_numpy):
+            with pytest.raises(exmy.SizeError, match=r"\(8,\); expected \(512,\) and \(\) .* decode each array"):
+                decode()
+    each = jax.vmap(lambda q: q.dequantize())(gathered)
+    assert np.array_equal(each, np.stack([q.dequantize() for q in parts]))
+
+
+def test_torch_packs_tensors_only():
+    with pytest.raises(exmy.DtypeError, match="codes are ndarray; expected a tensor"):
+        on_torch.pack(np.zeros(8, np.uint8), 4)
+    with pytest.raises(exmy.DtypeError, match="packed codes are ndarray; expected a tensor"):
+        on_torch.unpack(np.zeros(4, np.uint8), 4, 8)
 
 
 JAX_DEVICES = """
