@@ -196,9 +196,16 @@ class Snapshot:
         await self.read_nodes([path])
         shape = array_node(self._tree, path, self.location).meta.shape
         sides = [slice(None)] * len(shape) if region is None else region
-        if len(sides) != len(shape) or any(side.step not in (None, 1) for side in sides):
-            raise InvalidArgument(f"{path}: region={quote(region)}: expected a slice of step 1 for each axis")
-        limits = [side.indices(n) for side, n in zip(sides, shape, strict=True)]
+        try:
+            is_region = isinstance(sides, list | tuple) and all(side.step in (None, 1) for side in sides)
+            limits = [side.indices(n) for side, n in zip(sides, shape, strict=True)] if is_region else None
+        except (AttributeError, TypeError, ValueError):
+            limits = None
+        if limits is None:
+            raise InvalidArgument(
+                f"{path}: region={quote(region)}: expected a tuple with a slice of step 1 for each of "
+                f"{len(shape)} axes"
+            )
         [codes] = await self.read_packed_regions([(path, tuple(slice(a, max(a, b)) for a, b, _ in limits))])
         return codes
 

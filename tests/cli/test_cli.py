@@ -310,6 +310,9 @@ def test_quantize_without_options(tmp_path: Path, call: Call) -> None:
     }
     assert (report["request"], report["plot"]) == ("bits=8.1, error=relative, coding=packed", None)
     [newest, before, _] = json.loads(call("log", tmp_path / "s", "--json")[1])["commits"]
+    options = ("--bits", "4.25", "--block", "32", "--scale", "6bit")
+    report = json.loads(call("quantize", tmp_path / "s", *options, "--json")[1])
+    assert report["request"] == "bits=4.25, error=relative, coding=packed; block=32, scale=6bit"
     assert newest["message"] == "quantized from version 1: bits=8.1, error=relative, coding=packed"
     assert before["message"] == "quantized from version 1: bits=8, error=relative, coding=entropy"
 
@@ -319,7 +322,7 @@ def test_the_help_of_quantize_shows_a_policy_that_works(tmp_path: Path, call: Ca
     assert "SQNR is the signal-to-quantization-noise ratio" in out
     assert "SQNR is the signal-to-quantization-noise ratio" in " ".join(call("report", "--help")[1].split())
     examples = [line.strip() for line in out.splitlines() if line.strip().startswith("{")]
-    assert len(examples) == 2
+    assert len(examples) == 3
     tree = {name: np.ones((rows, 64), np.float32) for name, rows in (("embed", 64), ("head", 8), ("w", 999))}
     blocking.save(tmp_path / "s", tree, 0)
     for i, text in enumerate(examples):

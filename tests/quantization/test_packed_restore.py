@@ -100,8 +100,11 @@ def test_one_error_names_all_arrays_whose_codes_do_not_fit_together(store: Any) 
         snapshot.read_packed("blocks", (slice(0, 96), slice(8, 64)))
     with pytest.raises(InvalidArgument, match="plain: it is not stored in an eXmY format"):
         snapshot.read_packed("plain")
-    with pytest.raises(InvalidArgument, match=r"blocks: region=.*: expected a slice of step 1 for each axis"):
+    with pytest.raises(InvalidArgument, match=r"blocks: region=.*: expected a tuple with a slice of step 1"):
         snapshot.read_packed("blocks", (slice(0, 96, 2), slice(None)))
+    for region in (slice(0, 96), 3, (3, 4), (slice(0, 96), ...), (slice("a", 96), slice(None)), (slice(None),)):
+        with pytest.raises(InvalidArgument, match="expected a tuple with a slice of step 1 for each of 2 axes"):
+            snapshot.read_packed("blocks", region)
     with pytest.raises(NotFound):
         snapshot.read_packed("absent")
 

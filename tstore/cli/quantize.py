@@ -32,6 +32,8 @@ matches a path applies; null leaves an array unchanged:
   {"**/embed*": "e4m3", "head": null, "**": "e3m4"}
 Rules for some arrays and a target for all others:
   {"formats": {"head": {"bits": 8}}, "bits": 3.5}
+A target, and weights of the errors of arrays:
+  {"bits": 3.5, "sensitivity": {"head": 4, "embed": 0.5}}
 """
 
 
@@ -78,6 +80,12 @@ Rules for some arrays and a target for all others:
     help="Packed codes with one exponent offset for every 16, 32, 64, 128 or 256 values along the last axis (or "
     "--axis), or for each array (none).",
 )
+@click.option(
+    "--scale",
+    type=click.Choice(["search", "max", "none", "float", "e4m3", "6bit"]),
+    help="Packed codes with exponent offsets of the least error (search, the default) or without clipping (max), "
+    "without any (none), or with scales of 32 bits (float), 8 (e4m3) or about 6 (6bit).",
+)
 @at_options("A version number or a tag; the newest step by default.")
 @number_option(
     "--memory",
@@ -99,6 +107,7 @@ def quantize(
     policy: IO[bytes] | None,
     axis: int | None,
     block: str | None,
+    scale: str | None,
     at: int | str | None,
     memory: int,
     tag: str | None,
@@ -126,7 +135,7 @@ def quantize(
     if error is not None and bits is None:
         raise click.UsageError("--error selects the error that --bits minimizes; pass --bits too")
     options: dict[str, Any] = {
-        k: v for k, v in (("error", error), ("coding", coding), ("axis", axis)) if v is not None
+        k: v for k, v in (("error", error), ("coding", coding), ("axis", axis), ("scale", scale)) if v is not None
     }
     if block is not None:
         options["block"] = None if block == "none" else int(block)
