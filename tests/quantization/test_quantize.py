@@ -1027,6 +1027,14 @@ async def test_a_broken_executor_is_named(tmp_path: Path) -> None:
     assert await (await tstore.open(tmp_path)).tags() == {"step/0": 1}
 
 
+async def test_an_executor_that_was_shut_down_is_refused(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": values(64, 64)}, 0)
+    executor = ThreadPoolExecutor(1)
+    executor.shutdown()
+    with pytest.raises(InvalidArgument, match="takes no tasks: cannot schedule new futures after shutdown"):
+        await tstore.quantize(tmp_path, "e4m3", executor=executor)
+
+
 async def test_a_store_in_memory_is_not_reached_by_other_processes() -> None:
     await tstore.save("memory://quantize-executor", {"w": values(60, 50)}, 0)
     with ThreadPoolExecutor(1) as threads:

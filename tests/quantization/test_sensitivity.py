@@ -55,6 +55,22 @@ async def test_a_loss_is_measured_for_each_array(url: Path) -> None:
     assert [each.bytes_after for each in again.arrays] == [each.bytes_after for each in report.arrays]
 
 
+async def test_a_loss_is_called_only_for_arrays_in_budgets(url: Path) -> None:
+    calls = []
+
+    def loss(arrays: dict[str, Any]) -> float:
+        changed = [name for name in TREE if not np.array_equal(arrays[name], TREE[name])]
+        calls.append(changed)
+        return len(changed)
+
+    report = await tstore.quantize(url, {"b": {"min_sqnr": 20}}, bits=6, sensitivity=loss)
+    assert calls == [[], ["a"], ["c"]]
+    assert len(report.encoded) == 3
+    with pytest.raises(InvalidArgument, match="sensitivity: losses and numbers for arrays apply to budgets"):
+        await tstore.quantize(url, min_sqnr=20, sensitivity=loss, tag="again")
+    assert len(calls) == 3
+
+
 async def test_importance_of_rows_and_columns(tmp_path: Path) -> None:
     """The columns of x with large values do not matter, so that its step follows the others."""
     x = TREE["a"].copy()

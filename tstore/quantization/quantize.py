@@ -40,7 +40,7 @@ from tstore.quantization.plan import (
     with_importance,
     within_budgets,
 )
-from tstore.quantization.policy import QuantizeRules
+from tstore.quantization.policy import Bits, QuantizeRules
 from tstore.quantization.report import QuantizedArray, QuantizeReport, read_report, stored_document
 from tstore.quantization.request import Request, checked_request
 from tstore.quantization.sensitivity import Importance, Sensitivity, given_importance, measured_importance
@@ -267,13 +267,15 @@ class _Job(NamedTuple):
             return {}
         numbers: Mapping[str, Any] = self.sensitivity if isinstance(self.sensitivity, Mapping) else {}
         given = given_importance(numbers, {path: array.meta for path, array in arrays.items()})
-        if not plan.groups and not any(np.ndim(each) for each in numbers.values()):
+        in_budgets = [p for group in plan.groups if isinstance(group.target, Bits) for p in group.undecided]
+        is_useless = not in_budgets if callable(self.sensitivity) else not plan.groups
+        if is_useless and not any(np.ndim(each) for each in numbers.values()):
             raise InvalidArgument(
                 "sensitivity: losses and numbers for arrays apply to budgets; pass bits=…, or a rule with a budget"
             )
         if isinstance(self.sensitivity, Mapping):
             return given
-        return await measured_importance(self.sensitivity, source, plan.undecided)
+        return await measured_importance(self.sensitivity, source, in_budgets)
 
 
 def _if_smaller(encoded: EncodedArray, min_sqnr: float, array: SourceArray) -> EncodedArray:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Executor
+from concurrent.futures import BrokenExecutor, Executor, Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from tstore.data.writer import PackSet
-from tstore.errors import Unavailable
+from tstore.errors import InvalidArgument, Unavailable
 from tstore.quantization.encoding import CodecChoice, EncodedArray, encode_batch
 from tstore.quantization.study import Profile, Study, Undecided, study
 from tstore.quantization.values import ValueCache, batches, in_threads
@@ -106,7 +106,7 @@ class BatchWork:
         futures: list[asyncio.Future[Any]] = []
         try:
             for call in calls:
-                futures.append(asyncio.wrap_future(self._executor.submit(*call)))
+                futures.append(asyncio.wrap_future(_submitted(self._executor, call)))
             for future, call in zip(futures, calls, strict=True):
                 await future
                 count(call[2])
@@ -166,6 +166,16 @@ class BatchWork:
                 self._progress(done, total)
 
         return count
+
+
+def _submitted(executor: Executor, call: tuple[Any, ...]) -> Future[Any]:
+    """Return the future of a call; raise `InvalidArgument` if the executor was shut down."""
+    try:
+        return executor.submit(*call)
+    except BrokenExecutor:
+        raise
+    except RuntimeError as error:
+        raise InvalidArgument(f"executor={executor!r:.100} takes no tasks: {error}; pass one in use") from error
 
 
 class _BatchRunner:
