@@ -90,3 +90,15 @@ async def test_an_array_that_would_grow_stays_unchanged(tmp_path: Path) -> None:
     [array] = report.arrays
     assert (array.format, array.reason) == (None, "no smaller format keeps 90 dB")
     assert array.bytes_after == array.bytes_before
+
+
+@pytest.mark.parametrize("scale", ["float", "e4m3", "6bit"])
+async def test_a_float_scale_without_blocks_is_reported_as_one_for_each_chunk(tmp_path: Path, scale: Any) -> None:
+    store = await tstore.open(tmp_path)
+    async with store.transaction(tag="step/0") as tx:
+        for path, chunks in (("one", (50, 50)), ("several", (50, 30))):
+            await (await tx.create_array(path, (50, 50), "f4", chunks)).write(W[:50, :50])
+    report = await tstore.quantize(store, "e4m3", scale=scale, tag="q")
+    assert [array.granularity for array in report.arrays] == ["tensor", "chunk"]
+    with pytest.raises(InvalidArgument, match="float scales per row or block if axis= or block= asks for them"):
+        await tstore.restore(store, at="q", packed=True)

@@ -91,7 +91,8 @@ def _groups(meta: ArrayMeta, region: Region, codec: exmy.ChunkCodec) -> exmy.Gro
         )
     raise Unrepresentable(
         f"no offsets per row or per block can represent those of its chunks, which have the shape {meta.chunks}; "
-        "tstore.quantize gives an array one offset"
+        "tstore.quantize gives an array one offset, and float scales per row or block if axis= or block= asks for "
+        "them"
     )
 
 

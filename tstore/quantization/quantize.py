@@ -125,9 +125,9 @@ async def quantize(
         the formats, such as "step/100/8bits".
     axis, block, scale
         Which values of a packed array share an exponent offset, as in `exmy.quantize`. By default (block="auto",
-        no `axis`) an array with a format has one offset. An array with a target has one per block of 128, 64 or 32
-        values along its last axis, the first of these sizes that divides the axis and its chunks; if none does, it
-        has one offset.
+        no `axis`) an array with a format has one offset, or a float scale for each chunk. An array with a target
+        has one per block of 128, 64 or 32 values along its last axis, the first of these sizes that divides the
+        axis and its chunks; if none does, it has one offset.
     executor
         An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
         store by its URL.
@@ -325,7 +325,10 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None
     errors = loss.signal, loss.noise, loss.largest_error, loss.largest_relative, encoded.clipped_count / values
     histogram = None if exponents is None else (exponents.lowest, exponents.counts.tolist())
     name, coding = codec.format.standard.name, "entropy" if len(meta.chain.documents) > 1 else "packed"
+    has_scales = codec.scale in ("float", "e4m3", "6bit")
+    is_by_chunk = has_scales and codec.granularity == "tensor" and meta.chunk_count > 1
+    granularity = "chunk" if is_by_chunk else codec.granularity
     weighted = None if encoded.weighted is None or not math.isfinite(encoded.sqnr) else encoded.sqnr
     return QuantizedArray(
-        path, name, codec.granularity, "", values, before, after, *errors, histogram, coding, weight, weighted
+        path, name, granularity, "", values, before, after, *errors, histogram, coding, weight, weighted
     )

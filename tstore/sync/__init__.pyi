@@ -817,9 +817,9 @@ def quantize(
         the formats, such as "step/100/8bits".
     axis, block, scale
         Which values of a packed array share an exponent offset, as in `exmy.quantize`. By default (block="auto",
-        no `axis`) an array with a format has one offset. An array with a target has one per block of 128, 64 or 32
-        values along its last axis, the first of these sizes that divides the axis and its chunks; if none does, it
-        has one offset.
+        no `axis`) an array with a format has one offset, or a float scale for each chunk. An array with a target
+        has one per block of 128, 64 or 32 values along its last axis, the first of these sizes that divides the
+        axis and its chunks; if none does, it has one offset.
     executor
         An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
         store by its URL.
