@@ -41,10 +41,10 @@ class QuantizedArray(NamedTuple):
     which values share an offset or scale: "tensor", "chunk", "row", or a "block of 32". `coding` is "entropy" or
     "packed", and empty for an exact array. `sensitivity` is the weight of the array's error in a budget.
     `bytes_before` and `bytes_after` are encoded bytes with the codec's metadata. `signal` and `noise` are the sums
-    of the squared values and errors. `clipped` is the fraction of values beyond the largest that their format and scale can
-    represent. `exponents` is (lowest, counts): how many values have floor(log2 |x|) = lowest, lowest + 1, …; None
-    if not stored. `weighted_sqnr` is the SQNR in dB of squares weighted by the importance of rows or columns, by
-    which codes were chosen; None without importance. All other errors are unweighted.
+    of the squared values and errors. `clipped` is the fraction of values beyond the largest that their format and
+    scale can represent. `exponents` is (lowest, counts): how many values have floor(log2 |x|) = lowest,
+    lowest + 1, …; None if not stored. `weighted_sqnr` is the SQNR in dB of squares weighted by the importance of
+    rows or columns, by which codes were chosen; None without importance. All other errors are unweighted.
     """
 
     path: str
