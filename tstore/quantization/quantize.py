@@ -7,7 +7,6 @@
 2. The arrays are encoded, measured and written (`encoding`): by this process, or by the workers of an executor
    (`work`).
 3. Sizes of entropy-coded arrays are estimates. If what was stored exceeds a budget, the estimates are corrected,
-    size_ratios,
    and the arrays whose codecs change are encoded again.
 4. One commit contains the encoded arrays and the report. Chunks of unchanged arrays are referenced, not copied.
 """
