@@ -68,7 +68,7 @@ class Appended:
 
 
 class Indexer(Generic[T]):
-    """Index an array with another meaning than `array[index]` has: see `Array.oindex` and `Array.vindex`."""
+    """Index an array by other rules than those of `array[index]`: see `Array.oindex` and `Array.vindex`."""
 
     def __init__(self, select: Callable[[Index], T]) -> None:
         self._select = select
@@ -175,7 +175,7 @@ class Array:
 
     @property
     def oindex(self) -> Indexer[Array]:
-        """Index each axis on its own: `array.oindex[[0, 5], [1, 2, 7]]` has the shape (2, 3), as in Zarr."""
+        """Index each axis independently: `array.oindex[[0, 5], [1, 2, 7]]` has the shape (2, 3), as in Zarr."""
         return Indexer(lambda index: self._select(self._view.orthogonal, index))
 
     @property
@@ -207,7 +207,7 @@ class Array:
         )
 
     def isel(self, **indices: IndexItem) -> Array:
-        """Return the view that selects on axes by their `dimension_names`, on each on its own: `isel(layer=3)`.
+        """Return the view that selects along axes by name, along each independently: `isel(layer=3)`.
 
         Raise `InvalidArgument` for a name that no axis has, or several.
         """
@@ -259,7 +259,7 @@ class Array:
     async def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Return the verified values in a new array, or in `out`, which has the same shape and any strides.
 
-        `out` may have another dtype, to which NumPy casts the array's safely. Raise `InvalidArgument` for an
+        `out` may have another dtype if NumPy can safely cast the array's to it. Raise `InvalidArgument` for an
         unsuitable `out`, `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if
         stored bytes have changed.
         """

@@ -255,7 +255,7 @@ async def test_numbers_beyond_the_range_of_floats_become_infinity_with_a_warning
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float32", "int64"])
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "int64"])
 @pytest.mark.parametrize("shape", [(), (4,), (3, 2)], ids=str)
 async def test_tensors_of_pytorch_are_written(name: str, shape: tuple[int, ...]) -> None:
     torch = pytest.importorskip("torch")
@@ -268,6 +268,14 @@ async def test_tensors_of_pytorch_are_written(name: str, shape: tuple[int, ...])
         assert read.reshape(-1).tolist() == list(range(math.prod(shape)))
         with pytest.raises(InvalidArgument, match=r"a: a tensor of torch.float32 on meta can't be converted"):
             await array.write(torch.zeros(shape, device="meta"))
+
+
+async def test_a_lazily_conjugated_tensor_is_written() -> None:
+    torch = pytest.importorskip("torch")
+    async with (await store()).transaction() as tx:
+        array = await tx.create_array("a", (2,), "complex64")
+        await array.write(torch.tensor([1 + 2j, 3j]).conj())
+        assert (await array.read()).tolist() == [1 - 2j, -3j]
 
 
 @pytest.mark.parametrize(

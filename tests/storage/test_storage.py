@@ -345,6 +345,12 @@ def test_a_chain_of_fsspec_is_no_store_and_makes_no_folder(
     assert connect(f"./{cache}::x").url == f"{tmp_path}/{cache}::x"
 
 
+@pytest.mark.parametrize("scheme", ["filecache", "simplecache", "blockcache", "cached"])
+def test_a_cache_of_fsspec_is_no_store(scheme: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"{scheme}:// is a cache of fsspec.*pass the URL of the store"):
+        connect(f"{scheme}:///store", {"target_protocol": "file"})
+
+
 @pytest.mark.parametrize("call", ["get", "size", "list"])
 async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def closed(*_: object, **__: object) -> None:

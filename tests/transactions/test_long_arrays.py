@@ -28,7 +28,7 @@ from tstore.format.objects.layers import Table
 from tstore.format.objects.references import Manifest
 from tstore.log.segments import SegmentReader
 from tstore.simulation.scenario import override_constants
-from tstore.transactions import staged_array, staging
+from tstore.transactions import staged_array
 
 CHUNK = 8
 
@@ -48,16 +48,13 @@ def off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make segments of three rows, for arrays of more than four."""
-    for module in (segments, writer):
-        monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
-    for module in (writer, staging):
-        monkeypatch.setattr(module, "MIN_SEGMENTED", 4)
-    monkeypatch.setattr(staging, "MIN_OF_HOST", 2)
     monkeypatch.setattr(writer, "_MIN_TABLES", 1)
     monkeypatch.setattr(writer, "_MAX_INLINE", 0)
     monkeypatch.setattr(write_job, "SHORT_COLUMN", 1)
+    with override_constants(SEGMENT_ROWS=3, MIN_SEGMENTED=4, MIN_OF_HOST=2):
+        yield
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Checkpoints: a nested structure of arrays as one commit, saved by any number of hosts and restored by others.
 
 1. `structure`: containers, split into a document and leaves, and built again. `leaves`: arrays of other libraries
-   as NumPy arrays, and `Shards`, one host's part of an array. `torch_dtypes`: PyTorch's dtypes. `streamed`: arrays
-   that are read as they are saved.
+   as NumPy arrays, and `Shards`, one host's part of an array. `streamed`: arrays that are read as they are
+   saved.
 2. `save`: a tree as one commit. `jobs`: the write jobs of its arrays. `union`: one tree from trees that differ
    between hosts.
 3. `background`: saves while the caller goes on, from the copies that `staging` makes. `checkpointer`: a series of

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.convert.files import map_file, read_whole, within
 from tstore.convert.nesting import Keys, nested
 from tstore.convert.pickled import Instance, Name, Visits, parse_pickle
 from tstore.convert.pieces import Piece, joined
 from tstore.convert.torch_archive import read_archive
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, bullet_list
+from tstore.format.arrays.tensors import TORCH_DTYPES
 from tstore.storage.local.atomic_file import mapped_errors
 
 __all__ = ["METADATA", "open_dcp"]

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.checkpoint.structure import unflatten
-from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.convert.exporting import ExportReport, ProgressCallback, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
 from tstore.errors import InvalidArgument, parsing
+from tstore.format.arrays.tensors import TORCH_DTYPES
 from tstore.format.tree_document import TreeDocument, stored_document
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot

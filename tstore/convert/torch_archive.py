@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.convert.pickled import Instance, Name, PersistentId, Visits, check_key, parse_pickle
 from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.format.arrays.tensors import TORCH_DTYPES
 
 __all__ = ["read_archive"]
 

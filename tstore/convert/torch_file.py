@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.convert.files import map_file
 from tstore.convert.torch_archive import read_archive
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
+from tstore.format.arrays.tensors import TORCH_DTYPES, tensor_values
 from tstore.format.tree_document import MAX_LEVELS
 
 __all__ = ["open_trusted"]
@@ -86,8 +85,4 @@ def _array_of(path: str, tensor: Any) -> npt.NDArray[Any]:
             f"{path} is a tensor of layout {tensor.layout} and dtype {tensor.dtype}; convert it to a dense tensor "
             f"of {', '.join(TORCH_DTYPES)}"
         )
-    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if values.numel() == 0:
-        return np.empty(tuple(values.shape), dtype)
-    flat: npt.NDArray[Any] = values.reshape(-1).view(torch.uint8).numpy()
-    return flat.view(dtype).reshape(tuple(values.shape))
+    return tensor_values(tensor.cpu().contiguous(), dtype)

@@ -12,7 +12,7 @@ The objects that describe a chunk on its way from `save` to disk and back:
 1. `write_job`: what to write, and the references to it. `batches`: copy, encode, checksum; `long_chunks`: block by
    block. `writer`: compare with the previous version, write.
 2. `pieces`: the byte ranges of packs to read (a chunk, some of its blocks). `runs`: those of many chunks at
-   once, and in `small_arrays` of many arrays; `point_pieces`: those of which index arrays select elements;
+   once, and in `small_arrays` of many arrays; `point_pieces`: those from which index arrays select elements;
    `tile_pieces`: tiles of eXmY codes. Each piece delivers its values. `planning`: the pieces of a read, in
    batches. `reader`: read these, verify, decode, store the values in the result.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value. `joined_codes`: the codes of a region of

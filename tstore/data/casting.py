@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 from tstore.format.arrays.dtypes import as_records, dtype_named, has_nonfinite, is_float, is_integer, is_ml_dtype
+from tstore.format.arrays.tensors import tensor_values
 from tstore.format.arrays.variable import as_variable, is_variable
 
 __all__ = ["Casting", "as_castable", "can_cast"]
@@ -62,17 +63,13 @@ def as_castable(path: str, values: npt.ArrayLike, dtype: np.dtype[Any], casting:
 
 
 def _values_of_tensor(path: str, tensor: Any) -> npt.NDArray[Any]:
-    """Return the values of a tensor of PyTorch; bfloat16 and float8 become those of ml_dtypes."""
+    """Return the values of a PyTorch tensor; raise `InvalidArgument`, naming the path, if NumPy lacks them."""
     try:
-        values, name = tensor.detach(), str(tensor.dtype).removeprefix("torch.")
-        if not is_ml_dtype(dtype_named(name)):
-            return np.asarray(values)
-        data: npt.NDArray[Any] = values.reshape(-1).view(sys.modules["torch"].uint8).numpy()
-        return data.view(dtype_named(name)).reshape(tuple(tensor.shape))
+        return tensor_values(tensor, dtype_named(str(tensor.dtype).removeprefix("torch.")))
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidArgument(
-            f"{path}: a tensor of {tensor.dtype} on {tensor.device} can't be converted ({error}); pass an array "
-            "of NumPy"
+            f"{path}: a tensor of {tensor.dtype} on {tensor.device} can't be converted ({error}); pass a NumPy "
+            "array"
         ) from error
 
 

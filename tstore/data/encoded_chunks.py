@@ -41,7 +41,7 @@ async def read_encoded(storage: Storage, path: str, rows: Iterable[ChunkRow], de
 
 
 def read_part(storage: Storage, path: str, row: ChunkRow, start: int, stop: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a chunk from `start` up to `stop`, which are inside of it; raise `Corrupt`. Blocking.
+    """Return the bytes of a chunk from `start` up to `stop`, which lie inside it; raise `Corrupt`. Blocking.
 
     The blocks that have these bytes are read and verified.
     """

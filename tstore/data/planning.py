@@ -26,6 +26,7 @@ from tstore.format.arrays.points import PointProjection
 from tstore.format.checksums import BLOCK
 from tstore.format.objects.chunk_refs import ChunkSource
 from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.format.plain_text import pluralize
 from tstore.storage.base import Storage
 from tstore.storage.objects import Tuning
 
@@ -65,16 +66,12 @@ class ReadPlan(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{self.bytes_read:,} bytes in {_counted(len(self.requests), 'request')}, of "
-            f"{_counted(len(self.chunks), 'chunk')}, for {self.bytes_wanted:,} bytes of values"
+            f"{self.bytes_read:,} bytes in {pluralize(len(self.requests), 'request')}, of "
+            f"{pluralize(len(self.chunks), 'chunk')}, for {self.bytes_wanted:,} bytes of values"
         ]
         lines += [f"  {key} {offset}:{offset + size}" for key, offset, size in self.requests[:_MAX_SHOWN]]
         rest = len(self.requests) - _MAX_SHOWN
         return "\n".join([*lines, f"  and {rest:,} more"] if rest > 0 else lines)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def read_plan(storage: Storage, job: ReadJob) -> ReadPlan:

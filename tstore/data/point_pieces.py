@@ -1,4 +1,4 @@
-"""Pieces of chunks of which index arrays select elements."""
+"""Pieces of chunks from which index arrays select elements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RUN_COST = 1 << 18  # the fixed cost of decoding a run of tiles, in elements of
 
 
 class PointPiece(ChunkPiece):
-    """A chunk, or its blocks `first:last`, of which points are selected."""
+    """A chunk, or its blocks `first:last`, from which points are selected."""
 
     __slots__ = ("points",)
 

@@ -25,6 +25,7 @@ from tstore.format.arguments import checked_budget
 from tstore.format.arrays.dtypes import is_float
 from tstore.format.arrays.grid import Selection, box_sides, chunk_coordinates
 from tstore.format.arrays.samples import Tiling, spread_indices
+from tstore.format.json_numbers import finite_or_none
 from tstore.format.objects.documents import Document
 from tstore.format.objects.layers import last_number, numbers_of
 from tstore.format.plain_text import pluralize, text_table
@@ -93,9 +94,9 @@ class ArrayDiff(NamedTuple):
             "chunks": self.chunks,
             "values": self.values,
             "values_compared": 0 if distance is None else distance.count,
-            "relative_norm": _finite(self.relative_norm),
-            "largest": None if distance is None else _finite(distance.largest_error),
-            "sqnr_db": None if distance is None else _finite(distance.sqnr),
+            "relative_norm": finite_or_none(self.relative_norm),
+            "largest": None if distance is None else finite_or_none(distance.largest_error),
+            "sqnr_db": None if distance is None else finite_or_none(distance.sqnr),
         }
 
 
@@ -378,7 +379,3 @@ def _same(a: Any, b: Any) -> bool:
 
 def _array_document(info: ArrayInfo | None) -> dict[str, Any] | None:
     return None if info is None else {name: value for name, value in info._asdict().items() if name != "path"}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -293,7 +293,7 @@ class _Verification:
             self._chunks.add(self._inside(chunks, [limit]))
 
     def _inside(self, chunks: ChunkList, limits: Sequence[int | None]) -> ChunkList:
-        """Return the chunks in the grids of their arrays, which have so many; add a fault for each outside."""
+        """Return the chunks in the grids of their arrays; add a fault for each chunk outside."""
         number, owners = chunks.rows.number, chunks.owners
         highest = np.array([min(limit or 0, 1 << 63) for limit in limits], np.uint64)
         outside = np.flatnonzero(number >= highest[owners])

@@ -13,6 +13,7 @@ import msgspec
 
 from tstore.errors import InvalidArgument, NotFound, parsing
 from tstore.format.arguments import quote
+from tstore.format.json_numbers import finite_or_none
 from tstore.format.plain_text import text_table
 from tstore.snapshot import Snapshot
 
@@ -171,17 +172,17 @@ class QuantizeReport(NamedTuple):
                 "bytes_before": self.bytes_before,
                 "bytes_after": self.bytes_after,
                 "bits_per_value": self.bits_per_value,
-                "sqnr_db": _finite(self.sqnr),
-                "largest_error": _finite(self.largest_error),
-                "largest_relative": _finite(self.largest_relative),
+                "sqnr_db": finite_or_none(self.sqnr),
+                "largest_error": finite_or_none(self.largest_error),
+                "largest_relative": finite_or_none(self.largest_relative),
                 "clipped": self.clipped,
             },
             "arrays": [
                 {
                     **{k: v for k, v in a._asdict().items() if k != "exponents"},
-                    **{name: _finite(getattr(a, name)) for name in _UNBOUNDED},
+                    **{name: finite_or_none(getattr(a, name)) for name in _UNBOUNDED},
                     "bits_per_value": a.bits_per_value,
-                    "sqnr_db": _finite(a.sqnr),
+                    "sqnr_db": finite_or_none(a.sqnr),
                     **({} if a.exponents is None else {"exponents": a.exponents}),
                 }
                 for a in self.arrays
@@ -243,10 +244,6 @@ def _typed(value: Any, expected: type[T]) -> T:
         return msgspec.convert(value, expected)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def check_plot(file: str | os.PathLike[str]) -> None:

@@ -40,7 +40,7 @@ async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> lis
 class Prefetch(Generic[K, V]):
     """An async iterator over items and the results of a call for many of them, for a caller that may stop early.
 
-    The call gets twice as many items each time, from one, and returns a result for each of them.
+    The first call gets one item, and each later one twice as many; a call returns a result for each of its items.
     """
 
     def __init__(self, call: Callable[[Sequence[K]], Awaitable[Sequence[V]]], items: Iterable[K]) -> None:

@@ -1,4 +1,4 @@
-"""Blocking calls of many items in the calling thread, which other threads help.
+"""Blocking calls for many items, made in the calling thread with the help of other threads.
 
 The threads are none of `pool`: its locks could stay locked if Ctrl-C came in the calling thread, which may be the
 main one.

@@ -13,10 +13,11 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_budget, quote
+from tstore.format.json_numbers import finite_or_none
 from tstore.runtime.pool import run
 from tstore.statistics.cache import RESULTS
 from tstore.statistics.moments import Sums, wide
-from tstore.statistics.numbers import as_floats, check_numbers, finite_or_none
+from tstore.statistics.numbers import as_floats, check_numbers
 from tstore.statistics.reading import Batch, Coverage, SampleCounts, parts, sample_of
 from tstore.statistics.strips import strip_bounds, strip_numbers
 

@@ -16,12 +16,13 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.errors import InvalidArgument, NotFound
 from tstore.format.arguments import checked_budget, quote
+from tstore.format.json_numbers import finite_or_none
 from tstore.format.paths import checked_path
 from tstore.format.plain_text import text_table
 from tstore.quantization.report import QuantizedArray, read_report
 from tstore.runtime.pool import run
 from tstore.statistics.cache import RESULTS, digest
-from tstore.statistics.numbers import as_floats, check_numbers, finite_or_none
+from tstore.statistics.numbers import as_floats, check_numbers
 from tstore.statistics.reading import (
     BUDGET,
     Batch,

@@ -13,9 +13,9 @@ import numpy as np
 from tstore.data.exmy_chunks import PackedRead, read_packed_chunks
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.dtypes import is_integer
+from tstore.format.json_numbers import finite_or_none
 from tstore.format.tree.node import Node
 from tstore.snapshot import Snapshot, log_of
-from tstore.statistics.numbers import finite_or_none
 
 __all__ = ["NumberRange", "dtype_range", "stored_range"]
 

@@ -1,8 +1,7 @@
-"""Values of every number type as float32 or float64, and their JSON."""
+"""Values of every number type as float32 or float64."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy.typing as npt
 from tstore.errors import InvalidArgument
 from tstore.format.arrays.dtypes import dtype_text, is_integer, is_ml_dtype
 
-__all__ = ["Floats", "as_floats", "check_numbers", "finite_or_none", "is_number"]
+__all__ = ["Floats", "as_floats", "check_numbers", "is_number"]
 
 Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
@@ -41,8 +40,3 @@ def as_floats(values: npt.NDArray[Any]) -> Floats:
         return values
     wide = is_integer(dtype) and dtype.itemsize > _EXACT_IN_FLOAT32
     return values.astype(np.float64) if wide else values.astype(np.float32)
-
-
-def finite_or_none(value: float | None) -> float | None:
-    """Return a number as JSON can express it: None for infinity and NaN."""
-    return value if value is not None and math.isfinite(value) else None

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tstore.format.json_numbers import finite_or_none
 from tstore.format.plain_text import pluralize
 from tstore.statistics.moments import Sums, wide
-from tstore.statistics.numbers import Floats, finite_or_none
+from tstore.statistics.numbers import Floats
 
 __all__ = ["MOST_STRIPS", "StripSums", "Strips", "strip_bounds", "strip_numbers"]
 

@@ -15,6 +15,7 @@ from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_budget, quote
 from tstore.format.arrays.dtypes import dtype_text, is_integer
 from tstore.format.arrays.samples import Tiling
+from tstore.format.json_numbers import finite_or_none
 from tstore.format.plain_text import text_table
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
@@ -22,7 +23,7 @@ from tstore.statistics.cache import RESULTS
 from tstore.statistics.histograms import Histogram, ValueBins, value_bins
 from tstore.statistics.moments import Moments
 from tstore.statistics.number_range import NumberRange, dtype_range, stored_range
-from tstore.statistics.numbers import Floats, as_floats, check_numbers, finite_or_none
+from tstore.statistics.numbers import Floats, as_floats, check_numbers
 from tstore.statistics.reading import BUDGET, Batch, Coverage, Sample, SampleCounts, parts, sample_of
 from tstore.statistics.strips import Strips, StripSums
 

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from fsspec import AbstractFileSystem, get_filesystem_class
 from fsspec.core import url_to_fs
+from fsspec.implementations.cached import CachingFileSystem
 
 from tstore.errors import (
     AlreadyExists,
@@ -74,6 +75,11 @@ class FsspecStorage(Storage):
             implementation = get_filesystem_class(parts.scheme)
         except (ImportError, ValueError) as error:
             raise InvalidArgument(f"{self.url}: {error}") from error
+        if issubclass(implementation, CachingFileSystem):
+            raise InvalidArgument(
+                f"{self.url}: {parts.scheme}:// is a cache of fsspec, which can't have a store; pass the URL of "
+                "the store itself, and cache=FOLDER to keep what is read"
+            )
         self._async = bool(implementation.async_impl)
         self._pipe_file: Callable[..., Any] = (
             implementation._pipe_file if self._async else implementation.pipe_file

@@ -1,8 +1,4 @@
-"""Tensors as NumPy arrays that share their memory, and the reverse.
-
-NumPy lacks bfloat16 and the 8-bit floats, so such tensors are viewed as integers of the same width, and the
-integers as the `ml_dtypes` type of the same name: no bit changes, and none is copied.
-"""
+"""Tensors as NumPy arrays that share their memory (see `format.arrays.tensors`), and the reverse."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.errors import InvalidArgument
 from tstore.format.arrays.grid import may_overlap
+from tstore.format.arrays.tensors import TORCH_DTYPES, tensor_values
 
 __all__ = [
     "checked_dtype",
@@ -68,11 +64,9 @@ def values_of(path: str, tensor: torch.Tensor) -> Values:
     """Return the values of a CPU tensor: a view of its memory, or a copy if it is lazily conjugated or negated."""
     dtype = checked_dtype(path, tensor)
     try:
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        values: Values = (tensor.view(_BITS[tensor.dtype]) if tensor.dtype in _BITS else tensor).numpy()
+        return tensor_values(tensor, dtype)
     except (RuntimeError, TypeError, NotImplementedError) as error:  # a subclass without memory of its own
         raise _without_memory(path, tensor, error) from error
-    return values.view(dtype)
 
 
 def tensor_from_values(path: str, values: Values) -> torch.Tensor:

@@ -148,7 +148,7 @@ def _base(array: StagedArray, node: Node) -> Node:
 
 
 async def _extend(array: StagedArray, axis: int, meta: ArrayMeta, base: Node) -> Extension:
-    """Give an array the shape in `meta`, longer on one axis; return the extension of which the new part is.
+    """Give an array the shape in `meta`, longer on one axis; return the extension that has the new part.
 
     The array keeps the extension if nothing but appends along this axis has changed it.
     """

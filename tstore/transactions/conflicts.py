@@ -47,7 +47,7 @@ class _Touched(NamedTuple):
 
 
 async def _touched(log: LogReader, staged: StagedTree, changes: Changes, newer: Newer) -> _Touched:
-    """Return what of a transaction must be applied again over newer commits.
+    """Return which changes of a transaction must be applied again over newer commits.
 
     Raise `Conflict` if the changes of this transaction overlap with a newer commit in any other way.
     """
@@ -95,7 +95,7 @@ async def reapply(
 
 
 async def revise_merges(log: LogReader, staged: StagedTree, newer: Newer) -> bool:
-    """Adapt the merges of references to newer commits; return whether the manifest is another then."""
+    """Adapt the merges of references to newer commits; return whether this changes the manifest."""
     if any(other.voids for _, other in newer):
         return staged.drop_merges()  # they may restate what the repair voided
     merging = [array for array in staged.arrays.values() if array.merge is not None]

@@ -50,7 +50,7 @@ class Lifecycle:
             raise Misuse(f"this transaction on {self._url} is {self.state}; open a new one")
 
     def check_committed(self, path: str) -> None:
-        """Raise `Misuse` unless the transaction is committed; `path` is what has no region before."""
+        """Raise `Misuse` unless the transaction is committed: before, values appended to `path` have no region."""
         if self.state != "committed":
             raise Misuse(
                 f"{path}: the commit allots the region of appended values, but the transaction is {self.state}; "

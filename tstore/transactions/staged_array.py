@@ -137,7 +137,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             self.merge = await merge_references(base.tables, added, packs, source)
 
     def revise_merge(self, newer: NodeChange) -> bool:
-        """Adapt the merge to a newer commit that changed the array; return whether the merge is another then."""
+        """Adapt the merge to a newer commit that changed the array; return whether the merge has changed."""
         former = self.merge
         if former is None:
             return False

@@ -86,7 +86,7 @@ class SnapshotHierarchy:
     async def encoded(self, path: str, number: int, extent: Extent) -> npt.NDArray[np.uint8] | None:
         """Return a part of the encoded bytes of a chunk, None if it was never written and the array is sparse.
 
-        Raise `NotFound` if the array is not sparse, for which Zarr has no word, and `Corrupt`.
+        Raise `NotFound` if the array is not sparse, which Zarr can't express, and `Corrupt`.
         """
         node, log = await self.chunks(path), log_of(self.snapshot)
 

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class ZarrStore(Store):
-    """A snapshot, or a transaction, of which a commit stores all that zarr wrote; async or of `tstore.sync`.
+    """A snapshot, or a transaction whose commit stores all that zarr wrote; async or of `tstore.sync`.
 
     Raise `Misuse` if a snapshot should be written. A missing chunk of an array that is not sparse is `NotFound`
     in a snapshot, and has the fill value in a transaction. A pickle of the store of a snapshot opens the same

@@ -121,7 +121,7 @@ def _storable(dtype: np.dtype[Any], max_nested: int) -> np.dtype[Any]:
 
 
 def is_ml_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return whether this is a number type of ml_dtypes that can be stored; NumPy's kind of these is "V"."""
+    """Return whether this is a number type of ml_dtypes of NumPy's kind "V": all but float8_e5m2, an "f"."""
     return dtype.kind == "V" and dtype.type in _ML_DTYPES
 
 

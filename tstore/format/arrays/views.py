@@ -47,7 +47,7 @@ class View(NamedTuple):
         return self._basic(items)
 
     def orthogonal(self, index: Index) -> View:
-        """Return the view that selects on each axis on its own; arrays have one dimension."""
+        """Return the view that selects along each axis independently; arrays have one dimension."""
         items = parsed(index, len(self.shape))
         for item in items:
             if isinstance(item, np.ndarray) and item.ndim != 1:

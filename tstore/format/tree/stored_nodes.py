@@ -168,7 +168,7 @@ class StoredNodes:
         return bisect.bisect_right(self.firsts, path) - 1
 
     def holding(self, path: str) -> PageNodes | None:
-        """Return the nodes among which that at a path may be."""
+        """Return the nodes that may include the one at a path."""
         at, last = self.position(path), self._last
         if last is not None and last[0] == at:
             return last[1]
