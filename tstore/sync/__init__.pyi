@@ -170,7 +170,7 @@ class Array:
     def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Return the verified values in a new array, or in `out`, which has the same shape and any strides.
 
-        `out` may have another dtype, to which NumPy casts the array's safely. Raise `InvalidArgument` for an
+        `out` may have another dtype if NumPy can safely cast the array's to it. Raise `InvalidArgument` for an
         unsuitable `out`, `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if
         stored bytes have changed."""
 
@@ -220,7 +220,7 @@ class Array:
         """Return the view with its axes in the given order, by default reversed, like NumPy's `transpose`."""
 
     def isel(self, **indices: IndexItem) -> Array:
-        """Return the view that selects on axes by their `dimension_names`, on each on its own: `isel(layer=3)`.
+        """Return the view that selects along axes by name, along each independently: `isel(layer=3)`.
 
         Raise `InvalidArgument` for a name that no axis has, or several."""
 
@@ -565,10 +565,10 @@ class Transaction:
     ) -> Array:
         """Stage a new array and return it; write its values next.
 
-        `chunks` is the shape of a chunk, by default one of about 8 MiB. `codecs` is None (uncompressed),
-        "lossless" (compressed), an eXmY format ("e4m3"), its configuration ({"format": "e3m2", "block": 32}), or
-        a Zarr v3 codec list. Reading a chunk that was never written is an error, or gives the fill value if the
-        array is `sparse`.
+        Slashes around `path` are ignored, as in Zarr: "/a/b" is "a/b". `chunks` is the shape of a chunk, by
+        default one of about 8 MiB. `codecs` is None (uncompressed), "lossless" (compressed), an eXmY format
+        ("e4m3"), its configuration ({"format": "e3m2", "block": 32}), or a Zarr v3 codec list. Reading a chunk
+        that was never written is an error, or gives the fill value if the array is `sparse`.
         Raise `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other."""
 
     def copy_array(
