@@ -660,3 +660,15 @@ def test_metadata_that_is_not_supported_is_named(change: Document, named: str) -
 
 def test_names_alone_stand_for_codecs() -> None:
     assert ArrayMeta.parse(doc(codecs=["bytes", "crc32c"])).chain.fixed_length == 4 * 24 + 4
+
+
+@pytest.mark.parametrize("name", ["gzip", "numcodecs.gzip"])
+def test_gzip_bytes_do_not_depend_on_the_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a save writes no chunk anew that has not changed."""
+    values, encoded = np.arange(64, dtype="i4"), []
+    for time in (1e9, 1.5e9):
+        monkeypatch.setattr("time.time", lambda time=time: time)
+        chain = ArrayMeta.new((64,), "i4", (64,), ["bytes", name]).chain
+        encoded.append(bytes(chain.encode(values, np.empty(chain.out_size, np.uint8))))
+    assert encoded[0] == encoded[1]
+    assert encoded[0][4:8] == bytes(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import uuid
 from typing import Any
@@ -377,3 +378,17 @@ async def test_points_of_a_damaged_chunk(codecs: Any, tmp_path: Any) -> None:
     await array[[0, 2], [5, 6]].read()
     with pytest.raises(Corrupt, match=r"a, chunk \(1, 0\)"):
         await array[[0, 1, 2], [5, 350_000, 6]].read()
+
+
+@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))), ids=str)
+async def test_an_index_array_of_two_axes_is_transposed(axes: tuple[int, ...]) -> None:
+    numbers = np.arange(60).reshape(12, 5)
+    store, array = await stored(numbers, (5, 3))
+    points = np.array([[1, 2, 9], [11, 0, 4]])
+    view, expected = array[points].transpose(*axes), numbers[points].transpose(axes)
+    assert np.array_equal(await view.read(), expected)
+    assert np.array_equal(await view[1:, ::-1, [0, -1]].read(), expected[1:, ::-1, [0, -1]])
+    async with store.transaction() as tx:
+        await (await tx.array("a"))[points].transpose(*axes).write(-expected)
+    numbers[points] *= -1
+    assert np.array_equal(await read_back(store), numbers)

@@ -140,3 +140,19 @@ def test_blocking_snapshots_read_many_blocking_views(tmp_path: Path) -> None:
     assert array[3:5].explain().bytes_wanted == 16
     with pytest.raises(InvalidArgument, match="not an array of"):
         snapshot.read_many(["a"])
+
+
+async def test_a_request_for_many_chunks_is_no_longer_than_a_batch(tmp_path: Path, requests: list[Range]) -> None:
+    """So encoded chunks, which need memory until they are decoded, fit in the budget."""
+    store, values = await tstore.open(tmp_path), np.random.default_rng(1).integers(0, 1 << 62, 1 << 22)
+    async with store.transaction(durability="none") as tx:
+        await (await tx.create_array("a", values.shape, "i8", (1 << 15,), codecs=["bytes", "zstd"])).write(values)
+    tuning = store.log.storage.tuning
+    assert tuning.batch < values.nbytes / 2
+    array = await (await store.snapshot()).array("a")
+    plan = await array.explain()
+    assert max(request.size for request in plan.requests) <= tuning.batch
+    requests.clear()
+    assert np.array_equal(await array.read(), values)
+    assert max(size for *_, size in requests) <= tuning.batch
+    assert len(requests) <= 4 * plan.bytes_read // tuning.batch

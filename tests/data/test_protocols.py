@@ -107,3 +107,12 @@ def test_an_awaited_array_refuses_to_be_converted(array: tstore.Array) -> None:
             convert(awaited)
     with pytest.raises(TypeError, match="iterable"):
         list(awaited)
+
+
+def test_chunks_of_a_view_are_what_it_selects_of_chunks(array: tstore.Array) -> None:
+    assert array.chunks == (16, 20)
+    assert array[::2, ::-5].chunks == (8, 4)
+    assert array[::3, ::40].chunks == array[5:][::-3, ::8][:, ::5].chunks == (6, 1)
+    assert array[7, :][None].T.chunks == (20, 1)
+    assert array[[3, 4, 5]].chunks == (16, 20)
+    assert array.vindex[[3, 4, 5], [1, 2, 3]].chunks == (3,)

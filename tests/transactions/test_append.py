@@ -391,3 +391,21 @@ def test_processes_killed_at_random_moments_lose_nothing(tmp_path: Path, kind: s
             for (_, rows, first, second), start in zip(acknowledged, starts, strict=False):
                 assert (first, second) == (start, start + rows)
         assert store.verify().ok
+
+
+async def test_moved_values_are_read_slab_by_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, sizes, read = await made(f"memory://{uuid.uuid4()}", 5), [], appends.read_chunks
+
+    async def counted(storage: Any, jobs: Any) -> None:
+        sizes.extend(job.out.nbytes for job in jobs)
+        await read(storage, jobs)
+
+    monkeypatch.setattr(appends, "_SLAB_BYTES", 64)
+    monkeypatch.setattr(appends, "read_chunks", counted)
+    late, _ = await appending(store, list(range(100)))
+    early, _ = await appending(store, [7, 8, 9])  # not a multiple of the chunk length
+    await early.commit()
+    await late.commit()
+    assert await newest(store) == [-1] * 5 + [7, 8, 9] + list(range(100))
+    assert sum(sizes) == 400
+    assert max(sizes) <= 64

@@ -213,3 +213,38 @@ def test_between_a_folder_and_a_server(tmp_path: Path) -> None:
         assert np.array_equal(local.snapshot().array("back").read(), values)
         assert np.array_equal(remote.snapshot().array("same").read(), values)
         assert remote.verify().ok
+
+
+async def test_a_chunk_is_decoded_once_for_all_small_ones_that_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, values, decode, decoded = await tstore.open(anew()), np.random.rand(128, 96), Chain.decode, []
+
+    def counted(self: Chain, *arguments: Any) -> None:
+        decoded.append(self)
+        decode(self, *arguments)
+
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", values.shape, "f8", (64, 48), codecs="lossless")).write(values)
+    async with store.transaction() as tx:
+        monkeypatch.setattr(Chain, "decode", counted)
+        await tx.copy_array(await (await store.snapshot()).array("a"), "b", (8, 8))
+        monkeypatch.undo()
+    assert len(decoded) == 4
+    assert np.array_equal(await (await (await store.snapshot()).array("b")).read(), values)
+
+
+async def test_encoded_chunks_are_copied_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = await tstore.open(anew()), await tstore.open(anew())
+    values, sizes, read = np.arange(1000), [], copies.read_chunks
+
+    async def counted(storage: Any, jobs: Any) -> None:
+        sizes.append(sum(job.out.nbytes for job in jobs))
+        await read(storage, jobs)
+
+    async with source.transaction() as tx:
+        await (await tx.create_array("a", values.shape, "i8", (50,))).write(values)
+    monkeypatch.setattr(copies, "_BOX_BYTES", 1000)
+    monkeypatch.setattr(copies, "read_chunks", counted)
+    async with target.transaction() as tx:
+        await tx.copy_array(await (await source.snapshot()).array("a"), "a")
+    assert (len(sizes), max(sizes), sum(sizes)) == (10, 800, values.nbytes)
+    assert np.array_equal(await (await (await target.snapshot()).array("a")).read(), values)

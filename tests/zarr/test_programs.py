@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import uuid
@@ -18,9 +19,14 @@ from zarr.core.sync import sync
 
 import tstore
 import tstore.sync
+from tests.support.counted_reads import count_reads
 from tests.support.lazy import lazy
 from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
+from tstore.format.objects import pages
+from tstore.log.pages import PageReader
+from tstore.transactions import staging
 from tstore.zarr import ZarrStore
+from tstore.zarr.keys import ChunkKeys
 
 dask_array = lazy("dask.array")
 VALUES = np.arange(6000, dtype="f4").reshape(60, 100)
@@ -477,3 +483,86 @@ def test_appended_values_and_chunks_of_zarr_are_one_change(store: tstore.sync.St
     with pytest.raises(Conflict):
         other.commit()
     assert store.snapshot().array("a").read().tolist() == [0, 1, 2, 3, 20, 21]
+
+
+def test_a_group_is_listed_without_its_chunks(store: tstore.sync.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store.transaction() as tx:
+        tx.create_array("g/a", (100,), "i4", (1,)).write(7)
+        tx.create_array("b", (100,), "i4", (1,)).write(7)
+
+    async def names(folder: str) -> list[str]:
+        return [name async for name in ZarrStore(store.snapshot()).list_dir(folder)]
+
+    monkeypatch.setattr(ChunkKeys, "below", lambda *_: pytest.fail("chunks are listed"))
+    assert asyncio.run(names("")) == ["b", "g", "zarr.json"]
+    assert asyncio.run(names("g")) == ["a", "zarr.json"]
+
+
+async def test_metadata_in_pages_is_listed_with_few_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "PAGE_BYTES", 500)
+    monkeypatch.setattr(pages, "SHORT_MANIFEST", 500)
+    monkeypatch.setattr(staging, "INLINE_MANIFEST_BYTES", 0)
+    tree = {f"g{g:02}": {f"a{a}": np.full(4, a) for a in range(4)} for g in range(90)}
+    await tstore.save(tmp_path, tree, 0)
+    requests: list[int] = []  # pages in each
+    read = PageReader._read
+
+    def counted(self: PageReader, key: str, places: list[Any]) -> Any:
+        requests.append(len(places))
+        return read(self, key, places)
+
+    monkeypatch.setattr(PageReader, "_read", counted)
+
+    async def names(folder: str) -> list[str]:
+        snapshot = await (await tstore.open(tmp_path)).snapshot()
+        requests.clear()
+        return [name async for name in ZarrStore(snapshot).list_dir(folder)]
+
+    assert await names("") == [*tree, "zarr.json"]
+    every = sum(requests)
+    assert every > 40
+    assert len(requests) <= 3
+    assert await names("g30") == ["a0", "a1", "a2", "a3", "zarr.json"]
+    assert sum(requests) <= 6
+
+
+async def test_whether_a_chunk_exists_and_its_size_take_no_read_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await tstore.open(tmp_path)
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", (1 << 16,), "i8", (1 << 15,))).write(1)
+    tx = store.transaction()
+    for source in (await store.snapshot(), tx):
+        view = ZarrStore(source)
+        assert await view.exists("a/zarr.json")
+        read = count_reads(monkeypatch)
+        assert [await view.exists(f"a/c/{i}") for i in range(3)] == [True, True, False]
+        assert await view.getsize("a/c/1") == 8 << 15
+        assert read == []
+        monkeypatch.undo()
+    await tx.abort()
+
+
+async def test_a_part_of_a_chunk_is_read_without_the_rest_in_a_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, values = await tstore.open(tmp_path), np.arange(1 << 19)
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", values.shape, "i8", values.shape)).write(values)
+    async with store.transaction() as tx:
+        view = ZarrStore(tx)
+        assert await view.exists("a/c/0")
+        read = count_reads(monkeypatch)
+        data = await view.get("a/c/0", default_buffer_prototype(), RangeByteRequest(3 << 20, (3 << 20) + 16))
+        assert data is not None
+        assert data.to_bytes() == values[3 << 17 :][:2].tobytes()
+        assert 0 < sum(read) <= 1 << 20
+
+
+def test_a_pickle_of_the_store_of_a_transaction_stays_read_only(store: tstore.sync.Store) -> None:
+    with store.transaction() as tx:
+        for read_only in (False, True):
+            assert pickle.loads(pickle.dumps(ZarrStore(tx, read_only=read_only))).read_only is read_only
