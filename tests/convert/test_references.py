@@ -22,6 +22,7 @@ from tests.support.http_server import READ, everybody
 from tstore.convert.references import export_references, reader_options
 from tstore.errors import AlreadyExists, InvalidArgument, NotFound
 from tstore.server import Server
+from tstore.snapshot import Snapshot
 
 SHARDED = [
     {
@@ -290,3 +291,23 @@ def test_many_chunks_in_several_files(
         assert read_by_zarr(options) == expected(tmp_path / "store")
     assert len(list((tmp_path / "refs.parq/a").iterdir())) == 5
     assert {p.name for p in (tmp_path / "refs.parq/sparse").iterdir()} == {f"refs.{n}.parq" for n in (0, 3)}
+
+
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
+async def test_few_references_are_in_memory_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await async_tstore.open(tmp_path / "store")
+    async with store.transaction() as tx:
+        array = await tx.create_array("a", (250_000,), "u1", (1,), sparse=True)
+        await array[[3, 249_999]].write(1)
+    rounds, references = [], Snapshot.references
+
+    async def counted(self: Snapshot, path: str, numbers: range) -> Any:
+        rounds.append(len(numbers))
+        return await references(self, path, numbers)
+
+    monkeypatch.setattr(Snapshot, "references", counted)
+    await export_references(store, tmp_path / name)
+    assert sum(rounds) == 250_000
+    assert max(rounds) <= 100_000
