@@ -26,6 +26,7 @@ from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.layers import Table
 from tstore.format.objects.references import Manifest
+from tstore.log import ranges
 from tstore.log.segments import SegmentReader
 from tstore.simulation.scenario import override_constants
 from tstore.transactions import staged_array
@@ -407,3 +408,60 @@ async def test_a_conflict_check_reads_only_segments_whose_ranges_meet(
     expected = np.zeros(200)
     expected[101:199:2], expected[:100:2], expected[[150, 51, 1, 3, 151]] = 3, 1, [2, 4, 5, 5, 5]
     assert values.tolist() == expected.tolist()
+
+
+@pytest.mark.usefixtures("short")
+async def test_segments_in_memory_have_a_bound(
+    url: str, loaded: list[segments.Segment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "_CACHED_BYTES", 500)
+    await create(await tstore.open(url), np.arange(60 * CHUNK))
+    array = await (await (await tstore.open(url)).snapshot()).array("w")
+    for _ in range(2):
+        for at in range(0, 60 * CHUNK, 3 * CHUNK):
+            assert await array[at].read() == at
+    assert len(loaded) == 40  # each twice
+    assert max(segment.length for segment in loaded) > 100
+
+
+@pytest.mark.usefixtures("short")
+async def test_hosts_with_ranges_of_their_own_are_joined_without_reading_segments(
+    url: str, loaded: list[segments.Segment]
+) -> None:
+    values, hosts, part = np.arange(48 * CHUNK), 4, 12 * CHUNK
+
+    async def host(number: int) -> None:
+        tx = (await tstore.open(url)).transaction(name="step/1", host=number, hosts=hosts, attempt="a")
+        array = await tx.create_array("w", values.shape, values.dtype, (CHUNK,))
+        own = slice(number * part, (number + 1) * part)
+        await array[own].write(values[own])
+        await tx.commit(timeout=20)
+
+    await asyncio.gather(*map(host, range(hosts)))
+    store = await tstore.open(url)
+    tables = (await store.snapshot()).tree.nodes["w"].tables
+    assert [type(table) for table in tables] == [segments.SegmentedTable]
+    assert loaded == []
+    assert {segment.pack.split("/")[1] for segment in tables[0].segments} == {
+        commit.transaction async for commit in store.history()
+    }
+    assert np.array_equal(await values_of(store), values)
+    assert len(loaded) == 16
+
+
+@pytest.mark.usefixtures("short")
+async def test_collections_and_sizes_read_no_segments(url: str, loaded: list[segments.Segment]) -> None:
+    store, values = await tstore.open(url), np.arange(60 * CHUNK)
+    await create(store, values)
+    for first in (0, 24, 36):
+        part = slice(first * CHUNK, (first + 9) * CHUNK)
+        values[part] *= -1
+        async with store.transaction() as tx:
+            await (await tx.array("w"))[part].write(values[part])
+    store = await tstore.open(url)
+    node = (await store.snapshot()).tree.nodes["w"]
+    assert (node.chunk_count, node.stored_bytes) == (60, values.nbytes)
+    assert loaded == []
+    assert (await store.collect(tstore.Keep(last=1))).versions == [1, 2, 3]
+    assert loaded == []
+    assert np.array_equal(await values_of(await tstore.open(url)), values)

@@ -10,6 +10,7 @@ import contextlib
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -618,3 +619,17 @@ async def test_random_histories(seed: int, tmp_path: Path) -> None:
     for version in range(EVERY, 90, EVERY):
         if (file := tmp_path / "store" / root_key(version)).exists():
             assert (await derived(stores[0], version)).data == file.read_bytes()
+
+
+@pytest.mark.usefixtures("short")
+async def test_each_root_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, create_object = [], LocalStorage.create
+
+    async def counted(self: LocalStorage, key: str, *arguments: Any) -> Any:
+        if key.startswith("roots/"):
+            written.append(key)
+        return await create_object(self, key, *arguments)
+
+    monkeypatch.setattr(LocalStorage, "create", counted)
+    await filled(tmp_path, 58)
+    assert sorted(written) == [root_key(version) for version in range(EVERY, 58, EVERY)]
