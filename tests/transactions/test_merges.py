@@ -408,3 +408,61 @@ async def test_every_version_equals_a_dict(
 ) -> None:
     make_small(monkeypatch, work=[1, 4, 1000][seed % 3])
     assert await play(url, random_batches(np.random.default_rng(seed), batches)) > 0
+
+
+async def merged_rows(store: tstore.Store) -> list[int]:
+    """Return how many references each merge restates."""
+    log, found = store.log.reader, list[int]()
+    for version in await merges_of(store):
+        manifests = await log.objects.manifests(version, await log.record(version))
+        found += [len(m.merges_by_path()["w"].table) for m in manifests if m.merges]
+    return found
+
+
+@pytest.mark.usefixtures("small")
+async def test_a_long_layer_is_not_merged_with_short_ones(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what merges write follows what commits change, not the length of the array."""
+    monkeypatch.setattr(merges, "MIN_SEGMENTS", 1000)
+    monkeypatch.setattr(merging, "_COMMITS", 1)
+    store, expected = await create(url)
+    for start in range(6):
+        await write(store, start, start + 1, stop=18, step=3)
+        expected |= dict.fromkeys(range(start, 18, 3), start + 1)
+    rows = await merged_rows(store)
+    assert len(rows) >= 3
+    assert max(rows) < CHUNKS / 2
+    await check(store, url, expected)
+
+
+@pytest.mark.usefixtures("small")
+async def test_a_small_commit_merges_a_part_of_long_layers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merges, "MIN_SEGMENTS", 1)
+    monkeypatch.setattr(merging, "_COMMITS", 1)
+    store, expected = await create(url)
+    for start in range(2):
+        await write(store, start, start + 1, stop=CHUNKS, step=3)
+        expected |= dict.fromkeys(range(start, CHUNKS, 3), start + 1)
+    for number in range(3):
+        await write(store, number, 9)
+        expected[number] = 9
+    rows = await merged_rows(store)
+    assert rows
+    assert max(rows) < CHUNKS / 2
+    await check(store, url, expected)
+
+
+@pytest.mark.usefixtures("small")
+async def test_a_collection_keeps_the_segments_of_a_merge(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit that merged has expired, and its pack has nothing but segments."""
+    monkeypatch.setattr(merges, "MIN_SEGMENTS", 1000)
+    monkeypatch.setattr(merging, "_COMMITS", 1)
+    store, expected = await create(url)
+    for start in range(2):
+        await write(store, start, start + 1, stop=18, step=3)
+        expected |= dict.fromkeys(range(start, 18, 3), start + 1)
+    merging_version = await write(store, 50, 8)
+    assert await merges_of(store) == [merging_version]
+    expected[50] = 9
+    await write(store, 50, 9)
+    assert merging_version in (await store.collect(tstore.Keep(last=1))).versions
+    await check(store, url, expected)
