@@ -465,3 +465,21 @@ async def test_collections_and_sizes_read_no_segments(url: str, loaded: list[seg
     assert (await store.collect(tstore.Keep(last=1))).versions == [1, 2, 3]
     assert loaded == []
     assert np.array_equal(await values_of(await tstore.open(url)), values)
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_save_looks_up_only_segments_of_arrays_with_the_same_grid(
+    url: str, loaded: list[segments.Segment]
+) -> None:
+    def tree(dtype: str, chunk: int) -> dict[str, tstore.Shards]:
+        values = np.arange(480, dtype=dtype)
+        parts = [(slice(at, at + chunk), values[at : at + chunk]) for at in range(0, 480, chunk)]
+        return {"w": tstore.Shards(values.shape, dtype, parts)}
+
+    await tstore.save(url, tree("i8", 8), 1)
+    for step, (dtype, chunk) in enumerate([("f8", 8), ("i8", 4)], 2):
+        loaded.clear()
+        await tstore.save(url, tree(dtype, chunk), step)
+        assert loaded == []
+    await tstore.save(url, tree("i8", 4), 4)
+    assert loaded != []
