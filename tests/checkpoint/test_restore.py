@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import tstore
 from tstore.checkpoint.leaves import Destination
+from tstore.data import batches, reader
 from tstore.errors import InvalidArgument, StructureMismatch
 from tstore.format.patterns import compile_renames
 from tstore.sharding import Mesh, P
@@ -338,3 +340,22 @@ async def test_a_plan_needs_no_more_memory_than_its_metadata(url: str) -> None:
     assert plan == tstore.RestorePlan(1, 0, 0, {"huge": 0})
     with pytest.raises(InvalidArgument, match=re.escape("step=… and at=… both name a version")):
         await tstore.explain(url, 1, at=1)
+
+
+async def test_small_leaves_are_stored_and_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object and a call for each leaf would take longer than its bytes."""
+    tree = {f"{number:04}": np.full(16, number, "f4") for number in range(1000)}
+    boxes, pieces = [], []
+    box, pieces_of = batches.ChunkBox, reader.pieces_of
+
+    def counted(*arguments: Any) -> Any:
+        pieces.append(pieces_of(*arguments))
+        return pieces[-1]
+
+    monkeypatch.setattr(batches, "ChunkBox", lambda *arguments: boxes.append(arguments) or box(*arguments))
+    monkeypatch.setattr(reader, "pieces_of", counted)
+    await tstore.save(tmp_path, tree, 1)
+    assert boxes == []
+    restored = await tstore.restore(tmp_path)
+    assert all(np.array_equal(restored[path], values) for path, values in tree.items())
+    assert 0 < sum(map(len, pieces)) <= 10

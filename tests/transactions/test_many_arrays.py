@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
-from tstore.errors import AlreadyExists, Conflict, Corrupt, NotFound, SnapshotExpired
+from tstore.errors import AlreadyExists, Conflict, Corrupt, DeadlineExceeded, NotFound, SnapshotExpired
 from tstore.format.layout import root_key
 from tstore.format.objects import pages
 from tstore.format.objects.encoding import encode
@@ -481,3 +481,23 @@ async def test_a_server_knows_all_nodes_after_a_record_with_pages(tmp_path: Path
             async with store.transaction() as tx:
                 await (await tx.array("g1/a1")).write(-step)
         assert await value_of(store, "g1/a1") == -2
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_host_compares_with_the_pages_of_its_own_arrays(url: str, loaded: list[Page]) -> None:
+    def tree(host: int) -> dict[str, dict[str, tstore.Shards]]:
+        def part(group: str, value: np.ndarray) -> tstore.Shards:
+            own = [(slice(0, 4), value)] if int(group[1:]) // 10 == host else []
+            return tstore.Shards((4,), "i8", own, shard_shape=(4,))
+
+        return {g: {a: part(g, value) for a, value in arrays.items()} for g, arrays in tree_of(0, 20).items()}
+
+    async def save(host: int, step: int, timeout: float) -> None:
+        await tstore.save(url, tree(host), step, host=host, hosts=2, attempt="a", timeout=timeout)
+
+    await asyncio.gather(save(0, 1, 60), save(1, 1, 60))
+    every = len((await reference_of(await tstore.open(url), 1)).pages)
+    loaded.clear()
+    with pytest.raises(DeadlineExceeded):
+        await save(0, 2, 0.01)
+    assert 0 < len(set(loaded)) <= every / 2 + 3  # in the order of paths, g10 to g19 are between g1 and g2

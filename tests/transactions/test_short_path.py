@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.short_manifests import short_manifest
+from tstore.format.tree.nodes import Nodes
 from tstore.runtime.pool import Workers
 from tstore.runtime.world import World, use_world
 
@@ -264,3 +266,24 @@ async def test_reading_after_each_write_of_an_element_costs_no_more_each_time() 
             costs.append(calls - before)
     assert np.array_equal(await (await (await store.snapshot()).array("a")).read(), np.arange(400) + 1)
     assert costs[-1] <= 1.5 * costs[0]
+
+
+async def test_commits_of_others_are_applied_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, follower = await tstore.open(tmp_path / "store", "x"), await tstore.open(tmp_path / "store")
+    async with writer.transaction() as tx:
+        await (await tx.create_array("a", (1000,), "int64", (1,), sparse=True))[0].write(7)
+    await (await follower.snapshot()).array("a")
+    for number in range(1, 6):
+        async with writer.transaction(durability="none") as tx:
+            await (await tx.array("a"))[number].write(number)
+    applied, after = [], Nodes.after
+
+    def counted(self: Nodes, manifests: Sequence[Manifest], *arguments: Any) -> Nodes:
+        applied.append(len(manifests))
+        return after(self, manifests, *arguments)
+
+    monkeypatch.setattr(Nodes, "after", counted)
+    values = await (await (await follower.snapshot()).array("a"))[:6].read()
+    assert values.tolist() == [7, *range(1, 6)]
+    assert sum(applied) == 5
+    assert len(applied) <= 2

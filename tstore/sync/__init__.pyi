@@ -140,8 +140,8 @@ class Array:
     def chunks(self) -> tuple[int, ...]:
         """The shape of one chunk, from which `dask.array.from_array` chooses its own.
 
-        In a view, it is the part of a chunk that it selects: `array[::2]` has chunks of half the length. On an
-        axis of points, and on a new one, it is the length of the axis."""
+        In a view, it is the part of a chunk that it selects: `array[::2]` has chunks of half the length. On a new
+        axis, and on one of points that index several axes, it is the length of the axis."""
 
     @property
     def chunksize(self) -> tuple[int, ...]:
