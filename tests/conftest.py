@@ -38,7 +38,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + len(os.sched_getaffinity(0))
 
 
-LONG = ("test_install", "test_examples", "test_jobs", "test_bench")
+LONG = ("test_install", "test_examples", "test_jobs", "test_bench", "test_readme")
 """The modules with the longest tests."""
 
 

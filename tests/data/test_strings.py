@@ -214,7 +214,7 @@ def test_a_bomb_is_refused_before_it_is_decoded(size: int) -> None:
 
 
 def test_a_gzip_bomb_is_refused() -> None:
-    member = zlib.compressobj(9, wbits=31)
+    member = zlib.compressobj(1, wbits=31)
     bomb = b"".join([member.compress(bytes(1 << 20)) for _ in range(300)]) + member.flush()
     meta = ArrayMeta.new((2,), "string", (2,), ["vlen-utf8", "gzip"])  # type: ignore[list-item]
     with pytest.raises(Corrupt, match="at most"):

@@ -20,11 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     "checks",
     [
-        ["one:1"],
-        ["series:2", "save:4", "restore:2"],
+        ["one:1", "series:2", "save:4", "restore:2"],
         pytest.param(["series:2", "save:4", "restore:4", "restore:2"], marks=pytest.mark.deep),
     ],
-    ids=["one", "several", "fewer and more"],
+    ids=["one and several", "fewer and more"],
 )
 def test_a_job(tmp_path: Path, checks: list[str]) -> None:
     command = [sys.executable, "-m", "tests.jax.job", str(tmp_path), *checks]
