@@ -30,6 +30,12 @@ def values(*shape: int, kind: str = "float32", scale: float = 1.0) -> np.ndarray
     return (RNG.standard_normal(shape) * scale).astype(dtype)
 
 
+@pytest.fixture(autouse=True)
+def same_values_in_any_order() -> None:
+    """Start the generator again, so that the values of a test don't depend on the tests before it."""
+    RNG.bit_generator.state = np.random.default_rng(7).bit_generator.state
+
+
 async def chunked(url: Any, arrays: dict[str, tuple[Any, tuple[int, ...]]]) -> None:
     """Commit arrays with these chunks as step 0."""
     store = await tstore.open(url)
