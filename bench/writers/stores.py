@@ -98,7 +98,7 @@ class Host:
         raise NotImplementedError
 
     def commit_for(self, start: float, seconds: float, tasks: int) -> list[Committed]:
-        """Make small commits from the time `start` on, in `tasks` concurrent sequences."""
+        """Make small commits from the time `start` on, at least one in each of `tasks` concurrent sequences."""
 
         async def all_of_them() -> list[Committed]:
             return await asyncio.gather(*[self._commit_until(n, start + seconds) for n in range(tasks)])
@@ -110,7 +110,7 @@ class Host:
         writer = self.number + task  # unique, since there is only one host or only one task for each host
         latencies: list[float] = []
         retries = 0
-        while (before := time.monotonic()) < moment:
+        while (before := time.monotonic()) < moment or not latencies:
             retries += await self.commit(writer, len(latencies))
             latencies.append(time.monotonic() - before)
         return Committed(latencies, retries)
