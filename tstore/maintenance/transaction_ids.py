@@ -38,10 +38,11 @@ class TransactionIds:
         digests = np.array(self._digests, np.uint64)
         order = np.argsort(digests, kind="stable")
         same = np.flatnonzero(np.diff(digests[order]) == 0)
-        versions = np.unique(np.array(self._versions, np.uint64)[order[np.union1d(same, same + 1)]])
+        positions = np.concatenate([order[same], order[same + 1]]).tolist()
+        versions = sorted({self._versions[position] for position in positions})
         first: dict[str, int] = {}
         faults = []
-        async for version, record in log.each_record(versions.tolist()):
+        async for version, record in log.each_record(versions):
             ids = _ids(record)
             if repeated := ids & first.keys():
                 transaction = min(repeated)
