@@ -122,11 +122,6 @@ class Snapshot:
         node = array_node(self._tree, path, self.location)
         await guard_expiry(self._log, self.version, self._reads.read(ReadJob(path, meta, node, selection, out)))
 
-    @property
-    def is_local(self) -> bool:
-        """Whether reading takes little more time than copying memory."""
-        return is_local(self._log.storage)
-
     def read_in_this_thread(
         self, view: Array, out: npt.NDArray[Any] | None = None, threads: int = 1
     ) -> npt.NDArray[Any] | None:

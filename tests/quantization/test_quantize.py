@@ -259,19 +259,24 @@ async def test_values_are_read_once_where_memory_allows_and_the_result_is_the_sa
             assert other[path].to_bytes() == expected[path].to_bytes()
 
 
-@pytest.mark.parametrize(("options", "passes"), [({"bits": 5.0}, 2), ({"formats": "e3m2", "block": 32}, 2)])
-@pytest.mark.parametrize("is_local", [True, False])
-async def test_large_arrays_are_read_twice_if_local_or_without_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], passes: int, is_local: bool
+@pytest.mark.parametrize("options", [{"bits": 5.0}, {"formats": "e3m2", "block": 32}])
+@pytest.mark.parametrize(("memory", "is_local", "reads"), [(1 << 20, True, 1), (0, True, 2), (0, False, 2)])
+async def test_large_arrays_are_read_once_if_memory_suffices(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    memory: int,
+    is_local: bool,
+    reads: int,
 ) -> None:
     for module in ("values", "encoding"):
         monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
     x = values(256, 128)
     await tstore.save(tmp_path, {"w": x}, 0)
     monkeypatch.setattr("tstore.snapshot.is_local", lambda storage: is_local)
-    reads = Reads(monkeypatch)
-    await tstore.quantize(tmp_path, **options, memory=1 << 20 if is_local else 0)
-    assert reads.bytes == {"w": passes * x.nbytes}
+    counted = Reads(monkeypatch)
+    await tstore.quantize(tmp_path, **options, memory=memory)
+    assert counted.bytes == {"w": reads * x.nbytes}
 
 
 async def test_a_bias_is_searched_once_in_a_pass_that_also_counts_exponents(

@@ -103,9 +103,9 @@ class Sample:
 class ValueCache:
     """A cache of at most `limit` bytes, which keeps the values of arrays from their study to their encoding.
 
-    An array that is larger than a slab is read slab by slab instead if it exceeds the limit, or if the store is
-    local: reading it again into the same memory takes less time than the page faults of new memory. Smaller arrays
-    are in memory while their batch is in use, even beyond the limit.
+    An array that is larger than a slab is read slab by slab, for each pass, if it exceeds the limit. Otherwise it
+    gets the memory of arrays that were dropped, since fresh memory would cost page faults. Smaller arrays are in
+    memory while their batch is in use, even beyond the limit.
     """
 
     def __init__(self, limit: int) -> None:
@@ -122,7 +122,7 @@ class ValueCache:
         arrays = {path: self._arrays.pop(path) for path in batch if path in self._arrays}
         absent = [path for path in batch if path not in arrays]
         size = sum(metas[path].nbytes for path in absent)
-        if size > SLAB and (snapshot.is_local or not self._make_room(size)):
+        if size > SLAB and not self._make_room(size):
             slabs = [self._slabs.pop() if self._slabs else ReusedMemory() for _ in batch]
             yield [await _streamed_values(snapshot, path, slab) for path, slab in zip(batch, slabs, strict=True)]
             self._slabs += slabs
