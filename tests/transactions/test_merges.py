@@ -72,6 +72,13 @@ async def write(store: tstore.Store, start: int, value: int, stop: int | None = 
     return await tx.commit()
 
 
+async def write_interleaved(store: tstore.Store, expected: dict[int, int], count: int, stop: int) -> None:
+    """Make `count` commits, each of every third chunk up to `stop`, from one chunk later on than the last."""
+    for start in range(count):
+        await write(store, start, start + 1, stop=stop, step=3)
+        expected |= dict.fromkeys(range(start, stop, 3), start + 1)
+
+
 async def create(url: str) -> tuple[tstore.Store, dict[int, int]]:
     """Create a store with an array `w` whose chunks are written, and return it with their values."""
     store = await tstore.open(url)
@@ -425,9 +432,7 @@ async def test_a_long_layer_is_not_merged_with_short_ones(url: str, monkeypatch:
     monkeypatch.setattr(merges, "MIN_SEGMENTS", 1000)
     monkeypatch.setattr(merging, "_COMMITS", 1)
     store, expected = await create(url)
-    for start in range(6):
-        await write(store, start, start + 1, stop=18, step=3)
-        expected |= dict.fromkeys(range(start, 18, 3), start + 1)
+    await write_interleaved(store, expected, 6, 18)
     rows = await merged_rows(store)
     assert len(rows) >= 3
     assert max(rows) < CHUNKS / 2
@@ -439,9 +444,7 @@ async def test_a_small_commit_merges_a_part_of_long_layers(url: str, monkeypatch
     monkeypatch.setattr(merges, "MIN_SEGMENTS", 1)
     monkeypatch.setattr(merging, "_COMMITS", 1)
     store, expected = await create(url)
-    for start in range(2):
-        await write(store, start, start + 1, stop=CHUNKS, step=3)
-        expected |= dict.fromkeys(range(start, CHUNKS, 3), start + 1)
+    await write_interleaved(store, expected, 2, CHUNKS)
     for number in range(3):
         await write(store, number, 9)
         expected[number] = 9
@@ -457,9 +460,7 @@ async def test_a_collection_keeps_the_segments_of_a_merge(url: str, monkeypatch:
     monkeypatch.setattr(merges, "MIN_SEGMENTS", 1000)
     monkeypatch.setattr(merging, "_COMMITS", 1)
     store, expected = await create(url)
-    for start in range(2):
-        await write(store, start, start + 1, stop=18, step=3)
-        expected |= dict.fromkeys(range(start, 18, 3), start + 1)
+    await write_interleaved(store, expected, 2, 18)
     merging_version = await write(store, 50, 8)
     assert await merges_of(store) == [merging_version]
     expected[50] = 9
