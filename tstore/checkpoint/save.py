@@ -306,7 +306,7 @@ class Checkpoint(NamedTuple):
             await staging.set_root_attributes(self.attributes, self.reserved)
         await give_way()
         if prior is not None:
-            await prior.read_nodes([job.path for job in self.jobs if job.regions or job.staged])
+            await prior.read_nodes([job.path for job in self.jobs if job.has_values])
         _set_prior(self.jobs, prior)
         await give_way()
         await staging.write_arrays(self.jobs)
@@ -393,7 +393,7 @@ async def _rules(codecs: QuantizeRules | Target, leaves: Mapping[str, Any], host
 def _set_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> None:
     """Give each job with values the array of a prior step to compare them with; discard rows written before."""
     for job in jobs:
-        node = prior.tree.nodes.get(job.path) if prior is not None and (job.regions or job.staged) else None
+        node = prior.tree.nodes.get(job.path) if prior is not None and job.has_values else None
         same = node is not None and node.document == job.meta.document
         job.prior_chunks = node if same else None
         job.rows, job.tables, job.segments = job.rows and [], (), ()

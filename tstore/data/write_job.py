@@ -55,6 +55,11 @@ class WriteJob(msgspec.Struct, eq=False, gc=False):
     tables: Sequence[ChunkTable] = ()
     segments: Sequence[Segment] | None = None
 
+    @property
+    def has_values(self) -> bool:
+        """Whether there is anything to write: a host has none of the values of some arrays."""
+        return bool(self.regions or self.staged)
+
     def take_references(self) -> None:
         """Take the references of the job in `same_as`, if there is one."""
         if (other := self.same_as) is not None:

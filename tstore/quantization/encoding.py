@@ -74,6 +74,11 @@ class EncodedArray(NamedTuple):
     exponents: exmy.Exponents | None = None
     weighted: exmy.Difference | None = None
 
+    @staticmethod
+    def unreached(path: str, min_sqnr: float) -> EncodedArray:
+        """Return an array that stays unchanged because no smaller format keeps its SQNR."""
+        return EncodedArray(path, reason=f"no smaller format keeps {min_sqnr:g} dB")
+
     @property
     def sqnr(self) -> float:
         """The SQNR in dB, of weighted squares if values have importance; infinite for a lossless array."""
@@ -174,7 +179,7 @@ async def encode_batch(
             if min_sqnr == -math.inf or encoded.sqnr >= min_sqnr:  # false for NaN
                 results[path] = encoded
     for path in (values.path for values in batch if values.path not in results):
-        results[path] = EncodedArray(path, reason=f"no smaller format keeps {choices[path].min_sqnr:g} dB")
+        results[path] = EncodedArray.unreached(path, choices[path].min_sqnr)
     return [results[values.path] for values in batch]
 
 

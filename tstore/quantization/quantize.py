@@ -279,9 +279,10 @@ class _Job(NamedTuple):
 
 def _if_smaller(encoded: EncodedArray, min_sqnr: float, array: SourceArray) -> EncodedArray:
     """Return the array unchanged if it has a target for its SQNR, and its estimated size was too small."""
-    if min_sqnr == -math.inf or sum(row.length for row in encoded.rows) < array.encoded_bytes:
+    is_exempt = encoded.document is None or min_sqnr == -math.inf
+    if is_exempt or sum(row.length for row in encoded.rows) < array.encoded_bytes:
         return encoded
-    return EncodedArray(encoded.path, reason=encoded.reason or f"no smaller format keeps {min_sqnr:g} dB")
+    return EncodedArray.unreached(encoded.path, min_sqnr)
 
 
 async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, EncodedArray]) -> None:
