@@ -45,12 +45,13 @@ from exmy.noise import Difference, compare, energy, sqnr
 from exmy.packing import TILE, pack, packed_size, slice_bytes, unpack
 from exmy.quantized import Quantized
 from exmy.quantizer import quantize
-from exmy.scales import GroupScales
+from exmy.scales import FLOAT_SCALES, GroupScales
 from exmy.survey import Candidate, survey
 from exmy.tensor_fit import TensorFit
 
 __all__ = [
     "BLOCKS",
+    "FLOAT_SCALES",
     "TILE",
     "Candidate",
     "Choice",

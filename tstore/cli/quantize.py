@@ -82,7 +82,7 @@ A target, and weights of the errors of arrays:
 )
 @click.option(
     "--scale",
-    type=click.Choice(["search", "max", "none", "float", "e4m3", "6bit"]),
+    type=click.Choice(["search", "max", "none", *exmy.FLOAT_SCALES]),
     help="Packed codes with exponent offsets of the least error (search, the default) or without clipping (max), "
     "without any (none), or with scales of 32 bits (float), 8 (e4m3) or about 6 (6bit).",
 )

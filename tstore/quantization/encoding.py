@@ -305,7 +305,7 @@ def fits_importance(codecs: Codecs) -> bool:
         return False
     settings = as_configuration(codecs)
     is_plain = isinstance(codecs, str | exmy.Format | Mapping) or len(codecs) == 1
-    is_fitted = settings.get("scale", "search") in ("search", "float", "e4m3", "6bit")
+    is_fitted = settings.get("scale", "search") in ("search", *exmy.FLOAT_SCALES)
     return is_fitted and (is_plain or _shares_offset(settings))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any, Literal, NamedTuple
 
+import exmy
 import numpy as np
 
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
@@ -325,7 +326,7 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None
     errors = loss.signal, loss.noise, loss.largest_error, loss.largest_relative, encoded.clipped_count / values
     histogram = None if exponents is None else (exponents.lowest, exponents.counts.tolist())
     name, coding = codec.format.standard.name, "entropy" if len(meta.chain.documents) > 1 else "packed"
-    has_scales = codec.scale in ("float", "e4m3", "6bit")
+    has_scales = codec.scale in exmy.FLOAT_SCALES
     is_by_chunk = has_scales and codec.granularity == "tensor" and meta.chunk_count > 1
     granularity = "chunk" if is_by_chunk else codec.granularity
     weighted = None if encoded.weighted is None or not math.isfinite(encoded.sqnr) else encoded.sqnr

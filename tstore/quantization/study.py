@@ -314,4 +314,4 @@ def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
     f = exmy.Format(str(configuration["format"])).standard
     # The least bias is -512, and 125 less than the standard bias with float scales. The bias here is one greater,
     # because a value with the exponent of the format's largest value may still exceed that value.
-    return exponents.above(f.with_bias(f.bias - 124 if scale in ("float", "e4m3", "6bit") else -511)) == 0
+    return exponents.above(f.with_bias(f.bias - 124 if scale in exmy.FLOAT_SCALES else -511)) == 0
