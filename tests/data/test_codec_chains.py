@@ -592,6 +592,24 @@ def test_codecs_that_are_not_supported_are_named(codecs: list[Document], named: 
     assert len(str(error.value)) < 1000
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("zstdd", "did you mean 'zstd'?"),
+        ("lz4", "did you mean 'numcodecs.lz4'?"),
+        ("numcodecs.zlb", "did you mean 'numcodecs.zlib'?"),
+        ("e4m3", "it is an eXmY format; pass codecs='e4m3', without a list"),
+        ("wxyz", "does not know it"),
+    ],
+)
+async def test_the_codec_that_was_meant_is_suggested(name: str, meant: str) -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        with pytest.raises(UnsupportedFormat) as error:
+            await tx.create_array("a", (4,), "float32", codecs=[name])
+    assert str(error.value).endswith(meant)
+
+
 def test_shards_nested_too_deeply_are_refused() -> None:
     chain = LITTLE
     for _ in range(6):

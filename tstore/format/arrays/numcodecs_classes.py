@@ -6,10 +6,13 @@ modules: numcodecs' own registry would load any codec that an installed package 
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 from collections.abc import Mapping
 from typing import Any
 
+import exmy
 import numpy as np
 
 from tstore.errors import InvalidArgument, UnsupportedFormat
@@ -62,12 +65,22 @@ def unsupported(document: Mapping[str, Any], reason: str = "") -> UnsupportedFor
         )
     name, settings = document.get("name"), document.get("configuration") or {}
     if not reason and isinstance(name, str):
-        package = next((package for prefix, package in _ELSEWHERE.items() if name.startswith(prefix)), "")
-        reason = (
-            f"it is a codec of the package {package}" if package else "this version of tstore does not know it"
-        )
+        reason = _why_unknown(name)
     configuration = f" with configuration {settings!r:.200}" if settings else ""
     return UnsupportedFormat(f"codec {name!r:.100}{configuration} is not supported: {reason:.300}")
+
+
+def _why_unknown(name: str) -> str:
+    """Return why a codec of this name is not supported, and what was probably meant."""
+    for prefix, package in _ELSEWHERE.items():
+        if name.startswith(prefix):
+            return f"it is a codec of the package {package}"
+    with contextlib.suppress(exmy.ExmyError):
+        exmy.Format(name)
+        return f"it is an eXmY format; pass codecs={name!r}, without a list"
+    numcodecs_name = f"numcodecs.{name}"
+    similar = [numcodecs_name] if numcodecs_name in _NAMES else difflib.get_close_matches(name, _NAMES, 1)
+    return "".join(["this version of tstore does not know it", *(f"; did you mean {each!r}?" for each in similar)])
 
 
 def settings_of(document: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
