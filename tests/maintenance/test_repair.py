@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -265,6 +267,31 @@ async def test_versions_that_a_voided_gc_had_deleted_stay_expired(later: str, *,
                     [VALUES[:1000] + step, VALUES[1000:2000] + min(step, 3), VALUES[2000:] + 1]
                 )
                 assert np.array_equal(values, expected)
+
+
+async def test_the_work_of_voiding_a_gc_is_linear_in_the_versions_that_it_had_expired(tmp_path: Path) -> None:
+    instructions = dict.fromkeys((40, 120), 0)  # of the interpreter in `repair.py`
+    for count in instructions:
+        store = await tstore.open(f"{tmp_path}/{count}")
+        for value in range(count):
+            async with store.transaction(durability="none") as tx:
+                w = await (tx.array("w") if value else tx.create_array("w", (1000,), "f8", (1000,)))
+                await w.write(float(value))
+        collection = (await store.collect(Keep(last=1))).version
+        assert collection is not None
+
+        def add(frame: FrameType, event: str, _argument: object, count: int = count) -> Any:
+            frame.f_trace_opcodes = True
+            instructions[count] += event == "opcode"
+            return add
+
+        sys.settrace(lambda frame, *_: add if frame.f_code.co_filename == repair.__file__ else None)
+        try:
+            report = await store.repair(void_intact=[collection])
+        finally:
+            sys.settrace(None)
+        assert report.expired == list(range(1, count))
+    assert instructions[120] < 4 * instructions[40]
 
 
 @pytest.mark.parametrize("last", [1, 2])

@@ -20,6 +20,7 @@ alive again.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -256,15 +257,19 @@ async def _expire(log: LogReader, base: int, voided: Sequence[int], gc: int) -> 
     expired = sorted({*ledger.alive.keys() & voided, *incomplete})
     if not expired:
         return Ledger(), None
+    kept = sorted(ledger.alive.keys() - set(expired))
+    entries = [ledger.alive[version] for version in expired]
+    written = await together(lambda entry: transaction_objects(log, entry.transaction), entries)
+    released: dict[int, list[str]] = {}  # what expired versions wrote or needed, by the next living version
     orphaned: list[str] = []  # what expired versions above all living ones needed
-    for version in expired:
-        next_living = min((v for v in ledger.alive if v > version and v not in expired), default=None)
-        entry = ledger.alive[version]
-        if next_living is None:
-            orphaned += entry.dependencies
+    for entry, keys in zip(entries, written, strict=True):
+        at = bisect.bisect(kept, entry.version)
+        if at < len(kept):
+            released.setdefault(kept[at], []).extend((*entry.dependencies, *keys))
         else:
-            objects = [*entry.dependencies, *await transaction_objects(log, entry.transaction)]
-            ledger.inherit(next_living, objects, standalone=ledger.alive[next_living].standalone)
+            orphaned += entry.dependencies
+    for version, objects in released.items():
+        ledger.inherit(version, objects, standalone=ledger.alive[version].standalone)
     tags = {tag: v for v in expired for tag in ledger.alive[v].tags}
     ledger = ledger.without(expired)
     condemned = Collection((), (), {}, (), ()) if earlier is None else earlier
