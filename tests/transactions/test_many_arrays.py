@@ -6,6 +6,7 @@ The fixture `short` makes pages of a few nodes, so that twenty arrays need sever
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,47 @@ async def test_paths_are_taken_or_free_as_in_a_short_manifest(url: str) -> None:
     snapshot = await (await tstore.open(url)).snapshot()
     assert [path for path in snapshot.paths() if path.startswith("g1")] == ["g1"]
     assert snapshot.attributes("g2/sub") == {"a": 1}
+
+
+async def test_the_work_of_creating_arrays_anew_is_linear_in_their_number(url: str) -> None:
+    store = await tstore.open(url)
+    calls = dict.fromkeys((100, 400), 0)
+    for count in calls:
+        await tstore.save(store, {f"a{a}": np.zeros(4) for a in range(count)}, count)
+
+        def add(_frame: object, event: str, _argument: object, count: int = count) -> None:
+            calls[count] += event == "call"
+
+        async with store.transaction() as tx:
+            sys.setprofile(add)
+            try:
+                for a in range(count):
+                    await tx.delete(f"a{a}")
+                    await tx.create_array(f"a{a}", (3,), "f8")
+            finally:
+                sys.setprofile(None)
+            for a in range(count):
+                await (await tx.array(f"a{a}")).write(1.0)
+    assert calls[400] < 5 * calls[100]
+    assert await value_of(store, "a399") == 1
+
+
+async def test_what_a_transaction_has_staged_is_deleted_whenever_it_was_staged(url: str) -> None:
+    store = await tstore.open(url)
+    await tstore.save(store, {name: np.zeros(4) for name in "abcd"}, 0)
+    async with store.transaction() as tx:
+        await (await tx.array("a"))[:2].write(1.0)
+        await tx.create_array("g/new", (3,), "f8")  # from here on, the paths that are taken are known
+        await (await tx.array("b"))[:2].write(1.0)
+        await tx.create_group("h", {})
+        for path in ("b", "a", "g", "h"):  # the index of staged paths is dropped by the first
+            await tx.delete(path)
+            with pytest.raises(NotFound):
+                await tx.delete(path)
+        assert await tx.paths() == ["c", "d"]
+        await (await tx.create_array("b/below", (3,), "f8")).write(2.0)
+        await (await tx.array("c"))[:2].write(1.0)
+    assert (await store.snapshot()).paths() == ["b/below", "c", "d"]
 
 
 @pytest.mark.usefixtures("short")

@@ -43,11 +43,11 @@ class StagedTree:
         self.replaces = False
         self.reads = ReadSet()
         self.arrays: dict[str, StagedArray] = {}
-        self.deleted: list[str] = []
+        self.deleted: dict[str, None] = {}  # the paths at the top of what was deleted, in order
         self.unplaced: dict[str, bytes] = {}  # bytes by Zarr key, of neither a group nor an array nor a chunk
         self._groups: dict[str, bytes] = {}
         self._base_metas: dict[str, ArrayMeta] = {}  # of arrays that were looked up in the base
-        # maps a path to a staged node at or below it, for `_check_free`
+        # maps a path to a staged node at or below it; None until that is needed
         self._occupied: dict[str, str] | None = None
 
     def create_array(self, path: str, meta: ArrayMeta) -> str:
@@ -103,14 +103,15 @@ class StagedTree:
     def remove(self, path: str) -> bool:
         """Stage the removal of everything at and below a path, "" for all; return whether there was anything."""
         self.reads.add_subtrees([path])
-        staged = [p for p in (*self.arrays, *self._groups) if is_at_or_below(p, path)]
+        staged = self._staged_at_or_below(path)
         stored = self._stored_at_or_below(path) is not None
         for p in staged:
             self.arrays.pop(p, None)
             self._groups.pop(p, None)
+        if staged:
+            self._occupied = None
         if stored:
-            self.deleted.append(path)
-        self._occupied = None
+            self.deleted[path] = None
         return bool(staged) or stored
 
     def meta(self, path: str) -> ArrayMeta:
@@ -142,6 +143,8 @@ class StagedTree:
         staged = self.arrays.get(path)
         if staged is None:
             staged = self.arrays[path] = StagedArray(path, meta, replaces_node=False)
+            if self._occupied is not None:
+                self._occupy(path)
         return staged
 
     def base_chunks(self, path: str) -> Node:
@@ -288,7 +291,7 @@ class StagedTree:
         return next((p for p in self.base.nodes.at_or_below(path) if not self._is_deleted(p)), None)
 
     def _is_deleted(self, path: str) -> bool:
-        return any(is_at_or_below(path, top) for top in self.deleted)
+        return bool(self.deleted) and not self.deleted.keys().isdisjoint((path, "", *parents(path)))
 
     def _is_array(self, path: str) -> bool:
         if path in self.arrays or self.replaces or self._is_deleted(path):
@@ -301,6 +304,20 @@ class StagedTree:
         self._occupy(array.path)
         return array
 
+    def _staged_at_or_below(self, path: str) -> list[str]:
+        """Return the paths of staged nodes at and below a path."""
+        if path and path not in self._known_occupied():
+            return []
+        return [p for p in (*self.arrays, *self._groups) if is_at_or_below(p, path)]
+
+    def _known_occupied(self) -> dict[str, str]:
+        """Return a staged node at or below each path that has one, except for the root."""
+        if self._occupied is None:
+            self._occupied = {}
+            for path in (*self.arrays, *self._groups):
+                self._occupy(path)
+        return self._occupied
+
     def _occupy(self, path: str) -> None:
         """Note a node at a path, which occupies that path and all above it."""
         if self._occupied is not None and path:
@@ -309,11 +326,7 @@ class StagedTree:
                 self._occupied.setdefault(above, path)
 
     def _check_free(self, path: str) -> None:
-        if self._occupied is None:
-            self._occupied = {}
-            for other in (*self.arrays, *self._groups):
-                self._occupy(other)
-        below = self._occupied.get(path) or self._stored_at_or_below(path)
+        below = self._known_occupied().get(path) or self._stored_at_or_below(path)
         taken = below or next((p for p in parents(path) if self._is_array(p)), None)
         if taken is not None:
             self.reads.add_subtrees([path])
