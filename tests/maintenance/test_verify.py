@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,10 @@ import tstore
 from tests.attacks.forgeries import Known, commit, framed, manifest, record
 from tstore.conformance.faults import open_faulty
 from tstore.errors import Corrupt
-from tstore.format.layout import commit_key
+from tstore.format.layout import commit_key, root_key
+from tstore.format.objects.records import StoredRecord
+from tstore.log.records import Records
+from tstore.simulation.scenario import override_constants
 
 
 @pytest.mark.parametrize(("length", "check"), [(32, b"\7" * 16), (160_000, b"\7" * 16), (32, None)])
@@ -68,3 +73,38 @@ async def test_a_record_copied_over_a_later_one_is_noticed(copied: int, over: in
     [fault] = (await (await tstore.open(tmp_path)).verify()).faults
     assert f"{commit_key(over)} commits the transaction" in fault
     assert f"as {commit_key(copied)} does" in fault
+
+
+async def test_missing_records_do_not_multiply_the_reads_of_a_verification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with override_constants(ROOT_EVERY=4):
+        store = await tstore.open(tmp_path)
+        for value in range(200):
+            async with store.transaction(durability="none") as tx:
+                w = await (tx.array("w") if value else tx.create_array("w", (3,), "i8", (3,)))
+                await w.write(value)
+        for version in range(20, 120, 2):  # those of many roots among them
+            (tmp_path / commit_key(version)).unlink()
+        reads, original = 0, Records.stored
+
+        def counted(self: Records, version: int) -> Coroutine[Any, Any, StoredRecord]:
+            nonlocal reads
+            reads += 1
+            return original(self, version)
+
+        monkeypatch.setattr(Records, "stored", counted)
+        report = await (await tstore.open(tmp_path, mode="r")).verify()
+        assert (len(report.faults), report.unchecked[0]) == (50, 21)
+        assert reads < 10 * 200
+
+
+async def test_a_root_is_not_at_fault_if_the_record_of_its_version_is_damaged(tmp_path: Path) -> None:
+    with override_constants(ROOT_EVERY=4):
+        await commits(str(tmp_path), 9)
+        assert (tmp_path / root_key(4)).exists()
+        for damage in (lambda path: path.write_bytes(b"garbage"), Path.unlink):
+            damage(tmp_path / commit_key(4))
+            [fault] = (await (await tstore.open(tmp_path)).verify()).faults
+            assert commit_key(4) in fault
+            assert root_key(4) not in fault

@@ -218,7 +218,7 @@ class Trees:
         while True:
             numbers = range(max(root_version, nearest.version) + 1, top + 1)
             reads = [self._read_ahead(v, version) for v in numbers]
-            stored = self._root_tree(root_version, nearest, lost)
+            stored = self._root_tree(root_version, version, nearest, lost)
             tree, between = await asyncio.gather(stored, asyncio.gather(*reads))
             records[:0] = between
             if tree is not None:
@@ -228,18 +228,24 @@ class Trees:
     async def _read_ahead(self, version: int, newest: int) -> _ReadAhead:
         return _drop_if_long(await self._records.stored_below(version, newest))
 
-    async def _root_tree(self, version: int, nearest: Tree, lost: set[int]) -> Tree | None:
-        """Return `nearest` if it is as new as the root, else the tree of the root, None if that is unusable."""
+    async def _root_tree(self, version: int, newest: int, nearest: Tree, lost: set[int]) -> Tree | None:
+        """Return `nearest` if it is as new as the root, else the tree of the root, None if that is unusable.
+
+        `newest` is a version that exists.
+        """
         if version <= nearest.version:
             return nearest
         if not lost.isdisjoint(root_chain(version)):
             return None
-        root = await self._usable_root(version)
+        root = await self._usable_root(version, newest)
         return None if root is None else await self._tree_of_root(root, lost)
 
-    async def _usable_root(self, version: int) -> Root | None:
-        """Return the root of a version, None if it can't be read or is not that of the version's record."""
-        root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
+    async def _usable_root(self, version: int, newest: int) -> Root | None:
+        """Return the root of a version, None if it can't be read or is not that of the version's record.
+
+        Raise an error if this record can't be read: then no tree from this version up to `newest` can be built.
+        """
+        root, stored = await asyncio.gather(self.root(version), self._records.stored_below(version, newest))
         if root is not None and not _is_of(root, version, stored):
             # the cache may have the root of another store, which was at this URL before
             forgotten = await run(forget, self._objects.storage, root_key(version))
@@ -256,7 +262,8 @@ class Trees:
             if self._cached_over(version) is not None:
                 break
             needed.append(version)
-        roots = dict(zip(needed, await asyncio.gather(*map(self._usable_root, needed)), strict=True))
+        usable = await asyncio.gather(*[self._usable_root(version, root.version) for version in needed])
+        roots = dict(zip(needed, usable, strict=True))
         chain, earlier = [root], None
         while parent := chain[-1].parent:
             if (earlier := self._cached_over(parent)) is not None:

@@ -321,16 +321,20 @@ class _ReplayedTree:
         key = root_key(version)
         name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
         try:
-            root, stored = await self._log.objects.whole_root(version), await self._log.stored(version)
+            root = await self._log.objects.whole_root(version)
             tree = Tree(version, Nodes(), root.tags)
             if self._nodes_known and self._tree is not None:
                 # over the nodes that the records have, which readers use too if the parent of the root is missing
                 tree = Tree.from_root(root, self._log.objects.pages, self._tree)
-        except NotFound:  # there is no root, or no record, which is reported elsewhere
+        except NotFound:  # there is no root
             return ""
         except (Corrupt, UnsupportedFormat) as error:
             reason = str(error) if key in str(error) else f"{name}: {error}"
             return f"{reason}. Readers ignore it; {advice}"
+        try:
+            stored = await self._log.stored(version)
+        except UNREADABLE:  # which is reported elsewhere
+            return ""
         if (root.version, root.record_check) != (version, stored.check):
             return f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}"
         try:
