@@ -165,6 +165,21 @@ async def test_nothing_is_voided_while_gaps_remain() -> None:
     assert await store.log.storage.list("") == before
 
 
+async def test_an_error_and_a_report_name_only_a_few_of_many_versions() -> None:
+    store = await filled(*range(40))
+    gone = range(3, 39)
+    for version in gone:
+        await store.log.storage.delete(commit_key(version))
+    store = await tstore.open(store.url)
+    with pytest.raises(InvalidArgument, match=r"void 4, 5, .*, 13, … \(35 in all\) too$"):
+        await store.repair([3])
+    report = await store.repair(gone)
+    assert report.ok
+    assert repr(report) == (
+        "<tstore.RepairReport 36 damaged versions, voided=[3, 4, 5, 6, 7, 8, 9, 10, 11, 12, … (36 in all)]>"
+    )
+
+
 async def test_a_record_far_above_the_others_lists_a_bounded_number_of_gaps() -> None:
     store = await filled(0)
     await store.log.storage.replace(commit_key(10**19), b"garbage")

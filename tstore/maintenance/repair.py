@@ -51,6 +51,9 @@ from tstore.storage.objects import Durability
 __all__ = ["RepairReport", "repair_store"]
 
 
+_MAX_SHOWN = 10
+
+
 class RepairReport(NamedTuple):
     """The result of a repair. `damaged` lists the damaged versions, `voided` the versions that it voided.
 
@@ -66,7 +69,8 @@ class RepairReport(NamedTuple):
     expired: list[int]
 
     def __repr__(self) -> str:
-        return f"<tstore.RepairReport {pluralize(len(self.damaged), 'damaged version')}, voided={self.voided}>"
+        voided = _shown(self.voided)
+        return f"<tstore.RepairReport {pluralize(len(self.damaged), 'damaged version')}, voided=[{voided}]>"
 
     @property
     def ok(self) -> bool:
@@ -129,8 +133,14 @@ async def _check_voidable(
     if others := [version for version in unreadable if version not in wanted]:
         raise InvalidArgument(
             f"{url}: {commit_key(others[0])} is missing or damaged too, so the repair can't be committed and "
-            f"nothing was voided; restore it from a copy, or void {', '.join(map(str, others))} too"
+            f"nothing was voided; restore it from a copy, or void {_shown(others)} too"
         )
+
+
+def _shown(versions: Sequence[int]) -> str:
+    """Return versions as text, of many the first and their number."""
+    shown = ", ".join(map(str, versions[:_MAX_SHOWN]))
+    return shown if len(versions) <= _MAX_SHOWN else f"{shown}, … ({len(versions)} in all)"
 
 
 async def _void(storage: Storage, version: int, newest: int) -> str:
