@@ -150,7 +150,7 @@ def _detailed(
         node = snapshot.tree.nodes[array["path"]]
         array["chunk_count"] = node.chunk_count
         array["value_bytes"] = node.meta.size * node.meta.dtype.itemsize
-        array["shared_bytes"] = _shared_bytes(node.chunks, own_transactions)
+        array["shared_bytes"] = sum(_shared_bytes(part, own_transactions) for part in node.parts())
     for name in ("value_bytes", "shared_bytes"):
         document["total"][name] = sum(array[name] for array in document["arrays"])
     return document
