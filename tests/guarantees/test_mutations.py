@@ -147,9 +147,9 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "values cut off by a resize come back": (
         "transactions/test_transaction.py::test_values_cut_off_by_a_resize_do_not_come_back",
         Edit(
-            "tstore.transactions.staged_array:StagedArray.resize",
-            "if length < former and length % chunk:",
-            "if False:",
+            "tstore.format.tree.resizing:shrinking_axes",
+            "if length < former and length % chunk",
+            "if False",
         ),
     ),
     "an append passes over a resize": (

@@ -18,13 +18,14 @@ import pytest
 from msgspec.structs import replace
 
 import tstore
+from tests.transactions.test_merges import make_small
 from tstore.data import write_job, writer
 from tstore.errors import Conflict, Corrupt, Inconsistent, Misuse
 from tstore.format.layout import root_key
 from tstore.format.objects import segments
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.encoding import encode
-from tstore.format.objects.layers import Table
+from tstore.format.objects.layers import Table, segments_of
 from tstore.format.objects.references import Manifest
 from tstore.log import ranges
 from tstore.log.segments import SegmentReader
@@ -126,6 +127,91 @@ async def test_changes_over_segments_are_read_back(url: str) -> None:
         array = await tx.array("w")
         await array.resize((37 * CHUNK + 3,))
     assert np.array_equal(await values_of(await tstore.open(url)), values[: 37 * CHUNK + 3])
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+async def test_resizes_of_random_arrays(
+    url: str, seed: int, dimensions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a region grown in the transaction that shrank the array, before or after writes, over many layers."""
+    make_small(monkeypatch)
+    rng, states = np.random.default_rng(seed), dict[int, np.ndarray]()
+    store = await tstore.open(url)
+    values = rng.integers(0, 99, (20, 4)[:dimensions])
+    async with store.transaction() as tx:
+        array = await tx.create_array("w", values.shape, "i8", (2, 3)[:dimensions])
+        await array.write(values)
+    for _ in range(25):
+        async with store.transaction() as tx:
+            array = await tx.array("w")
+            for kind in rng.choice(["write", "write", "resize", "first axis"], 2):
+                if kind == "write":
+                    region = tuple(slice(*sorted(rng.integers(0, n + 1, 2).tolist())) for n in values.shape)
+                    values[region] = part = rng.integers(100, 999, values[region].shape)
+                    await array[region].write(part)
+                    continue
+                former, values = values, rng.integers(1000, 2000, (int(rng.integers(0, 40)), 7)[:dimensions])
+                if kind == "resize":
+                    values = values[..., : int(rng.integers(0, 8))]
+                elif dimensions == 2:
+                    values = np.resize(values, (len(values), former.shape[1]))
+                await array.resize(values.shape)
+                common = tuple(slice(min(a, b)) for a, b in zip(former.shape, values.shape, strict=True))
+                for axis, (a, b) in enumerate(zip(former.shape, values.shape, strict=True)):
+                    if b > a:
+                        grown = (slice(None),) * axis + (slice(a, b),)
+                        await (await tx.array("w"))[grown].write(values[grown])
+                values[common] = former[common]
+                array = await tx.array("w")
+            assert np.array_equal(await array.read(), values)
+        assert tx.version is not None
+        states[tx.version] = values.copy()
+    store = await tstore.open(url)
+    for version, expected in states.items():
+        assert np.array_equal(await (await (await store.snapshot(version)).array("w")).read(), expected)
+    assert (await store.verify()).ok
+    await store.collect(tstore.Keep(last=1))
+    store = await tstore.open(url)
+    assert np.array_equal(await values_of(store), values)
+    assert (await store.verify()).ok
+
+
+@pytest.mark.parametrize("shape", [(19, 6), (20, 5), (17, 4), (9, 6)])
+async def test_values_cut_off_do_not_come_back(
+    url: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_small(monkeypatch)
+    store, values = await tstore.open(url), np.arange(1, 121).reshape(20, 6)
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (20, 6), "i8", (2, 3))).write(values)
+    async with store.transaction() as tx:
+        await (await tx.array("w")).resize(shape)
+    edge = tuple(-(-n // c) * c for n, c in zip(shape, (2, 3), strict=True))  # of the chunks that stay
+    async with store.transaction() as tx:
+        await (await tx.array("w")).resize(edge)
+    expected = np.zeros(edge, np.int64)
+    expected[: shape[0], : shape[1]] = values[: shape[0], : shape[1]]
+    assert np.array_equal(await values_of(await tstore.open(url)), expected)
+
+
+async def test_a_resize_along_the_first_axis_refers_to_segments_as_they_are(
+    url: str, loaded: list[segments.Segment]
+) -> None:
+    store = await tstore.open(url)
+    await create(store, np.arange(200_000, dtype="i8"))
+    [before] = (await store.snapshot()).tree.nodes["w"].tables
+    for length in (200_001, 199_999, 100_000):
+        store = await tstore.open(url)
+        loaded.clear()
+        async with store.transaction() as tx:
+            await (await tx.array("w")).resize((length,))
+        assert len(set(loaded)) <= 1
+        nodes = (await (await tstore.open(url)).snapshot()).tree.nodes
+        kept = segments_of(nodes["w"].tables)
+        written = min(length, 200_000) // CHUNK
+        assert written - sum(segment.rows for segment in kept) <= segments.MIN_SEGMENTED
+        assert len(set(kept) - set(before.segments)) <= 1  # a long part of the one that was cut
 
 
 @pytest.mark.usefixtures("short")

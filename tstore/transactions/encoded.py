@@ -17,11 +17,11 @@ import numpy.typing as npt
 from tstore.data.encoded_chunks import read_part
 from tstore.errors import AlreadyExists, Misuse, UnsupportedFormat
 from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.grid import renumbered
 from tstore.format.checksums import block_checks
 from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.layers import Table
-from tstore.format.tree.node import Node
+from tstore.format.objects.layers import Table, last_number
+from tstore.format.tree.node import Node, check_in_grid
+from tstore.format.tree.resizing import resized
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.runtime.pool import run
 from tstore.transactions.staged_tree import StagedTree
@@ -205,11 +205,8 @@ _SHORT = 64 << 10  # bytes that are hashed in less time than the hop to a thread
 
 def _in_grid(node: Node, meta: ArrayMeta) -> tuple[Table, ...]:
     """Return the chunks of an array as those of other metadata; those outside of its grid are dropped."""
-    if node.meta.counts == meta.counts:
-        return node.tables
-    chunks = node.chunks_in_grid
-    positions, numbers = renumbered(chunks.number, node.meta.counts, meta.counts)
-    return (chunks.take(positions).with_numbers(numbers),)
+    check_in_grid(node.path, node.meta, last_number(node.tables))
+    return resized(node.tables, node.meta, meta)
 
 
 def _same_chunks(mine: ArrayMeta, other: ArrayMeta) -> bool:

@@ -36,11 +36,12 @@ from tstore.format.arrays.points import PointProjection, PointSelection, point_p
 from tstore.format.objects.chunk_refs import ChunkSource, ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.objects.documents import Document
-from tstore.format.objects.layers import Table, last_number, layers, numbers_of, overlay, segments_first, stack
+from tstore.format.objects.layers import Table, last_number, layers, numbers_of, segments_first, stack
 from tstore.format.objects.merges import Merge
 from tstore.format.objects.references import EXTENDS
 from tstore.format.objects.segments import SegmentSource, fitting
 from tstore.format.tree.node import Node, check_in_grid
+from tstore.format.tree.resizing import chunks_at_edge, resized, shrinking_axes
 from tstore.format.tree.tree import NO_NUMBERS, NodeChange
 from tstore.runtime.pool import each, run
 from tstore.storage.base import Storage
@@ -313,16 +314,6 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         tables = await run(lambda: [source.select(wanted) for source in (base, whole)])
         return {row.number: row for table in tables for row in table.rows}
 
-    async def _all_rows(self, base: Node) -> ChunkTable:
-        """Return the references to all chunks that existed or were written whole."""
-        while True:
-            whole = self.whole_chunks
-            if not (whole.reads_segments or base.reads_segments):
-                return overlay((*base.tables, *whole.tables))
-            rows = await run(overlay, (*base.tables, *whole.tables))
-            if self.whole_chunks.tables is whole.tables:  # else another operation wrote chunks meanwhile
-                return rows
-
     def _read_job(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
         """Return the job that reads one chunk, including its part beyond the array's edge."""
         meta = self.meta.with_shape(self.meta.chunks)
@@ -337,25 +328,36 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         that extends beyond a new, closer edge is patched with the fill value there, so that the values cut off do
         not come back if the array grows again. Raise `Misuse` if the array was resized meanwhile.
         """
-        meta, whole = self.meta, await self._all_rows(base)
-        check_in_grid(self.path, meta, last_number([whole]))
-        if self.meta is not meta:
-            raise Misuse(f"{self.path} was resized twice at the same time; await one before starting the other")
-        new = self.meta.with_shape(shape)
-        before, counts = self.meta.counts, new.counts
-        positions, numbers = renumbered(whole.number, before, counts)
-        self.tables, self._patched = (whole.take(positions).with_numbers(numbers),), ()
+        meta, new = self.meta, self.meta.with_shape(shape)
+        axes = shrinking_axes(meta, new)
+
+        def changed(tables: Sequence[Table]) -> tuple[tuple[Table, ...], list[npt.NDArray[np.int64]]]:
+            """Return the chunks that stay, and which of these extend beyond the new edge of each axis."""
+            kept = resized(tables, meta, new)
+            return kept, [chunks_at_edge(kept, new, axis) for axis in axes]
+
+        while True:
+            whole = self.whole_chunks
+            tables = (*base.tables, *whole.tables)
+            check_in_grid(self.path, meta, last_number(tables))
+            in_thread = whole.reads_segments or base.reads_segments
+            kept, at_edges = await run(changed, tables) if in_thread else changed(tables)
+            if self.meta is not meta:
+                raise Misuse(
+                    f"{self.path} was resized twice at the same time; await one before starting the other"
+                )
+            if self.whole_chunks.tables is whole.tables:  # else another operation wrote chunks meanwhile
+                break
+        self.tables, self._patched = kept, ()
         old = list(self.patches)
-        positions, patched = renumbered(np.array(old, np.int64), before, counts)
+        positions, patched = renumbered(np.array(old, np.int64), meta.counts, new.counts)
         self.patches = {int(n): self.patches[old[i]] for i, n in zip(positions, patched, strict=True)}
-        present = np.union1d(numbers, patched).astype(np.int64)
-        for axis, (length, former, chunk) in enumerate(zip(new.shape, self.meta.shape, new.chunks, strict=True)):
-            if length < former and length % chunk:
-                beyond = (slice(None),) * axis + (slice(length % chunk, None),)
-                fill = np.array(new.fill_value, new.dtype)
-                at_edge = np.unravel_index(present, counts)[axis] == counts[axis] - 1
-                for number in present[at_edge].tolist():
-                    self.add_patch(number, (beyond, fill))
+        fill = np.array(new.fill_value, new.dtype)
+        for axis, present in zip(axes, at_edges, strict=True):
+            beyond = (slice(None),) * axis + (slice(new.shape[axis] % new.chunks[axis], None),)
+            also = patched[np.unravel_index(patched, new.counts)[axis] == new.counts[axis] - 1]
+            for number in np.union1d(present, also).tolist():
+                self.add_patch(number, (beyond, fill))
         self._unapplied = dict.fromkeys(self.patches)
         self.meta, self.replaces_node, self.extension = new, True, None
 
