@@ -264,7 +264,7 @@ class Store:
         arrays whole, and samples of others. Raise `NotFound` as `snapshot` does.
         """
         snapshots = await self.snapshot(before), await self.snapshot(after)
-        return await diff_snapshots(self._log.storage, *snapshots, budget)
+        return await diff_snapshots(self._log.reader, *snapshots, budget)
 
     def history(self) -> AsyncIterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.

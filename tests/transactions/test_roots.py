@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -198,6 +199,48 @@ async def test_any_route_to_a_version_gives_the_same_root(tmp_path: Path) -> Non
     assert roots_in(tmp_path / "store") == [*chain, 76]
     for version in chain:
         assert (tmp_path / "store" / root_key(version)).read_bytes() == written[version]
+
+
+@pytest.mark.usefixtures("short")
+async def test_differences_are_those_of_the_values_whatever_roots_the_versions_share(
+    template: tuple[Path, dict[str, int]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(template[0], folder)
+    store = await tstore.open(folder)
+    async with store.transaction() as tx:
+        for path in ("g01", "g31/a0", "g58/a2"):
+            await tx.delete(path)
+    await write(store, "g34/a1", 1000)
+    expected = {version: await values(store, version) for version in (1, 15, 16, 17, 40, 48, 57, 58, 59, 60)}
+    for a, b in itertools.permutations(expected, 2):
+        for opened in (store, await tstore.open(folder)):
+            found = {d.path: d.change for d in (await opened.diff(a, b)).arrays}
+            paths = expected[a].keys() | expected[b].keys()
+            differing = {p for p in paths if expected[a].get(p) != expected[b].get(p)}
+            assert found.keys() == differing
+            assert {p for p, change in found.items() if change == "removed"} == expected[a].keys() - expected[
+                b
+            ].keys()
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_comparison_of_near_versions_reads_few_pages(
+    template: tuple[Path, dict[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(template[0], folder)
+    for path in ("g02/a1", "g04/a1", "g05/a1", "g32/a1"):
+        await write(await tstore.open(folder), path, 1000)
+    read = page_reads(monkeypatch)
+    for a, b, path in ((58, 59, "g02/a1"), (62, 61, "g32/a1")):
+        store = await tstore.open(folder)
+        read.clear()
+        assert [d.path for d in (await store.diff(a, b)).arrays] == [path]
+        assert len(read) <= 8, read  # in each level, that of the path
+    read.clear()
+    await (await (await tstore.open(folder)).snapshot()).read_nodes()
+    assert len(read) > 20  # all pages
 
 
 def roots_in(folder: Path) -> list[int]:

@@ -1,6 +1,6 @@
 """The differences between two versions: arrays that were added, removed or changed, and groups.
 
-1. Compare the nodes of both trees by path. The trees share the nodes that are unchanged.
+1. Compare the nodes of both trees by path, except for those that both trees have from the same roots.
 2. Compare each array that both versions have by its metadata, and its chunks by the checksums in their references
    (`differing_chunks`).
 3. If both arrays have float values and the same shape, read the chunks that differ, or as many of them as a budget
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import exmy
@@ -30,6 +30,8 @@ from tstore.format.objects.documents import Document
 from tstore.format.objects.layers import last_number, numbers_of
 from tstore.format.plain_text import pluralize, text_table
 from tstore.format.tree.node import Node, check_in_grid, same_metadata
+from tstore.log.expiry import guard_expiry
+from tstore.log.reader import LogReader
 from tstore.maintenance.contents import ArrayInfo, array_info
 from tstore.maintenance.differing_chunks import differing_numbers
 from tstore.runtime.pool import run
@@ -155,26 +157,30 @@ def change_order(compared: int, relative_norm: float | None) -> tuple[int, float
     return 1, -relative_norm
 
 
-async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot, budget: int | None = None) -> Diff:
+async def diff_snapshots(log: LogReader, before: Snapshot, after: Snapshot, budget: int | None = None) -> Diff:
     """Compare two snapshots of one store; read about `budget` bytes of values, or all that differ."""
     budget = checked_budget(budget)
+    apart = run(before.tree.nodes.apart, after.tree.nodes)
+    paths = await guard_expiry(log, before.version, guard_expiry(log, after.version, apart))
     for snapshot in (before, after):
-        await snapshot.read_nodes()
-    arrays, pairs, groups = await run(_compare, before, after)
-    distances = await _distances(storage, pairs, budget)
+        await snapshot.read_nodes(paths)
+    arrays, pairs, groups = await run(_compare, before, after, paths)
+    distances = await _distances(log.storage, pairs, budget)
     arrays += await run(lambda: [p.difference(distances.get(p.path)) for p in pairs if p.differs])
     arrays.sort(key=lambda diff: diff.path)
     return Diff(before.version, after.version, tuple(arrays), tuple(groups))
 
 
-def _compare(before: Snapshot, after: Snapshot) -> tuple[list[ArrayDiff], list[_ArrayPair], list[str]]:
-    """Return the arrays that only one snapshot has, the arrays that both have, and the groups that differ."""
+def _compare(
+    before: Snapshot, after: Snapshot, paths: Collection[str]
+) -> tuple[list[ArrayDiff], list[_ArrayPair], list[str]]:
+    """Return of these paths the arrays of one snapshot, those of both, and the groups that differ."""
     old, new = before.tree.nodes, after.tree.nodes
     changed_fields = functools.cache(_changed_fields)  # many arrays have the same two documents
     arrays: list[ArrayDiff] = []
     pairs: list[_ArrayPair] = []
     groups: list[str] = []
-    for path in sorted(p for p in old.keys() | new.keys() if old.get(p) is not new.get(p)):
+    for path in sorted(p for p in paths if old.get(p) is not new.get(p)):
         a, b = old.get(path), new.get(path)
         if not same_metadata(_group(a), _group(b)):
             groups.append(path)

@@ -113,6 +113,13 @@ class Level:
             {path: change for path, change in self.changed.items() if change is not None}, version=self.version
         )
 
+    def is_same(self, other: Level) -> bool:
+        """Return whether two levels surely have the same nodes, as those of one root do; this reads no page."""
+        if self is other:
+            return True
+        # a level with stored nodes is that of a root or a whole tree, to whose pages nothing is added
+        return self.version == other.version and self.stored is not None and self.stored.is_same(other.stored)
+
     def has_in_memory(self, path: str) -> bool:
         """Return whether the node at a path is known to exist, or not to exist, without reading a page."""
         if path in self.changed:

@@ -116,6 +116,13 @@ class Nodes(Mapping[str, Node]):
         nodes = {path: self.get(path) for path in sorted({path for level in levels for path, _ in level.listed()})}
         return {path: node for path, node in nodes.items() if node is not None or path in before}
 
+    def apart(self, other: Nodes) -> set[str]:
+        """Return the paths at which two trees may differ: those in the levels that they do not share."""
+        pairs = zip(self._levels, other._levels, strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0].is_same(pair[1]), pairs))
+        levels = (*self._levels[shared:], *other._levels[shared:])
+        return {path for level in levels for path, _ in level.listed()}
+
     def compacted(self) -> Nodes:
         """Return the same nodes; each array that changed in memory has one table, not one for each commit."""
         levels = []

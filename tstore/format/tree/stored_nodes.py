@@ -163,6 +163,10 @@ class StoredNodes:
     def keep(self, loaded: Mapping[int, PageNodes]) -> None:
         """Keep what was loaded for the lookups that follow, in place of what was kept before."""
 
+    def is_same(self, other: StoredNodes | None) -> bool:
+        """Return whether these are surely the same nodes, without reading any."""
+        return self is other
+
     def position(self, path: str) -> int:
         """Return the position of the manifest that may have the node at a path, -1 if none may."""
         return bisect.bisect_right(self.firsts, path) - 1
@@ -229,6 +233,10 @@ class Paged(StoredNodes):
         """Keep these pages, which may be more than the source caches, unless all are kept already."""
         if len(self._kept) < len(self.firsts):
             self._kept = loaded
+
+    def is_same(self, other: StoredNodes | None) -> bool:
+        """Return whether these are surely the same nodes, without reading any."""
+        return self is other or (isinstance(other, Paged) and self._reference == other._reference)
 
     def reads(self, at: int) -> bool:
         """Return whether a page is neither kept nor cached."""
