@@ -161,6 +161,18 @@ async def test_a_group_of_many_costs_what_the_group_costs(
     assert everything["n"] == 5
 
 
+async def test_a_group_whose_name_begins_others_costs_what_the_group_costs(
+    tmp_path: Path, short_pages: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = {str(g): {f"a{a}": np.full(4, 10 * g + a) for a in range(10)} for g in range(300)}
+    await tstore.save(str(tmp_path), {"layers": layers}, 1)  # "layers/1", but also "layers/10" and "layers/100"
+    sizes = count_reads(monkeypatch)
+    part = await tstore.restore(str(tmp_path), only="layers/1/**")
+    assert [part["layers"]["1"][f"a{a}"].tolist() for a in range(10)] == [[10 + a] * 4 for a in range(10)]
+    assert list(part["layers"]) == ["1"]
+    assert sum(sizes) < 30_000 + 2 * 4000 + 2000  # as in the test above
+
+
 async def test_shards_read_the_segments_of_their_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SEGMENT_ROWS", 1000)
     rows = 1 << 16

@@ -70,7 +70,8 @@ class _Cutting:
                 return [*node, path] if self._has(path) else _ABSENT
             case ["arrays", str(start)]:
                 keys = msgspec.json.decode(raws[-1], type=list[str])
-                return [*node, [key for key in keys if self._has(start + key)]]
+                chosen = [key for key in keys if self._has(start + key)]
+                return [*node, chosen] if chosen else _ABSENT
             case ["list" | "tuple"]:
                 items = self._items(raws[-1], level)
                 return [*node, [self.part(item, level + 1) if chosen else _ABSENT for item, chosen in items]]
