@@ -1190,3 +1190,27 @@ async def test_a_gap_in_the_log_prevents_the_collection(where: str, lost: tuple[
                 with pytest.raises(Corrupt, match=f"{commit_key(lost[0])} is missing, though later commits"):
                     await damaged.collect(Keep(last=1), abandoned=NOW, dry_run=dry_run)
         assert await store.log.storage.list("") == keys
+
+
+async def test_many_objects_are_deleted_at_once(tmp_path: Path) -> None:
+    """One after the other, a thousand transactions would take minutes on storage with a latency of 50 ms."""
+
+    class Slow(Wrapper):
+        """Notes how many deletions are under way at once."""
+
+        under_way = most = 0
+
+        async def delete(self, key: str) -> None:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            await asyncio.sleep(0.001)
+            await super().delete(key)
+            self.under_way -= 1
+
+    url = str(tmp_path / "store")
+    await saved(url, 40)
+    storage = Slow(connect(url))
+    report = await (await tstore.open(storage)).collect(Keep(last=1))
+    assert len(report.transactions) == 38
+    assert storage.most > 30
+    assert len(list((tmp_path / "store" / "txn").iterdir())) == 2

@@ -32,6 +32,7 @@ takes about 100 bytes for each living version.
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -365,9 +366,9 @@ async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Se
     records newer than the one at which it started.
     """
     await together(log.storage.delete, filter(is_collectable, condemned.objects))
-    for transaction in filter(is_transaction, condemned.transactions):
-        await together(log.storage.delete, listed[transaction])
-        await log.storage.delete(f"txn/{transaction}")
+    for transactions in batched(filter(is_transaction, condemned.transactions)):
+        await together(log.storage.delete, itertools.chain.from_iterable(listed[t] for t in transactions))
+        await together(log.storage.delete, [f"txn/{transaction}" for transaction in transactions])
 
 
 def _roots_of(versions: Iterable[int]) -> set[int]:
