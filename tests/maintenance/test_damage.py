@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,11 @@ from tstore.errors import Corrupt, InvalidArgument, SnapshotExpired
 from tstore.format.layout import ROOT_EVERY, commit_key
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.records import Part, Record
+from tstore.log.reader import LogReader
+from tstore.maintenance.damage import incomplete_versions
+from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
+from tstore.storage.wrapper import Wrapper
 
 
 async def step(store: tstore.Store, number: int) -> None:
@@ -232,3 +236,26 @@ async def test_missing_objects_are_named_with_what_to_do(tmp_path: Path) -> None
         [damaged] = (await (await tstore.open(store.url)).repair()).damaged
         assert f"{key} is missing" in damaged.reason
         objects[-1].write_bytes(data)
+
+
+async def test_lost_objects_of_many_versions_are_looked_up_at_once(tmp_path: Path) -> None:
+    class Counted(Wrapper):
+        """Counts the calls for sizes."""
+
+        lookups = 0
+
+        async def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+            self.lookups += 1
+            return await super().sizes(keys)
+
+    store = await tstore.open(tmp_path)
+    for value in range(130):
+        async with store.transaction(durability="none") as tx:
+            w = await (tx.array("w") if value else tx.create_array("w", (2, 1000), "f8", (1, 1000)))
+            await w[value % 2 if value else slice(None)].write(float(value))
+    for version in (20, 21, 100):  # each is needed by the next version too
+        for pack in (tmp_path / "txn" / (await store.log.reader.record(version)).transaction).iterdir():
+            pack.unlink()
+    storage = Counted(connect(str(tmp_path)))
+    assert await incomplete_versions(LogReader(storage), range(1, 131)) == [20, 21, 22, 100, 101]
+    assert storage.lookups <= 3

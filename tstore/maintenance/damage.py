@@ -24,6 +24,7 @@ from tstore.format.tree.retention import packs_of
 from tstore.format.tree.validation import pack_ends
 from tstore.log.expiry import changes_nothing, existing_collection, living_versions
 from tstore.log.reader import LogReader
+from tstore.runtime.concurrency import batched
 from tstore.runtime.pool import run
 
 __all__ = [
@@ -98,32 +99,42 @@ async def known_expiry(log: LogReader, newest: int) -> KnownExpiry:
     collection = await log.collection(last) if last else None
     known = KnownExpiry(last, frozenset() if collection is None else collection.versions, frozenset())
     candidates = []  # versions that a collection with an unreadable record may have expired
-    for version in range(1, unreadable):
-        with contextlib.suppress(*UNREADABLE):
-            if not (known.expired(version) or changes_nothing(await log.record(version))):
-                candidates.append(version)
+    for batch in batched(version for version in range(1, unreadable) if not known.expired(version)):
+        await log.records.short_records(batch)  # at once
+        for version in batch:
+            with contextlib.suppress(*UNREADABLE):
+                if not changes_nothing(await log.record(version)):
+                    candidates.append(version)
     # without the last: every collection keeps the newest version below it
     return known._replace(suspected=frozenset(await incomplete_versions(log, candidates[:-1])))
 
 
 async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[int]:
-    """Return which of these versions lack an object, without those that are damaged or of a newer tstore."""
-    checked: set[str] = set()
+    """Return which of these versions lack an object, sorted, without those damaged or of a newer tstore."""
     present: set[str] = set()
+    missing: set[str] = set()
     incomplete = []
-    for version in versions:
-        try:
-            packs = await run(packs_of, await log.tree(version))
-        except NotFound:  # a manifest is missing
-            incomplete.append(version)
-            continue
-        except (Corrupt, UnsupportedFormat):
-            continue
-        present.update(await log.storage.sizes(packs - checked))
-        checked |= packs
-        if not packs <= present:
-            incomplete.append(version)
-    return incomplete
+    for batch in batched(versions):
+        await log.records.short_records(batch)  # at once, for the trees
+        unknown: dict[int, set[str]] = {}  # by version, the packs that are neither present nor missing so far
+        for version in batch:
+            try:
+                packs = await run(packs_of, await log.tree(version))
+            except NotFound:  # a manifest is missing
+                incomplete.append(version)
+            except (Corrupt, UnsupportedFormat):
+                pass
+            else:
+                if packs.isdisjoint(missing):
+                    unknown[version] = packs - present
+                else:
+                    incomplete.append(version)
+        wanted = set[str]().union(*unknown.values())
+        found = set(await log.storage.sizes(wanted))
+        present |= found
+        missing |= wanted - found
+        incomplete += [version for version, packs in unknown.items() if not packs <= found]
+    return sorted(incomplete)
 
 
 async def check_references(log: LogReader, version: int, record: Record) -> None:
