@@ -112,6 +112,42 @@ async def test_a_wrong_estimate_is_corrected(tmp_path: Path, monkeypatch: pytest
     assert 3.9 < report.bits_per_value <= 4
 
 
+async def test_a_correction_encodes_only_arrays_whose_codecs_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sample has the quiet first half of each row of `w` only, as above; zeros have one possible codec."""
+    monkeypatch.setattr("tstore.quantization.entropy._RUN", 512)
+    monkeypatch.setattr("tstore.quantization.entropy._SAMPLE_BYTES", 512 * 300)
+    x = laplace(301, 1024)
+    x[:, :512] *= 0.2
+    monkeypatch.setattr("numpy.linspace", lambda first, last, count: np.arange(count) % 300 * 1024)
+    encoded: list[str] = []
+    encode_batch = tstore.quantization.encoding.encode_batch
+
+    async def recording(storage: Any, packs: Any, batch: Any, *arguments: Any) -> Any:
+        encoded.extend(values.path for values in batch)
+        return await encode_batch(storage, packs, batch, *arguments)
+
+    monkeypatch.setattr("tstore.quantization.work.encode_batch", recording)
+    await tstore.save(tmp_path, {"w": x, "zeros": np.zeros((100, 1024), "f4")}, 0)
+    report = await tstore.quantize(tmp_path, bits=4)
+    assert 3.9 < report.bits_per_value <= 4
+    assert encoded.count("w") > 1
+    assert encoded.count("zeros") == 1
+
+
+@pytest.mark.parametrize("coding", ["entropy", "packed"])
+async def test_the_default_counts_arrays_that_are_smaller_unchanged(tmp_path: Path, coding: Any) -> None:
+    """Compressed zeros take fewer bytes than any codes, so the other array may have more than 8 bits per value."""
+    tree = {"w": laplace(512, 512), "zeros": np.zeros((256, 512), "f4")}
+    await tstore.save(tmp_path, tree, 0, codecs={"zeros": "lossless", "**": None})
+    report = await tstore.quantize(tmp_path, coding=coding)
+    w, zeros = report.arrays
+    assert zeros.reason == "the budget has room for all its bits"
+    assert 8.1 < w.bits_per_value < 12.2
+    assert 7.5 < report.bits_per_value <= 8.1
+
+
 async def test_each_rule_has_its_own_target(tmp_path: Path) -> None:
     tree = {"a": {"w": laplace(100, 256), "b": laplace(256)}, "c": laplace(200, 256), "d": laplace(150, 256)}
     await tstore.save(tmp_path, tree, 0)

@@ -26,12 +26,10 @@ __all__ = [
     "Plan",
     "SourceArray",
     "check_measurable",
-    "corrected",
     "decide",
     "plan_by_rules",
     "planned_bytes",
     "rules_for",
-    "size_ratios",
     "with_importance",
     "within_budgets",
 ]
@@ -57,7 +55,7 @@ class Group(NamedTuple):
 
     `undecided` are the arrays whose codecs depend on their values. A budget counts the values and the bytes of all
     `paths`: of the undecided arrays, of those that stay unchanged and, without a rule, of those with other rules.
-    If `paths` is None, it counts only the arrays that are encoded.
+    If `paths` is None, it counts the undecided arrays that eXmY can encode, which `decide` finds out.
     """
 
     target: Target
@@ -252,11 +250,13 @@ def decide(
         studied = [studies[path] for path in group.undecided]
         decided.unchanged.update({s.path: s.obstacle for s in studied if s.obstacle})
         suitable = [s for s in studied if not s.obstacle]
+        paths = [s.path for s in suitable] if group.paths is None else group.paths
+        decided.groups.append(Group(group.target, paths, {}))
         match group.target:
             case MinSqnr(decibel):
                 _keep_sqnr(decided, suitable, decibel, arrays)
             case Bits():
-                _share_budget(decided, group, suitable, arrays, share)
+                _share_budget(decided, group.target, paths, suitable, arrays, share)
     for path in decided.choices.keys() & plan.importance.keys():
         choice = decided.choices[path]
         decided.choices[path] = choice._replace(importance=plan.importance[path].of_values)
@@ -283,15 +283,13 @@ def _keep_sqnr(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Map
 
 def _share_budget(
     plan: Plan,
-    group: Group,
+    target: Bits,
+    paths: Sequence[str],
     studies: Sequence[Study],
     arrays: Mapping[str, SourceArray],
     share: float,
 ) -> None:
-    """Choose the codecs that minimize the total error of the studied arrays within the budget of their group."""
-    target = group.target
-    assert isinstance(target, Bits)
-    paths = [s.path for s in studies] if group.paths is None else group.paths
+    """Choose the codecs that minimize the total error of the studied arrays within a budget for all of `paths`."""
     values = sum(arrays[path].meta.size for path in paths)
     decided = [path for path in paths if path in plan.unchanged or path in plan.choices]
     fixed_bytes = sum(planned_bytes(plan, path, arrays[path]) for path in decided)
@@ -335,28 +333,10 @@ def _curve(studied: Study, weight: float, size: int, share: float) -> list[Point
     return curve
 
 
-def size_ratios(plan: Plan, sizes: Mapping[str, int], earlier: Mapping[str, float]) -> dict[str, float]:
-    """Return for each encoded array the ratio of its stored size to the estimate of its study.
-
-    `earlier` has the ratios by which the estimates of the plan were multiplied.
-    """
-    estimated = {path: choice.size for path, choice in plan.choices.items() if choice.size and path in sizes}
-    return {path: earlier.get(path, 1.0) * sizes[path] / size for path, size in estimated.items()}
-
-
-def corrected(studies: Mapping[str, Study], ratios: Mapping[str, float]) -> dict[str, Study]:
-    """Return the studies with estimated sizes multiplied by these ratios."""
-    result = dict(studies)
-    for path, ratio in ratios.items():
-        estimates = [e._replace(size=math.ceil(e.size * ratio)) for e in studies[path].estimates]
-        result[path] = studies[path]._replace(estimates=estimates)
-    return result
-
-
-def within_budgets(plan: Plan, arrays: Mapping[str, SourceArray], sizes: Mapping[str, int]) -> bool:
-    """Return whether the stored sizes keep the budgets of all groups; `sizes` has those of the encoded arrays."""
-    for target, counted, _ in plan.groups:
-        paths = sizes if counted is None else counted
+def within_budgets(decided: Plan, arrays: Mapping[str, SourceArray], sizes: Mapping[str, int]) -> bool:
+    """Return whether the stored sizes keep the budgets of a decided plan; `sizes` has those of encoded arrays."""
+    for target, paths, _ in decided.groups:
+        assert paths is not None
         size = sum(sizes.get(path, arrays[path].encoded_bytes) for path in paths)
         if isinstance(target, Bits) and 8 * size > target.average * sum(arrays[p].meta.size for p in paths):
             return False

@@ -28,15 +28,11 @@ from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.encoding import EncodedArray
-from tstore.quantization.expected import unexpected, with_all_bits, with_expected_bits
 from tstore.quantization.plan import (
     Plan,
     SourceArray,
     check_measurable,
-    corrected,
-    decide,
     plan_by_rules,
-    size_ratios,
     with_importance,
     within_budgets,
 )
@@ -44,6 +40,7 @@ from tstore.quantization.policy import Bits, QuantizeRules
 from tstore.quantization.report import QuantizedArray, QuantizeReport, read_report, stored_document
 from tstore.quantization.request import Request, checked_request
 from tstore.quantization.sensitivity import Importance, Sensitivity, given_importance, measured_importance
+from tstore.quantization.studied_plan import StudiedPlan
 from tstore.quantization.values import MEMORY
 from tstore.quantization.work import BatchWork, ProgressCallback
 from tstore.snapshot import Snapshot
@@ -231,27 +228,19 @@ class _Job(NamedTuple):
         undecided = plan_by_rules(arrays, self.request)
         check_measurable(undecided, arrays)
         undecided = with_importance(undecided, await self._importance(work.source, arrays, undecided))
-        undecided = with_expected_bits(undecided, arrays)
-        studies = {s.path: s for s in await work.study(undecided.undecided)}
-        ratios: dict[str, float] = {}  # of the stored to the estimated sizes
+        studied = StudiedPlan(undecided, arrays, work.study)
         encoded: dict[str, EncodedArray] = {}
         plan = Plan({}, {}, [], {})
         for share in _SHARES:
-            # with new studies, other arrays may get what their studies left out
-            while paths := unexpected(undecided, corrected(studies, ratios), arrays, share):
-                undecided = with_all_bits(undecided, paths)
-                again = {path: each for path, each in undecided.undecided.items() if path in paths}
-                studies |= {s.path: s for s in await work.study(again)}
-            earlier, plan = plan, decide(undecided, corrected(studies, ratios), arrays, share)
-            changed = {p: choice for p, choice in plan.choices.items() if choice != earlier.choices.get(p)}
+            earlier, plan = plan.choices, await studied.decide(share)
+            changed = {p: c for p, c in plan.choices.items() if p not in earlier or c.codecs != earlier[p].codecs}
             encoded = {p: e for p, e in encoded.items() if p in plan.choices}
-            profiles = {path: study.profile for path, study in studies.items()}
-            for each in await work.encode(changed, profiles):
+            for each in await work.encode(changed, studied.profiles):
                 encoded[each.path] = _if_smaller(each, plan.choices[each.path].min_sqnr, arrays[each.path])
             sizes = {p: sum(row.length for row in e.rows) for p, e in encoded.items() if e.document is not None}
-            if within_budgets(undecided, arrays, sizes):
+            if within_budgets(plan, arrays, sizes):
                 break
-            ratios |= size_ratios(plan, sizes, ratios)
+            studied.correct(plan, sizes)
         else:
             raise InvalidArgument(
                 "the sizes of entropy-coded arrays differ too much from their estimates to keep the budget of "

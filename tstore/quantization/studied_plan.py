@@ -1,0 +1,139 @@
+"""The codecs that arrays with a target get, by studies of the formats that each is likely to get.
+
+An array that gets none of the studied formats, or one at an end of their range, is studied again in all formats.
+The result is that of studying all arrays in all formats, only sooner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+from tstore.errors import InvalidArgument
+from tstore.quantization.plan import Group, Plan, SourceArray, decide, planned_bytes
+from tstore.quantization.policy import Bits, MinSqnr, Target
+from tstore.quantization.sensitivity import Importance
+from tstore.quantization.study import ALL_BITS, Profile, Study, Undecided
+
+__all__ = ["StudiedPlan"]
+
+_DECIBELS_PER_BIT = 20 * math.log10(2)
+_MIN_WEIGHT = 1e-9  # that counts
+_MARGINS = {
+    (True, "entropy"): (-0.8, 1.2),
+    (True, "packed"): (-2.5, 2.5),
+    (False, "entropy"): (-0.5, 1.1),
+    (False, "packed"): (-0.5, 5.0),
+}
+"""The bits to study beside those expected: for budgets and for SQNRs, by coding."""
+
+
+class StudiedPlan:
+    """A plan whose undecided arrays are studied, with sizes that are estimates until stored ones correct them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        arrays: Mapping[str, SourceArray],
+        study: Callable[[Mapping[str, Undecided]], Awaitable[Sequence[Study]]],
+    ) -> None:
+        self._plan = _with_expected_bits(plan, arrays)
+        self._arrays, self._study = arrays, study
+        self._studies: dict[str, Study] = {}
+        self._ratios: dict[str, float] = {}  # of the stored to the estimated size of arrays
+
+    @property
+    def profiles(self) -> dict[str, Profile]:
+        """The profiles of the studied arrays, by path."""
+        return {path: each.profile for path, each in self._studies.items()}
+
+    async def decide(self, share: float) -> Plan:
+        """Return the plan with codecs for each undecided array, as `plan.decide` does; study what that takes."""
+        paths: Collection[str] = self._plan.undecided.keys() - self._studies.keys()
+        while True:
+            unstudied = {path: each for path, each in self._plan.undecided.items() if path in paths}
+            self._studies |= {each.path: each for each in await self._study(unstudied)}
+            studies = {path: self._corrected(each) for path, each in self._studies.items()}
+            partly_studied = {path for path, each in self._plan.undecided.items() if each.bits != ALL_BITS}
+            try:
+                decided = decide(self._plan, studies, self._arrays, share)
+            except InvalidArgument:
+                if not partly_studied:
+                    raise
+                paths = partly_studied
+            else:
+                paths = {path for path in partly_studied if _is_unexpected(studies[path], decided)}
+                if not paths:
+                    return decided
+            self._plan = _with_all_bits(self._plan, paths)
+
+    def correct(self, decided: Plan, sizes: Mapping[str, int]) -> None:
+        """Correct the estimated sizes of each array by its stored size in the codecs of a decided plan."""
+        for path, choice in decided.choices.items():
+            if choice.size and path in sizes:
+                self._ratios[path] = self._ratios.get(path, 1.0) * sizes[path] / choice.size
+
+    def _corrected(self, study: Study) -> Study:
+        ratio = self._ratios.get(study.path)
+        if ratio is None:
+            return study
+        return study._replace(estimates=[e._replace(size=math.ceil(e.size * ratio)) for e in study.estimates])
+
+
+def _is_unexpected(study: Study, decided: Plan) -> bool:
+    """Return whether an array gets none of the studied formats, or the first or last of those studied."""
+    choice = decided.choices.get(study.path)
+    chosen = [e for e in study.estimates if choice is not None and e.codecs in choice.codecs]
+    return not chosen or any(e.is_last for e in chosen)
+
+
+def _with_expected_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
+    """Return the plan with the range of bits to study for each array: near those that it is likely to get."""
+    groups: list[Group] = []
+    expected = {p: planned_bytes(plan, p, arrays[p]) * 8.0 for p in arrays}  # stored bits
+    for group in plan.groups:
+        bits = _expected_bits(plan, group, arrays, expected)
+        margins = _MARGINS[isinstance(group.target, Bits), group.target.coding]
+        undecided = {}
+        for path, each in group.undecided.items():
+            expected[path] = bits[path] * arrays[path].meta.size
+            studied = (bits[path] + margins[0], bits[path] + margins[1])
+            undecided[path] = each._replace(bits=studied if _is_relative(group.target) else ALL_BITS)
+        groups.append(group._replace(undecided=undecided))
+    return plan._replace(groups=groups)
+
+
+def _is_relative(target: Target) -> bool:
+    """Return whether the bits of an array depend on its values only by their distribution."""
+    return isinstance(target, MinSqnr) or target.error == "relative"
+
+
+def _expected_bits(
+    plan: Plan, group: Group, arrays: Mapping[str, SourceArray], expected: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the expected bits per value of the undecided arrays of a group.
+
+    `expected` has the stored bits of the arrays of earlier groups and of those that are decided.
+    """
+    target = group.target
+    if isinstance(target, MinSqnr):
+        return dict.fromkeys(group.undecided, target.decibel / _DECIBELS_PER_BIT)
+    paths = list(group.undecided) if group.paths is None else group.paths
+    sizes = {p: arrays[p].meta.size for p in group.undecided}
+    values = max(1, sum(sizes.values()))
+    others = sum(expected[p] for p in paths if p not in group.undecided)
+    average = (target.average * sum(arrays[p].meta.size for p in paths) - others) / values
+    # the weighted errors become equal, so an array with four times the weight gets one more bit
+    weights = {p: max(plan.importance.get(p, Importance()).weight, _MIN_WEIGHT) for p in sizes}
+    gains = {p: math.log2(weight) / 2 for p, weight in weights.items()}
+    mean = sum(gains[p] * sizes[p] for p in sizes) / values
+    return {p: average + gains[p] - mean for p in sizes}
+
+
+def _with_all_bits(plan: Plan, paths: Collection[str]) -> Plan:
+    """Return the plan with all bits to study for these arrays."""
+    groups = []
+    for group in plan.groups:
+        every = {p: each._replace(bits=ALL_BITS) for p, each in group.undecided.items() if p in paths}
+        groups.append(group._replace(undecided=group.undecided | every))
+    return plan._replace(groups=groups)
