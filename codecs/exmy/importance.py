@@ -42,6 +42,8 @@ class Importance:
         """
         try:
             weights = np.asarray(importance)
+            if weights.dtype.kind in "cSUTmM":  # NumPy would convert them, without their imaginary parts
+                raise TypeError
             if weights.dtype.kind not in "biuf":
                 weights = weights.astype(np.float64)
         except (TypeError, ValueError):

@@ -173,6 +173,9 @@ def test_an_empty_array_has_no_weights():
         (np.ones(32), exmy.SizeError, r"shape \(32,\), which does not broadcast to the array's, \(32, 48\)"),
         (np.ones((2, 32, 48)), exmy.SizeError, "does not broadcast"),
         ("high", exmy.DtypeError, "expected an array of numbers"),
+        (["1"] * 48, exmy.DtypeError, "expected an array of numbers"),
+        (np.full(48, 1 + 2j), exmy.DtypeError, "expected an array of numbers"),
+        (np.full(48, "2026", "M8[D]"), exmy.DtypeError, "expected an array of numbers"),
         ([[1], [1, 2]], exmy.DtypeError, "expected an array of numbers"),
     ],
 )

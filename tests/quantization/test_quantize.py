@@ -591,6 +591,8 @@ async def test_a_concurrent_gc_is_reported(tmp_path: Path, at: str | None) -> No
         ({"formats": {"format": "e4m3", "colour": 3}}, "colour"),
         ({"bits": 6, "axis": 9}, "axis 9"),
         ({"bits": 6, "error": "none"}, "expected 'absolute' or 'relative'"),
+        ({"bits": 6, "error": ""}, "expected 'absolute' or 'relative'"),
+        ({"formats": []}, r"the rule '\*\*': the list of codecs is empty"),
         ({"min_sqnr": 6, "error": "relative"}, "pass bits"),
         ({"min_sqnr": 20, "block": 7}, "7"),
         ({"block": np.array([1, 2])}, "block is array"),
@@ -684,6 +686,17 @@ async def test_sums_beyond_float64_are_not_called_exact(tmp_path: Path) -> None:
     assert [math.isnan(row.sqnr) for row in stored.arrays] == [True, False]
     floored = await tstore.quantize(tmp_path, min_sqnr=20.0, at="step/0", tag="floor")
     assert not floored.encoded  # what cannot be measured keeps no floor
+
+
+@pytest.mark.parametrize("scale", [1e150, 1e-130])
+async def test_packed_float64_is_studied_where_products_of_squares_leave_its_range(
+    tmp_path: Path, scale: float
+) -> None:
+    await tstore.save(tmp_path, {"w": values(64, 256, kind="float64") * scale}, 0)
+    report = await tstore.quantize(tmp_path, coding="packed", tag="8bits")
+    assert report.sqnr > 40
+    floored = await tstore.quantize(tmp_path, min_sqnr=30.0, coding="packed", at="step/0", tag="30dB")
+    assert floored.arrays[0].bits_per_value < 6.1
 
 
 @pytest.mark.parametrize("rule", ["e4m3", {"format": "e4m3", "scale": "none"}, {"format": "e8m7", "axis": -1}])
@@ -909,6 +922,32 @@ async def test_a_long_request_is_cut(tmp_path: Path) -> None:
     assert commit.message.startswith("quantized from version 1: w000: e4m3, w001: e4m3")
     assert commit.message.endswith("…")
     assert len(commit.message) < 400
+
+
+async def test_a_default_tag_names_a_few_formats(tmp_path: Path) -> None:
+    names = [f"e{x}m{y}" for x in range(1, 9) for y in range(5)]
+    await tstore.save(tmp_path, {f"w{i:02}": values(10, 10) for i in range(len(names))}, 0)
+    report = await tstore.quantize(tmp_path, {f"w{i:02}": name for i, name in enumerate(names)})
+    assert report.tag == "step/0/e1m0-e1m1-e1m2-and-37-more"
+
+
+async def test_only_a_few_unmatched_patterns_are_compared_with_all_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    similar = tstore.quantization.policy._similar_paths
+
+    def counted(pattern: str, paths: list[str]) -> list[str]:
+        calls.append(pattern)
+        return similar(pattern, paths)
+
+    monkeypatch.setattr("tstore.quantization.policy._similar_paths", counted)
+    await tstore.save(tmp_path, {"wide": values(64, 50)}, 0)
+    with pytest.raises(InvalidArgument, match="100 of 100 patterns match no array") as refused:
+        await tstore.quantize(tmp_path, {f"wid{i}": "e4m3" for i in range(100)})
+    assert "'wid0'; similar paths: wide" in str(refused.value)
+    assert "'wid19'" in str(refused.value)
+    assert len(calls) == 5
 
 
 async def test_a_report_prints_as_one_line(tmp_path: Path) -> None:

@@ -75,6 +75,16 @@ async def test_a_fixed_scale_in_a_rule_goes_before_a_default_block(
     assert (v.coding, w.coding) == ("packed", "entropy" if compressors else "packed")
 
 
+@pytest.mark.parametrize("scale", [1.0, 1, np.float32(1)], ids=type)
+async def test_codes_of_a_fixed_scale_before_a_compressor_are_in_small_chunks(tmp_path: Path, scale: Any) -> None:
+    """Whatever the type of the number."""
+    await tstore.save(tmp_path, {"w": np.ones((1500, 1024), "f4")}, 0)
+    rule = [{"name": "exmy", "configuration": {"format": "e3m4", "scale": scale}}, "zstd"]
+    await tstore.quantize(tmp_path, rule, tag="q")
+    array = await (await (await tstore.open(tmp_path)).snapshot("q")).array("w")
+    assert array.chunks == (500, 1024)
+
+
 async def test_a_block_in_a_rule_goes_before_a_default_scale_without_blocks(tmp_path: Path) -> None:
     await tstore.save(tmp_path, {"w": W, "v": W}, 0)
     report = await tstore.quantize(tmp_path, {"w": {"format": "e4m3", "block": 32}, "v": "e4m3"}, scale="none")

@@ -179,6 +179,9 @@ async def test_packed_codes_of_important_columns_have_less_error(
         ({"bits": 5, "sensitivity": {"a": -1}}, "sensitivity of a: expected finite numbers"),
         ({"bits": 5, "sensitivity": {"a": float("nan")}}, "sensitivity of a: expected finite numbers"),
         ({"bits": 5, "sensitivity": {"a": "high"}}, "sensitivity of a: 'high' is not a number"),
+        ({"bits": 5, "sensitivity": {"a": "3"}}, "sensitivity of a: '3' is not a number"),
+        ({"bits": 5, "sensitivity": {"a": np.full(256, 1 + 2j)}}, "sensitivity of a: .* is not a number"),
+        ({"bits": 5, "sensitivity": {"a": np.array(["2026"], "M8[D]")}}, "sensitivity of a: .* is not a number"),
         ({"bits": 5, "sensitivity": {"a": [1, 2, 3]}}, r"sensitivity of a: the shape \(3,\) does not broadcast"),
         ({"min_sqnr": 5, "sensitivity": {"a": 2}}, "sensitivity of a: a number applies to budgets of bits"),
         (
@@ -199,6 +202,58 @@ async def test_bad_sensitivity_changes_nothing(url: Path, options: dict[str, Any
         await tstore.quantize(url, **options)
     async with await tstore.open(url) as store:
         assert await store.tags() == {"step/0": 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "advice"),
+    [
+        ((2, 3, 64), r"for each column, of shape \(64,\), or for each row, of shape \(2, 1, 1\)$"),
+        ((64,), r"pass one number for each value, of shape \(64,\)$"),
+        ((), "pass one number$"),
+    ],
+)
+async def test_importance_of_the_wrong_shape_says_which_shapes_are_right(
+    tmp_path: Path, shape: tuple[int, ...], advice: str
+) -> None:
+    await tstore.save(tmp_path, TREE | {"x": np.ones(shape, "f4")}, 0)
+    with pytest.raises(InvalidArgument, match=advice):
+        await tstore.quantize(tmp_path, bits=5, sensitivity={"x": np.arange(1, 6)})
+
+
+async def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, x: Any, **options: Any) -> Any:
+    """Return the row of an array's report, for a quantization that studies a sample of every 16th row."""
+    monkeypatch.setattr("tstore.quantization.values.SLAB", 1 << 14)
+    monkeypatch.setattr("tstore.quantization.values._SAMPLE_BYTES", x.nbytes // 16)
+    await tstore.save(tmp_path, {"x": x}, 0)
+    [array] = (await tstore.quantize(tmp_path, **options)).arrays
+    return array
+
+
+@pytest.mark.parametrize("kind", ["f2", "f4"])
+async def test_small_importance_counts_in_samples_of_any_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """In float16, it would be 0, and the first column would decide on its own."""
+    x = (RNG.standard_normal((512, 256)) * 1000).astype(kind)
+    x[:, 0] *= 1e-6
+    importance = np.full(256, 1e-8)
+    importance[0] = 1
+    array = await sampled(tmp_path, monkeypatch, x, min_sqnr=20, sensitivity={"x": importance})
+    assert array.weighted_sqnr >= 20
+    assert array.bits_per_value < 5
+
+
+@pytest.mark.parametrize("coding", ["entropy", "packed"])
+async def test_importance_of_rows_that_no_sample_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coding: Any
+) -> None:
+    x = RNG.standard_normal((512, 256)).astype("f4")
+    importance = np.zeros((512, 1))
+    importance[7] = 1
+    options = {"min_sqnr": 20, "coding": coding, "sensitivity": {"x": importance}}
+    array = await sampled(tmp_path, monkeypatch, x, **options)
+    assert array.weighted_sqnr >= 20
+    assert array.bits_per_value < 5.5
 
 
 async def test_noise_keeps_values_finite_and_leaves_out_arrays_that_are_not(tmp_path: Path) -> None:

@@ -67,7 +67,9 @@ def entropy_codecs(format: str, scale: float) -> list[dict[str, Any]]:
 def is_entropy_coded(codecs: Codecs) -> bool:
     """Return whether these are codes of one step with a compressor, as those of `entropy_codecs`."""
     is_compressed = isinstance(codecs, list | tuple) and len(codecs) > 1
-    return is_compressed and is_exmy(codecs) and isinstance(as_configuration(codecs).get("scale"), float)
+    if not is_compressed or not is_exmy(codecs):
+        return False
+    return not isinstance(as_configuration(codecs).get("scale", "search"), str)
 
 
 def entropy_chunks(meta: ArrayMeta) -> tuple[int, ...]:

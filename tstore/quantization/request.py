@@ -25,6 +25,9 @@ __all__ = ["Request", "checked_request"]
 _MAX_LENGTH = 300
 """The maximum length of a description in characters; it becomes part of a commit's message."""
 
+_MAX_NAMES = 4
+"""The maximum number of names in the suffix of a tag."""
+
 
 class Request(NamedTuple):
     """The rules by which arrays get their codecs, and the target for the arrays without a rule.
@@ -60,8 +63,10 @@ class Request(NamedTuple):
     def tag_suffix(self) -> str:
         """Return the formats as the last part of a tag, such as "e4m3-5bits"."""
         used = [] if self.rules is None else self.rules.by_pattern.values()
-        parts = [_short_name(value) for value in (*used, self.target) if value is not None]
-        return "-".join(dict.fromkeys(parts)) or "copy"
+        names = list(dict.fromkeys(_short_name(value) for value in (*used, self.target) if value is not None))
+        if len(names) > _MAX_NAMES:
+            names[_MAX_NAMES - 1 :] = [f"and-{len(names) - _MAX_NAMES + 1}-more"]
+        return "-".join(names) or "copy"
 
 
 def checked_request(
@@ -115,7 +120,7 @@ def _checked_target(
     if min_sqnr is not None and bits is not None:
         raise InvalidArgument("min_sqnr=… and bits=… are mutually exclusive; pass one of them")
     if bits is not None:
-        return Bits(bits, error or "relative", coding)
+        return Bits(bits, "relative" if error is None else error, coding)
     if error is not None:
         raise InvalidArgument(f"error={error!r} applies only to the budget bits=…; pass bits=… too")
     return None if min_sqnr is None else MinSqnr(min_sqnr, coding)

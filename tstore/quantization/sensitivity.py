@@ -66,7 +66,10 @@ def given_importance(sensitivity: Mapping[str, Any], arrays: Mapping[str, ArrayM
 
 def _parsed(path: str, value: Any, shape: tuple[int, ...]) -> Importance:
     try:
-        numbers = np.asarray(value, np.float64)
+        array = np.asarray(value)
+        if array.dtype.kind in "cSUTmM":  # NumPy would convert them, without their imaginary parts
+            raise TypeError
+        numbers = array.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
         raise InvalidArgument(
             f"sensitivity of {path}: {quote(value)} is not a number or an array of numbers"
@@ -80,11 +83,18 @@ def _parsed(path: str, value: Any, shape: tuple[int, ...]) -> Importance:
     except ValueError:
         raise InvalidArgument(
             f"sensitivity of {path}: the shape {numbers.shape} does not broadcast to that of the array, {shape}; "
-            f"pass one number for each column, of shape {shape[-1:]}, or for each row, of shape {(*shape[:1], 1)}"
+            f"pass one number{_suitable_shapes(shape)}"
         ) from None
     if numbers.min() == numbers.max():
         return Importance()  # equal weights do not change which error is the least
     return Importance(1.0, (numbers / numbers.max()).astype(np.float32))
+
+
+def _suitable_shapes(shape: tuple[int, ...]) -> str:
+    if len(shape) < 2:
+        return f" for each value, of shape {shape}" if shape else ""
+    row = (shape[0], *(1 for _ in shape[1:]))
+    return f" for each column, of shape {shape[-1:]}, or for each row, of shape {row}"
 
 
 async def measured_importance(loss: Loss, snapshot: Snapshot, paths: Iterable[str]) -> dict[str, Importance]:
@@ -103,7 +113,10 @@ async def measured_importance(loss: Loss, snapshot: Snapshot, paths: Iterable[st
         growth[path] = (_number(await run(loss, candidate), f"noise in {path}") - start) / _NOISE**2
     grown = [each for each in growth.values() if each > 0]
     if growth and not grown:
-        raise InvalidArgument("sensitivity: the loss does not grow when any of the arrays gets 10 % of noise")
+        raise InvalidArgument(
+            "sensitivity: the loss does not grow when any of the arrays gets 10 % of noise; expected a function "
+            "that evaluates the model with the arrays passed to it"
+        )
     least = _LEAST * statistics.median(grown) if grown else 0.0
     return {path: Importance(max(each, least)) for path, each in growth.items()}
 

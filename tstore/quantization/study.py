@@ -108,22 +108,29 @@ class Undecided(NamedTuple):
 def study(values: Values, undecided: Undecided) -> Study:
     """Study an array in the formats that its coding can use."""
     meta, settings = values.meta, undecided.settings
-    sample = Sample(meta, settings.get("axis"), settings.get("block"))
-    weights = None if undecided.importance is None else Sample(meta, settings.get("axis"), settings.get("block"))
+    axis, block = settings.get("axis"), settings.get("block")
+    sample = Sample(meta, meta.dtype, axis, block)
+    weights = None if undecided.importance is None else Sample(meta, undecided.importance.dtype, axis, block)
     exponents, signal = _no_exponents(meta), 0.0
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
         sample.add(region, slab)
-        if weights is not None:
-            assert undecided.importance is not None
-            weights.add(region, np.broadcast_to(undecided.importance, meta.shape)[region])
+        weights_of_slab = _importance_of(undecided.importance, meta, region)
+        if weights is not None and weights_of_slab is not None:
+            weights.add(region, weights_of_slab)
         if settings or undecided.coding == "entropy":  # else `fit_tensor` measures the signal
             signal += exmy.energy(slab)
-    reason = obstacle(meta, exponents, [])
-    if not reason and undecided.coding == "entropy":
-        importance = None if weights is None else weights.values
+    if reason := obstacle(meta, exponents, []):
+        return _without_estimates(values, reason, exponents)
+    # without any weight in the sample, unweighted errors are the best guess
+    importance = None if weights is None or not weights.values.any() else weights.values
+    if undecided.coding == "entropy":
         return _entropy_study(values, signal, undecided.bits, sample.values, importance, exponents)
-    return _packed_study(values, signal, undecided, sample.values, weights, exponents, reason)
+    return _packed_study(values, signal, undecided, sample.values, importance, exponents)
+
+
+def _without_estimates(values: Values, reason: str, exponents: exmy.Exponents) -> Study:
+    return Study(values.path, reason, 0.0, [], Profile(exponents, {}))
 
 
 def _entropy_study(
@@ -136,12 +143,14 @@ def _entropy_study(
 ) -> Study:
     """Return the estimates of entropy-coded eXmY; with importance, the signal and the errors are weighted."""
     estimates = [Estimate(*p) for p in entropy_points(sample, importance, values.meta, exponents, signal, bits)]
-    reason = "" if estimates else f"values of 2^{exponents.highest} are beyond the steps of entropy coding"
+    if not estimates:
+        reason = f"values of 2^{exponents.highest} are beyond the steps of entropy coding"
+        return _without_estimates(values, reason, exponents)
     if importance is not None:
         with np.errstate(over="ignore"):
             weighted = np.square(sample, dtype=np.float64) * importance
             signal = float(weighted.sum()) * values.meta.size / max(1, sample.size)
-    return Study(values.path, reason, signal, estimates, Profile(exponents, {}))
+    return Study(values.path, "", signal, estimates, Profile(exponents, {}))
 
 
 def _packed_study(
@@ -149,9 +158,8 @@ def _packed_study(
     signal: float,
     undecided: Undecided,
     sample: npt.NDArray[Any],
-    weights: Sample | None,
+    importance: npt.NDArray[Any] | None,
     exponents: exmy.Exponents,
-    reason: str,
 ) -> Study:
     """Return the estimates of packed codes in all formats of the widths to study, likewise weighted."""
     meta, settings = values.meta, undecided.settings
@@ -159,17 +167,15 @@ def _packed_study(
     widths = [bits for bits in _WIDTHS if low <= bits <= high]
     formats = [f for bits in widths for f in exmy.formats(bits) if _in_range(exponents, {**settings, "format": f})]
     if not formats:
-        reason = reason or f"values of 2^{exponents.highest} are too large"
-    if reason:
-        return Study(values.path, reason, 0.0, [], Profile(exponents, {}))
-    importance = None if weights is None or not weights.values.any() else weights.values
+        return _without_estimates(values, f"values of 2^{exponents.highest} are too large", exponents)
     surveyed = exmy.survey(sample, widths, importance=importance, **settings)
     candidates = [c for c in surveyed if c.format.standard in formats]
     fits: dict[str, str] = {}
     if settings:
         if importance is not None:
             signal = candidates[0].signal * meta.size / max(1, sample.size)
-        errors = [(c.format.standard, signal * c.noise / c.signal if c.signal else 0.0) for c in candidates]
+        # the product of two sums of squares may leave the range of float64, their quotient does not
+        errors = [(c.format.standard, signal * (c.noise / c.signal) if c.signal else 0.0) for c in candidates]
     else:
         has_largest = sample.size == meta.size or exmy.exponents(sample).highest == exponents.highest
         contenders = _contenders(candidates, has_largest=has_largest)
@@ -179,7 +185,7 @@ def _packed_study(
         fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
         signal = tensor_fits[0].signal
     if not math.isfinite(signal):
-        return Study(values.path, "the sum of its squares exceeds float64", 0.0, [], Profile(exponents, fits))
+        return _without_estimates(values, "the sum of its squares exceeds float64", exponents)
     estimates = []
     for format, error in errors:
         codecs = {**settings, "format": format.name}
@@ -306,10 +312,9 @@ def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterabl
 
 
 def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
-    """Return whether the format can represent the largest exponent; true with scale "none" or a
-    fixed one, which may clip."""
+    """Return whether the format can represent the largest exponent; true for scales that may clip."""
     scale = configuration.get("scale", "search")
-    if scale == "none" or isinstance(scale, float | int) or exponents.highest < _ALWAYS_IN_RANGE:
+    if not isinstance(scale, str) or scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
         return True
     f = exmy.Format(str(configuration["format"])).standard
     # The least bias is -512, and 125 less than the standard bias with float scales. The bias here is one greater,

@@ -31,7 +31,7 @@ MEMORY = 256_000_000
 """Bytes of values that a quantization caches by default, so as not to read them again."""
 
 _SAMPLE_BYTES = 4 << 20
-"""The maximum bytes of values in a sample of an array, which suffice for the sizes and errors of all formats."""
+"""Bytes of values in a sample of an array, which suffice for the sizes and errors of all formats."""
 
 _BATCH = 64
 """The maximum number of arrays in a batch: enough to make its overhead small, few enough for several batches."""
@@ -62,13 +62,14 @@ class Values(NamedTuple):
 
 
 class Sample:
-    """At most about 4 MiB of values of an array, from its slabs: every k-th index along the longest axis.
+    """About 4 MiB of values of an array, from its slabs: every k-th index along the longest axis.
 
     Values that share an offset stay together: rows along `axis` are sampled along another axis, and if the longest
-    axis is the one divided into blocks, the sample has every k-th block. A small array is its own sample.
+    axis is the one divided into blocks, the sample has every k-th block. An array of one slab is its own sample.
+    `dtype` is that of the values, or of weights of the values.
     """
 
-    def __init__(self, meta: ArrayMeta, axis: int | None, block: int | None) -> None:
+    def __init__(self, meta: ArrayMeta, dtype: np.dtype[Any], axis: int | None, block: int | None) -> None:
         shape = list(meta.shape)
         group_axis = -1 if axis is None and block is not None else axis  # a block alone divides the last axis
         group_axis = group_axis % len(shape) if group_axis is not None and shape else None
@@ -80,8 +81,7 @@ class Sample:
         self._shape = meta.shape
         if shape:
             shape[self._along] = -(-shape[self._along] // (self._unit * self._step)) * self._unit
-        size = math.prod(shape) * meta.dtype.itemsize
-        self.values: npt.NDArray[Any] = page_aligned(size).view(meta.dtype).reshape(shape)
+        self.values: npt.NDArray[Any] = page_aligned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def add(self, region: Region, slab: npt.NDArray[Any]) -> None:
         """Add the values of a slab that belong to the sample."""
