@@ -177,6 +177,7 @@ def test_arrays_that_zarr_cannot_open_hide_no_others(
     with tstore.open(store).transaction() as tx:
         tx.create_array("layers/0/small", (50, 40), "bfloat16", (7, 40)).write(1.0)
         tx.create_array("layers/0/codes", (8,), "int4").write(1)
+        tx.create_array("layers/0/eighths", (8,), "float8_e5m2").write(1)
         tx.create_array("back\\slash/a", (8,), "int8").write(1)
     write(store, tmp_path / name)
     assert read_by_zarr({"fo": str(tmp_path / name), **reader_options(str(store))}) == wanted

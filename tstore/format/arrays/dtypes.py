@@ -121,8 +121,8 @@ def _storable(dtype: np.dtype[Any], max_nested: int) -> np.dtype[Any]:
 
 
 def is_ml_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return whether this is a number type of ml_dtypes of NumPy's kind "V": all but float8_e5m2, an "f"."""
-    return dtype.kind == "V" and dtype.type in _ML_DTYPES
+    """Return whether this is a number type of ml_dtypes: of NumPy's kind "V", or "f" for float8_e5m2."""
+    return dtype.kind in "Vf" and dtype.type in _ML_DTYPES
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
