@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ def _check_finite(count_and_first: tuple[int, int], shape: tuple[int, ...]) -> N
     """Raise `NonFiniteError` if a kernel counted any non-finite elements in an array of this shape."""
     count, first = count_and_first
     if count:
-        raise NonFiniteError(count, math.prod(shape), tuple(int(i) for i in np.unravel_index(first, shape)))
+        raise NonFiniteError.at(count, first, shape)
 
 
 def encode(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
 __all__ = [
     "CodeError",
     "DtypeError",
@@ -49,6 +53,11 @@ class NonFiniteError(ExmyError, ValueError):
         self.total = total
         self.index = index
         super().__init__(count, total, index)
+
+    @staticmethod
+    def at(count: int, first: int, shape: tuple[int, ...]) -> NonFiniteError:
+        """Return the error for an array of this shape, with the position of the first such element in C order."""
+        return NonFiniteError(count, math.prod(shape), tuple(int(i) for i in np.unravel_index(first, shape)))
 
     def __str__(self) -> str:
         position = f" (the first at [{', '.join(map(str, self.index))}])" if self.index else ""

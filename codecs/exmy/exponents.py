@@ -100,7 +100,7 @@ def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Ex
     totals = rows.sum(axis=0)
     if totals[-1] and not saturate:
         _, count, first = kernels.peak(kind, elements)
-        raise NonFiniteError(count, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
+        raise NonFiniteError.at(count, first, shape)
     return exponents_of(totals)
 
 

@@ -211,12 +211,11 @@ class BiasFit:
         while start < elements.size:
             number, inside = divmod(self.added, _PART_LENGTH)
             piece = elements[start : start + _PART_LENGTH - inside]
-            if not self.passes:
-                self._take_sample(piece)
+            runs = [] if self.passes else self._sampled_runs(piece.size)
+            self._sample += [piece[low:high].copy() for low, high in runs]
             if importance is not None:
                 self._incomplete_weights.append(partial(importance.elements, start, start + piece.size))
-                if not self.passes:
-                    self._take_sample_weights(importance, start, piece.size)
+                self._sample_weights += [importance.elements(start + low, start + high) for low, high in runs]
             start += piece.size
             self.added += piece.size
             if inside + piece.size < _PART_LENGTH:
@@ -226,22 +225,11 @@ class BiasFit:
                 yield number, part, self._incomplete_weights
                 self._incomplete, self._incomplete_weights = [], []
 
-    def _take_sample(self, piece: Array) -> None:
-        """Copy the elements of the piece that belong to the runs of the sample."""
-        end = self.added + piece.size
-        first = int(np.searchsorted(self._starts, self.added - self._run_length, "right"))
-        starts = self._starts[first : int(np.searchsorted(self._starts, end))] - self.added
-        for start in starts.tolist():
-            self._sample.append(piece[max(start, 0) : start + self._run_length].copy())
-
-    def _take_sample_weights(self, importance: Importance, start: int, size: int) -> None:
-        """Keep the weights of the elements that `_take_sample` copies, in the same order."""
-        first = int(np.searchsorted(self._starts, self.added - self._run_length, "right"))
-        for run in (
-            self._starts[first : int(np.searchsorted(self._starts, self.added + size))] - self.added
-        ).tolist():
-            low, high = max(run, 0), min(run + self._run_length, size)
-            self._sample_weights.append(importance.elements(start + low, start + high))
+    def _sampled_runs(self, size: int) -> list[tuple[int, int]]:
+        """Return the ranges of the next `size` elements that belong to the runs of the sample."""
+        first = np.searchsorted(self._starts, self.added - self._run_length, "right")
+        starts = self._starts[first : np.searchsorted(self._starts, self.added + size)] - self.added
+        return [(max(start, 0), min(start + self._run_length, size)) for start in starts.tolist()]
 
     def _measure(self, number: int, part: Array, weights_of_pieces: _Weights) -> _Measurements:
         # after the first pass, the count is only 0 or 1: whether the part has non-finite elements

@@ -130,8 +130,7 @@ class Format:
         weights = Importance.of_array(importance, shape)
         fit = fit_bias(elements, kind, self.layout, method, saturate=saturate, importance=weights)
         if fit.nonfinite_count and not saturate:
-            index = tuple(int(i) for i in np.unravel_index(fit.first_nonfinite, shape))
-            raise NonFiniteError(fit.nonfinite_count, elements.size, index)
+            raise NonFiniteError.at(fit.nonfinite_count, fit.first_nonfinite, shape)
         return self.with_bias(fit.bias)
 
     def __eq__(self, other: object) -> bool:

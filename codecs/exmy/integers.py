@@ -23,6 +23,7 @@ from exmy.errors import DtypeError, SizeError
 from exmy.fit import BIAS_LIMIT
 from exmy.groups import Groups
 from exmy.packing import TILE, packed_size
+from exmy.quantized import MAX_SPREAD
 from exmy.reference import planes
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
     "values_of",
 ]
 
-_MAX_SPREAD = 255  # the largest difference between offsets of one array
 _MAX_DROP = 26  # bits; dropping more than the 24 bits of a significand also gives 0
 
 
@@ -153,7 +153,7 @@ def offsets_of(bits: Any, kind: Kind, layout: Layout, axis: int | None, ops: Ope
     some = 1 << 20  # beyond every offset
     least = ops.smallest(ops.where(peaks > 0, offsets, some))
     least = ops.where(least == some, 0, least)
-    return ops.minimum(ops.where(peaks > 0, offsets, least), least + _MAX_SPREAD)
+    return ops.minimum(ops.where(peaks > 0, offsets, least), least + MAX_SPREAD)
 
 
 def values_of(codes: Any, kind: Kind, layout: Layout, offsets: Any, ops: Operations) -> tuple[Any, Any]:

@@ -228,4 +228,4 @@ def _encode(
 
 def _nonfinite_error(elements: Array, kind: Kind, shape: tuple[int, ...]) -> NonFiniteError:
     _, count, first = kernels.peak(kind, elements)
-    return NonFiniteError(count, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
+    return NonFiniteError.at(count, first, shape)

@@ -264,8 +264,7 @@ def _group_sample(
         if not np.isfinite(peaks).all():
             if not saturates(nonfinite):
                 _, count, first = kernels.peak(kind, elements)
-                index = tuple(int(i) for i in np.unravel_index(first, groups.shape))
-                raise NonFiniteError(count, elements.size, index)
+                raise NonFiniteError.at(count, first, groups.shape)
             runs = zero_nonfinite(runs, kind)
             kernels.peaks(kind, runs, peaks)
     weights = np.full(len(runs), elements.size / max(runs.size, 1))

@@ -188,13 +188,13 @@ async def _profiles(
 ) -> dict[str, Profile]:
     """Return the profiles of the arrays that may get an eXmY codec; compute those that are not known."""
     profiles = {v.path: known[v.path] for v in batch if v.path in known}
-    unknown = [v for v in batch if v.path not in known and any(map(is_exmy, choices[v.path].codecs))]
+    unknown = [v for v in batch if v.path not in known and is_exmy(choices[v.path].codecs[0])]
 
     def new_profile(values: Values) -> Profile:
         choice = choices[values.path]
-        settings = [as_configuration(codecs) for codecs in choice.codecs if is_exmy(codecs)]
-        formats = {s["format"] for s in settings if _shares_offset(s) and s.get("scale", "search") == "search"}
-        return profile(values, formats, choice.importance)
+        [settings] = map(as_configuration, choice.codecs)  # those of a rule
+        is_searched = _shares_offset(settings) and settings.get("scale", "search") == "search"
+        return profile(values, settings["format"] if is_searched else None, choice.importance)
 
     profiles.update({v.path: p for v, p in zip(unknown, await in_threads(new_profile, unknown), strict=True)})
     return profiles

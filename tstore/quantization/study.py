@@ -194,21 +194,18 @@ def _packed_study(
     return Study(values.path, "", signal, estimates, Profile(exponents, fits))
 
 
-def profile(values: Values, formats: Iterable[str], importance: npt.NDArray[np.float32] | None = None) -> Profile:
-    """Return the profile of an array that was not studied, fitted to these formats if they can represent it."""
-    size, names = values.meta.size, sorted(formats)
-    if not names:
+def profile(values: Values, format: str | None, importance: npt.NDArray[np.float32] | None = None) -> Profile:
+    """Return the profile of an array that was not studied, with the fit of a format that can represent it."""
+    if format is None:
         histograms = (exmy.exponents(slab, nonfinite="saturate") for _, slab in values.slabs())
         return Profile(sum(histograms, _no_exponents(values.meta)), {})
-    first = exmy.TensorFit(names[0], size, nonfinite="saturate", measures="exponents")
-    fits = [first, *(exmy.TensorFit(name, size, nonfinite="saturate", measures="bias") for name in names[1:])]
-    with contextlib.suppress(exmy.FormatError):  # a value is beyond the range of a format: see `obstacle` below
-        _add_pass(values, fits, importance)
-    exponents = first.exponents
-    if obstacle(values.meta, exponents, [{"format": name} for name in names]):
-        return Profile(exponents, {})
-    _complete(values, fits, importance)
-    return Profile(exponents, {name: fit.format.name for name, fit in zip(names, fits, strict=True)})
+    fit = exmy.TensorFit(format, values.meta.size, nonfinite="saturate", measures="exponents")
+    with contextlib.suppress(exmy.FormatError):  # a value is beyond the range of the format: see `obstacle` below
+        _add_pass(values, [fit], importance)
+    if obstacle(values.meta, fit.exponents, [{"format": format}]):
+        return Profile(fit.exponents, {})
+    _complete(values, [fit], importance)
+    return Profile(fit.exponents, {format: fit.format.name})
 
 
 def _no_exponents(meta: ArrayMeta) -> exmy.Exponents:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.format.arrays.dtypes import dtype_named
+from tstore.format.arrays.dtypes import dtype_named, is_ml_dtype
 
 __all__ = ["TORCH_DTYPES", "tensor_values"]
 
@@ -35,7 +35,7 @@ def tensor_values(tensor: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if dtype.type.__module__ != "numpy":  # `dtype.kind` does not tell: it is "f" for float8_e5m2
+    if is_ml_dtype(dtype):
         tensor = tensor.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)
     values: npt.NDArray[Any] = tensor.numpy()
     return values.view(dtype)
