@@ -490,6 +490,27 @@ async def test_an_impossible_budget_says_the_least_possible(tmp_path: Path) -> N
     assert await (await tstore.open(tmp_path)).tags() == {"step/0": 1, "step/0/33.004bits-packed": 2}
 
 
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            {"**": {"bits": 9}},
+            r"^the rule '\*\*': bits=9 can't be met: .*, of which 32\.000 belong to arrays that stay unchanged or "
+            "have a rule, the largest of them ids; allow more bits, or add rules",
+        ),
+        (
+            {"w": {"bits": 1e-3}},
+            r"^the rule 'w': bits=0\.001 can't be met: .*\d bits per value; allow more bits$",
+        ),
+    ],
+)
+async def test_an_impossible_budget_of_a_rule_names_it(tmp_path: Path, rules: Any, message: str) -> None:
+    tree = {"w": values(100, 100), "v": values(100), "ids": np.arange(10_000)}
+    await tstore.save(tmp_path, tree, 0)
+    with pytest.raises(InvalidArgument, match=message):
+        await tstore.quantize(tmp_path, rules)
+
+
 async def test_a_large_budget_keeps_all_bits(tmp_path: Path) -> None:
     await tstore.save(tmp_path, {"w": values(100, 100)}, 0)
     report = await tstore.quantize(tmp_path, bits=32)

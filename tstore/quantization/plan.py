@@ -55,12 +55,14 @@ class Group(NamedTuple):
 
     `undecided` are the arrays whose codecs depend on their values. A budget counts the values and the bytes of all
     `paths`: of the undecided arrays, of those that stay unchanged and, without a rule, of those with other rules.
-    If `paths` is None, it counts the undecided arrays that eXmY can encode, which `decide` finds out.
+    If `paths` is None, it counts the undecided arrays that eXmY can encode, which `decide` finds out. `pattern` is
+    that of the rule, and empty without one.
     """
 
     target: Target
     paths: list[str] | None
     undecided: dict[str, Undecided]
+    pattern: str = ""
 
 
 class Plan(NamedTuple):
@@ -135,7 +137,7 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], request: Request) -> Plan:
     plan, defaults, rules = Plan({}, {}, [], {}), _Defaults(request.defaults), request.rules
     targets = {} if rules is None else rules.targets
     members: dict[str, list[str]] = {pattern: [] for pattern in targets}
-    groups = {pattern: Group(target, members[pattern], {}) for pattern, target in targets.items()}
+    groups = {pattern: Group(target, members[pattern], {}, pattern) for pattern, target in targets.items()}
     others = None
     if request.target is not None:
         others = Group(request.target, None if request.is_default else list(arrays), {})
@@ -251,12 +253,13 @@ def decide(
         decided.unchanged.update({s.path: s.obstacle for s in studied if s.obstacle})
         suitable = [s for s in studied if not s.obstacle]
         paths = [s.path for s in suitable] if group.paths is None else group.paths
-        decided.groups.append(Group(group.target, paths, {}))
+        decided.groups.append(group._replace(paths=paths, undecided={}))
         match group.target:
             case MinSqnr(decibel):
                 _keep_sqnr(decided, suitable, decibel, arrays)
-            case Bits():
-                _share_budget(decided, group.target, paths, suitable, arrays, share)
+            case Bits() as target:
+                name = f"the rule {group.pattern!r}: " if group.pattern else ""
+                _share_budget(decided, target, paths, suitable, arrays, share, name)
     for path in decided.choices.keys() & plan.importance.keys():
         choice = decided.choices[path]
         decided.choices[path] = choice._replace(importance=plan.importance[path].of_values)
@@ -288,11 +291,16 @@ def _share_budget(
     studies: Sequence[Study],
     arrays: Mapping[str, SourceArray],
     share: float,
+    name: str,
 ) -> None:
-    """Choose the codecs that minimize the total error of the studied arrays within a budget for all of `paths`."""
+    """Choose the codecs that minimize the total error of the studied arrays within a budget for all of `paths`.
+
+    `name` of the budget begins the message of an error.
+    """
     values = sum(arrays[path].meta.size for path in paths)
     decided = [path for path in paths if path in plan.unchanged or path in plan.choices]
-    fixed_bytes = sum(planned_bytes(plan, path, arrays[path]) for path in decided)
+    decided_bytes = {path: planned_bytes(plan, path, arrays[path]) for path in decided}
+    fixed_bytes = sum(decided_bytes.values())
     share = share if target.coding == "entropy" else 1.0
     curves = []
     for studied in studies:
@@ -306,10 +314,16 @@ def _share_budget(
     if least_bytes > budget:
         total_bytes = least_bytes + fixed_bytes
         possible = math.ceil(8000 * total_bytes / max(1, values)) / 1000  # rounded up, so that it can be met
+        message = (
+            f"{name}bits={target.average:g} can't be met: the least possible is {possible:.3f} bits per value"
+        )
+        if not fixed_bytes:
+            raise InvalidArgument(f"{message}; allow more bits")
+        largest = max(decided, key=decided_bytes.__getitem__)
+        fixed = 8 * fixed_bytes / max(1, values)
         raise InvalidArgument(
-            f"bits={target.average:g} can't be met: the least possible is {possible:.3f} bits per value, of which "
-            f"{8 * fixed_bytes / max(1, values):.3f} belong to {len(decided)} unchanged arrays and arrays with a "
-            "rule; allow more bits, or name these arrays in rules for smaller formats"
+            f"{message}, of which {fixed:.3f} belong to arrays that stay unchanged or have a rule, the largest of "
+            f"them {largest}; allow more bits, or add rules that make these smaller"
         )
     for studied, point in zip(studies, allocate(curves, budget), strict=True):
         if point.option is None:
@@ -335,10 +349,11 @@ def _curve(studied: Study, weight: float, size: int, share: float) -> list[Point
 
 def within_budgets(decided: Plan, arrays: Mapping[str, SourceArray], sizes: Mapping[str, int]) -> bool:
     """Return whether the stored sizes keep the budgets of a decided plan; `sizes` has those of encoded arrays."""
-    for target, paths, _ in decided.groups:
-        assert paths is not None
-        size = sum(sizes.get(path, arrays[path].encoded_bytes) for path in paths)
-        if isinstance(target, Bits) and 8 * size > target.average * sum(arrays[p].meta.size for p in paths):
+    for group in decided.groups:
+        assert group.paths is not None
+        size = sum(sizes.get(path, arrays[path].encoded_bytes) for path in group.paths)
+        values = sum(arrays[path].meta.size for path in group.paths)
+        if isinstance(group.target, Bits) and 8 * size > group.target.average * values:
             return False
     return True
 
