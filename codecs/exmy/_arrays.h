@@ -144,7 +144,7 @@ static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n
     }
 }
 
-/* Adds the errors of a block of y as an approximation of x to `sums`, of which _compare.h tells the layout. */
+/* Adds the errors of a block of y as an approximation of x to `sums`, whose layout _compare.h describes. */
 static void compare_block(const lanes *l, int kind, const uint8_t *x, const uint8_t *y, size_t n, double *sums)
 {
     uint32_t a[BLOCK], b[BLOCK];

@@ -127,7 +127,7 @@ class Format:
             raise FormatError(f"method is {method!r}; expected 'max' or 'search'")
         saturate = saturates(nonfinite)
         elements, kind, shape = as_flat(x)
-        weights = Importance.of_array(importance, shape)
+        weights = Importance.from_array(importance, shape)
         fit = fit_bias(elements, kind, self.layout, method, saturate=saturate, importance=weights)
         if fit.nonfinite_count and not saturate:
             raise NonFiniteError.at(fit.nonfinite_count, fit.first_nonfinite, shape)

@@ -31,7 +31,7 @@ class Importance:
     weights: Array
     """The weights, of the shape of the array; a view of what the caller passed."""
     unit: float
-    """What weights are divided by."""
+    """The number that weights are divided by."""
 
     @staticmethod
     def from_argument(importance: Any, shape: tuple[int, ...]) -> Importance:
@@ -58,7 +58,7 @@ class Importance:
             ) from None
 
     @staticmethod
-    def of_array(importance: Any, shape: tuple[int, ...]) -> Importance | None:
+    def from_array(importance: Any, shape: tuple[int, ...]) -> Importance | None:
         """Return the importance of the elements of a whole array, or None if all have the same.
 
         Raise as `from_argument` does, and `FormatError` if all weights are 0.
@@ -106,7 +106,7 @@ class RunWeights:
 
     @property
     def shared(self) -> NDArray[np.float64]:
-        """What to multiply the errors of `noise` and `best_factors` by: the weight that a row shares, else 1."""
+        """The factors for the errors of `noise` and `best_factors`: the weight that all of a row share, else 1."""
         return np.where(self.equal, self.matrix[:, 0], 1.0) if self.matrix.size else np.ones(len(self.matrix))
 
 

@@ -29,13 +29,13 @@ from exmy.reference import planes
 __all__ = [
     "Operations",
     "check_shapes",
-    "codes_of",
+    "decode",
+    "encode",
     "float_type",
     "grouped_shape",
-    "offsets_of",
     "pack",
+    "unclipped_offsets",
     "unpack",
-    "values_of",
 ]
 
 _MAX_DROP = 26  # bits; dropping more than the 24 bits of a significand also gives 0
@@ -77,7 +77,7 @@ class Binary(NamedTuple):
     largest: int
 
     @staticmethod
-    def of(layout: Layout) -> Binary:
+    def from_layout(layout: Layout) -> Binary:
         """Return an eXmY format, whose magnitudes are codes without the sign."""
         exponent_bits, mantissa_bits, bias = layout
         return Binary(mantissa_bits, 1 - bias, (1 << (exponent_bits + mantissa_bits)) - 1)
@@ -123,21 +123,24 @@ def _magnitude(significand: Any, exponent: Any, f: Binary, ops: Operations) -> A
     return ops.where(significand > 0, result, 0)
 
 
-def codes_of(bits: Any, negative: Any, kind: Kind, layout: Layout, offsets: Any, ops: Operations) -> Any:
+def encode(bits: Any, negative: Any, kind: Kind, layout: Layout, offsets: Any, ops: Operations) -> Any:
     """Return the codes of elements times 2^offset.
 
     `bits`: the magnitudes of the elements. `negative`: 1 for a sign bit, else 0. `offsets` broadcast to `bits`.
     Infinity becomes the largest value of its sign, and NaN +0.
     """
-    f, target = FLOATS[kind], Binary.of(layout)
+    f, target = FLOATS[kind], Binary.from_layout(layout)
     infinity = f.largest + 1
     significand, exponent = _parts(ops.minimum(bits, f.largest), f, ops)
     codes = ops.where(bits == infinity, target.largest, _magnitude(significand, exponent + offsets, target, ops))
     return ops.where(bits > infinity, 0, codes | negative << (layout.exponent_bits + layout.mantissa_bits))
 
 
-def offsets_of(bits: Any, kind: Kind, layout: Layout, axis: int | None, ops: Operations) -> Any:
-    """Return the offset of each group: all elements, or those that differ along an axis, which is kept."""
+def unclipped_offsets(bits: Any, kind: Kind, layout: Layout, axis: int | None, ops: Operations) -> Any:
+    """Return the largest offset of each group with which no element clips.
+
+    A group is all elements, or those along an axis, which the result keeps with length 1.
+    """
     f = FLOATS[kind]
     exponent_bits, mantissa_bits, bias = layout
     peaks = ops.largest(ops.where(bits > f.largest, 0, bits), axis)
@@ -150,17 +153,17 @@ def offsets_of(bits: Any, kind: Kind, layout: Layout, axis: int | None, ops: Ope
     exponent = ops.where(normalised >= (1 << 24) - (1 << (24 - digits)), exponent + 1, exponent)
     highest = (1 << exponent_bits) - 1 if exponent_bits else 1
     offsets = ops.minimum(highest - exponent, BIAS_LIMIT) - bias
-    some = 1 << 20  # beyond every offset
-    least = ops.smallest(ops.where(peaks > 0, offsets, some))
-    least = ops.where(least == some, 0, least)
+    absent = 1 << 20  # beyond every offset
+    least = ops.smallest(ops.where(peaks > 0, offsets, absent))
+    least = ops.where(least == absent, 0, least)
     return ops.minimum(ops.where(peaks > 0, offsets, least), least + MAX_SPREAD)
 
 
-def values_of(codes: Any, kind: Kind, layout: Layout, offsets: Any, ops: Operations) -> tuple[Any, Any]:
+def decode(codes: Any, kind: Kind, layout: Layout, offsets: Any, ops: Operations) -> tuple[Any, Any]:
     """Return the magnitudes and the sign bits, in `kind`, of decoded values; they are finite."""
     exponent_bits, mantissa_bits, _ = layout
     sign = exponent_bits + mantissa_bits
-    significand, exponent = _parts(codes & ((1 << sign) - 1), Binary.of(layout), ops)
+    significand, exponent = _parts(codes & ((1 << sign) - 1), Binary.from_layout(layout), ops)
     return _magnitude(significand, exponent - offsets, FLOATS[kind], ops), codes >> sign
 
 

@@ -269,8 +269,8 @@ def _quantized(x: jax.Array, kind: Kind, f: Format, groups: Groups) -> tuple[jax
     word = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).reshape(shape)
     sign = 8 * x.dtype.itemsize - 1
     bits, negative = (word & ((1 << sign) - 1)).astype(jnp.int32), (word >> sign).astype(jnp.int32)
-    offsets = integers.offsets_of(bits, kind, f.layout, axis, _OPERATIONS)
-    codes = integers.codes_of(bits, negative, kind, f.layout, offsets, _OPERATIONS)
+    offsets = integers.unclipped_offsets(bits, kind, f.layout, axis, _OPERATIONS)
+    codes = integers.encode(bits, negative, kind, f.layout, offsets, _OPERATIONS)
     packed = integers.pack(codes.reshape(-1), f.bits, _OPERATIONS).astype(jnp.uint8)
     return packed, offsets.reshape(groups.counts).astype(jnp.int16)
 
@@ -286,7 +286,7 @@ def _dequantized(q: Quantized) -> jax.Array:
     offsets = q.offsets.astype(jnp.int32)
     offsets = offsets if axis is None else jnp.expand_dims(offsets, axis)
     kind = kind_of(np.dtype(dtype))
-    bits, negative = integers.values_of(codes, kind, q.format.layout, offsets, _OPERATIONS)
+    bits, negative = integers.decode(codes, kind, q.format.layout, offsets, _OPERATIONS)
     unsigned = jnp.dtype(f"uint{8 * dtype.itemsize}")
     word = bits.astype(unsigned) | negative.astype(unsigned) << (8 * dtype.itemsize - 1)
     return lax.bitcast_convert_type(word, dtype).reshape(q.groups.shape)

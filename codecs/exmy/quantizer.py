@@ -79,7 +79,7 @@ def quantize(
     saturate, threads = saturates(nonfinite), check_threads(threads)
     elements, kind, shape = as_flat(x)
     groups = Groups.from_shape(shape, axis, block)
-    weights = Importance.of_array(importance, shape)
+    weights = Importance.from_array(importance, shape)
     if scale != "none":
         f = f.standard
     offsets, scales = np.zeros(groups.counts, np.int16), None

@@ -91,7 +91,7 @@ class Sample:
         saturates(nonfinite)  # raises for an unknown choice
         elements, kind, shape = as_flat(x)
         groups = Groups.from_shape(shape, axis, block)
-        weights = Importance.of_array(importance, shape)
+        weights = Importance.from_array(importance, shape)
         if groups.axis is None:
             return _tensor_sample(elements, kind, groups, nonfinite, weights)
         return _group_sample(elements, kind, groups, nonfinite, weights)

@@ -41,7 +41,7 @@ __all__ = [
 FloatScale: TypeAlias = Literal["float", "e4m3", "6bit"]
 
 FLOAT_SCALES: tuple[FloatScale, ...] = ("float", "e4m3", "6bit")
-"""The scales that are numbers of their own, by how headers store them: as 1, 2 and 3."""
+"""The scales that are floats, not powers of two, by how headers store them: as 1, 2 and 3."""
 
 _RUN_LENGTH = 256  # elements whose 6-bit scales share a unit
 _E4M3 = Format("e4m3").layout

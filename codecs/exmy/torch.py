@@ -237,7 +237,7 @@ class Quantized:
         codes = integers.unpack(self.packed.to(torch.int32), self.format.bits, count, _OPERATIONS).reshape(shape)
         offsets = self.offsets.to(torch.int32)
         offsets = offsets if axis is None else offsets.unsqueeze(axis)
-        bits, negative = integers.values_of(codes, kind, self.format.layout, offsets, _OPERATIONS)
+        bits, negative = integers.decode(codes, kind, self.format.layout, offsets, _OPERATIONS)
         signed: torch.Tensor = bits | negative << (8 * self.dtype.itemsize - 1)
         return signed.to(word).view(self.dtype).reshape(self.groups.shape)
 
@@ -271,8 +271,8 @@ def quantize(x: torch.Tensor, f: Format | str, axis: int | None = None, block: i
     signed = x.detach().contiguous().view(word).to(torch.int32).reshape(shape)
     sign = 8 * x.dtype.itemsize - 1
     bits, negative = signed & ((1 << sign) - 1), signed >> sign & 1
-    offsets = integers.offsets_of(bits, kind, f.layout, axis, _OPERATIONS)
-    codes = integers.codes_of(bits, negative, kind, f.layout, offsets, _OPERATIONS)
+    offsets = integers.unclipped_offsets(bits, kind, f.layout, axis, _OPERATIONS)
+    codes = integers.encode(bits, negative, kind, f.layout, offsets, _OPERATIONS)
     packed = integers.pack(codes.reshape(-1), f.bits, _OPERATIONS).to(torch.uint8)
     return Quantized(packed, offsets.reshape(groups.counts).to(torch.int16), f, groups, x.dtype)
 

@@ -126,9 +126,9 @@ def quantize(
     SQNR is the signal-to-quantization-noise ratio: the sum of the squared values over that of the squared errors,
     in decibels. 20 dB is an error of 10%, 40 dB one of 1%; each additional bit gains about 6 dB.
     """
-    targets: dict[str, Any] = {"formats": format, "min_sqnr": min_sqnr, "bits": bits, "policy": policy}
-    target = {name: value for name, value in targets.items() if value is not None}
-    if len(target) > 1:
+    choices: dict[str, Any] = {"formats": format, "min_sqnr": min_sqnr, "bits": bits, "policy": policy}
+    choice = {name: value for name, value in choices.items() if value is not None}
+    if len(choice) > 1:
         raise click.UsageError(
             "--format, --min-sqnr, --bits and --policy are mutually exclusive; pass one of them"
         )
@@ -143,7 +143,7 @@ def quantize(
     async def work(progress: Progress) -> Document:
         if plot is not None:
             check_plot(plot)
-        arguments = target if policy is None else parse_policy(policy.read(), policy.name)
+        arguments = choice if policy is None else parse_policy(policy.read(), policy.name)
         progress.doing(f"quantizing {store}")
         async with await tstore.open(store, "r+") as opened:
             result = await tstore.quantize(

@@ -69,7 +69,10 @@ def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]
 
 
 class _Step(NamedTuple, Generic[C]):
-    """A step from a point of a curve's hull to the next, `point`: the bytes it adds, and the error it removes."""
+    """A step from a point of a curve's hull to the next, `point`: the bytes it adds, and the error it removes.
+
+    Steps are sorted by `order`, the negative of the error that each byte removes.
+    """
 
     order: float
     curve: int

@@ -33,7 +33,15 @@ from tstore.format.arrays.codecs import Codecs, as_configuration, is_exmy, with_
 from tstore.format.arrays.grid import Selection, boxes, part_of
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.quantization.study import Configuration, Profile, encoded_meta, fit_tensor, obstacle, profile
+from tstore.quantization.study import (
+    Configuration,
+    Profile,
+    encoded_meta,
+    fit_tensor,
+    importance_in,
+    obstacle,
+    profile,
+)
 from tstore.quantization.values import SLAB, Region, ReusedMemory, Values, in_threads
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each
@@ -86,34 +94,30 @@ class EncodedArray(NamedTuple):
         return math.inf if difference is None else difference.sqnr
 
 
-_Loss = tuple[exmy.Difference, exmy.Difference | None, int]
+_ChunkError = tuple[exmy.Difference, exmy.Difference | None, int]
 """The error of a chunk, its error weighted by importance, and the number of clipped values."""
 
 
 class _Output:
-    """An array while it is being written: the references to its chunks, and the measured loss of each chunk."""
+    """An array while it is being written: the references to its chunks, and the measured error of each chunk."""
 
     def __init__(self, values: Values, meta: ArrayMeta, importance: npt.NDArray[np.float32] | None) -> None:
         self.values, self.meta = values, meta
         self.importance = importance
         self.rows: list[ChunkRow] = []
-        self.losses: dict[int, _Loss] = {}  # by chunk number
+        self.errors: dict[int, _ChunkError] = {}  # by chunk number
 
     def result(self, exponents: exmy.Exponents | None) -> EncodedArray:
-        """Return the array once all of it is written, with its measured loss if it is in eXmY."""
+        """Return the array once all of it is written, with its measured error if it is in eXmY."""
         encoded = EncodedArray(self.values.path, self.meta.document, tuple(self.rows))
         if not is_packed(self.meta):
             return encoded
-        differences, weighted, clipped = zip(*(self.losses[n] for n in sorted(self.losses)), strict=True)
+        differences, weighted, clipped = zip(*(self.errors[n] for n in sorted(self.errors)), strict=True)
         total = functools.reduce(operator.add, differences)
         weighted_total = None if self.importance is None else functools.reduce(operator.add, weighted)
         return encoded._replace(
             difference=total, weighted=weighted_total, clipped_count=sum(clipped), exponents=exponents
         )
-
-    def importance_of(self, region: Region) -> npt.NDArray[np.float32] | None:
-        """Return the importance of the values of a region, if they have any."""
-        return None if self.importance is None else np.broadcast_to(self.importance, self.meta.shape)[region]
 
     def chunk_boxes(self) -> Iterator[_Box]:
         """Yield boxes of whole chunks that cover the array: at most a slab of values each, or one larger chunk."""
@@ -232,7 +236,7 @@ async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box], 
     exact: list[_FilledBox] = []
     for entry in zip(batch, sources, strict=True):
         (packed if is_packed(entry[0].output.meta) else exact).append(entry)
-    jobs = await _encoded_jobs(packed, memory) + [_job_of(box, x) for box, x in exact]
+    jobs = await _encoded_jobs(packed, memory) + [_value_job(box, x) for box, x in exact]
     await packs.write(jobs)
     for (box, _), job in zip(packed + exact, jobs, strict=True):
         box.output.rows += job.rows
@@ -240,7 +244,7 @@ async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box], 
         await _check_lossless(storage, exact, jobs[len(packed) :])
 
 
-def _job_of(box: _Box, x: npt.NDArray[Any]) -> WriteJob:
+def _value_job(box: _Box, x: npt.NDArray[Any]) -> WriteJob:
     """Return the job that encodes and writes a box with these values."""
     return WriteJob(box.output.values.path, box.output.meta, [(box.first, x)])
 
@@ -251,14 +255,14 @@ async def _encoded_jobs(boxes: Sequence[_FilledBox], memory: ReusedMemory) -> li
     buffer, jobs, chunks = memory.take(sum(sizes)), [], []
     for (box, x), size in zip(boxes, sizes, strict=True):
         encoded, buffer = buffer[:size], buffer[size:]
-        jobs.append(_job_of_codes(box, encoded))
+        jobs.append(_code_job(box, encoded))
         parts = zip(box.numbers, box.chunk_regions(x.shape), encoded.reshape(len(box.numbers), -1), strict=True)
         chunks += [(box, number, region, x, out) for number, region, out in parts]
 
     def encode(item: tuple[_Box, int, Region, npt.NDArray[Any], npt.NDArray[np.uint8]]) -> None:
         box, number, region, x, out = item
         output, meta, source = box.output, box.output.meta, part_of(x, region)
-        weights = output.importance_of(box.region)
+        weights = importance_in(output.importance, meta, box.region)
         weights = None if weights is None else weights[region]
         missing = [(0, length - size) for length, size in zip(meta.chunks, source.shape, strict=True)]
         codec, padding, fitted = meta.chain.exmy_codec, meta.fill_value, None
@@ -273,13 +277,13 @@ async def _encoded_jobs(boxes: Sequence[_FilledBox], memory: ReusedMemory) -> li
             codec.encode(chunk, out, importance=fitted)
         except exmy.ExmyError as error:
             raise InvalidArgument(f"{output.values.path}, chunk {number}: codec exmy: {error}") from error
-        output.losses[number] = _loss(source, codec.to_quantized(out, meta.chunks, meta.dtype), weights)
+        output.errors[number] = _chunk_error(source, codec.to_quantized(out, meta.chunks, meta.dtype), weights)
 
     await each(encode, chunks)
     return jobs
 
 
-def _job_of_codes(box: _Box, codes: npt.NDArray[np.uint8]) -> WriteJob:
+def _code_job(box: _Box, codes: npt.NDArray[np.uint8]) -> WriteJob:
     """Return the job that compresses, if the array has a compressor, and writes the codes of a box."""
     path, meta = box.output.values.path, box.output.meta
     if len(meta.chain.documents) == 1:
@@ -288,8 +292,10 @@ def _job_of_codes(box: _Box, codes: npt.NDArray[np.uint8]) -> WriteJob:
     return WriteJob(path, codes_meta(meta), [(box.first or (0,), codes.reshape(*lengths, -1))])
 
 
-def _loss(source: npt.NDArray[Any], q: exmy.Quantized, importance: npt.NDArray[np.float32] | None) -> _Loss:
-    """Return the loss of a chunk whose front corner has these source values."""
+def _chunk_error(
+    source: npt.NDArray[Any], q: exmy.Quantized, importance: npt.NDArray[np.float32] | None
+) -> _ChunkError:
+    """Return the error of a chunk whose front corner has these source values."""
     if importance is None and source.shape == q.shape and source.flags.c_contiguous:
         difference, clipped = q.measure(source)
         return difference, None, clipped
@@ -338,8 +344,8 @@ def _shares_offset(settings: Configuration) -> bool:
 
 def _measured_part(
     source: npt.NDArray[Any], q: exmy.Quantized, importance: npt.NDArray[np.float32] | None
-) -> _Loss:
-    """Return the loss of a chunk whose front corner has these source values: at the array's edge, it is padded."""
+) -> _ChunkError:
+    """Return the error of a chunk whose front corner has these source values; the rest of it is padding."""
     with scratch(2 * q.size * source.dtype.itemsize) as buffer:
         padded, decoded = buffer.view(source.dtype).reshape(2, *q.shape)
         inside = tuple(slice(size) for size in source.shape)

@@ -90,9 +90,9 @@ def entropy_points(
     """Yield the codecs, the expected size in bytes and the expected error of an array for each format and step.
 
     `sample`: some of the array's finite values. `importance`: the weight of the squared error of each of them, or
-    None if all weigh the same. `exponents`, `signal`: of all values of the array; their sum of squares. `bits`:
+    None if all weigh the same. `exponents`: of all values of the array. `signal`: their sum of squares. `bits`:
     the steps to study, as the range of bits per value that normal values would take with them. The last element
-    tells whether the step is the first or last one of a range that leaves steps out.
+    tells whether the step is at the edge of that range, and there are others beyond.
     """
     rms = math.sqrt(signal / max(1, meta.size))
     overhead = _CHUNK_OVERHEAD * math.prod(
@@ -135,8 +135,8 @@ def entropy_points(
         fine_sizes, fine_errors = np.interp(fine, octaves, sizes), np.exp2(np.interp(fine, octaves, errors))
         for octave, size, error in zip(fine.tolist(), fine_sizes.tolist(), fine_errors.tolist(), strict=True):
             scale = float(np.float32(rms * 2**octave / unit))
-            is_last = octave == finest > _FINEST or octave == coarsest < _COARSEST
-            yield entropy_codecs(name, scale), math.ceil(size), error, is_last
+            is_edge = octave == finest > _FINEST or octave == coarsest < _COARSEST
+            yield entropy_codecs(name, scale), math.ceil(size), error, is_edge
 
 
 def _studied_octaves(bits: tuple[float, float]) -> tuple[float, float]:

@@ -22,9 +22,9 @@ from tstore.quantization.study import Estimate, Study, Undecided, encoded_meta, 
 from tstore.quantization.values import Values, in_threads
 
 __all__ = [
-    "Group",
     "Plan",
     "SourceArray",
+    "TargetedArrays",
     "check_measurable",
     "decide",
     "plan_by_rules",
@@ -37,10 +37,11 @@ __all__ = [
 _MARGIN = 0.05
 """dB by which an estimate must exceed the required SQNR before its codecs are tried."""
 
-_TRIES = (0.0, 0.2, 1.0)  # dB by which the estimates of the codecs to try for an array exceed that
+_TRIES = (0.0, 0.2, 1.0)
+"""dB to add to that margin for the codecs of the first, second and third try."""
 
-
-_SAMPLED = 0.99  # the part of a budget for sizes estimated from samples, if no stored sizes can correct them
+_UNCORRECTED_SHARE = 0.99
+"""The share of a budget that estimated sizes may fill where no stored sizes correct them."""
 
 
 class SourceArray(NamedTuple):
@@ -50,8 +51,8 @@ class SourceArray(NamedTuple):
     encoded_bytes: int
 
 
-class Group(NamedTuple):
-    """Arrays with a common target: those of one rule, or those without a rule.
+class TargetedArrays(NamedTuple):
+    """The arrays with a common target: those of one rule, or those without a rule.
 
     `undecided` are the arrays whose codecs depend on their values. A budget counts the values and the bytes of all
     `paths`: of the undecided arrays, of those that stay unchanged and, without a rule, of those with other rules.
@@ -68,19 +69,19 @@ class Group(NamedTuple):
 class Plan(NamedTuple):
     """The codecs of each array of a version, or the reason why the array stays unchanged.
 
-    `choices` has the codecs of the arrays to encode, `unchanged` the reasons of the unchanged arrays, and `groups`
-    the arrays whose codecs are not chosen yet. `importance` has that of some arrays in budgets.
+    `choices` has the codecs of the arrays to encode, `unchanged` the reasons of the unchanged arrays, and
+    `targeted` the arrays whose codecs a target decides. `importance` has that of some arrays in budgets.
     """
 
     choices: dict[str, CodecChoice]
     unchanged: dict[str, str]
-    groups: list[Group]
+    targeted: list[TargetedArrays]
     importance: Mapping[str, Importance]
 
     @property
     def undecided(self) -> dict[str, Undecided]:
-        """The undecided arrays of all groups."""
-        return {path: undecided for group in self.groups for path, undecided in group.undecided.items()}
+        """The undecided arrays of all targets."""
+        return {path: undecided for each in self.targeted for path, undecided in each.undecided.items()}
 
 
 class _Defaults:
@@ -137,15 +138,15 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], request: Request) -> Plan:
     plan, defaults, rules = Plan({}, {}, [], {}), _Defaults(request.defaults), request.rules
     targets = {} if rules is None else rules.targets
     members: dict[str, list[str]] = {pattern: [] for pattern in targets}
-    groups = {pattern: Group(target, members[pattern], {}, pattern) for pattern, target in targets.items()}
+    of_rules = {p: TargetedArrays(target, members[p], {}, p) for p, target in targets.items()}
     others = None
     if request.target is not None:
-        others = Group(request.target, None if request.is_default else list(arrays), {})
+        others = TargetedArrays(request.target, None if request.is_default else list(arrays), {})
     for path, (meta, _) in arrays.items():
         matched = None if rules is None else rules.match(path, meta.dtype, len(meta.shape))
         match = matched or _default_match(meta, request.target)
         codecs, reason = match.codecs, match.reason
-        group = others if matched is None else groups.get(match.pattern)
+        targeted = others if matched is None else of_rules.get(match.pattern)
         if match.pattern in members:
             members[match.pattern].append(path)
         is_target = isinstance(codecs, MinSqnr | Bits)
@@ -156,20 +157,20 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], request: Request) -> Plan:
         elif (is_target or _is_exmy(codecs)) and not np.isfinite(np.float64(meta.fill_value)):
             plan.unchanged[path] = f"eXmY can't encode its fill value {meta.fill_value}"
         elif isinstance(codecs, MinSqnr | Bits):
-            assert group is not None
+            assert targeted is not None
             settings: dict[str, Any] = {}
             if codecs.coding == "packed":
                 block = _automatic_block(meta) if request.auto_block else None
                 stand_in = {"format": "e4m3"} if block is None else {"format": "e4m3", "block": block}
                 settings = {**as_configuration(defaults.complete(path, meta, stand_in))}
                 del settings["format"]
-            group.undecided[path] = Undecided(codecs.coding, settings)
+            targeted.undecided[path] = Undecided(codecs.coding, settings)
         elif _is_exmy(codecs):
             plan.choices[path] = CodecChoice((defaults.complete(path, meta, codecs),))
         else:
             plan.choices[path] = CodecChoice((codecs,))
     defaults.check()
-    return plan._replace(groups=[*groups.values(), *([] if others is None else [others])])
+    return plan._replace(targeted=[*of_rules.values(), *([] if others is None else [others])])
 
 
 def check_measurable(plan: Plan, arrays: Mapping[str, SourceArray]) -> None:
@@ -220,20 +221,20 @@ def with_importance(plan: Plan, importance: Mapping[str, Importance]) -> Plan:
                 "has a fixed scale or compresses them; name a format with the scale 'search', 'float', 'e4m3' or "
                 "'6bit' alone"
             )
-    groups = []
-    for group in plan.groups:
-        for path in sorted(group.undecided.keys() & importance.keys()):
-            if isinstance(group.target, MinSqnr) and importance[path].weight != 1:
+    all_targeted = []
+    for targeted in plan.targeted:
+        for path in sorted(targeted.undecided.keys() & importance.keys()):
+            if isinstance(targeted.target, MinSqnr) and importance[path].weight != 1:
                 raise InvalidArgument(
                     f"sensitivity of {path}: a number applies to budgets of bits, but min_sqnr="
-                    f"{group.target.decibel:g} decides the codecs of this array alone"
+                    f"{targeted.target.decibel:g} decides the codecs of this array alone"
                 )
         undecided = {
             path: each._replace(importance=importance.get(path, Importance()).of_values)
-            for path, each in group.undecided.items()
+            for path, each in targeted.undecided.items()
         }
-        groups.append(group._replace(undecided=undecided))
-    return plan._replace(groups=groups, importance=importance)
+        all_targeted.append(targeted._replace(undecided=undecided))
+    return plan._replace(targeted=all_targeted, importance=importance)
 
 
 def decide(
@@ -244,21 +245,21 @@ def decide(
 ) -> Plan:
     """Return the plan with codecs for each undecided array, or the reason why it stays unchanged.
 
-    The estimated sizes of entropy-coded arrays are `share` of those that they may get. Raise `InvalidArgument`,
+    `share`: how much of a budget the estimated sizes of entropy-coded arrays may fill. Raise `InvalidArgument`,
     naming the fewest possible bits, if even the smallest codecs exceed a budget.
     """
     decided = Plan(dict(plan.choices), dict(plan.unchanged), [], plan.importance)
-    for group in plan.groups:
-        studied = [studies[path] for path in group.undecided]
+    for targeted in plan.targeted:
+        studied = [studies[path] for path in targeted.undecided]
         decided.unchanged.update({s.path: s.obstacle for s in studied if s.obstacle})
         suitable = [s for s in studied if not s.obstacle]
-        paths = [s.path for s in suitable] if group.paths is None else group.paths
-        decided.groups.append(group._replace(paths=paths, undecided={}))
-        match group.target:
+        paths = [s.path for s in suitable] if targeted.paths is None else targeted.paths
+        decided.targeted.append(targeted._replace(paths=paths, undecided={}))
+        match targeted.target:
             case MinSqnr(decibel):
                 _keep_sqnr(decided, suitable, decibel, arrays)
             case Bits() as target:
-                name = f"the rule {group.pattern!r}: " if group.pattern else ""
+                name = f"the rule {targeted.pattern!r}: " if targeted.pattern else ""
                 _share_budget(decided, target, paths, suitable, arrays, share, name)
     for path in decided.choices.keys() & plan.importance.keys():
         choice = decided.choices[path]
@@ -349,11 +350,11 @@ def _curve(studied: Study, weight: float, size: int, share: float) -> list[Point
 
 def within_budgets(decided: Plan, arrays: Mapping[str, SourceArray], sizes: Mapping[str, int]) -> bool:
     """Return whether the stored sizes keep the budgets of a decided plan; `sizes` has those of encoded arrays."""
-    for group in decided.groups:
-        assert group.paths is not None
-        size = sum(sizes.get(path, arrays[path].encoded_bytes) for path in group.paths)
-        values = sum(arrays[path].meta.size for path in group.paths)
-        if isinstance(group.target, Bits) and 8 * size > group.target.average * values:
+    for target, paths, *_ in decided.targeted:
+        assert paths is not None
+        size = sum(sizes.get(path, arrays[path].encoded_bytes) for path in paths)
+        values = sum(arrays[path].meta.size for path in paths)
+        if isinstance(target, Bits) and 8 * size > target.average * values:
             return False
     return True
 
@@ -371,5 +372,5 @@ async def rules_for(codecs: QuantizeRules | Target, leaves: Mapping[str, npt.NDA
     undecided = plan.undecided
     all_values = [Values.in_memory(path, arrays[path].meta, leaves[path]) for path in undecided]
     studies = await in_threads(lambda v: study(v, undecided[v.path]), all_values)
-    choices = decide(plan, {s.path: s for s in studies}, arrays, _SAMPLED).choices
+    choices = decide(plan, {s.path: s for s in studies}, arrays, _UNCORRECTED_SHARE).choices
     return Rules.from_paths(chosen | {path: choices[path].codecs[0] for path in undecided if path in choices})

@@ -75,8 +75,8 @@ class Bits:
     `error` is the sum to minimize over the arrays: "relative", each array's squared error divided by its sum of
     squares; or "absolute", the squared errors themselves. "relative" suits the weights of a model far better: each
     layer multiplies its inputs by its weights, so that the relative errors of layers add up, whatever their sizes
-    (`examples/minilm.py --defaults` measures both). The few whole bits of packed codes are divided better by
-    relative errors times the square root of the number of values.
+    (`examples/minilm.py --defaults` measures both). Packed codes can only have a few whole widths; for them,
+    relative errors times the square root of the number of values give better models.
     """
 
     average: float
@@ -157,7 +157,7 @@ class Rules:
     {"bits": 3} or {"min_sqnr": 30, "coding": "packed"}, as a JSON file has it, is a target.
 
     An eXmY format is for floats only. In a quantization, one-dimensional arrays get one only from a rule whose
-    pattern names them. A pattern names arrays if its last part has other characters than wildcards:
+    pattern names them. A pattern names arrays if its last part has characters other than wildcards:
     "layers/0/bias", "**/bias" and "**/norm*" do, "**", "layers/**" and "layers/*" do not.
     """
 
@@ -304,7 +304,7 @@ def _check_exmy(pattern: str, codecs: Codecs) -> None:
 
 
 def _has_name(pattern: str) -> bool:
-    """Return whether the last part of a pattern has other characters than wildcards."""
+    """Return whether the last part of a pattern has characters other than wildcards."""
     return bool(pattern.rpartition("/")[2].strip("*?"))
 
 

@@ -39,7 +39,7 @@ from tstore.quantization.plan import (
 from tstore.quantization.policy import Bits, QuantizeRules
 from tstore.quantization.report import QuantizedArray, QuantizeReport, read_report, stored_document
 from tstore.quantization.request import Request, checked_request
-from tstore.quantization.sensitivity import Importance, Sensitivity, given_importance, measured_importance
+from tstore.quantization.sensitivity import Importance, Sensitivity, measured_importance, parsed_importance
 from tstore.quantization.studied_plan import StudiedPlan
 from tstore.quantization.values import MEMORY
 from tstore.quantization.work import BatchWork, ProgressCallback
@@ -55,7 +55,7 @@ _ATTEMPTS = 8
 """The maximum number of attempts; an attempt fails if garbage collection removes its source meanwhile."""
 
 _SHARES = (0.998, 0.9995, 0.998, 0.99)
-"""The parts of a size that its estimate may be: the first from samples, then corrected by stored sizes."""
+"""The share of a budget that estimated sizes may fill: estimates from samples, then corrected by stored sizes."""
 
 
 async def quantize(
@@ -82,7 +82,7 @@ async def quantize(
     The source version is unchanged. The store must exist.
 
     Integers, arrays of fewer than 64 values, and arrays with NaN or infinity get no eXmY format, and the report
-    says why. Nor do one-dimensional arrays, unless the last part of a rule's pattern has other characters than
+    says why. Nor do one-dimensional arrays, unless the last part of a rule's pattern has characters other than
     wildcards ("**/bias" encodes them, "**" and "layers/*" do not). The encoding is that of `exmy.quantize`.
 
     Parameters
@@ -107,13 +107,13 @@ async def quantize(
         `restore(packed=True)` returns. By default "packed" if `axis`, `block` or `scale` is passed, otherwise
         "entropy".
     sensitivity
-        How much the error of arrays matters to `bits`, relative to the size of their values: weights by path, 1
-        for the others. An array of weights, of shape (columns,) or (rows, 1) as it broadcasts, is the importance
-        of each column or row, such as the mean square of a layer's inputs (the imatrix of llama.cpp): it weighs
-        errors in the choice of steps, offsets and scales, also in the format that a rule names; the report has
-        the SQNR of weighted squares beside the unweighted errors. Or a
-        function that takes the arrays by path, as a dict, and returns the loss of the model: it is called once for
-        each array, with noise of 10 % in that array, and the growth of the loss is the array's weight.
+        How much the relative error of each array matters to `bits`: weights by path (1 for the others), or a
+        function. A weight of shape (columns,) or (rows, 1) is the importance of each column or row, such as the
+        mean square of a layer's inputs (the imatrix of llama.cpp): it weighs errors in the choice of steps,
+        offsets and scales, also in a format that a rule names, and the report has the SQNR of weighted squares
+        beside the unweighted errors. A function takes the arrays by path, as a dict, and returns the loss of the
+        model; it is called once for each array, with noise of 10 % in that array, whose weight is the growth of
+        the loss.
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that version meanwhile, the newest one by then is quantized.
@@ -254,16 +254,16 @@ class _Job(NamedTuple):
         """Return the importance of arrays that the caller passed or whose loss is measured."""
         if self.sensitivity is None:
             return {}
-        numbers: Mapping[str, Any] = self.sensitivity if isinstance(self.sensitivity, Mapping) else {}
-        given = given_importance(numbers, {path: array.meta for path, array in arrays.items()})
-        in_budgets = [p for group in plan.groups if isinstance(group.target, Bits) for p in group.undecided]
-        is_useless = not in_budgets if callable(self.sensitivity) else not plan.groups
-        if is_useless and not any(np.ndim(each) for each in numbers.values()):
+        weights: Mapping[str, Any] = self.sensitivity if isinstance(self.sensitivity, Mapping) else {}
+        importance = parsed_importance(weights, {path: array.meta for path, array in arrays.items()})
+        in_budgets = [p for each in plan.targeted if isinstance(each.target, Bits) for p in each.undecided]
+        is_useless = not in_budgets if callable(self.sensitivity) else not plan.targeted
+        if is_useless and not any(np.ndim(each) for each in weights.values()):
             raise InvalidArgument(
                 "sensitivity: losses and numbers for arrays apply to budgets; pass bits=…, or a rule with a budget"
             )
         if isinstance(self.sensitivity, Mapping):
-            return given
+            return importance
         return await measured_importance(self.sensitivity, source, in_budgets)
 
 
@@ -306,13 +306,14 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None
     if encoded is None or encoded.document is None:
         reason = plan.unchanged.get(path, "") if encoded is None else encoded.reason
         return QuantizedArray(path, None, "", reason, values, before, before)
-    meta, loss = ArrayMeta.parse(encoded.document), encoded.difference
+    meta, difference = ArrayMeta.parse(encoded.document), encoded.difference
     codec = meta.chain.exmy_codec
     after = sum(row.length for row in encoded.rows)
-    if codec is None or loss is None:
+    if codec is None or difference is None:
         return QuantizedArray(path, None, "", "", values, before, after)
     exponents, weight = encoded.exponents, plan.importance.get(path, Importance()).weight
-    errors = loss.signal, loss.noise, loss.largest_error, loss.largest_relative, encoded.clipped_count / values
+    errors = difference.signal, difference.noise, difference.largest_error, difference.largest_relative
+    clipped = encoded.clipped_count / values
     histogram = None if exponents is None else (exponents.lowest, exponents.counts.tolist())
     name, coding = codec.format.standard.name, "entropy" if len(meta.chain.documents) > 1 else "packed"
     has_scales = codec.scale in exmy.FLOAT_SCALES
@@ -320,5 +321,5 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None
     granularity = "chunk" if is_by_chunk else codec.granularity
     weighted = None if encoded.weighted is None or not math.isfinite(encoded.sqnr) else encoded.sqnr
     return QuantizedArray(
-        path, name, granularity, "", values, before, after, *errors, histogram, coding, weight, weighted
+        path, name, granularity, "", values, before, after, *errors, clipped, histogram, coding, weight, weighted
     )

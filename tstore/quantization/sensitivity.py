@@ -27,16 +27,16 @@ from tstore.format.arrays.codecs import FLOATS
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 
-__all__ = ["Importance", "Loss", "Sensitivity", "given_importance", "measured_importance"]
+__all__ = ["Importance", "Loss", "Sensitivity", "measured_importance", "parsed_importance"]
 
 Loss = Callable[[dict[str, npt.NDArray[Any]]], float]
 """A function that returns the loss of a model whose arrays, by path, are passed to it; it must not change them."""
 
 Sensitivity = Mapping[str, float | npt.ArrayLike] | Loss
-"""Weights by path: a number for an array, or for each of its rows or columns; or a loss that tells them."""
+"""Weights by path: a number for an array, or for each of its rows or columns; or a loss that measures them."""
 
 _NOISE = 0.1  # the root mean square of the noise in an array, divided by that of its values
-_LEAST = 0.01  # of the median weight; no array has less, since a loss that falls is noise
+_LEAST = 0.01  # the least weight, as a fraction of the median: if a loss falls with noise, that is chance
 
 
 class Importance(NamedTuple):
@@ -46,22 +46,22 @@ class Importance(NamedTuple):
     of_values: npt.NDArray[np.float32] | None = None
 
 
-def given_importance(sensitivity: Mapping[str, Any], arrays: Mapping[str, ArrayMeta]) -> dict[str, Importance]:
+def parsed_importance(sensitivity: Mapping[str, Any], arrays: Mapping[str, ArrayMeta]) -> dict[str, Importance]:
     """Return the importance of arrays that the caller passed; raise `InvalidArgument` if it does not fit them."""
     unknown = [repr(path) for path in sensitivity if path not in arrays]
     if unknown:
         raise InvalidArgument(
             f"sensitivity: this checkpoint has no array at these paths; correct them:{bullet_list(unknown)}"
         )
-    given = {path: _parsed(path, value, arrays[path].shape) for path, value in sensitivity.items()}
-    for path, (weight, of_values) in given.items():
+    importance = {path: _parsed(path, value, arrays[path].shape) for path, value in sensitivity.items()}
+    for path, (weight, of_values) in importance.items():
         has_effect = weight != 1 or of_values is not None  # reports have 1 for such arrays
         if has_effect and (dtype := arrays[path].dtype).name not in FLOATS:
             raise InvalidArgument(
                 f"sensitivity of {path}: arrays of {dtype} are not encoded in eXmY, so a weight has no effect; "
                 "leave this array out"
             )
-    return given
+    return importance
 
 
 def _parsed(path: str, value: Any, shape: tuple[int, ...]) -> Importance:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from tstore.errors import InvalidArgument
-from tstore.quantization.plan import Group, Plan, SourceArray, decide, planned_bytes
+from tstore.quantization.plan import Plan, SourceArray, TargetedArrays, decide, planned_bytes
 from tstore.quantization.policy import Bits, MinSqnr, Target
 from tstore.quantization.sensitivity import Importance
 from tstore.quantization.study import ALL_BITS, Profile, Study, Undecided
@@ -84,23 +84,23 @@ def _is_unexpected(study: Study, decided: Plan) -> bool:
     """Return whether an array gets none of the studied formats, or the first or last of those studied."""
     choice = decided.choices.get(study.path)
     chosen = [e for e in study.estimates if choice is not None and e.codecs in choice.codecs]
-    return not chosen or any(e.is_last for e in chosen)
+    return not chosen or any(e.is_edge for e in chosen)
 
 
 def _with_expected_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
     """Return the plan with the range of bits to study for each array: near those that it is likely to get."""
-    groups: list[Group] = []
+    all_targeted: list[TargetedArrays] = []
     expected = {p: planned_bytes(plan, p, arrays[p]) * 8.0 for p in arrays}  # stored bits
-    for group in plan.groups:
-        bits = _expected_bits(plan, group, arrays, expected)
-        margins = _MARGINS[isinstance(group.target, Bits), group.target.coding]
+    for targeted in plan.targeted:
+        bits = _expected_bits(plan, targeted, arrays, expected)
+        margins = _MARGINS[isinstance(targeted.target, Bits), targeted.target.coding]
         undecided = {}
-        for path, each in group.undecided.items():
+        for path, each in targeted.undecided.items():
             expected[path] = bits[path] * arrays[path].meta.size
             studied = (bits[path] + margins[0], bits[path] + margins[1])
-            undecided[path] = each._replace(bits=studied if _is_relative(group.target) else ALL_BITS)
-        groups.append(group._replace(undecided=undecided))
-    return plan._replace(groups=groups)
+            undecided[path] = each._replace(bits=studied if _is_relative(targeted.target) else ALL_BITS)
+        all_targeted.append(targeted._replace(undecided=undecided))
+    return plan._replace(targeted=all_targeted)
 
 
 def _is_relative(target: Target) -> bool:
@@ -109,19 +109,19 @@ def _is_relative(target: Target) -> bool:
 
 
 def _expected_bits(
-    plan: Plan, group: Group, arrays: Mapping[str, SourceArray], expected: Mapping[str, float]
+    plan: Plan, targeted: TargetedArrays, arrays: Mapping[str, SourceArray], expected: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the expected bits per value of the undecided arrays of a group.
+    """Return the expected bits per value of the undecided arrays with a common target.
 
-    `expected` has the stored bits of the arrays of earlier groups and of those that are decided.
+    `expected` has the stored bits of the arrays of earlier targets and of those that are decided.
     """
-    target = group.target
+    target, undecided = targeted.target, targeted.undecided
     if isinstance(target, MinSqnr):
-        return dict.fromkeys(group.undecided, target.decibel / _DECIBELS_PER_BIT)
-    paths = list(group.undecided) if group.paths is None else group.paths
-    sizes = {p: arrays[p].meta.size for p in group.undecided}
+        return dict.fromkeys(undecided, target.decibel / _DECIBELS_PER_BIT)
+    paths = list(undecided) if targeted.paths is None else targeted.paths
+    sizes = {p: arrays[p].meta.size for p in undecided}
     values = max(1, sum(sizes.values()))
-    others = sum(expected[p] for p in paths if p not in group.undecided)
+    others = sum(expected[p] for p in paths if p not in undecided)
     average = (target.average * sum(arrays[p].meta.size for p in paths) - others) / values
     # the weighted errors become equal, so an array with four times the weight gets one more bit
     weights = {p: max(plan.importance.get(p, Importance()).weight, _MIN_WEIGHT) for p in sizes}
@@ -132,8 +132,8 @@ def _expected_bits(
 
 def _with_all_bits(plan: Plan, paths: Collection[str]) -> Plan:
     """Return the plan with all bits to study for these arrays."""
-    groups = []
-    for group in plan.groups:
-        every = {p: each._replace(bits=ALL_BITS) for p, each in group.undecided.items() if p in paths}
-        groups.append(group._replace(undecided=group.undecided | every))
-    return plan._replace(groups=groups)
+    all_targeted = []
+    for targeted in plan.targeted:
+        every = {p: each._replace(bits=ALL_BITS) for p, each in targeted.undecided.items() if p in paths}
+        all_targeted.append(targeted._replace(undecided=targeted.undecided | every))
+    return plan._replace(targeted=all_targeted)

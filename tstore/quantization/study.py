@@ -35,6 +35,7 @@ __all__ = [
     "Undecided",
     "encoded_meta",
     "fit_tensor",
+    "importance_in",
     "obstacle",
     "profile",
     "stored_bytes",
@@ -68,13 +69,13 @@ class Profile(NamedTuple):
 class Estimate(NamedTuple):
     """Codecs for an array, with the array's expected size in bytes and its expected squared error.
 
-    `is_last` says that codecs of fewer or more bits were not studied, because they were not expected to be chosen.
+    `is_edge` says that codecs of fewer or more bits were not studied, because they were not expected to be chosen.
     """
 
     codecs: Codecs
     size: int
     error: float
-    is_last: bool = False
+    is_edge: bool = False
 
 
 class Study(NamedTuple):
@@ -92,11 +93,11 @@ class Study(NamedTuple):
 
 
 class Undecided(NamedTuple):
-    """How an array will be stored whose format is not chosen yet.
+    """How to store an array whose format is not chosen yet.
 
     `settings`: the granularity and scale of packed codes. `importance`: the weight of each value's squared error,
     as an array that broadcasts to the shape; None if all values weigh the same. `bits`: the range of bits per
-    value to study, which stands for the steps of entropy coding with which normal values would take as many.
+    value to study; for entropy coding, the steps with which normal values would take that many bits.
     """
 
     coding: Coding
@@ -115,7 +116,7 @@ def study(values: Values, undecided: Undecided) -> Study:
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
         sample.add(region, slab)
-        weights_of_slab = _importance_of(undecided.importance, meta, region)
+        weights_of_slab = importance_in(undecided.importance, meta, region)
         if weights is not None and weights_of_slab is not None:
             weights.add(region, weights_of_slab)
         if settings or undecided.coding == "entropy":  # else `fit_tensor` measures the signal
@@ -189,8 +190,8 @@ def _packed_study(
     estimates = []
     for format, error in errors:
         codecs = {**settings, "format": format.name}
-        is_last = format.bits == widths[0] > _WIDTHS[0] or format.bits == widths[-1] < _WIDTHS[-1]
-        estimates.append(Estimate(codecs, stored_bytes(encoded_meta(meta, codecs)), error, is_last))
+        is_edge = format.bits == widths[0] > _WIDTHS[0] or format.bits == widths[-1] < _WIDTHS[-1]
+        estimates.append(Estimate(codecs, stored_bytes(encoded_meta(meta, codecs)), error, is_edge))
     return Study(values.path, "", signal, estimates, Profile(exponents, fits))
 
 
@@ -282,15 +283,15 @@ def _add_pass(values: Values, fits: Sequence[exmy.TensorFit], importance: npt.ND
     """Make one pass over the values for these fits."""
     for region, slab in values.slabs() if fits else ():
         for fit in fits:
-            fit.add(slab, _importance_of(importance, values.meta, region))
+            fit.add(slab, importance_in(importance, values.meta, region))
     for fit in fits:
         fit.end_pass()
 
 
-def _importance_of(
+def importance_in(
     importance: npt.NDArray[np.float32] | None, meta: ArrayMeta, region: Region
 ) -> npt.NDArray[np.float32] | None:
-    """Return the importance of the values of a region."""
+    """Return the importance of the values in a region of an array."""
     return None if importance is None else np.broadcast_to(importance, meta.shape)[region]
 
 

@@ -172,7 +172,7 @@ class ValueCache:
 
 
 class ReusedMemory:
-    """Memory for values or chunks, which the next ones reuse: fresh memory would cost page faults."""
+    """Memory that successive values or chunks reuse, because fresh memory costs page faults."""
 
     def __init__(self) -> None:
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)

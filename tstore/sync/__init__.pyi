@@ -777,7 +777,7 @@ def quantize(
     The source version is unchanged. The store must exist.
 
     Integers, arrays of fewer than 64 values, and arrays with NaN or infinity get no eXmY format, and the report
-    says why. Nor do one-dimensional arrays, unless the last part of a rule's pattern has other characters than
+    says why. Nor do one-dimensional arrays, unless the last part of a rule's pattern has characters other than
     wildcards ("**/bias" encodes them, "**" and "layers/*" do not). The encoding is that of `exmy.quantize`.
 
     Parameters
@@ -802,13 +802,13 @@ def quantize(
         `restore(packed=True)` returns. By default "packed" if `axis`, `block` or `scale` is passed, otherwise
         "entropy".
     sensitivity
-        How much the error of arrays matters to `bits`, relative to the size of their values: weights by path, 1
-        for the others. An array of weights, of shape (columns,) or (rows, 1) as it broadcasts, is the importance
-        of each column or row, such as the mean square of a layer's inputs (the imatrix of llama.cpp): it weighs
-        errors in the choice of steps, offsets and scales, also in the format that a rule names; the report has
-        the SQNR of weighted squares beside the unweighted errors. Or a
-        function that takes the arrays by path, as a dict, and returns the loss of the model: it is called once for
-        each array, with noise of 10 % in that array, and the growth of the loss is the array's weight.
+        How much the relative error of each array matters to `bits`: weights by path (1 for the others), or a
+        function. A weight of shape (columns,) or (rows, 1) is the importance of each column or row, such as the
+        mean square of a layer's inputs (the imatrix of llama.cpp): it weighs errors in the choice of steps,
+        offsets and scales, also in a format that a rule names, and the report has the SQNR of weighted squares
+        beside the unweighted errors. A function takes the arrays by path, as a dict, and returns the loss of the
+        model; it is called once for each array, with noise of 10 % in that array, whose weight is the growth of
+        the loss.
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that version meanwhile, the newest one by then is quantized.
