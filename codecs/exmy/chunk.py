@@ -54,8 +54,9 @@ class ChunkCodec:
 
     def __post_init__(self) -> None:
         for name, value in (("axis", self.axis), ("block", self.block)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
                 raise DtypeError(f"{name} is {value!r}; expected an integer or None")
+            object.__setattr__(self, name, None if value is None else int(value))
         object.__setattr__(self, "scale", check_scale(self.scale, self.axis, self.block))
         if self.block is not None:
             Groups.from_shape((self.block,), None, self.block)  # raises FormatError for an invalid block length

@@ -131,6 +131,6 @@ def clamp_infinities(array: Array, kind: Kind) -> None:
 
 def saturates(nonfinite: str) -> bool:
     """Return whether `nonfinite` asks to saturate NaN and infinity. Raise `FormatError` if it is invalid."""
-    if nonfinite not in {"error", "saturate"}:
+    if nonfinite not in ("error", "saturate"):
         raise FormatError(f"nonfinite is {nonfinite!r}; expected 'error' or 'saturate'")
     return nonfinite == "saturate"

@@ -123,7 +123,7 @@ class Format:
         `nonfinite="saturate"`, only finite values count. `importance` is as for `quantize`. Raise `FormatError` if
         even bias -512 clips.
         """
-        if method not in {"max", "search"}:
+        if method not in ("max", "search"):
             raise FormatError(f"method is {method!r}; expected 'max' or 'search'")
         saturate = saturates(nonfinite)
         elements, kind, shape = as_flat(x)

@@ -29,7 +29,7 @@ def make_dither(rounding: str, seed: int, first: int = 0) -> Dither | None:
 
     Raise `FormatError` for an unknown rounding, or if `seed` or `first` is not an integer of 0 ... 2^64 - 1.
     """
-    if rounding not in {"nearest", "stochastic"}:
+    if rounding not in ("nearest", "stochastic"):
         raise FormatError(f"rounding is {rounding!r}; expected 'nearest' or 'stochastic'")
     dither = Dither(check_uint64("seed", seed), check_uint64("first", first))
     return dither if rounding == "stochastic" else None

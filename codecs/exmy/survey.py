@@ -57,15 +57,16 @@ def survey(
     all-zero array has no noise in any format. Formats that cannot represent the largest values with any bias are
     omitted.
 
-    Raise as `quantize` does, and `FormatError` if no format is left. With rows or blocks, raise `NonFiniteError`
-    only for NaN and infinity in the sample; with `nonfinite="saturate"` they count as zeros.
+    Raise as `quantize` does, and `FormatError` without widths or if no format is left. With rows or blocks, raise
+    `NonFiniteError` only for NaN and infinity in the sample; with `nonfinite="saturate"` they count as zeros.
     """
+    widths = list(widths)
+    if not widths:
+        raise FormatError("a survey has no widths to try; expected integers from 2 to 16")
     sample = Sample.from_array(x, axis, block, nonfinite, importance)
     candidates = [candidate for bits in widths for candidate in measure_candidates(sample, bits, scale)]
     if not candidates:
-        raise FormatError(
-            f"no format of the widths {list(widths)} can represent the largest values; scale the input"
-        )
+        raise FormatError(f"no format of the widths {widths} can represent the largest values; scale the input")
     return tuple(candidates)
 
 

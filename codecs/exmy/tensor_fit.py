@@ -47,9 +47,9 @@ class TensorFit:
         threads: int = 1,
         measures: Literal["bias", "errors", "exponents"] = "errors",
     ) -> None:
-        if scale not in {"search", "max", "none"}:
+        if scale not in ("search", "max", "none"):
             raise FormatError(f"scale is {scale!r}; expected 'search', 'max' or 'none'")
-        if measures not in {"bias", "errors", "exponents"}:
+        if measures not in ("bias", "errors", "exponents"):
             raise FormatError(f"measures is {measures!r}; expected 'bias', 'errors' or 'exponents'")
         self._measures = measures
         self._f, self._count, self._scale = as_format(f), check_count(count), scale

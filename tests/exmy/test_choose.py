@@ -212,6 +212,11 @@ def test_invalid_arguments_are_refused(kwargs, match):
         exmy.choose(data((64, 64)), **kwargs)
 
 
+def test_a_survey_without_widths_is_refused():
+    with pytest.raises(exmy.FormatError, match="no widths to try"):
+        exmy.survey(data((64, 64)), [])
+
+
 def test_bfloat16_without_a_copy_of_the_type():
     x = data((8, 32)).astype(ml_dtypes.bfloat16)
     assert exmy.exponents(x).count == 256

@@ -1,5 +1,6 @@
 """Encoding of chunks: equality with `exmy.quantize`, layout, slices, invalid bytes and configurations."""
 
+import json
 import math
 
 import exmy
@@ -117,6 +118,11 @@ def test_configurations_are_canonical(name, scale, axis, block):
     defaults = {"scale": "search", "axis": None, "block": None}
     assert codec.configuration == {k: v for k, v in given_.items() if k not in defaults or v != defaults[k]}
     assert exmy.ChunkCodec.from_configuration(codec.configuration) == codec
+
+
+def test_integers_of_numpy_are_integers():
+    codec = exmy.ChunkCodec.from_configuration({"format": "e4m3", "axis": np.int64(-1), "block": np.uint8(32)})
+    assert json.dumps(codec.configuration) == '{"format": "e4m3", "axis": -1, "block": 32}'
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,8 @@ def test_any_memory_order(level):
         ({"scale": "none", "axis": 1}, exmy.FormatError, "no offsets to share"),
         ({"threads": 0}, exmy.SizeError, "at least 1"),
         ({"nonfinite": "ignore"}, exmy.FormatError, "expected 'error'"),
+        ({"nonfinite": []}, exmy.FormatError, "expected 'error'"),
+        ({"rounding": []}, exmy.FormatError, "expected 'nearest'"),
     ],
 )
 def test_wrong_arguments(arguments, error, message):

@@ -147,6 +147,12 @@ def test_nonfinite(dtype, count):
 def test_wrong_use():
     with pytest.raises(exmy.FormatError, match="expected 'search', 'max' or 'none'"):
         exmy.TensorFit("e3m2", 5, "float")
+    with pytest.raises(exmy.FormatError, match="expected 'search', 'max' or 'none'"):
+        exmy.TensorFit("e3m2", 5, [])
+    with pytest.raises(exmy.FormatError, match="expected 'bias', 'errors' or 'exponents'"):
+        exmy.TensorFit("e3m2", 5, measures=[])
+    with pytest.raises(exmy.FormatError, match="expected 'max' or 'search'"):
+        exmy.Format("e3m2").fit(np.ones(3), [])
     with pytest.raises(exmy.SizeError, match="count is -1"):
         exmy.TensorFit("e3m2", -1)
     fit = exmy.TensorFit("e3m2", 5)

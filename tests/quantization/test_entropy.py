@@ -301,6 +301,7 @@ async def test_values_whose_squares_underflow_stay_unchanged(tmp_path: Path, opt
 
 async def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     await tstore.save(tmp_path, {"w": laplace(64, 96)}, 0)
-    for i, options in enumerate(({"bits": np.int64(5)}, {"bits": np.float32(5)}, {"min_sqnr": np.float32(20)})):
+    numbers: list[Any] = [{"bits": np.int64(5)}, {"bits": np.float32(5)}, {"min_sqnr": np.float32(20)}]
+    for i, options in enumerate([*numbers, {"block": np.int64(32)}]):
         report = await tstore.quantize(tmp_path, at="step/0", tag=f"q{i}", **options)  # type: ignore[arg-type]
         assert [row.path for row in report.encoded] == ["w"]
