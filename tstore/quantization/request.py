@@ -35,7 +35,7 @@ class Request(NamedTuple):
     `defaults` are the default granularity and scale of packed eXmY codecs. With `auto_block`, a packed array whose
     format is chosen from its values has an exponent offset per block of 128, 64 or 32 values: the first of these
     sizes that divides its last axis and chunks. If none does, the array has one offset. `is_default` says that the
-    caller has asked for nothing, so that the target counts the bits of encoded arrays only.
+    caller has asked for nothing, so that the target counts only the arrays that can be encoded.
     """
 
     rules: Rules | None = None
