@@ -19,6 +19,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, SnapshotExpired, Unavailable
+from tstore.quantization.report import plot_report
 from tstore.transactions.transaction import staging_of
 
 RNG = np.random.default_rng(7)
@@ -943,6 +944,16 @@ async def test_a_long_request_is_cut(tmp_path: Path) -> None:
     assert commit.message.startswith("quantized from version 1: w000: e4m3, w001: e4m3")
     assert commit.message.endswith("…")
     assert len(commit.message) < 400
+
+
+async def test_a_plot_has_paths_and_tags_with_dollars_as_they_are(tmp_path: Path) -> None:
+    """Matplotlib would parse what is between two of them as mathematics."""
+    await tstore.save(tmp_path / "store", {r"w$\w$": values(64, 64)}, 0)
+    report = await tstore.quantize(tmp_path / "store", "e4m3", tag=r"q$\q$")
+    plot_report(report, tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert r"<!-- q$\q$: 8.0" in drawn
+    assert r"w$\w$" in drawn
 
 
 async def test_a_default_tag_names_a_few_formats(tmp_path: Path) -> None:

@@ -296,7 +296,8 @@ def _draw_errors(axes: Any, report: QuantizeReport) -> None:
     exact = len(report.arrays) - len(report.encoded)
     axes.set_title(
         f"{report.tag}: {report.bits_per_value:.2f} bits per value, {report.sqnr:.1f} dB, "
-        f"{len(report.encoded)} arrays encoded, {exact} exact"
+        f"{len(report.encoded)} arrays encoded, {exact} exact",
+        parse_math=False,
     )
     axes.set_xlabel("bits per value, metadata included")
     axes.set_ylabel("SQNR, dB")
@@ -313,7 +314,7 @@ def _draw_exponents(axes: Any, array: QuantizedArray) -> None:
     lowest, counts = array.exponents
     share = [100 * n / max(1, array.values) for n in counts]
     axes.bar(range(lowest, lowest + len(counts)), share, width=1.0)
-    axes.set_title(f"{array.path}\n{array.format}, {array.sqnr:.1f} dB", fontsize="small")
+    axes.set_title(f"{array.path}\n{array.format}, {array.sqnr:.1f} dB", fontsize="small", parse_math=False)
     axes.set_xlabel("floor(log2 |x|)", fontsize="small")
     axes.set_ylabel("% of values", fontsize="small")
     axes.tick_params(labelsize="small")
