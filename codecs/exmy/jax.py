@@ -214,7 +214,7 @@ _OPERATIONS: Any = _Operations()
 @partial(
     jax.tree_util.register_dataclass, data_fields=["packed", "offsets"], meta_fields=["format", "groups", "dtype"]
 )
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
     """The packed codes of an array on a device, and the exponent offset of each group: a pytree of two arrays."""
 

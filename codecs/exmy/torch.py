@@ -213,7 +213,7 @@ class _Operations:
 _OPERATIONS: Any = _Operations()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
     """The packed codes of a tensor on its device, and the exponent offset of each group."""
 

@@ -172,6 +172,15 @@ def test_gathered_codes_are_not_those_of_one_array():
     assert np.array_equal(each, np.stack([q.dequantize() for q in parts]))
 
 
+def test_quantized_arrays_are_compared_by_identity():
+    """As those of NumPy are: comparing their arrays has no single result."""
+    x = np.linspace(-3, 3, 64, dtype="f4")
+    for make in (lambda: on_jax.quantize(x, "e2m1"), lambda: on_torch.quantize(tensor(x), "e2m1")):
+        a, b = make(), make()
+        assert [b, a].index(a) == 1
+        assert len({a, b}) == 2
+
+
 def test_torch_packs_tensors_only():
     with pytest.raises(exmy.DtypeError, match="codes are ndarray; expected a tensor"):
         on_torch.pack(np.zeros(8, np.uint8), 4)

@@ -130,8 +130,8 @@ async def quantize(
         store by its URL.
     memory
         The bytes of values (by default 256 MB) that this process or each worker may keep in memory, so that they
-        are not read again; the result does not depend on it. Large arrays of a local store are read again instead.
-        Slabs and buffers take up to 200 MiB more on 4 cores, and 400 MiB on 16 or more.
+        are not read again; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4 cores,
+        and 400 MiB on 16 or more.
     progress
         Called with the number of bytes of values processed so far, and with the total.
 

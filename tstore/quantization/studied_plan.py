@@ -18,7 +18,7 @@ from tstore.quantization.study import ALL_BITS, Profile, Study, Undecided
 __all__ = ["StudiedPlan"]
 
 _DECIBELS_PER_BIT = 20 * math.log10(2)
-_MIN_WEIGHT = 1e-9  # that counts
+_MIN_WEIGHT = 1e-9  # smaller weights count as this
 _MARGINS = {
     (True, "entropy"): (-0.8, 1.2),
     (True, "packed"): (-2.5, 2.5),
