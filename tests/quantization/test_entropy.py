@@ -148,6 +148,23 @@ async def test_the_default_counts_arrays_that_are_smaller_unchanged(tmp_path: Pa
     assert 7.5 < report.bits_per_value <= 8.1
 
 
+@pytest.mark.parametrize(("deviation", "bits"), [(2, 1.6), (2, 2.28), (2, 2.44), (3, 1.36), (3, 2.8)])
+async def test_a_budget_of_integers_is_kept(tmp_path: Path, deviation: int, bits: float) -> None:
+    """Their sizes are a staircase: a slightly coarser step gives the same codes, and it takes several tries."""
+    x = np.round(np.random.default_rng(deviation - 1).standard_normal((512, 400)) * deviation).astype("f4")
+    await tstore.save(tmp_path, {"w": x}, 0)
+    report = await tstore.quantize(tmp_path, bits=bits)
+    assert (0.8 * bits if bits > 2 else 0.3) < report.bits_per_value <= bits  # the last stair but one takes 0.4
+
+
+async def test_a_budget_that_sizes_exceed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.quantization.quantize._SHARES", (1.01,))
+    await tstore.save(tmp_path, {"w": laplace(200, 256), "v": laplace(200, 256)}, 0)
+    message = r"^the rule 'w': bits=4 can't be met, 4\.0\d+ bits per value were stored, since sizes"
+    with pytest.raises(InvalidArgument, match=message):
+        await tstore.quantize(tmp_path, {"w": {"bits": 4}})
+
+
 async def test_each_rule_has_its_own_target(tmp_path: Path) -> None:
     tree = {"a": {"w": laplace(100, 256), "b": laplace(256)}, "c": laplace(200, 256), "d": laplace(150, 256)}
     await tstore.save(tmp_path, tree, 0)

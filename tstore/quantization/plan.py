@@ -27,11 +27,11 @@ __all__ = [
     "TargetedArrays",
     "check_measurable",
     "decide",
+    "excess",
     "plan_by_rules",
     "planned_bytes",
     "rules_for",
     "with_importance",
-    "within_budgets",
 ]
 
 _MARGIN = 0.05
@@ -64,6 +64,11 @@ class TargetedArrays(NamedTuple):
     paths: list[str] | None
     undecided: dict[str, Undecided]
     pattern: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of messages about the target."""
+        return f"the rule {self.pattern!r}: " if self.pattern else ""
 
 
 class Plan(NamedTuple):
@@ -259,8 +264,7 @@ def decide(
             case MinSqnr(decibel):
                 _keep_sqnr(decided, suitable, decibel, arrays)
             case Bits() as target:
-                name = f"the rule {targeted.pattern!r}: " if targeted.pattern else ""
-                _share_budget(decided, target, paths, suitable, arrays, share, name)
+                _share_budget(decided, target, paths, suitable, arrays, share, targeted.prefix)
     for path in decided.choices.keys() & plan.importance.keys():
         choice = decided.choices[path]
         decided.choices[path] = choice._replace(importance=plan.importance[path].of_values)
@@ -292,11 +296,11 @@ def _share_budget(
     studies: Sequence[Study],
     arrays: Mapping[str, SourceArray],
     share: float,
-    name: str,
+    prefix: str,
 ) -> None:
     """Choose the codecs that minimize the total error of the studied arrays within a budget for all of `paths`.
 
-    `name` of the budget begins the message of an error.
+    The message of an error begins with `prefix`.
     """
     values = sum(arrays[path].meta.size for path in paths)
     decided = [path for path in paths if path in plan.unchanged or path in plan.choices]
@@ -316,7 +320,7 @@ def _share_budget(
         total_bytes = least_bytes + fixed_bytes
         possible = math.ceil(8000 * total_bytes / max(1, values)) / 1000  # rounded up, so that it can be met
         message = (
-            f"{name}bits={target.average:g} can't be met: the least possible is {possible:.3f} bits per value"
+            f"{prefix}bits={target.average:g} can't be met: the least possible is {possible:.3f} bits per value"
         )
         if not fixed_bytes:
             raise InvalidArgument(f"{message}; allow more bits")
@@ -348,15 +352,20 @@ def _curve(studied: Study, weight: float, size: int, share: float) -> list[Point
     return curve
 
 
-def within_budgets(decided: Plan, arrays: Mapping[str, SourceArray], sizes: Mapping[str, int]) -> bool:
-    """Return whether the stored sizes keep the budgets of a decided plan; `sizes` has those of encoded arrays."""
-    for target, paths, *_ in decided.targeted:
+def excess(decided: Plan, arrays: Mapping[str, SourceArray], sizes: Mapping[str, int]) -> str:
+    """Return which budget of a decided plan the stored sizes exceed, and by how much; empty if they keep all.
+
+    `sizes` has the stored sizes of the encoded arrays.
+    """
+    for targeted in decided.targeted:
+        target, paths = targeted.target, targeted.paths
         assert paths is not None
         size = sum(sizes.get(path, arrays[path].encoded_bytes) for path in paths)
         values = sum(arrays[path].meta.size for path in paths)
         if isinstance(target, Bits) and 8 * size > target.average * values:
-            return False
-    return True
+            name = f"{targeted.prefix}bits={target.average:g}"
+            return f"{name} can't be met, {8 * size / max(1, values):.3f} bits per value were stored"
+    return ""
 
 
 async def rules_for(codecs: QuantizeRules | Target, leaves: Mapping[str, npt.NDArray[Any]]) -> Rules:

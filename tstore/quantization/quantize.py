@@ -32,9 +32,9 @@ from tstore.quantization.plan import (
     Plan,
     SourceArray,
     check_measurable,
+    excess,
     plan_by_rules,
     with_importance,
-    within_budgets,
 )
 from tstore.quantization.policy import Bits, QuantizeRules
 from tstore.quantization.report import QuantizedArray, QuantizeReport, read_report, stored_document
@@ -54,8 +54,12 @@ __all__ = ["quantize", "quantize_report"]
 _ATTEMPTS = 8
 """The maximum number of attempts; an attempt fails if garbage collection removes its source meanwhile."""
 
-_SHARES = (0.998, 0.9995, 0.998, 0.99)
-"""The share of a budget that estimated sizes may fill: estimates from samples, then corrected by stored sizes."""
+_SHARES = (0.998, 0.9995, 0.998, 0.99, 0.97, 0.93, 0.85)
+"""The shares of a budget that estimated sizes may fill, by attempt.
+
+The first estimates are from samples, the others are corrected by stored sizes. The last attempts are for arrays
+whose sizes jump: those of integers, for example, may be the same over a third of an octave of steps.
+"""
 
 
 async def quantize(
@@ -238,15 +242,14 @@ class _Job(NamedTuple):
             for each in await work.encode(changed, studied.profiles):
                 encoded[each.path] = _if_smaller(each, plan.choices[each.path].min_sqnr, arrays[each.path])
             sizes = {p: sum(row.length for row in e.rows) for p, e in encoded.items() if e.document is not None}
-            if within_budgets(plan, arrays, sizes):
-                break
+            exceeded = excess(plan, arrays, sizes)
+            if not exceeded:
+                return plan, encoded
             studied.correct(plan, sizes)
-        else:
-            raise InvalidArgument(
-                "the sizes of entropy-coded arrays differ too much from their estimates to keep the budget of "
-                "bits; allow more bits, or pass coding='packed'"
-            )
-        return plan, encoded
+        raise InvalidArgument(
+            f"{exceeded}, since sizes of entropy-coded arrays differ too much from their estimates; allow more "
+            "bits, or use coding='packed'"
+        )
 
     async def _importance(
         self, source: Snapshot, arrays: Mapping[str, SourceArray], plan: Plan
