@@ -392,6 +392,47 @@ def test_a_reference_that_contradicts_itself_is_refused(change: Callable[[Object
         encode(Record("a", 1, 1.5, manifests=(change(reference),)))
 
 
+def test_a_page_with_the_same_paths_and_other_contents_is_corrupt() -> None:
+    """As of a manifest that another transaction wrote; its own checksum is right."""
+    other = manifest_of(PATHS)
+    other = Manifest.from_nodes([(p, d.data, True, (table_of(7),)) for p, d, *_ in other.nodes()])
+    mine = Manifest.from_nodes([(p, d.data, True, (table_of(5),)) for p, d, *_ in other.nodes()])
+    (reference, data), (_, forged) = stored(KEY, mine), stored(KEY, other)
+    assert len(forged) == len(data)
+    for place in reference.places():
+        part = slice(place.offset, place.offset + place.page.length)
+        assert decode_page(data[part], KEY, place).paths == decode(forged[part], Manifest).paths
+        with pytest.raises(Corrupt, match="their checksum is another"):
+            decode_page(forged[part], KEY, place)
+
+
+def test_a_very_long_manifest_has_longer_pages_rather_than_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAGE_BYTES", 1)
+    paths = [f"a{n:04}" for n in range(6000)]
+    reference, data = stored(KEY, Manifest.from_nodes([(path, GROUP, True, ()) for path in paths]))
+    assert 100 < len(reference.pages) <= MAX_PAGES
+    assert [path for page in manifests_in(reference, data) for path in page.paths] == paths
+
+
+def test_a_long_list_reads_some_pages_at_once_and_not_all() -> None:
+    memory = Memory()
+    nodes = memory.write(manifest_of([f"a{n:03}" for n in range(600)]))
+    requests: list[int] = []  # pages in each
+    load = memory.load
+
+    def counted(reference: ObjectRef, start: int, stop: int) -> list[ManifestNodes]:
+        requests.append(stop - start)
+        return load(reference, start, stop)
+
+    memory.load = counted  # type: ignore[method-assign]
+    for visit in (lambda: len(list(nodes)), lambda: nodes.load() or 600):
+        requests.clear()
+        assert visit() == 600
+        assert len(set(memory.read)) > 200
+        assert len(requests) < 10
+        assert max(requests) <= 100
+
+
 async def test_pages_are_cached_and_read_together() -> None:
     storage = MemoryStorage(uuid.uuid4().hex)
     reference, data = stored(KEY, manifest_of(PATHS))

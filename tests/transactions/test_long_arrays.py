@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,22 @@ async def test_an_element_costs_one_segment(url: str, loaded: list[segments.Segm
     values[: 2 * CHUNK] = -1
     assert np.array_equal(await values_of(store), values)
     assert len(set(loaded)) == len(loaded) == 7
+
+
+async def test_the_memory_of_a_write_does_not_grow_with_the_number_of_chunks(tmp_path: Path) -> None:
+    """Segments of 1,024 rows are written as soon as there are enough references for some."""
+    peaks = []
+    with override_constants(SEGMENT_ROWS=1 << 10):
+        for count in (50_000, 200_000):
+            store, values = await tstore.open(tmp_path / str(count)), np.arange(count)
+            async with store.transaction(durability="none") as tx:
+                array = await tx.create_array("w", values.shape, values.dtype, (1,))
+                tracemalloc.start()
+                await array.write(values)
+                peaks.append(tracemalloc.get_traced_memory()[1])
+                tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+    assert peaks[1] < 4 << 20  # 20 bytes a chunk
 
 
 @pytest.mark.usefixtures("short", "frequent_roots")

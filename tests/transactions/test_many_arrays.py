@@ -22,6 +22,8 @@ from tstore.format.objects.encoding import encode
 from tstore.format.objects.object_ref import ObjectRef, Page
 from tstore.format.objects.records import Root
 from tstore.format.tree import nodes
+from tstore.format.tree.node import Node
+from tstore.format.tree.stored_nodes import ManifestNodes
 from tstore.log import ranges
 from tstore.log.pages import PageReader
 from tstore.maintenance.contents import contents
@@ -96,6 +98,26 @@ async def test_a_group_is_listed_from_its_pages(url: str, loaded: list[Page]) ->
     assert 0 < len(set(loaded)) <= 4
     assert not {"", "g0/a0"} & {page.first for page in loaded}
     assert len(contents(snapshot)) == 20
+
+
+async def test_the_nodes_of_a_whole_tree_are_made_together(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look through the columns of a manifest, not a search for each array."""
+    await tstore.save(url, tree_of(0), 0)
+    store = await tstore.open(url)
+    made: list[str] = []
+    get = ManifestNodes.get
+
+    def counted(self: ManifestNodes, path: str) -> Node | None:
+        made.append(path)
+        return get(self, path)
+
+    monkeypatch.setattr(ManifestNodes, "get", counted)
+    restored = await tstore.restore(store)
+    assert restored["g4"]["a3"].tolist() == [43] * 4
+    assert [array.path for array in contents(await store.snapshot())] == sorted(
+        f"g{g}/a{a}" for g in range(5) for a in range(4)
+    )
+    assert not {path for path in made if "/" in path}
 
 
 @pytest.mark.usefixtures("short")

@@ -110,6 +110,44 @@ async def check(store: tstore.Store, url: str, expected: dict[int, int]) -> None
     assert (await store.verify()).ok
 
 
+async def create_long(url: str) -> tstore.Store:
+    """Create a store with an array `w` of 20,000 chunks, of one value each, none of which is written."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await tx.create_array("w", (20_000,), "u1", (1,), sparse=True)
+    return store
+
+
+async def test_more_than_2048_rows_are_merged_and_fewer_than_1024_are_not(url: str) -> None:
+    """With the usual bounds; in between, it is left to chance."""
+    store = await create_long(url)
+    await write(store, 0, 1, stop=6000)  # so many references are in a segment
+    expected = dict.fromkeys(range(6000), 1)
+    for value, start, stop in ((2, 0, 1000), (3, 7000, 7001), (4, 2000, 3100)):
+        await write(store, start, value, stop=stop)
+        expected |= dict.fromkeys(range(start, stop), value)
+    assert await merges_of(store) == []
+    assert await layers_of(store) == (1, 1000 + 1 + 1100)
+    assert await merges_of(store) != [await write(store, 7001, 5)] == await merges_of(store)
+    assert await layers_of(store) == (2, 1)
+    await check(store, url, expected | {7001: 5})
+
+
+async def test_more_than_eight_layers_of_segments_are_merged(url: str) -> None:
+    """With the usual bounds: each commit overlaps with the one before it."""
+    store, expected = await create_long(url), dict[int, int]()
+    for value in range(1, 10):
+        start, stop = 1000 * value, 1000 * value + 5000
+        await write(store, start, value, stop=stop)
+        expected |= dict.fromkeys(range(start, stop), value)
+    assert await merges_of(store) == []
+    assert await layers_of(store) == (9, 0)
+    version = await write(store, 0, 10)
+    assert await merges_of(store) == [version]
+    assert await layers_of(store) == (1, 1)
+    await check(store, url, expected | {0: 10})
+
+
 @pytest.fixture
 def rows_only(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all commits merge more than four rows, and no layers."""
