@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
+import math
 import os
 import re
 import shlex
@@ -9,11 +12,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
+import tstore
 import tstore.sync as blocking
 from tests.support.documents import ROOT
+from tstore.server import Server
+from tstore.storage.http.store import HttpStorage
+from tstore.storage.objects import Buffers
 
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
 JOBS = ("pytorch_fsdp", "jax_resume")
@@ -37,6 +47,62 @@ def test_a_volume_is_sliced_over_http_for_a_part_of_its_bytes(tmp_path: Path) ->
     assert len(parts) == 3
     assert all(0 < part < everything for part in parts)
     assert (tmp_path / "slice.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def volume() -> ModuleType:
+    """The example as a module; its processes are threads here."""
+    spec = importlib.util.spec_from_file_location("volume", EXAMPLES["volume"])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_the_volume_prints_the_bytes_that_are_transferred(
+    volume: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocking.open(tmp_path / "store")
+    writes = [asyncio.to_thread(volume.write, str(tmp_path / "store"), h, int(SIDE)) for h in range(volume.HOSTS)]
+    await asyncio.gather(*writes)
+    transferred, read = [], volume.read
+
+    async def measured(what: str, view: tstore.Array) -> Any:
+        sizes.clear()
+        values = await read(what, view)
+        transferred.append(f"{sum(sizes) / 1e6:.2f}")
+        return values
+
+    sizes: list[int] = []
+    inner = HttpStorage.read
+
+    async def counted(self: HttpStorage, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        sizes.append(size)
+        await inner(self, key, offset, buffers, size)
+
+    monkeypatch.setattr(HttpStorage, "read", counted)
+    monkeypatch.setattr(volume, "read", measured)
+    monkeypatch.chdir(tmp_path)
+    async with Server(tmp_path / "store") as server:
+        await volume.look(server.url)
+    assert re.findall(r": ([\d.]+) MB \(", capsys.readouterr().out) == transferred
+    assert len(set(transferred)) == 3
+
+
+def test_the_oblique_slab_of_the_volume_is_tilted_by_30_degrees(volume: ModuleType) -> None:
+    side = 144
+    z, y, x = volume.oblique(side)
+    assert z.shape == y.shape == x.shape == (2, side // 2, side // 2)
+    assert all(0 <= axis.min() <= axis.max() < side for axis in (z, y, x))
+    assert (np.diff(x, axis=2) == 1).all()
+    assert not np.diff(z, axis=2).any()
+    assert not np.diff(y, axis=2).any()
+    rise, run_ = (axis[0, -1, 0] - axis[0, 0, 0] for axis in (z, y))
+    assert math.degrees(math.atan2(rise, run_)) == pytest.approx(30, abs=1)
+    assert math.hypot(rise, run_) == pytest.approx(side // 2 - 1, abs=1)
+    between = [(axis[1] - axis[0]).mean() for axis in (z, y)]  # the second layer is one voxel above the first
+    assert between == pytest.approx([math.cos(math.pi / 6), -math.sin(math.pi / 6)], abs=0.15)
 
 
 def test_an_fsdp_job_that_is_killed_resumes_in_other_processes(tmp_path: Path) -> None:

@@ -14,13 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import tstore as async_tstore
 import tstore.sync as tstore
 from tests.support.fileservers import aiohttp_files
 from tests.support.http_server import READ, everybody
 from tstore.convert.references import export_references, reader_options
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound
+from tstore.format.layout import commit_key
+from tstore.format.objects.encoding import decode, encode
+from tstore.format.objects.records import Record
+from tstore.format.objects.references import Manifest
 from tstore.server import Server
 from tstore.snapshot import Snapshot
 
@@ -270,6 +275,22 @@ def test_what_is_refused_leaves_nothing(store: Path, tmp_path: Path, monkeypatch
         write(store, tmp_path / "refs.json")
     assert (tmp_path / "refs.json").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["dense", "refs.json", "with space"]
+
+
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
+def test_a_chunk_in_a_record_is_verified_before_it_is_copied(store: Path, tmp_path: Path, name: str) -> None:
+    """The record is intact, but what it has of a chunk is not what its checksum says."""
+    if not name.endswith(".json"):
+        pytest.importorskip("fastparquet")
+    path = store / commit_key(2)
+    record = decode(path.read_bytes(), Record)
+    [manifest] = record.manifests
+    assert isinstance(manifest, Manifest)
+    damaged = tuple(bytes([data[0] ^ 1]) + data[1:] for data in manifest.inline)
+    path.write_bytes(encode(replace(record, manifests=(replace(manifest, inline=damaged),))))
+    with pytest.raises(Corrupt, match="chunk number 0: checksum mismatch"):
+        write(store, tmp_path / name)
+    assert not (tmp_path / name).exists()
 
 
 def test_many_chunks_in_several_files(

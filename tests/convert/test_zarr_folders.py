@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 import tstore.sync as tstore
 from tests.support.lazy import lazy
+from tstore.convert import zarr_import
 from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
+from tstore.transactions.encoded import EncodedStaging
 
 ts = lazy("tensorstore")
 zarr = lazy("zarr")
@@ -289,6 +291,26 @@ def test_a_sparse_array_of_many_chunks_is_imported_from_its_listing(
     for row, column in places:
         assert array[row, column].read().tolist() == list(range(6))
     assert array[0, 1].read().tolist() == [7] * 6
+
+
+@pytest.mark.parametrize(("constant", "bound"), [("_ROUND_BYTES", 16 * 4000), ("_ROUND_CHUNKS", 16)])
+def test_few_chunks_are_in_memory_during_an_import(
+    tmp_path: Path, constant: str, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = values_of("int64", (100, 400))
+    tensorstore_write(tmp_path / "a.zarr", values, [LITTLE], [1, 400])  # of 3,200 bytes each
+    written, write = list[int](), EncodedStaging.write
+
+    async def counted(self: EncodedStaging, chunks: Any) -> Any:
+        written.append(len(chunks))
+        return await write(self, chunks)
+
+    monkeypatch.setattr(EncodedStaging, "write", counted)
+    monkeypatch.setattr(zarr_import, constant, bound)
+    snapshot = imported(tmp_path / "a.zarr", tmp_path / "store")
+    assert equal(values, snapshot.array("a").read())
+    assert sum(written) == 100
+    assert 4 <= max(written) <= 20
 
 
 def test_a_damaged_chunk_fails_the_import_and_is_named(tmp_path: Path) -> None:

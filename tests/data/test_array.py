@@ -501,6 +501,12 @@ async def test_silent_data_loss_is_refused() -> None:
             await array.write(masked)
         with pytest.raises(TypeError, match="iterable"):
             list(array)  # type: ignore[call-overload]
+        for name in ("float4_e2m1fn", "float6_e3m2fn", "float6_e2m3fn"):
+            small = await tx.create_array(name, (4,), name)
+            for number in (np.nan, np.inf):
+                with pytest.raises(tstore.errors.InvalidArgument, match=f"NaN or infinity, which .* {name} lacks"):
+                    await small.write(np.array([1, 2, number, 1], "f4"))
+            await small.write(np.array([1, 2, 3, 1], "f4"))
         with pytest.raises(tstore.errors.InvalidArgument, match="nan"):
             await tx.create_array("b", (3,), "float32", (2,), codecs="e4m3", fill_value=np.nan)
     with pytest.raises(tstore.errors.InvalidArgument, match="m: a masked"):

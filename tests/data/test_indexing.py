@@ -134,6 +134,8 @@ async def test_views_are_lazy_and_compose() -> None:
     assert np.array_equal(
         await array.isel(layer=[1, 1, 39], row=slice(None, None, -2)).read(), values[[1, 1, 39], ::-2]
     )
+    both = await array.isel(row=[5, 0, 0], layer=[True, False] * 20).read()  # each along its own axis
+    assert np.array_equal(both, values[::2][:, [5, 0, 0]])
     assert array.transpose(2, 0, 1).dimension_names == (None, "layer", "row")
     assert array[None, [2, 3]].dimension_names == (None, "layer", "row", None)
     assert array.vindex[[1, 2], [3, 4]].dimension_names == (None, None)
@@ -147,6 +149,10 @@ async def test_views_are_lazy_and_compose() -> None:
             array.isel(**names)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match=r"no axis has the name 'column'; the names are: 'layer', 'row'"):
         array.isel(column=3)
+    _, array = await stored(values, (7, 4, 5), dimension_names=("row", "layer", "row"))
+    with pytest.raises(InvalidArgument, match="several axes have the name 'row'"):
+        array.isel(row=3)
+    assert np.array_equal(await array[:, :, 2].isel(row=3).read(), values[3, :, 2])
 
 
 async def test_the_chunks_of_a_view() -> None:
