@@ -131,6 +131,23 @@ async def test_many_views_are_read_together(tmp_path: Path, requests: list[Range
         await snapshot.read_many([arrays[0], await (await store.snapshot()).array("a01")])
 
 
+async def test_short_gaps_are_read_with_their_neighbours_and_long_ones_are_not(
+    tmp_path: Path, requests: list[Range]
+) -> None:
+    store = await tstore.open(tmp_path)
+    gap, values = store.log.storage.tuning.gap, np.arange(1 << 20)
+    async with store.transaction() as tx:
+        await (await tx.create_array("short", (8, gap // 16), "i8", (1, gap // 16))).write(1)
+        await (await tx.create_array("long", (8, gap // 4), "i8", (1, gap // 4))).write(values[: gap // 4])
+    snapshot = await store.snapshot()
+    for path, count in (("short", 1), ("long", 4)):
+        array = await snapshot.array(path)
+        requests.clear()
+        await array[[0, 2, 4, 6]].read()
+        assert len(requests) == len((await array[[0, 2, 4, 6]].explain()).requests) == count
+        assert sum(size for *_, size in requests) == array.nbytes // 8 * (7 if count == 1 else 4)
+
+
 def test_blocking_snapshots_read_many_blocking_views(tmp_path: Path) -> None:
     with tstore.sync.open(tmp_path) as store, store.transaction() as tx:
         tx.create_array("a", (20,), "i8").write(np.arange(20))

@@ -25,6 +25,7 @@ from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, Mis
 from tstore.format.objects import pages
 from tstore.log.pages import PageReader
 from tstore.transactions import staging
+from tstore.transactions.encoded import EncodedStaging
 from tstore.zarr import ZarrStore
 from tstore.zarr.keys import ChunkKeys
 
@@ -510,6 +511,8 @@ async def test_metadata_in_pages_is_listed_with_few_requests(
     read = PageReader._read
 
     def counted(self: PageReader, key: str, places: list[Any]) -> Any:
+        with pytest.raises(RuntimeError):  # in a thread without a loop, since reading blocks
+            asyncio.get_running_loop()
         requests.append(len(places))
         return read(self, key, places)
 
@@ -562,7 +565,27 @@ async def test_a_part_of_a_chunk_is_read_without_the_rest_in_a_transaction(
         assert 0 < sum(read) <= 1 << 20
 
 
+async def test_a_resize_while_a_chunk_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of the chunk is that of the former grid."""
+    store = await tstore.open(tmp_path)
+    write = EncodedStaging.write
+    async with store.transaction() as tx:
+        array = await tx.create_array("a", (4, 4), "u1", (2, 2), sparse=True)
+        await array.write(1)
+
+        async def write_and_resize(self: EncodedStaging, chunks: Any) -> Any:
+            written = await write(self, chunks)
+            await array.resize((4, 6))
+            return written
+
+        monkeypatch.setattr(EncodedStaging, "write", write_and_resize)
+        with pytest.raises(Misuse, match="a was resized while a chunk was written"):
+            await ZarrStore(tx).set("a/c/1/0", default_buffer_prototype().buffer.from_bytes(bytes([7] * 4)))
+        assert (await array.read()).tolist() == [[1, 1, 1, 1, 0, 0]] * 4
+
+
 def test_a_pickle_of_the_store_of_a_transaction_stays_read_only(store: tstore.sync.Store) -> None:
     with store.transaction() as tx:
         for read_only in (False, True):
             assert pickle.loads(pickle.dumps(ZarrStore(tx, read_only=read_only))).read_only is read_only
+        assert ZarrStore(tx, read_only=True) != ZarrStore(tx) == ZarrStore(tx, read_only=False)
