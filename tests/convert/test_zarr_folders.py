@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 import tstore.sync as tstore
 from tests.support.lazy import lazy
-from tstore.convert import zarr_import
+from tstore.convert import zarr_export, zarr_import
 from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
+from tstore.snapshot import Snapshot
 from tstore.transactions.encoded import EncodedStaging
 
 ts = lazy("tensorstore")
@@ -125,6 +126,7 @@ def test_every_dtype_goes_from_tensorstore_to_the_store_and_back(tmp_path: Path,
     tensorstore_write(tmp_path / "a.zarr", values, codecs, [4, 3])
     snapshot = imported(tmp_path / "a.zarr", tmp_path / "store")
     assert equal(values, snapshot.array("a").read())
+    assert not snapshot.array("a").sparse  # since it has all chunks
     back = exported(tmp_path / "store", tmp_path / "b.zarr")
     assert equal(values, tensorstore_read(back / "a"))
     if dtype in BOTH:
@@ -437,6 +439,41 @@ def test_quantized_arrays_are_decoded_unless_kept(tmp_path: Path) -> None:
     assert document["codecs"][0]["name"] == "exmy"
     assert equal(expected, zarr.open_array(tmp_path / "kept/q", mode="r")[:])  # with the plugin of exmy
     assert equal(expected, imported(tmp_path / "kept", tmp_path / "again").array("q").read())
+
+
+def test_few_references_are_in_memory_during_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        tx.create_array("a", (100_000,), "u1", (1,), sparse=True)[[3, 99_999]].write(1)
+    rounds, read = list[int](), Snapshot.read_encoded
+
+    async def counted(self: Snapshot, path: str, numbers: range, deliver: Any) -> Any:
+        rounds.append(len(numbers))
+        return await read(self, path, numbers, deliver)
+
+    monkeypatch.setattr(Snapshot, "read_encoded", counted)
+    folder = exported(tmp_path / "store", tmp_path / "out")
+    assert sum(rounds) == 100_000
+    assert max(rounds) <= 1 << 15
+    assert sorted(os.listdir(folder / "a/c")) == ["3", "99999"]
+
+
+def test_few_decoded_chunks_are_in_memory_during_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.linspace(-1, 1, 40 * 500, dtype=np.float32).reshape(40, 500)
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        tx.create_array("a", values.shape, "float32", (1, 500), codecs="e4m3").write(values)
+    sizes, read = list[int](), Snapshot.read_array
+
+    async def counted(self: Snapshot, path: str, meta: Any, selection: Any, out: np.ndarray[Any, Any]) -> None:
+        sizes.append(out.nbytes)
+        await read(self, path, meta, selection, out)
+
+    monkeypatch.setattr(zarr_export, "_ROUND_BYTES", 16_000)
+    expected = tstore.open(tmp_path / "store").snapshot().array("a").read()
+    monkeypatch.setattr(Snapshot, "read_array", counted)
+    assert equal(expected, tensorstore_read(exported(tmp_path / "store", tmp_path / "out") / "a"))
+    assert sizes == [16_000] * 5
 
 
 def test_a_pack_that_is_one_chunk_is_linked(tmp_path: Path) -> None:
