@@ -223,6 +223,56 @@ def test_a_v2_compressor_of_numbers(tmp_path: Path, order: Any, delta: bool) -> 
     assert np.array_equal(zarr.open_array(back / "a", mode="r")[...], values)
 
 
+V2_FILTERS: list[tuple[str, list[dict[str, Any]]]] = [
+    ("<i4", [{"id": "delta", "dtype": "<i4", "astype": ">i2"}]),
+    (">i4", [{"id": "delta", "dtype": ">i4", "astype": "<i8"}]),
+    ("<i4", [{"id": "delta", "dtype": "<i4", "astype": ">i4"}, {"id": "delta", "dtype": ">i4", "astype": "<i4"}]),
+    ("<f8", [{"id": "fixedscaleoffset", "offset": 1, "scale": 10, "dtype": "<f8", "astype": ">i4"}]),
+    (">f8", [{"id": "fixedscaleoffset", "offset": 1, "scale": 10, "dtype": ">f8", "astype": "|u1"}]),
+    ("<f4", [{"id": "quantize", "digits": 2, "dtype": "<f4", "astype": ">f4"}]),
+    ("<f8", [{"id": "astype", "encode_dtype": ">f4", "decode_dtype": "<f8"}]),
+    ("<f8", [{"id": "astype", "encode_dtype": "<f4", "decode_dtype": "<f8"}, {"id": "shuffle", "elementsize": 4}]),
+    ("|b1", [{"id": "packbits"}]),
+    ("<f4", [{"id": "bitround", "keepbits": 5}]),
+]
+
+
+@pytest.mark.parametrize("compressor", [None, {"id": "zlib", "level": 1}])
+@pytest.mark.parametrize(("dtype", "filters"), V2_FILTERS)
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3")
+def test_v2_filters_with_other_dtypes(tmp_path: Path, dtype: str, filters: list[Any], compressor: Any) -> None:
+    import numcodecs
+
+    array = zarr.create_array(
+        tmp_path / "a.zarr",
+        shape=(8, 5),
+        chunks=(4, 3),
+        dtype=dtype,
+        zarr_format=2,
+        compressors=None if compressor is None else numcodecs.get_codec(dict(compressor)),
+        filters=[numcodecs.get_codec(dict(each)) for each in filters],
+    )
+    array[...] = (np.arange(40).reshape(8, 5) % 7).astype(dtype)
+    expected = np.asarray(array[...]).astype(np.dtype(dtype).newbyteorder("="))
+    assert equal(expected, imported(tmp_path / "a.zarr", tmp_path / "store").array("a").read())
+    back = exported(tmp_path / "store", tmp_path / "b.zarr")
+    assert np.array_equal(zarr.open_array(back / "a", mode="r")[...], expected)
+
+
+@pytest.mark.parametrize(("dtype", "shuffle"), [("u1", "bitshuffle"), ("<i4", "shuffle")])
+def test_the_automatic_shuffle_of_v2_is_the_one_for_the_size_of_an_element(
+    tmp_path: Path, dtype: str, shuffle: str
+) -> None:
+    import numcodecs
+
+    blosc = numcodecs.get_codec({"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": -1})
+    values = np.arange(40).astype(dtype)
+    zarr.create_array(tmp_path / "a.zarr", data=values, chunks=(10,), zarr_format=2, compressors=blosc)
+    array = imported(tmp_path / "a.zarr", tmp_path / "store").array("a")
+    assert array.codecs[-1]["configuration"]["shuffle"] == shuffle
+    assert equal(values, array.read())
+
+
 def test_a_filter_before_big_endian_bytes_is_decoded_on_export(tmp_path: Path) -> None:
     import numcodecs
 
