@@ -273,6 +273,45 @@ def test_the_automatic_shuffle_of_v2_is_the_one_for_the_size_of_an_element(
     assert equal(values, array.read())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored", "expected"),
+    [
+        ("|b1", 0, False),
+        ("|b1", 1, True),
+        ("<i4", 7.0, 7),
+        (">i4", -7, -7),
+        ("<u8", None, 0),
+        ("<f4", "-Infinity", -np.inf),
+        ("<f8", 3, 3),
+        ("<c8", 3, 3),
+        ("<c16", [1.0, "Infinity"], complex(1, np.inf)),
+        ("|S4", "YWIAAA==", b"ab"),
+        ("|S2", "YWIAAA==", b"ab"),  # longer than the dtype
+        ("|S4", 0, b""),
+        ("<U3", "xy", "xy"),
+        ("<U3", None, ""),
+    ],
+)
+def test_fill_values_of_v2_as_writers_have_them(tmp_path: Path, dtype: str, stored: Any, expected: Any) -> None:
+    fields = {"zarr_format": 2, "shape": [3], "chunks": [2], "dtype": dtype, "fill_value": stored, "order": "C"}
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.zarr/.zarray").write_text(json.dumps(fields | {"compressor": None, "filters": None}))
+    array = imported(tmp_path / "a.zarr", tmp_path / "store").array("a")
+    assert equal(np.full(3, expected, np.dtype(dtype).newbyteorder("=")), array.read())
+    assert array.fill_value == expected
+    back = zarr.open_array(exported(tmp_path / "store", tmp_path / "b.zarr") / "a", mode="r")
+    assert back[:].tolist() == array.read().tolist()
+
+
+def test_numbers_in_v2_attributes_that_json_lacks(tmp_path: Path) -> None:
+    fields = {"zarr_format": 2, "shape": [3], "chunks": [2], "dtype": "<i4", "fill_value": 0, "order": "C"}
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.zarr/.zarray").write_text(json.dumps(fields | {"compressor": None, "filters": None}))
+    (tmp_path / "a.zarr/.zattrs").write_text('{"x": NaN, "y": [Infinity, {"z": -Infinity}], "n": 1.5}')
+    array = imported(tmp_path / "a.zarr", tmp_path / "store").array("a")
+    assert array.attributes == {"x": "NaN", "y": ["Infinity", {"z": "-Infinity"}], "n": 1.5}
+
+
 def test_a_filter_before_big_endian_bytes_is_decoded_on_export(tmp_path: Path) -> None:
     import numcodecs
 
