@@ -14,6 +14,7 @@ import tstore as async_tstore
 import tstore.sync as tstore
 from tests.support.fileservers import python_files
 from tests.support.lazy import lazy
+from tstore.convert.folder import Folder
 from tstore.errors import Corrupt, InvalidArgument, Misuse, NotAStore, NotFound
 
 ts = lazy("tensorstore")
@@ -84,6 +85,8 @@ def test_every_kind_of_location(spec: dict[str, Any], tmp_path: Path) -> None:
         ({"metadata": {}, "schema": {}}, "'metadata', 'schema'"),
         ({"create": True}, "create=True"),
         ({"open": False}, "open=False"),
+        ({"delete_existing": True}, "delete_existing=True"),
+        ({"assume_metadata": True}, "assume_metadata=True"),
         ({"dtype": "int8"}, "float32, not the spec's dtype 'int8'"),
         ({"path": 3}, "path=3"),
     ],
@@ -113,13 +116,35 @@ def test_missing_and_damaged_arrays(spec: dict[str, Any], tmp_path: Path) -> Non
         array.write(1)
     with pytest.raises(Misuse, match="import it to change it"):
         array.resize((1, 1))
-    with pytest.raises(InvalidArgument, match="only read"):
-        tstore.open(spec, "r+")
+    for options in ({"mode": "r+"}, {"mode": "x"}, {"cache": str(tmp_path / "cache")}):
+        with pytest.raises(InvalidArgument, match="only read"):
+            tstore.open(spec, **options)  # type: ignore[arg-type]
     name = "0.0" if spec["driver"] == "zarr" else "c/0/0"
     (tmp_path / "g/a" / name).write_bytes(b"damaged")
     with pytest.raises(Corrupt, match=r"chunk \(0, 0\)"):
         array[0, 0].read()
     assert np.array_equal(array[5, 6].read(), VALUES[5, 6])
+
+
+def test_a_plan_has_the_whole_files_of_the_chunks_that_exist(
+    spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = tstore.open(spec)[2:9, 1]
+    read, get = list[tuple[str, int, int]](), Folder.get
+
+    def recorded(self: Folder, key: str, max_size: int) -> bytes | None:
+        data = get(self, key, max_size)
+        if data is not None:
+            read.append((key, 0, len(data)))
+        return data
+
+    monkeypatch.setattr(Folder, "get", recorded)
+    plan = array.explain()
+    assert read == []
+    assert array.read().tolist() == [*VALUES[2:8, 1].tolist(), 9]
+    assert sorted(read) == sorted(map(tuple, plan.requests))
+    assert (plan.chunks, plan.bytes_wanted) == ([0, 3], 28)
+    assert plan.bytes_read == sum(size for *_, size in read)
 
 
 def test_a_copy_into_a_store_keeps_codecs_and_holes(spec: dict[str, Any]) -> None:
