@@ -35,6 +35,7 @@ V3: dict[str, Any] = {
     "fill_value": 0,
     "codecs": [LITTLE],
 }
+EXMY = {"name": "exmy", "configuration": {"format": "e4m3"}}
 V2: dict[str, Any] = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<i4", "order": "C", "fill_value": 0}
 
 
@@ -101,6 +102,16 @@ def refuse(
         (V3 | {"storage_transformers": [{"name": "t"}]}, UnsupportedFormat, "storage transformers"),
         (V3 | {"shape": [-1]}, Corrupt, "length below 0"),
         (V3 | {"fill_value": "x"}, Corrupt, "'x' is not a value of int32"),
+        (
+            V3 | {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0]}}},
+            Corrupt,
+            r"chunks \(0,\) of an array of shape \(4,\) have a length below 1",
+        ),
+        (
+            V3 | {"data_type": "float32", "fill_value": "NaN", "codecs": [EXMY]},
+            Corrupt,
+            "fill value nan can't be encoded, because it is not finite",
+        ),
         (V3 | {"attributes": [1]}, Corrupt, "attributes are not a JSON object"),
     ],
 )
