@@ -112,6 +112,11 @@ def refuse(
             Corrupt,
             "fill value nan can't be encoded, because it is not finite",
         ),
+        (
+            V3 | {"codecs": [LITTLE, GZIP | {"note": "x" * (1 << 20)}]},
+            UnsupportedFormat,
+            "codecs of more than .* bytes are not supported",
+        ),
         (V3 | {"attributes": [1]}, Corrupt, "attributes are not a JSON object"),
     ],
 )

@@ -346,6 +346,26 @@ def test_unknown_chunk_keys_are_refused(store: tstore.sync.Store, encoding: Any)
             put(ZarrStore(tx), "a/zarr.json", json.dumps(fields).encode())
 
 
+def test_each_chunk_has_one_key(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        transaction.create_array("a", (40, 3), "u1", chunks=(1, 3)).write(7)
+    for source in (store.snapshot(), store.transaction()):
+        zarr_store = ZarrStore(source)
+        assert get(zarr_store, "a/c/10/0") == bytes([7] * 3)
+        for key in (
+            "a/c/010/0",
+            "a/c/+10/0",
+            "a/c/1_0/0",
+            "a/c/ 10/0",
+            "a/c/١٠/0",
+            "a/c/10/0/",
+            "a/c/10/-0",
+            "a/c/10",
+        ):
+            assert get(zarr_store, key) is None
+            assert not sync(zarr_store.exists(key))
+
+
 def test_a_key_of_thousands_of_digits_names_no_chunk(store: tstore.sync.Store) -> None:
     with store.transaction() as tx:
         tx.create_array("a", (3,), "int8").write(1)
