@@ -87,6 +87,19 @@ def test_the_pickles_of_blocking_objects(url: str) -> None:
         again(tstore.sync.open(url, "r")).transaction()
 
 
+def test_equal_pickles_share_an_open_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the tasks of one process open it once, each with a part of an array."""
+    with tstore.sync.open(url, "r") as store:
+        array = store.snapshot().array("group/a")
+        pickled = [pickle.dumps(value) for value in (store, array, array[3:5], array.T)]
+    first = [pickle.loads(data) for data in pickled[:2]]
+    monkeypatch.setattr("tstore.pickling.open", lambda *_, **__: pytest.fail("a store is opened again"))
+    again = [pickle.loads(data) for data in pickled]
+    assert again[0].uuid == first[0].uuid
+    assert again[2].read().tolist() == VALUES[3:5].tolist()
+    assert again[3][1].read().tolist() == first[1][:, 1].read().tolist()
+
+
 async def test_the_pickles_of_async_objects(url: str) -> None:
     async with await tstore.open(url) as store:
         array = (await (await store.snapshot()).array("group/a"))[::-1]
