@@ -206,6 +206,13 @@ def test_a_moved_store_by_another_template(store: Path, tmp_path: Path, read_by_
     assert read_by_zarr(options) == wanted
 
 
+def test_braces_in_the_path_of_a_store_are_no_template(store: Path, tmp_path: Path, read_by_zarr: Reader) -> None:
+    moved = tmp_path / "a{{c}}b"
+    store.rename(moved)
+    write(moved, tmp_path / "refs.json")
+    assert read_by_zarr({"fo": str(tmp_path / "refs.json")}) == expected(moved)
+
+
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
 async def test_over_http(store: Path, tmp_path: Path, name: str, read_by_zarr: Reader) -> None:
     if not name.endswith(".json"):

@@ -23,6 +23,7 @@ from tstore.convert.zarr_import import import_zarr
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.snapshot import Snapshot
 from tstore.transactions.encoded import EncodedStaging
+from tstore.zarr import ZarrStore
 
 ts = lazy("tensorstore")
 zarr = lazy("zarr")
@@ -528,6 +529,46 @@ def test_quantized_arrays_are_decoded_unless_kept(tmp_path: Path) -> None:
     assert document["codecs"][0]["name"] == "exmy"
     assert equal(expected, zarr.open_array(tmp_path / "kept/q", mode="r")[:])  # with the plugin of exmy
     assert equal(expected, imported(tmp_path / "kept", tmp_path / "again").array("q").read())
+
+
+def test_the_structure_of_a_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    tstore.save(tmp_path / "store", {"a": [np.arange(3), 2.5]}, 1)
+    folder = exported(tmp_path / "store", tmp_path / "out")
+    assert json.loads((folder / "zarr.json").read_text())["attributes"] == {}
+    assert np.array_equal(zarr.open_group(folder, mode="r")["a/0"][:], np.arange(3))
+
+
+def test_chunks_with_other_keys_are_exported_by_the_usual_ones(tmp_path: Path) -> None:
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        for kind, separator in (("v2", "."), ("default", ".")):
+            array = zarr.open_group(ZarrStore(tx), mode="a").create_array(
+                f"{kind}-keys",
+                shape=(6, 6),
+                chunks=(4, 3),
+                dtype="i4",
+                chunk_key_encoding={"name": kind, "separator": separator},
+            )
+            array[:] = 7
+    folder = exported(tmp_path / "store", tmp_path / "out")
+    for name in ("v2-keys", "default-keys"):
+        assert (folder / name / "c/1/1").exists()
+        assert np.array_equal(zarr.open_array(folder / name, mode="r")[:], np.full((6, 6), 7))
+        assert np.array_equal(tensorstore_read(folder / name), np.full((6, 6), 7))
+
+
+def test_shards_of_quantized_chunks_are_decoded(tmp_path: Path) -> None:
+    """The last one is padded with the fill value, which readers see once the array grows."""
+    codecs = [sharded({"name": "exmy", "configuration": {"format": "e4m3"}})]
+    values = np.linspace(-1, 1, 35, dtype=np.float32).reshape(5, 7)
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        tx.create_array("q", values.shape, "float32", (4, 6), codecs=codecs, fill_value=2).write(values)
+    expected = tstore.open(tmp_path / "store").snapshot().array("q").read()
+    folder = exported(tmp_path / "store", tmp_path / "out")
+    assert equal(expected, tensorstore_read(folder / "q"))
+    last = np.frombuffer((folder / "q/c/1/1").read_bytes(), "<f4").reshape(4, 6)
+    padded = np.full((4, 6), 2, "f4")
+    padded[:1, :1] = expected[4:, 6:]
+    assert np.array_equal(last, padded)
 
 
 def test_few_references_are_in_memory_during_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
