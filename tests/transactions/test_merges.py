@@ -169,6 +169,23 @@ async def test_a_row_written_since_the_base_stays_above_the_merge(url: str) -> N
 
 
 @pytest.mark.usefixtures("rows_only")
+async def test_a_pack_of_which_only_a_segment_is_needed_is_kept(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merged rows refer to packs of others, and the chunk of the merging commit is in its record."""
+    monkeypatch.setattr(writer, "_MAX_INLINE", 0)
+    store, expected = await create_with_rows(url)
+    monkeypatch.setattr(writer, "_MAX_INLINE", 8)
+    version = await write(store, 50, 50)
+    assert await merges_of(store) == [version]
+    await write(store, 51, 51)
+    assert version in (await store.collect(tstore.Keep(last=1))).versions
+    await check(store, url, expected | {50: 50, 51: 51})
+    await tstore.copy(await tstore.open(url), tmp_path / "copy")
+    await check(await tstore.open(tmp_path / "copy"), str(tmp_path / "copy"), expected | {50: 50, 51: 51})
+
+
+@pytest.mark.usefixtures("rows_only")
 async def test_a_merge_replaces_all_rows_but_those_written_meanwhile(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
