@@ -19,6 +19,7 @@ from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import SegmentedTable
+from tstore.runtime import world
 from tstore.server import Server
 from tstore.simulation.scenario import override_constants
 from tstore.transactions import merging, staging
@@ -131,6 +132,25 @@ async def test_more_than_2048_rows_are_merged_and_fewer_than_1024_are_not(url: s
     assert await merges_of(store) != [await write(store, 7001, 5)] == await merges_of(store)
     assert await layers_of(store) == (2, 1)
     await check(store, url, expected | {7001: 5})
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("drawn", "is_merged"), [(0.9, True), (1.1, False)])
+async def test_one_commit_in_eight_merges_rows_at_the_bound(
+    url: str, drawn: float, is_merged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise all commits under way would merge the same rows."""
+    store, _ = await create_with_rows(url)
+    ranges: list[float] = []
+
+    def uniform(low: float, high: float) -> float:
+        ranges.append(high - low)
+        return drawn
+
+    monkeypatch.setattr(world, "uniform", uniform)
+    version = await write(store, 50, 50)
+    assert await merges_of(store) == [version] * is_merged
+    assert 8 in ranges
 
 
 async def test_more_than_eight_layers_of_segments_are_merged(url: str) -> None:
