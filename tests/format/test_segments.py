@@ -20,7 +20,7 @@ from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.objects.documents import Document
 from tstore.format.objects.encoding import decode, encode
-from tstore.format.objects.layers import Table, layers, numbers_of, stack
+from tstore.format.objects.layers import Table, count_of, layers, numbers_of, stack
 from tstore.format.objects.merges import Merge, MergePlan, merged
 from tstore.format.objects.records import Record
 from tstore.format.objects.references import Manifest
@@ -340,6 +340,41 @@ def test_a_merge_is_compared_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record(transaction="b", base=1, time=0.0, manifests=(manifest,))
     steps = list(check_merges(record, [manifest], {"w": Node("w", Document(DOCUMENT), (rows,))}))
     assert len(steps) >= 1 + 10
+
+
+def test_a_merge_reads_some_segments_at_once_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.format.objects.merges.SEGMENT_ROWS", 10)
+    memory = Memory()
+    tables: list[Table] = []
+    for layer in range(9):
+        numbers = range(layer, 9000, 9)
+        rows = [ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in numbers]
+        tables += segmented(memory, ChunkTable.from_rows(rows), 10)
+    monkeypatch.setattr("tstore.format.objects.merges.MIN_SEGMENTS", 1000)
+    plan = MergePlan.make(tables, 0, 1024)
+    assert plan is not None
+    taken, before, most = list[int](), 0, 0
+    for part in plan.parts(plan.rows()):
+        taken += part.number.tolist()
+        before, most = len(memory.reads), max(most, len(memory.reads) - before)
+    assert taken == list(range(9000))
+    assert most <= 60  # of 900: sixteen end in a range, and each layer has one more that ends behind it
+    assert len(memory.reads) <= 2 * 900
+
+
+def test_numbers_and_counts_read_only_segments_that_lack_numbers() -> None:
+    memory = Memory()
+    rows = [ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(30)]
+    [dense] = segmented(memory, ChunkTable.from_rows(rows[:20]), 10)
+    [lacking] = segmented(memory, ChunkTable.from_rows(rows[20:29:2]), 10)
+    assert numbers_of([dense]).tolist() == list(range(20))
+    assert count_of([dense, lacking]) == 25  # their ranges do not overlap
+    assert memory.reads == []
+    assert numbers_of([dense, lacking]).tolist() == [*range(20), *range(20, 29, 2)]
+    assert [segment.first for segment in memory.reads] == [20]
+    memory.reads.clear()
+    assert count_of([lacking, lacking]) == 5
+    assert memory.reads
 
 
 def test_a_merge_does_not_cover_a_row_that_fits_in_no_segment() -> None:

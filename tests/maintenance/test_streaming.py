@@ -13,6 +13,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.transactions.test_merges import make_small
+from tstore.copying.inventory import PackCheck
 from tstore.errors import Corrupt
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.segments import Segment
@@ -170,6 +171,13 @@ async def test_a_copy_checks_chunks_in_any_order_and_reads_segments_few_times(
         return load(self, wanted)
 
     monkeypatch.setattr(SegmentReader, "load", counted)
+    held, read_ahead = list[int](), PackCheck._read_ahead
+
+    def recorded(self: PackCheck, start: int, stop: int) -> None:
+        read_ahead(self, start, stop)
+        held.append(len(self._ahead.starts))
+
+    monkeypatch.setattr(PackCheck, "_read_ahead", recorded)
     store = await tstore.open(tmp_path / "store")
     async with store.transaction() as tx:
         array = await tx.create_array("w", (120,), "int64", (1,))
@@ -178,6 +186,7 @@ async def test_a_copy_checks_chunks_in_any_order_and_reads_segments_few_times(
     loads.clear()
     await tstore.copy(store, tmp_path / "copy")
     assert len(set(loads)) >= 40
+    assert 2 <= max(held) <= 2 * ahead + 2  # blocks, of which two are in a step
     assert len(loads) <= (120 // ahead + 3) * len(set(loads))
     assert (
         await (await (await (await tstore.open(tmp_path / "copy")).snapshot()).array("w")).read()
