@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 import uuid
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tstore
+from tstore.data.writer import PackSet, WriteJob
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.runtime.pool import WORKERS
 from tstore.storage.base import PackWriter
 from tstore.storage.memory import MemoryStorage
@@ -46,3 +51,31 @@ async def test_a_write_of_many_short_chunks_uses_all_workers(codecs: str | list[
         await array.write(values)
     snapshot = await store.snapshot()
     assert (await (await snapshot.array("a")).read()).shape == values.shape
+
+
+async def test_values_that_are_made_when_they_are_needed_are_freed_once_they_are_written() -> None:
+    """As those of an import: here each region is an array of 1 MiB."""
+    alive, count = 0, 12 * WORKERS
+    at_once: list[int] = []
+
+    def freed() -> None:
+        nonlocal alive
+        alive -= 1
+
+    def regions() -> Iterator[tuple[tuple[int, ...], np.ndarray[Any, Any]]]:
+        nonlocal alive
+        for number in range(count):
+            values = np.full(1 << 18, number, "f4")
+            weakref.finalize(values, freed)
+            alive += 1
+            at_once.append(alive)
+            yield (number,), values
+            del values
+
+    packs = PackSet(MemoryStorage(uuid.uuid4().hex), "txn/a", Durability.NONE)
+    meta = ArrayMeta.new((count << 18,), "f4", (1 << 18,))
+    job = WriteJob("a", meta, regions())
+    await packs.write([job])
+    assert len(job.rows) == count
+    in_batches = 2 * (WORKERS + 1)  # each worker has one of two values, and the next is being made
+    assert max(at_once[8 * WORKERS :]) <= in_batches + 1

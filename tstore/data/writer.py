@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
@@ -81,7 +82,7 @@ class PackSet:
         rest = batches(jobs, limits)
         # enough for all workers, and at least two, so that a single batch in `head` is the whole write
         shortest = min(limits.copied, limits.encoded)
-        head = list(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // shortest)))
+        head = deque(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // shortest)))
         if not head:
             return
         if len(head) == 1 and self._inline_size + head[0].encoded_size <= _MAX_INLINE:
@@ -90,8 +91,7 @@ class PackSet:
         self._choose_prefix()
         size = sum(batch.size for batch in head)
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
-        all_batches = itertools.chain(head, rest)
-        del head  # otherwise this list would keep the values of written batches in memory
+        all_batches = itertools.chain(_popped(head), rest)
         collecting: list[WriteJob] = []  # jobs with tables or segments
         await each(functools.partial(self._write_batch, collecting), all_batches, workers)
         for job in collecting:
@@ -244,6 +244,12 @@ class PackSet:
                     return
             key, offset = self._append_chunks(hashed(buffer), size)
         job.rows.append(ChunkRow(number, key, offset, size, b"".join(checks)))
+
+
+def _popped(batches: deque[Batch]) -> Iterator[Batch]:
+    """Yield batches and forget them, so that their values are not in memory until the end of the write."""
+    while batches:
+        yield batches.popleft()
 
 
 def _reuse_unchanged(encoded: list[EncodedRun]) -> list[tuple[EncodedRun, bytes]]:
