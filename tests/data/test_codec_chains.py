@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import importlib.util
 import json
 import tracemalloc
 import uuid
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from zarr.core.metadata import ArrayV3Metadata
 import tstore
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.codecs import Chain
 from tstore.maintenance.contents import array_info
 
 Values = npt.NDArray[Any]
@@ -506,6 +510,72 @@ def test_only_the_selected_inner_chunks_are_decoded() -> None:
     assert np.array_equal(out, values[3:6:2, 1:6:2])
     with pytest.raises(Corrupt, match=r"inner chunk \(0, 0\)"):
         decoded(meta, bytes(data))
+
+
+async def test_a_read_of_a_part_of_a_shard_decodes_only_the_inner_chunks_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, values = await tstore.open(f"memory://{uuid.uuid4()}"), np.arange(4096, dtype="u4").reshape(64, 64)
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", (64, 64), "u4", (64, 64), [shards((8, 8), LITTLE, ZSTD)])).write(values)
+    array = await (await store.snapshot()).array("a")
+    sizes, decode = list[int](), Chain.decode
+
+    def counted(self: Chain, data: memoryview, out: Values) -> None:
+        sizes.append(out.size)
+        decode(self, data, out)
+
+    monkeypatch.setattr(Chain, "decode", counted)
+    assert np.array_equal(await array[3:5, 12:4:-2].read(), values[3:5, 12:4:-2])
+    assert sizes == [2 * 64, 64, 64]  # the index and two inner chunks
+
+
+def test_only_the_selected_chunks_of_an_inner_shard_are_decoded() -> None:
+    inner = shards((2, 8), LITTLE, codec("crc32c"))
+    meta = ArrayMeta.new((8, 8), "u4", (8, 8), [shards((4, 8), inner)])
+    values = np.arange(1, 65, dtype="u4").reshape(8, 8)
+    data = bytearray(encoded(meta, values))
+    data[0] ^= 1
+    out = np.zeros((1, 3), "f8")
+    meta.chain.decode_part(memoryview(bytes(data)), (slice(3, 4, 1), slice(1, 6, 2)), out)
+    assert np.array_equal(out, values[3:4, 1:6:2])
+    with pytest.raises(Corrupt, match=r"inner chunk \(0, 0\): inner chunk \(0, 0\)"):
+        decoded(meta, bytes(data))
+
+
+def test_an_inner_chunk_that_ends_beyond_its_shard_is_corrupt() -> None:
+    """Though all of its bytes are there: its length is not that of the bytes."""
+    chain = [shards((4,), LITTLE, ZSTD, index_codecs=[LITTLE], index_location="start")]
+    meta = ArrayMeta.new((8,), "u4", (8,), chain)
+    data = bytearray(encoded(meta, np.arange(1, 9, dtype="u4")))
+    data[24:32] = (int.from_bytes(data[24:32], "little") + 3).to_bytes(8, "little")
+    with pytest.raises(Corrupt, match=r"inner chunk \(1,\) has .* beyond the end of its shard"):
+        decoded(meta, bytes(data))
+
+
+def test_many_gzip_members_take_time_linear_in_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """zlib copies what follows a member, which must not be the rest of the chunk each time."""
+    count, passed = 2000, 0
+
+    class Counted:
+        def __init__(self, **settings: Any) -> None:
+            self._inner = zlib.decompressobj(**settings)
+
+        def decompress(self, data: Any, most: int) -> bytes:
+            nonlocal passed
+            passed += len(data)
+            return self._inner.decompress(data, most)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    module = SimpleNamespace(decompressobj=Counted, error=zlib.error)
+    monkeypatch.setattr("tstore.format.arrays.compressors.zlib", module)
+    values = np.random.default_rng(1).integers(0, 256, (count, 200), np.uint8)
+    meta = ArrayMeta.new(values.shape, "u1", values.shape, [LITTLE, codec("gzip")])
+    data = b"".join(gzip.compress(row.tobytes(), 0, mtime=0) for row in values)
+    assert np.array_equal(decoded(meta, data), values)
+    assert passed <= count * (16 << 10) + len(data)
 
 
 def test_huge_shapes_are_checked_without_memory() -> None:

@@ -68,6 +68,8 @@ def inner_counts(document: Mapping[str, Any], shape: Shape) -> Shape:
 class Sharded(ArrayCodec):
     """The codec for chunks of one shape, of which `counts` are the inner chunks along each axis."""
 
+    has_parts = True
+
     def __init__(
         self,
         document: Mapping[str, Any],
