@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import http.server
 import json
+import os
 import threading
 import tracemalloc
 import zlib
@@ -188,6 +189,21 @@ def test_millions_of_empty_zstd_frames(tmp_path: Path, frame: str) -> None:
     (tmp_path / "x.zarr/c/0").write_bytes(bytes.fromhex(frame) * (1 << 20))
     with bounded_time(1), pytest.raises(Corrupt, match="more than 1024 zstd frames are empty"):
         tstore.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/x.zarr/"}).read()
+
+
+def test_a_chunk_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "x.zarr"
+    (folder / "c").mkdir(parents=True)
+    (folder / "zarr.json").write_text(json.dumps(V3))
+    (folder / "c/0").touch()
+    os.truncate(folder / "c/0", 256 << 20)  # a hole, which takes no space
+    tracemalloc.start()
+    try:
+        with pytest.raises(Corrupt, match=r"c/0 has more than 16 bytes"):
+            tstore.open({"driver": "zarr3", "kvstore": f"file://{folder}/"}).read()
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_chunk_larger_than_memory(tmp_path: Path) -> None:

@@ -416,6 +416,29 @@ def test_bombs_and_wrong_sizes_are_refused_in_little_memory(last: Document) -> N
         bomb = encoded(crc, np.frombuffer(bomb, "u1"))
         with memory(_LITTLE_MEMORY), pytest.raises(Corrupt):
             decoded(last_but_one, bomb)
+        later = [LITTLE, codec("crc32c"), last]  # whose input has the checksum too
+        bomb = encoded(ArrayMeta.new((size,), "u1", (size,), later), np.zeros(size, "u1"))
+        with memory(_LITTLE_MEMORY), pytest.raises(Corrupt):
+            decoded(ArrayMeta.new((1024,), "u1", (1024,), later), bomb)
+
+
+@pytest.mark.parametrize("declared", [1029, 1 << 25, (1 << 32) - 1])
+def test_an_lz4_block_that_declares_too_much_is_refused_in_little_memory(declared: int) -> None:
+    meta = ArrayMeta.new((1024,), "u1", (1024,), [LITTLE, codec("crc32c"), numcodec("lz4")])
+    data = encoded(meta, np.arange(1024, dtype="u4").astype("u1"))
+    with memory(1 << 20), pytest.raises(Corrupt, match=f"the frame declares {declared}"):
+        decoded(meta, declared.to_bytes(4, "little") + data[4:])
+
+
+@pytest.mark.parametrize("last", BYTES_CODECS, ids=str)
+def test_bytes_of_a_compressor_that_are_cut_short_are_corrupt(last: Document) -> None:
+    if "shuffle" in last["name"]:
+        return  # which takes only bytes of a fixed length
+    meta = ArrayMeta.new((256,), "u1", (256,), [LITTLE, ZSTD, last])
+    data = encoded(meta, np.arange(256, dtype="u1"))
+    for cut in {0, 1, 3, 4, 7, len(data) // 2, len(data) - 1}:
+        with pytest.raises((Corrupt, UnsupportedFormat)):
+            decoded(meta, data[:cut])
 
 
 @pytest.mark.parametrize("last", BYTES_CODECS, ids=str)

@@ -250,7 +250,7 @@ class _Checksum(_Numcodec):
             raise wrong_size(f"at most {max_size}", len(data) - _CHECKSUM_SIZE)
         try:
             return self._codec.decode(np.frombuffer(data, np.uint8))
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, IndexError) as error:  # the last of fletcher32, if there is no data
             raise self._failed(error) from error
 
 
