@@ -86,20 +86,21 @@ def entropy_points(
     exponents: exmy.Exponents,
     signal: float,
     bits: tuple[float, float] = (-math.inf, math.inf),
-) -> Iterator[tuple[list[dict[str, Any]], int, float, bool]]:
+) -> Iterator[tuple[list[dict[str, Any]], int, float, bool, bool]]:
     """Yield the codecs, the expected size in bytes and the expected error of an array for each format and step.
 
     `sample`: some of the array's finite values. `importance`: the weight of the squared error of each of them, or
     None if all weigh the same. `exponents`: of all values of the array. `signal`: their sum of squares. `bits`:
-    the steps to study, as the range of bits per value that normal values would take with them. The last element
-    tells whether the step is at the edge of that range, and there are others beyond.
+    the steps to study, as the range of bits per value that normal values would take with them. The last elements
+    tell whether the step is at the edge of that range, with others beyond, and whether it was measured rather than
+    interpolated.
     """
     rms = math.sqrt(signal / max(1, meta.size))
     overhead = _CHUNK_OVERHEAD * math.prod(
         -(-n // c) for n, c in zip(meta.shape, entropy_chunks(meta), strict=True)
     )
     if rms == 0:
-        yield entropy_codecs("e2m1", 1.0), overhead + meta.size // 1000, 0.0, False
+        yield entropy_codecs("e2m1", 1.0), overhead + meta.size // 1000, 0.0, False, True
         return
     from numcodecs import Zstd  # takes a sixth of the import time of tstore, so import it late
 
@@ -136,7 +137,8 @@ def entropy_points(
         for octave, size, error in zip(fine.tolist(), fine_sizes.tolist(), fine_errors.tolist(), strict=True):
             scale = float(np.float32(rms * 2**octave / unit))
             is_edge = octave == finest > _FINEST or octave == coarsest < _COARSEST
-            yield entropy_codecs(name, scale), math.ceil(size), error, is_edge
+            is_measured = (octave * _MEASURED).is_integer()
+            yield entropy_codecs(name, scale), math.ceil(size), error, is_edge, is_measured
 
 
 def _studied_octaves(bits: tuple[float, float]) -> tuple[float, float]:

@@ -54,7 +54,7 @@ __all__ = ["quantize", "quantize_report"]
 _ATTEMPTS = 8
 """The maximum number of attempts; an attempt fails if garbage collection removes its source meanwhile."""
 
-_SHARES = (0.998, 0.9995, 0.998, 0.99, 0.97, 0.93, 0.85)
+_SHARES = (0.998, 0.9995, 0.998, 0.99, 0.99, 0.95, 0.85)
 """The shares of a budget that estimated sizes may fill, by attempt.
 
 The first estimates are from samples, the others are corrected by stored sizes. The last attempts are for arrays

@@ -18,6 +18,7 @@ from tstore.quantization.study import ALL_BITS, Profile, Study, Undecided
 __all__ = ["StudiedPlan"]
 
 _DECIBELS_PER_BIT = 20 * math.log10(2)
+_STAIRCASE = 4  # corrections, after which the sizes of an array are taken to be a staircase
 _MIN_WEIGHT = 1e-9  # smaller weights count as this
 _MARGINS = {
     (True, "entropy"): (-0.8, 1.2),
@@ -40,7 +41,7 @@ class StudiedPlan:
         self._plan = _with_expected_bits(plan, arrays)
         self._arrays, self._study = arrays, study
         self._studies: dict[str, Study] = {}
-        self._ratios: dict[str, float] = {}  # of the stored to the estimated size of arrays
+        self._ratios: dict[str, list[float]] = {}  # of the stored to the estimated size of arrays, by correction
 
     @property
     def profiles(self) -> dict[str, Profile]:
@@ -71,13 +72,28 @@ class StudiedPlan:
         """Correct the estimated sizes of each array by its stored size in the codecs of a decided plan."""
         for path, choice in decided.choices.items():
             if choice.size and path in sizes:
-                self._ratios[path] = self._ratios.get(path, 1.0) * sizes[path] / choice.size
+                ratios = self._ratios.setdefault(path, [])
+                ratios.append(self._ratio(path) * sizes[path] / choice.size)
+
+    def _ratio(self, path: str) -> float:
+        """Return the ratio by which the estimated sizes of an array are multiplied."""
+        ratios = self._ratios.get(path, [])
+        if not ratios:
+            return 1.0
+        return ratios[-1] if len(ratios) < _STAIRCASE else ratios[0]
 
     def _corrected(self, study: Study) -> Study:
-        ratio = self._ratios.get(study.path)
-        if ratio is None:
+        """Return a study with corrected sizes.
+
+        If several corrections did not suffice, the sizes are a staircase. Interpolation misses its stairs, and the
+        later ratios hold for one stair only, so the study is left with measured sizes and the first ratio.
+        """
+        if study.path not in self._ratios:
             return study
-        return study._replace(estimates=[e._replace(size=math.ceil(e.size * ratio)) for e in study.estimates])
+        ratio, estimates = self._ratio(study.path), study.estimates
+        if len(self._ratios[study.path]) >= _STAIRCASE:
+            estimates = [e for e in estimates if e.is_measured]
+        return study._replace(estimates=[e._replace(size=math.ceil(e.size * ratio)) for e in estimates])
 
 
 def _is_unexpected(study: Study, decided: Plan) -> bool:

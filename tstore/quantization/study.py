@@ -70,12 +70,14 @@ class Estimate(NamedTuple):
     """Codecs for an array, with the array's expected size in bytes and its expected squared error.
 
     `is_edge` says that codecs of fewer or more bits were not studied, because they were not expected to be chosen.
+    `is_measured` says that the size was measured, on a sample, rather than interpolated.
     """
 
     codecs: Codecs
     size: int
     error: float
     is_edge: bool = False
+    is_measured: bool = True
 
 
 class Study(NamedTuple):
