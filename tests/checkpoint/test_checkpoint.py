@@ -376,9 +376,9 @@ async def test_an_existing_step_is_not_replaced(url: str) -> None:
     assert len([c async for c in (await tstore.open(url)).history()]) == 1
 
 
-async def test_an_empty_list_of_codecs_is_refused_with_the_path(url: str) -> None:
-    with pytest.raises(InvalidArgument, match="w: a codec chain needs"):
-        await tstore.save(url, {"w": np.arange(4.0)}, 0, codecs=[])
+async def test_an_empty_list_of_codecs_is_refused_with_its_pattern(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="the rule 'w': the list of codecs is empty"):
+        await tstore.save(url, {"w": np.arange(4.0)}, 0, codecs={"w": []})
 
 
 async def test_concurrent_saves_of_one_step_have_one_winner(url: str) -> None:

@@ -85,6 +85,16 @@ async def test_codes_of_a_fixed_scale_before_a_compressor_are_in_small_chunks(tm
     assert array.chunks == (500, 1024)
 
 
+@pytest.mark.parametrize("options", [{}, {"scale": "max"}, {"axis": 0}], ids=str)
+@pytest.mark.parametrize("rule", [{"format": "e4m3", "axis": 5}, {"format": "e4m3", "block": 256}], ids=str)
+async def test_a_rule_that_does_not_fit_its_array_is_refused_with_its_path(
+    tmp_path: Path, rule: Any, options: dict[str, Any]
+) -> None:
+    await tstore.save(tmp_path, {"w": W[:, :100].copy()}, 0)
+    with pytest.raises(InvalidArgument, match=r"^w: codec exmy with .* does not fit chunks of shape"):
+        await tstore.quantize(tmp_path, {"w": rule}, **options)
+
+
 async def test_a_block_in_a_rule_goes_before_a_default_scale_without_blocks(tmp_path: Path) -> None:
     await tstore.save(tmp_path, {"w": W, "v": W}, 0)
     report = await tstore.quantize(tmp_path, {"w": {"format": "e4m3", "block": 32}, "v": "e4m3"}, scale="none")

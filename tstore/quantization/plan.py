@@ -104,19 +104,18 @@ class _Defaults:
         """
         explicit = as_configuration(codecs)
         settings = {**self._applicable(explicit), **explicit}
+        one_offset = {k: v for k, v in settings.items() if k in explicit or k not in ("axis", "block")}
         try:
-            encoded_meta(meta, with_configuration(codecs, settings))
+            completed = _fitting(path, meta, with_configuration(codecs, settings))
         except InvalidArgument as error:
-            if settings == explicit:
-                raise InvalidArgument(f"{path}: {error}") from None
+            if settings == one_offset:
+                raise
             self._first_error = self._first_error or InvalidArgument(
-                f"the settings {dict(self._settings)} fit no array of this checkpoint; {path}: {error}"
+                f"the settings {dict(self._settings)} fit no array of this checkpoint; {error}"
             )
-            settings = {k: v for k, v in settings.items() if k in explicit or k not in ("axis", "block")}
-            encoded_meta(meta, with_configuration(codecs, settings))
-        else:
-            self._fits_any = True
-        return with_configuration(codecs, settings)
+            return _fitting(path, meta, with_configuration(codecs, one_offset))
+        self._fits_any = True
+        return completed
 
     def _applicable(self, explicit: Mapping[str, Any]) -> dict[str, Any]:
         """Return the defaults without those that contradict the settings of a rule."""
@@ -132,6 +131,15 @@ class _Defaults:
         """Raise `InvalidArgument` if the settings fit none of the arrays."""
         if self._first_error is not None and not self._fits_any:
             raise self._first_error
+
+
+def _fitting(path: str, meta: ArrayMeta, codecs: Codecs) -> Codecs:
+    """Return codecs that fit an array; raise `InvalidArgument`, naming its path, if they do not."""
+    try:
+        encoded_meta(meta, codecs)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}: {error}") from None
+    return codecs
 
 
 def plan_by_rules(arrays: Mapping[str, SourceArray], request: Request) -> Plan:
