@@ -6,16 +6,19 @@ import threading
 import uuid
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tstore
+import tstore.sync
 from tstore.data.writer import PackSet, WriteJob
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.runtime.pool import WORKERS
-from tstore.storage.base import PackWriter
+from tstore.storage.base import PackReader, PackWriter
+from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import BufferStream, Durability
 
@@ -79,3 +82,33 @@ async def test_values_that_are_made_when_they_are_needed_are_freed_once_they_are
     assert len(job.rows) == count
     in_batches = 2 * (WORKERS + 1)  # each worker has one of two values, and the next is being made
     assert max(at_once[8 * WORKERS :]) <= in_batches + 1
+
+
+@pytest.mark.parametrize("way", ["awaited", "blocking"])
+async def test_a_long_read_uses_several_threads(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two requests wait for each other; a blocking read makes one of them in the calling thread."""
+    values = np.arange((16 << 20) // 4, dtype="f4")
+    async with (await tstore.open(tmp_path)).transaction(durability="none") as tx:
+        await (await tx.create_array("a", values.shape, "f4", (1 << 18,), ["bytes", "zstd"])).write(values)
+    meeting, met, readers = threading.Barrier(2, timeout=20), threading.Event(), set[threading.Thread]()
+    reader = LocalStorage.reader
+
+    class Meeting:
+        def __init__(self, inner: PackReader) -> None:
+            self._inner = inner
+
+        def read_into(self, offset: int, buffers: Any, size: int) -> None:
+            readers.add(threading.current_thread())
+            if not met.is_set():
+                meeting.wait()
+                met.set()
+            self._inner.read_into(offset, buffers, size)
+
+    monkeypatch.setattr(LocalStorage, "reader", lambda self, key: Meeting(reader(self, key)))
+    if way == "awaited":
+        read = await (await (await (await tstore.open(tmp_path)).snapshot()).array("a")).read()
+    else:
+        read = tstore.sync.open(tmp_path).snapshot().array("a").read()
+        assert threading.current_thread() in readers
+    assert np.array_equal(read, values)
+    assert len(readers) >= 2

@@ -156,6 +156,20 @@ async def test_damaged_responses_are_requested_again(name: str, tmp_path: Path) 
         await tstore.restore(forever, 1)
 
 
+async def test_wrong_references_to_chunks_are_requested_again(name: str, tmp_path: Path) -> None:
+    """They are in a pack too, and are read when a lookup needs them. Without a cache, nothing is read twice."""
+    store = await tstore.open(as_remote(MemoryStorage(name)))
+    async with store.transaction() as tx:
+        await (await tx.create_array("long", (20_000,), "u1", (1,))).write(7)
+
+    async def read(reader: tstore.Store) -> int:
+        return int(await (await (await reader.snapshot()).array("long"))[3].read())
+
+    assert await read(await opened(name, tmp_path, Wrong(name, 1))) == 7
+    with pytest.raises(Corrupt, match="references to chunks"):
+        await read(await tstore.open(as_remote(Wrong(name, 1)), "r"))
+
+
 async def test_stores_do_not_mix(name: str, tmp_path: Path) -> None:
     """Neither stores that follow each other at one URL, nor a store and its copy."""
     await saved(name)

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 import tstore
 from tests.transactions.test_merges import make_small
 from tstore.data import write_job, writer
+from tstore.data.pieces import ReadJob
 from tstore.errors import Conflict, Corrupt, Inconsistent, Misuse
 from tstore.format.layout import root_key
 from tstore.format.objects import segments
@@ -31,6 +32,7 @@ from tstore.format.objects.references import Manifest
 from tstore.log import ranges
 from tstore.log.segments import SegmentReader
 from tstore.simulation.scenario import override_constants
+from tstore.storage.base import Storage
 from tstore.transactions import staged_array
 
 CHUNK = 8
@@ -451,6 +453,26 @@ async def test_parts_of_many_chunks_become_segments(url: str) -> None:
     assert (await store.verify()).ok
     diff = await store.diff(1, 3)
     assert diff.arrays[0].chunks == 40
+
+
+async def test_patched_chunks_are_read_and_written_some_at_a_time(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_array, "_ROUND_BYTES", 5 * 8 * CHUNK)
+    values, read_chunks = np.arange(23 * CHUNK), staged_array.read_chunks
+    store, rounds = await tstore.open(url), list[int]()
+    await create(store, values)
+
+    async def counted(storage: Storage, jobs: list[ReadJob]) -> None:
+        rounds.append(len(jobs))
+        await read_chunks(storage, jobs)
+
+    monkeypatch.setattr(staged_array, "read_chunks", counted)
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[3::CHUNK].write(-1)
+    values[3::CHUNK] = -1
+    assert np.array_equal(await values_of(store), values)
+    assert rounds == [5, 5, 5, 5, 3]
 
 
 @pytest.mark.usefixtures("short")

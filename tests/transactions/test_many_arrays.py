@@ -16,6 +16,7 @@ from msgspec.structs import replace
 import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
 from tstore.errors import AlreadyExists, Conflict, Corrupt, DeadlineExceeded, NotFound, SnapshotExpired
+from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.layout import root_key
 from tstore.format.objects import pages
 from tstore.format.objects.encoding import encode
@@ -118,6 +119,22 @@ async def test_the_nodes_of_a_whole_tree_are_made_together(url: str, monkeypatch
         f"g{g}/a{a}" for g in range(5) for a in range(4)
     )
     assert not {path for path in made if "/" in path}
+
+
+async def test_metadata_that_many_arrays_share_is_parsed_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+    parse = ArrayMeta.__init__
+
+    def counted(self: ArrayMeta, document: bytes) -> None:
+        parsed.append(document)
+        parse(self, document)
+
+    monkeypatch.setattr(ArrayMeta, "__init__", counted)
+    await tstore.save(url, {f"a{n}": np.full(41, n) for n in range(60)}, 0)
+    store = await tstore.open(url)
+    assert (await tstore.restore(store))["a7"].tolist() == [7] * 41
+    assert len(contents(await store.snapshot())) == 60
+    assert len(parsed) <= 3
 
 
 @pytest.mark.usefixtures("short")
@@ -303,7 +320,7 @@ async def test_damage_is_named_when_its_page_is_read(tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match=reference.key):
         await value_of(await tstore.open(url), "g4/a3")
     file.unlink()
-    with pytest.raises(NotFound, match=reference.key):
+    with pytest.raises(NotFound, match=f"{url}: {reference.key} is missing; restore it from a copy"):
         await value_of(await tstore.open(url), "g4/a3")
     assert not (await (await tstore.open(url)).verify()).ok
 
