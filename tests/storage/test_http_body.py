@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import threading
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok
 from tstore.errors import Corrupt, TStoreError, Unavailable
 from tstore.storage import limits
 from tstore.storage.http.body import Sink, fill
+from tstore.storage.http.passes import Passes, Stream
 from tstore.storage.http.session import tls_context
 from tstore.storage.http.store import HttpStorage
 from tstore.storage.limits import Deadline
@@ -315,3 +318,31 @@ async def test_a_body_other_than_the_range_is_refused(places: Places, response: 
         with pytest.raises(TStoreError) as caught:
             await place.read()
         assert type(caught.value) in (Corrupt, Unavailable)
+
+
+async def test_a_pass_of_another_event_loop_is_not_joined() -> None:
+    """As of the parent of a forked child, where the pass goes on no more."""
+    passes, started, ended = Passes(), threading.Event(), threading.Event()
+
+    async def stalled(key: str) -> AsyncGenerator[bytes, None]:
+        started.set()
+        await asyncio.to_thread(ended.wait, 60)
+        yield b"other"
+
+    async def blocks(key: str) -> AsyncGenerator[bytes, None]:
+        yield b"01234"
+
+    async def read(stream: Stream) -> bytes:
+        data = np.zeros(3, np.uint8)
+        await passes.read(stream, "pack", 1, [data.data], 3, "pack")
+        return data.tobytes()
+
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(asyncio.run, read(stalled))
+        try:
+            assert await asyncio.to_thread(started.wait, 60)
+            async with asyncio.timeout(5):
+                assert await read(blocks) == b"123"
+        finally:
+            ended.set()
+        assert other.result(60) == b"the"

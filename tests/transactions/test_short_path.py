@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import tstore
 from tstore.data.writer import PackSet
 from tstore.errors import Corrupt
+from tstore.format.objects import references
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.objects.references import Manifest
@@ -187,6 +188,22 @@ async def test_a_small_commit_makes_few_calls_and_no_hops(tmp_path: Path, monkey
         sys.setprofile(None)
     assert calls / 20 <= MAX_CALLS
     assert not hops
+
+
+async def test_the_manifest_of_a_small_commit_takes_only_the_quick_check(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, follower = await tstore.open(url), await tstore.open(url)
+    async with store.transaction() as tx:
+        await tx.create_array("a", (1000,), "int64", (1,), sparse=True)
+    assert (await follower.snapshot()).version == 1
+    async with store.transaction() as tx:
+        array = await tx.array("a")
+        await array[3].write(5)
+        await array[7].write(6)
+    monkeypatch.setattr(references, "check_nodes", lambda *_: pytest.fail("a long check is made"))
+    array = await (await follower.snapshot()).array("a")
+    assert [int(await array[n].read()) for n in (3, 7, 8)] == [5, 6, 0]
 
 
 @pytest.mark.parametrize("seed", range(3))
