@@ -234,6 +234,27 @@ async def test_a_resize_along_the_first_axis_refers_to_segments_as_they_are(
 
 
 @pytest.mark.usefixtures("short")
+async def test_a_shrink_within_a_chunk_reads_only_the_segment_at_the_new_end(
+    url: str, loaded: list[segments.Segment]
+) -> None:
+    """Of the numbers of other chunks, only segments that lack some would have to be read."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        array = await tx.create_array("w", (120 * CHUNK,), "i8", (CHUNK,), sparse=True)
+        for at in range(0, 120, 2):
+            await array[at * CHUNK : (at + 1) * CHUNK].write(7)
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.array("w")).resize((60 * CHUNK + 3,))
+        await (await tx.array("w")).resize((120 * CHUNK,))
+    assert {segment.first <= 60 <= segment.last for segment in loaded} == {True}
+    expected = np.zeros(120 * CHUNK)
+    expected.reshape(120, CHUNK)[:60:2] = 7
+    expected[60 * CHUNK :][:3] = 7
+    assert np.array_equal(await values_of(await tstore.open(url)), expected)
+
+
+@pytest.mark.usefixtures("short")
 async def test_concurrent_writes_of_one_transaction(url: str) -> None:
     store = await tstore.open(url)
     arrays = {f"w{i}": np.arange(i, i + 60 * CHUNK, dtype="i8") for i in range(4)}

@@ -153,8 +153,8 @@ async def test_one_commit_in_eight_merges_rows_at_the_bound(
     assert 8 in ranges
 
 
-async def test_more_than_eight_layers_of_segments_are_merged(url: str) -> None:
-    """With the usual bounds: each commit overlaps with the one before it."""
+async def write_nine_layers(url: str) -> tuple[tstore.Store, dict[int, int]]:
+    """Make nine commits, each of which overlaps with the one before it."""
     store, expected = await create_long(url), dict[int, int]()
     for value in range(1, 10):
         start, stop = 1000 * value, 1000 * value + 5000
@@ -162,10 +162,24 @@ async def test_more_than_eight_layers_of_segments_are_merged(url: str) -> None:
         expected |= dict.fromkeys(range(start, stop), value)
     assert await merges_of(store) == []
     assert await layers_of(store) == (9, 0)
+    return store, expected
+
+
+async def test_more_than_eight_layers_of_segments_are_merged(url: str) -> None:
+    """With the usual bounds."""
+    store, expected = await write_nine_layers(url)
     version = await write(store, 0, 10)
     assert await merges_of(store) == [version]
     assert await layers_of(store) == (1, 1)
     await check(store, url, expected | {0: 10})
+
+
+async def test_a_resize_restates_more_than_eight_layers(url: str) -> None:
+    store, expected = await write_nine_layers(url)
+    async with store.transaction() as tx:
+        await (await tx.array("w")).resize((13_000,))
+    assert await layers_of(store) == (1, 0)
+    await check(store, url, {number: value for number, value in expected.items() if number < 13_000})
 
 
 @pytest.fixture
