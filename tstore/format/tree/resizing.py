@@ -65,4 +65,5 @@ def chunks_at_edge(tables: Sequence[Table], meta: ArrayMeta, axis: int) -> npt.N
         last = meta.chunk_count - 1
         return numbers_of([between(table, last + 1 - row, last) for table in tables]).astype(np.int64)
     numbers = numbers_of(tables).astype(np.int64)
-    return numbers[np.unravel_index(numbers, meta.counts)[axis] == meta.counts[axis] - 1]
+    is_last = np.unravel_index(numbers, meta.counts)[axis] == meta.counts[axis] - 1
+    return numbers[np.flatnonzero(is_last)]
