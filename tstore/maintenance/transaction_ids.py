@@ -1,4 +1,4 @@
-"""The ids of all transactions in a log, to find those that it has twice, as if a record was copied over another.
+"""The ids of all transactions in a log, to find those that it has twice because a record was copied over another.
 
 Only verification looks for these. Readers do not refuse them: a client of a server that commits an id again must
 not make the store unreadable.

@@ -242,7 +242,7 @@ class Condemned(NamedTuple):
 
 
 def packs_of(tree: Tree) -> set[str]:
-    """Return the packs that a tree refers to, without reading segments."""
+    """Return the packs that a tree refers to; of segments, only those that lie over older rows are read."""
     return set().union(*[node.packs for node in tree.nodes.values()])
 
 
