@@ -581,3 +581,16 @@ async def test_conflicting_changes_of_two_hosts_are_refused(
     error = raised(await outcomes([host(i) for i in range(hosts)]), Inconsistent)
     assert text.format(writer=writer) in str(error)
     assert (await store.snapshot()).version == 1
+
+
+async def test_hosts_that_all_resize_an_array_are_told_to_resize_it_before(tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path)
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (4,), "i8", (2,))).write(1)
+    transactions = [store.transaction(name="grow", host=host, hosts=2, attempt="a") for host in range(2)]
+    for tx in transactions:
+        await (await tx.array("w")).resize((6,))
+    results = await asyncio.gather(*[tx.commit() for tx in transactions], return_exceptions=True)
+    for error in results:
+        assert isinstance(error, Inconsistent)
+        assert "to resize an array, do so in an earlier transaction" in str(error)

@@ -289,7 +289,9 @@ def _check_once(name: str, tree: Tree, parts: Sequence[_NodePart]) -> None:
     ]
     if twice:
         raise Inconsistent(
-            f"transaction {name!r}: several hosts wrote the same chunks; exactly one host must write each", twice
+            f"transaction {name!r}: several hosts wrote the same chunks; exactly one host must write each (to "
+            "resize an array, do so in an earlier transaction)",
+            twice,
         )
 
 
