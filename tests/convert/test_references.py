@@ -183,6 +183,7 @@ def test_arrays_that_zarr_cannot_open_hide_no_others(
         tx.create_array("layers/0/small", (50, 40), "bfloat16", (7, 40)).write(1.0)
         tx.create_array("layers/0/codes", (8,), "int4").write(1)
         tx.create_array("layers/0/eighths", (8,), "float8_e5m2").write(1)
+        tx.create_array("layers/0/pair", (8,), np.dtype([("a", "i4"), ("b", "bfloat16")]), sparse=True)
         tx.create_array("back\\slash/a", (8,), "int8").write(1)
     write(store, tmp_path / name)
     assert read_by_zarr({"fo": str(tmp_path / name), **reader_options(str(store))}) == wanted

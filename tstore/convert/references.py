@@ -24,7 +24,7 @@ from tstore.convert.files import StrPath, refuse_existing
 from tstore.convert.zarr_export import chunk_name, plain_documents, unreadable_elsewhere
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.dtypes import is_ml_dtype
+from tstore.format.arrays.dtypes import has_ml_dtype
 from tstore.format.checksums import block_checks
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.runtime.pool import run
@@ -140,7 +140,7 @@ class _Source:
         """
         documents = plain_documents(self.snapshot, keep_exmy=True)
         nodes = {path: msgspec.json.decode(document) for path, document in documents.items()}
-        unlisted = {path for path in self.arrays if is_ml_dtype(self.meta(path).dtype)}
+        unlisted = {path for path in self.arrays if has_ml_dtype(self.meta(path).dtype)}
         below = {p: fields for p, fields in nodes.items() if p and p not in unlisted and "\\" not in p}
         nodes[""]["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": below}
         return nodes

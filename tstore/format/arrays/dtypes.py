@@ -37,6 +37,7 @@ __all__ = [
     "fill_from_argument",
     "fill_from_json",
     "fill_to_json",
+    "has_ml_dtype",
     "has_nonfinite",
     "is_float",
     "is_integer",
@@ -123,6 +124,14 @@ def _storable(dtype: np.dtype[Any], max_nested: int) -> np.dtype[Any]:
 def is_ml_dtype(dtype: np.dtype[Any]) -> bool:
     """Return whether this is a number type of ml_dtypes: of NumPy's kind "V", or "f" for float8_e5m2."""
     return dtype.kind in "Vf" and dtype.type in _ML_DTYPES
+
+
+def has_ml_dtype(dtype: np.dtype[Any]) -> bool:
+    """Return whether this is a number type of ml_dtypes, or a struct with one."""
+    if dtype.names is not None:
+        assert dtype.fields is not None
+        return any(has_ml_dtype(dtype.fields[name][0]) for name in dtype.names)
+    return is_ml_dtype(dtype)
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
