@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 
 import tstore.sync as tstore
 from tests.support.fileservers import python_files
@@ -128,6 +129,26 @@ def test_metadata(tmp_path: Path, metadata: dict[str, Any], error: type[Exceptio
 def test_an_extension_that_need_not_be_understood(tmp_path: Path) -> None:
     (tmp_path / "zarr.json").write_text(json.dumps(V3 | {"new": {"name": "a.b", "must_understand": False}}))
     assert tstore.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/"}).read().tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("data_type", "fill", "expected"),
+    [
+        ("float32", "NaN", "nan"),
+        ("float32", "-Infinity", "-inf"),
+        ("int32", "5.0", "5"),
+        ("int16", "-2e3", "-2000"),
+    ],
+)
+def test_fill_values_as_zarr_python_reads_them(tmp_path: Path, data_type: str, fill: str, expected: str) -> None:
+    """Bare NaN and Infinity are no JSON, and integers have no fraction, but other programs write them."""
+    text = json.dumps(V3 | {"data_type": data_type, "fill_value": "?"}).replace('"?"', fill)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "zarr.json").write_text(text)
+    assert str(zarr.open_array(tmp_path / "x")[0]) == expected
+    assert str(tstore.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/x/"})[0].read()) == expected
+    asyncio.run(import_zarr(tmp_path / "x", tmp_path / "store"))
+    assert str(tstore.open(tmp_path / "store").snapshot().array("x")[0].read()) == expected
 
 
 COMPRESSED = V3 | {"codecs": [LITTLE, GZIP]}

@@ -456,6 +456,29 @@ def test_xarray_writes_and_reads(store: tstore.sync.Store) -> None:
         assert back.compute().identical(data)
 
 
+@pytest.mark.parametrize("kind", ["array", "group"])
+def test_numbers_that_json_lacks_become_text_in_attributes(store: tstore.sync.Store, kind: str) -> None:
+    """zarr-python writes them as NaN and Infinity, for example xarray's `missing_value`."""
+    with store.transaction() as transaction:
+        root = group(transaction, "a")
+        node = root.create_array("a", shape=(2,), dtype="f4") if kind == "array" else root.create_group("a")
+        node.attrs.update({"missing_value": float("nan"), "range": [float("-inf"), {"to": float("inf")}]})
+    expected = {"missing_value": "NaN", "range": ["-Infinity", {"to": "Infinity"}]}
+    assert store.snapshot().attributes("a") == expected
+    assert dict(group(store.snapshot())["a"].attrs) == expected
+
+
+@pytest.mark.parametrize("kind", ["array", "group"])
+def test_attributes_that_are_no_unicode_are_refused_when_they_are_set(store: tstore.sync.Store, kind: str) -> None:
+    transaction = store.transaction()
+    root = group(transaction, "a")
+    node = root.create_array("a", shape=(2,), dtype="f4") if kind == "array" else root.create_group("a")
+    with pytest.raises((InvalidArgument, UnsupportedFormat), match=r"not valid Unicode|stored as JSON"):
+        node.attrs["unit"] = "\ud800"
+    transaction.commit()
+    assert store.snapshot().attributes("a") == {}
+
+
 def test_dask_reads_in_processes(store: tstore.sync.Store) -> None:
     with store.transaction() as transaction:
         group(transaction, "a").create_array("a", shape=VALUES.shape, chunks=(10, 100), dtype="f4")[:] = VALUES

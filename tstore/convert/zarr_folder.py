@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tstore.array import Appended
 from tstore.convert.folder import Folder
-from tstore.convert.zarr_v2 import v3_array, v3_attributes
+from tstore.convert.zarr_v2 import v3_array
 from tstore.data.chunk_memory import chunk_memory
 from tstore.data.planning import ByteRange, ReadPlan
 from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
@@ -25,6 +25,7 @@ from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.arrays.grid import Selection, chunk_number, part_of, projections
 from tstore.format.arrays.points import PointProjection, PointSelection, point_projections
+from tstore.format.json_numbers import with_json_numbers
 from tstore.runtime.pool import each, run
 
 __all__ = ["ZarrArray", "ZarrNode", "read_array", "read_nodes"]
@@ -270,7 +271,7 @@ def _json(folder: Folder, key: str) -> Any:
     if data is None:
         return None
     try:
-        fields = json.loads(data)  # not msgspec: writers of v2 use NaN
+        fields = json.loads(data)  # not msgspec: zarr-python writes NaN
         msgspec.json.encode(fields)  # fails for lone surrogates
         return fields
     except (ValueError, RecursionError) as error:
@@ -288,8 +289,9 @@ def _checked(location: str, path: str, fields: Any) -> ZarrNode:
     attributes = fields.get("attributes") or {}
     if not isinstance(attributes, dict):
         raise Corrupt(f"{location}: its attributes are not a JSON object")
+    numbers = {key: fields[key] for key in ("fill_value",) if key in fields}
     try:
-        return ZarrNode(path, fields | {"attributes": v3_attributes(attributes)})
+        return ZarrNode(path, fields | with_json_numbers(numbers | {"attributes": attributes}))
     except RecursionError as error:
         raise Corrupt(f"{location}: its attributes are nested too deep") from error
 
@@ -300,7 +302,7 @@ def _v3(location: str, fields: Any, attributes: Any) -> dict[str, Any]:
         attributes = dict(attributes or {})
         if "shape" in fields:
             return v3_array(fields, attributes)
-        return {"zarr_format": 3, "node_type": "group", "attributes": v3_attributes(attributes)}
+        return {"zarr_format": 3, "node_type": "group", "attributes": with_json_numbers(attributes)}
     except (InvalidArgument, UnsupportedFormat) as error:
         raise UnsupportedFormat(f"{location}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -16,8 +16,9 @@ import numpy as np
 from tstore.errors import UnsupportedFormat
 from tstore.format.arrays.dtypes import array_dtype, dtype_named, dtype_to_json, fill_to_json
 from tstore.format.arrays.variable import is_variable, variable_dtype
+from tstore.format.json_numbers import with_json_numbers
 
-__all__ = ["v3_array", "v3_attributes"]
+__all__ = ["v3_array"]
 
 _DIMENSIONS = "_ARRAY_DIMENSIONS"  # the attribute in which xarray stores dimension names
 _ARRAY_FILTERS = frozenset(("delta", "fixedscaleoffset", "quantize", "bitround", "astype", "packbits"))
@@ -43,7 +44,7 @@ def v3_array(fields: Mapping[str, Any], attributes: Mapping[str, Any]) -> dict[s
     shape = list(fields["shape"])
     names = attributes.get(_DIMENSIONS)
     named = isinstance(names, list) and len(names) == len(shape) and all(isinstance(name, str) for name in names)
-    kept = v3_attributes({k: v for k, v in attributes.items() if not (named and k == _DIMENSIONS)})
+    kept = with_json_numbers({k: v for k, v in attributes.items() if not (named and k == _DIMENSIONS)})
     native = array_dtype(dtype)
     return {
         "zarr_format": 3,
@@ -60,17 +61,6 @@ def v3_array(fields: Mapping[str, Any], attributes: Mapping[str, Any]) -> dict[s
         "attributes": kept,
         **({"dimension_names": names} if named else {}),
     }
-
-
-def v3_attributes(value: Any) -> Any:
-    """Return attributes with numbers that JSON lacks, which some writers of v2 use, as v3 has them: "NaN"."""
-    if isinstance(value, dict):
-        return {key: v3_attributes(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [v3_attributes(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return "NaN" if np.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 def _dtype(name: Any, filters: Any) -> np.dtype[Any]:
@@ -109,7 +99,7 @@ def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
         return [value, 0.0]
     if dtype.kind == "S":
         return base64.standard_b64encode(base64.b64decode(value).rstrip(b"\0")).decode()
-    return v3_attributes(value)
+    return with_json_numbers(value)
 
 
 def _codecs(fields: Mapping[str, Any], dtype: np.dtype[Any], ndim: int, transposed: bool) -> list[dict[str, Any]]:

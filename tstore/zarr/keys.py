@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from tstore.errors import UnsupportedFormat
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.arrays.grid import chunk_coordinates, chunk_number
+from tstore.format.json_numbers import with_json_numbers
 from tstore.format.tree.node import Node
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 
@@ -41,13 +43,13 @@ def metadata_path(key: str) -> str | None:
 def fields_of(key: str, data: bytes) -> dict[str, Any] | None:
     """Return the metadata of a group or array of Zarr v3, None if the bytes of a key are not that.
 
-    Raise `UnsupportedFormat` for metadata of Zarr v2.
+    Numbers that JSON lacks become text. Raise `UnsupportedFormat` for metadata of Zarr v2.
     """
     name = key.rpartition("/")[2]
     if name not in (_METADATA, ".zarray", ".zgroup"):
         return None
     try:
-        fields = msgspec.json.decode(data)
+        fields = _decoded(data)
     except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict):
@@ -55,6 +57,13 @@ def fields_of(key: str, data: bytes) -> dict[str, Any] | None:
     if name != _METADATA and "zarr_format" in fields:
         raise UnsupportedFormat(f"{key!r} is metadata of Zarr v2; tstore stores Zarr v3, so pass zarr_format=3")
     return fields if fields.get("node_type") in ("group", "array") else None
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except ValueError:
+        return with_json_numbers(json.loads(data))  # zarr-python writes NaN
 
 
 def folders_of(key: str) -> list[str]:

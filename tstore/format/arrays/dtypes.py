@@ -348,6 +348,8 @@ def fill_from_json(value: Any, dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "mM" or is_integer(dtype):
         if value == "NaT" and dtype.kind in "mM":
             return np.array("NaT", dtype)[()]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # as other readers do
         if type(value) is not int:
             raise TypeError(f"{value!r:.100} is not a value of {dtype}")
         if dtype.kind in "mM":
