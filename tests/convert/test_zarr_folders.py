@@ -473,6 +473,43 @@ def test_a_chain_that_zarr_python_would_misread_is_exported_decoded(tmp_path: Pa
     assert zarr.open_array(back / "a", mode="r")[:].tolist() == [n * n for n in range(9)]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codecs": ["bytes", "gzip"]},
+        {"codecs": [{"name": "bytes"}]},
+        {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}, "must_understand": True}]},
+        {"codecs": [sharded({"name": "bytes"}, {"name": "crc32c", "configuration": {}})]},
+        {"data_type": {"name": "float32"}},
+        {"data_type": {"name": "float32", "configuration": {}}},
+        {"dimension_names": None},
+        {"attributes": None},
+        {"shape": [0, 3], "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 3]}}},
+    ],
+)
+def test_metadata_in_other_words_becomes_that_of_zarr(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Few programs read all that some accept; what tstore stores, they all read."""
+    fields: dict[str, Any] = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [4, 3],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2, 3]}},
+        "chunk_key_encoding": "default",
+        "fill_value": 0.5,
+        "codecs": [LITTLE],
+    }
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.zarr" / "zarr.json").write_text(json.dumps(fields | change))
+    expected = np.full(change.get("shape", (4, 3)), 0.5, "f4")
+    snapshot = imported(tmp_path / "a.zarr", tmp_path / "store")
+    assert equal(expected, snapshot.array("a").read())
+    assert equal(expected, zarr.open_group(ZarrStore(snapshot), mode="r")["a"][:])
+    back = exported(tmp_path / "store", tmp_path / "b.zarr")
+    assert equal(expected, zarr.open_array(back / "a", mode="r")[:])
+    assert equal(expected, tensorstore_read(back / "a"))
+
+
 def test_a_chunk_that_is_a_pipe_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "a.zarr", mode="w").create_array("a", data=np.arange(4), chunks=(2,))
     (tmp_path / "a.zarr/a/c/1").unlink()

@@ -92,14 +92,15 @@ def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
         node = nodes.get(path)
         if node is None:
             fields: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+        elif node.is_array:
+            fields = node.meta.plain_fields()
+            fields.pop("tstore", None)
+            fields["chunk_key_encoding"] = {"name": "default", "configuration": {"separator": "/"}}
+            if unreadable_elsewhere(fields["codecs"], keep_exmy=keep_exmy) is not None:
+                fields["codecs"] = chain_documents(node.meta.dtype, None)
         else:
             fields = msgspec.json.decode(node.document)
-            if node.is_array:
-                fields.pop("tstore", None)
-                fields["chunk_key_encoding"] = {"name": "default", "configuration": {"separator": "/"}}
-                if unreadable_elsewhere(fields["codecs"], keep_exmy=keep_exmy) is not None:
-                    fields["codecs"] = chain_documents(node.meta.dtype, None)
-            elif not path:
+            if not path:
                 fields.get("attributes", {}).pop(RESERVED_ATTRIBUTE, None)
         documents[path] = msgspec.json.format(msgspec.json.encode(fields), indent=2)
     return documents

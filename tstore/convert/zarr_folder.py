@@ -71,7 +71,8 @@ class ZarrArray:
     def _parsed(self, sparse: bool) -> ArrayMeta:
         extension = {"tstore": {"must_understand": False, "sparse": True}} if sparse else {}
         try:
-            return ArrayMeta.parse(msgspec.json.encode(self._fields | extension))
+            meta = ArrayMeta.parse(msgspec.json.encode(self._fields | extension))
+            return ArrayMeta.parse(msgspec.json.encode(meta.plain_fields()))
         except (Corrupt, UnsupportedFormat) as error:
             raise type(error)(f"{self.location}: {error}") from error
 

@@ -271,6 +271,16 @@ class ArrayMeta:
         """Parse a `zarr.json`; raise `Corrupt`, or `UnsupportedFormat` for features that are not supported."""
         return _meta(document)
 
+    def plain_fields(self) -> dict[str, Any]:
+        """Return the `zarr.json` in words that zarr-python and TensorStore read; some accept others too."""
+        fields: dict[str, Any] = msgspec.json.decode(self.document)
+        fields["data_type"] = dtype_to_json(self.dtype)
+        fields["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": self.chunks}}
+        fields["codecs"] = self.chain.documents
+        if fields.get("dimension_names") is None:
+            fields.pop("dimension_names", None)
+        return fields
+
     def with_shape(self, shape: Sequence[int]) -> ArrayMeta:
         """Return the metadata with another shape; raise `InvalidArgument` for another number of dimensions."""
         fields = msgspec.json.decode(self.document)
