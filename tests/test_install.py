@@ -83,6 +83,8 @@ def blocking() -> None:
             assert_type(w[0:10, ::2], tstore.sync.Array)
             w[0:10, ::2].write(1)
             tx.array("a").resize((20, 4))
+            tx.create_array("b", (3,), "f4", None, ["bytes", {"name": "zstd", "configuration": {"level": 3}}])
+            tx.copy_array(w, "c", codecs=["bytes", "zstd"])
         assert_type(tx.commit(timeout=1), int)
         snapshot = store.snapshot("t")
         assert_type(snapshot, tstore.sync.Snapshot)

@@ -154,7 +154,10 @@ def _describe_codecs(codecs: Codecs | Target) -> str:
     if isinstance(codecs, Mapping):
         settings = {key: value for key, value in codecs.items() if key != "format"}
         return " ".join([str(codecs.get("format")), *([f"({_describe_settings(settings)})"] if settings else [])])
-    named = [f"{c.get('name')} ({_describe_settings(c.get('configuration') or {})})" for c in codecs]
+    named = [
+        c if isinstance(c, str) else f"{c.get('name')} ({_describe_settings(c.get('configuration') or {})})"
+        for c in codecs
+    ]
     return " + ".join(name.removesuffix(" ()") for name in named)
 
 

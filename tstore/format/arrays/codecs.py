@@ -39,7 +39,7 @@ __all__ = [
     "without_clipping",
 ]
 
-Codecs = str | exmy.Format | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+Codecs = str | exmy.Format | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None
 """How chunks are stored: None (uncompressed), "lossless" (compressed), an eXmY format such as "e4m3" (or an
 `exmy.Format`), the configuration of `exmy` (a mapping with the key "format"), or the codecs of a Zarr v3 array."""
 
@@ -336,7 +336,8 @@ def as_configuration(codecs: Codecs) -> Mapping[str, Any]:
     if isinstance(codecs, Mapping):
         return codecs
     assert codecs is not None
-    configuration: Mapping[str, Any] = codecs[0].get("configuration") or {}
+    first = codecs[0]
+    configuration: Mapping[str, Any] = {} if isinstance(first, str) else first.get("configuration") or {}
     return configuration
 
 
