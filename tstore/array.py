@@ -340,22 +340,23 @@ class Array:
 class _Read:
     """A read of a view into `out`; `target` is the part of it with the axes of the selection's result."""
 
-    __slots__ = ("array", "meta", "out", "path", "selection", "source", "target")
+    __slots__ = ("array", "memory", "meta", "out", "path", "selection", "source", "target")
 
     def __init__(self, array: Array, out: npt.NDArray[Any]) -> None:
         view = array._view
         self.array = array
         self.out = out
+        self.memory = np.asarray(out)  # a subclass may index in another way
         self.source = array._source
         self.path = array.path
         self.meta = array._meta
         self.selection = view.selection()
-        self.target = view.arranged(out)
+        self.target = view.arranged(self.memory)
 
     def finished(self) -> npt.NDArray[Any]:
         """Return the result, after `target` was read."""
         if (last := self.array._view.repeated) is not None:
-            self.out[...] = self.out[last].copy()  # NumPy would empty a string that it assigns to itself
+            self.memory[...] = self.memory[last].copy()  # NumPy would empty a string that it assigns to itself
         return self.out
 
 
@@ -364,8 +365,11 @@ def read_of(array: Array, out: npt.NDArray[Any] | None = None) -> _Read:
     shape, dtype = array.shape, array.dtype
     if out is None:
         return _Read(array, new_values(array.path, shape, dtype))
-    if not isinstance(out, np.ndarray):
-        raise InvalidArgument(f"{array.path}: out must be a NumPy array, not a {type(out).__name__}")
+    if not isinstance(out, np.ndarray) or hasattr(out, "mask"):
+        raise InvalidArgument(
+            f"{array.path}: out must be a NumPy array without a mask, not a {type(out).__name__}; pass one that "
+            "shares its memory"
+        )
     if out.shape != shape or not out.flags.writeable or not can_cast(dtype, out.dtype, "safe"):
         writable = "writable" if out.flags.writeable else "read-only"
         raise InvalidArgument(

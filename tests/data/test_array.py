@@ -352,6 +352,31 @@ async def test_out_must_fit() -> None:
         assert (out == [[0, 1, 2], [3, 4, 5]]).all()
 
 
+class Halved(np.ndarray[Any, Any]):
+    """An array whose index means something else, as it may in a subclass."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) / 2
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index, value / 2)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("index", [..., (slice(None, None, -1), [2, 0, 0]), np.s_[1:, None, :1]])
+async def test_out_of_a_subclass_gets_the_values(index: Any) -> None:
+    values = np.arange(6, dtype="i4").reshape(2, 3)
+    array = (await stored(values, (1, 2)))[index]
+    for kind in (np.matrix, Halved, np.memmap):
+        if kind is np.matrix and array.ndim > 2:
+            continue
+        out = np.zeros(array.shape, "i4").view(kind)
+        assert await array.read(out=out) is out
+        assert np.asarray(out).tolist() == values[index].tolist()
+    with pytest.raises(InvalidArgument, match="without a mask, not a MaskedArray"):
+        await array.read(out=np.ma.zeros(array.shape, "i4"))
+
+
 async def test_unwritten_chunks_are_an_error_unless_sparse() -> None:
     opened = await store()
     async with opened.transaction() as tx:
