@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import exmy
@@ -23,8 +23,9 @@ from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.grid import Selection, chunk_coordinates
 from tstore.format.arrays.points import PointSelection
 from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.objects.layers import last_number
 from tstore.format.paths import checked_path
-from tstore.format.tree.node import Node
+from tstore.format.tree.node import Node, check_in_grid
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.log.expiry import check_alive, guard_expiry
 from tstore.log.pages import read_pages
@@ -224,15 +225,28 @@ class Snapshot:
             raise NotFound(f"{self.location}: chunk {at} of {path} was never written; write it first")
         return references
 
-    async def read_encoded(self, path: str, numbers: range, deliver: Deliver) -> int:
-        """Call `deliver` with the verified bytes of the chunks with these numbers; return how many exist.
+    async def all_references(self, path: str, size: int) -> AsyncIterator[ChunkTable]:
+        """Yield the references to all chunks of an array, at most `size` at a time, sorted by number.
 
-        Raise what `references` raises, or `Corrupt`.
+        Those of a sparse array take time for the chunks that exist, not for its grid. Raise `NotFound` if a chunk
+        was never written and the array is not sparse, and `Corrupt` if one is outside of the grid.
         """
-        references = await self.references(path, numbers)
+        await self.read_nodes([path])
+        node = array_node(self._tree, path, self.location)
+        if not node.meta.sparse:
+            for start in range(0, node.meta.chunk_count, size):
+                yield await self.references(path, range(start, min(start + size, node.meta.chunk_count)))
+            return
+        check_in_grid(path, node.meta, last_number(node.tables))
+        parts = node.parts()
+        while (part := await guard_expiry(self._log, self.version, run(next, parts, None))) is not None:
+            for start in range(0, len(part), size):
+                yield part.part(start, min(start + size, len(part)))
+
+    async def read_encoded(self, path: str, references: ChunkTable, deliver: Deliver) -> None:
+        """Call `deliver` with the verified bytes of chunks of an array; raise `Corrupt`."""
         work = read_encoded(self._log.storage, path, references.rows, deliver)
         await guard_expiry(self._log, self.version, work)
-        return len(references)
 
     def pack_path(self, pack: str) -> str | None:
         """Return the path of a pack's file, or None if the store is not in a local folder."""

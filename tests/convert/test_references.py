@@ -19,7 +19,9 @@ from msgspec.structs import replace
 import tstore as async_tstore
 import tstore.sync as tstore
 from tests.support.fileservers import aiohttp_files
+from tests.support.fuzzing import bounded_time
 from tests.support.http_server import READ, everybody
+from tests.support.lazy import lazy
 from tstore.convert.references import export_references, reader_options
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound
 from tstore.format.layout import commit_key
@@ -29,6 +31,7 @@ from tstore.format.objects.references import Manifest
 from tstore.server import Server
 from tstore.snapshot import Snapshot
 
+zarr = lazy("zarr")
 SHARDED = [
     {
         "name": "sharding_indexed",
@@ -329,8 +332,7 @@ async def test_few_references_are_in_memory_at_once(
 ) -> None:
     store = await async_tstore.open(tmp_path / "store")
     async with store.transaction() as tx:
-        array = await tx.create_array("a", (250_000,), "u1", (1,), sparse=True)
-        await array[[3, 249_999]].write(1)
+        await (await tx.create_array("a", (250_000,), "u1", (1,))).write(1)
     rounds, references = [], Snapshot.references
 
     async def counted(self: Snapshot, path: str, numbers: range) -> Any:
@@ -341,3 +343,19 @@ async def test_few_references_are_in_memory_at_once(
     await export_references(store, tmp_path / name)
     assert sum(rounds) == 250_000
     assert max(rounds) <= 100_000
+
+
+@pytest.mark.filterwarnings("ignore:Both zarr.json", "ignore:The .fastparquet. engine")
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
+def test_a_sparse_array_of_trillions_of_chunks(tmp_path: Path, name: str) -> None:
+    if not name.endswith(".json"):
+        pytest.importorskip("fastparquet")
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        array = tx.create_array("a", (1 << 20,) * 3, "uint8", (64,) * 3, sparse=True)
+        array[-1, 70:100, 60:70].write(3)
+    with bounded_time(10):
+        write(tmp_path / "store", tmp_path / name)
+    options = {"fo": str(tmp_path / name), "asynchronous": True, **reader_options(str(tmp_path / "store"))}
+    read = zarr.open_array("reference://", path="a", mode="r", storage_options=options)
+    assert read[-1, 69:101, 60].tolist() == [0, *[3] * 30, 0]
+    assert read[5, 5, 5] == 0

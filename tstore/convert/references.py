@@ -36,7 +36,7 @@ from tstore.store import Store, opened
 __all__ = ["export_references", "is_parquet", "reader_options"]
 
 _RECORD = 100_000  # chunks in one Parquet file
-_ROUND = 1 << 14  # chunks whose references are in memory, for JSON
+_ROUND = 1 << 14  # chunks whose references are read at once
 
 
 async def export_references(
@@ -162,12 +162,24 @@ class _Source:
             raise Corrupt(f"{name}, chunk number {row.number}: {row.mismatch(checks, self.snapshot.location)}")
         return data
 
-    async def rows(self, name: str, size: int) -> AsyncIterator[tuple[range, list[ChunkRow]]]:
-        """Yield the numbers of each `size` chunks of an array, with the references to those that exist."""
-        count = self.meta(name).chunk_count
-        for start in range(0, count, size):
-            numbers = range(start, min(start + size, count))
-            yield numbers, (await self.snapshot.references(name, numbers)).rows
+    async def rows(self, name: str) -> AsyncIterator[list[ChunkRow]]:
+        """Yield the references to the chunks of an array, in rounds."""
+        async for references in self.snapshot.all_references(name, _ROUND):
+            yield references.rows
+
+    async def records(self, name: str, size: int) -> AsyncIterator[tuple[range, list[ChunkRow]]]:
+        """Yield the numbers of each `size` chunks of which some exist, with the references to these."""
+        count, numbers, rows = self.meta(name).chunk_count, range(0), list[ChunkRow]()
+        async for references in self.snapshot.all_references(name, _ROUND):
+            for row in references.rows:
+                if row.number not in numbers:
+                    if rows:
+                        yield numbers, rows
+                    start = row.number - row.number % size
+                    numbers, rows = range(start, min(start + size, count)), []
+                rows.append(row)
+        if rows:
+            yield numbers, rows
 
 
 class _Reporter:
@@ -212,7 +224,7 @@ async def _write_json(path: str, source: _Source, report: _Reporter) -> int:
         metadata = {_document_name(p): msgspec.json.encode(n).decode() for p, n in source.nodes().items()}
         end = await run(append, head[:-2] + b"\n" + msgspec.json.encode(metadata)[1:-1], 0)
         for name, array in source.arrays.items():
-            async for _, rows in source.rows(name, _ROUND):
+            async for rows in source.rows(name):
                 end = await run(append, await run(entries, name, rows), end)
             report.add(array)
         await run(append, b"\n}}\n", end)
@@ -224,9 +236,7 @@ async def _write_parquet(path: str, source: _Source, report: _Reporter) -> int:
     async with in_thread(new_folder(path), path) as temporary:
         await run(_write_metadata, f"{temporary}/.zmetadata", source)
         for name, array in source.arrays.items():
-            async for numbers, rows in source.rows(name, _RECORD):
-                if not rows:
-                    continue  # fsspec takes the chunks of an absent file for missing ones
+            async for numbers, rows in source.records(name, _RECORD):  # fsspec takes all others for missing
                 out = f"{temporary}/{name}/refs.{numbers.start // _RECORD}.parq"
                 await run(_write_record, out, source, name, numbers, rows)
                 files += 1

@@ -8,8 +8,9 @@ with the package exmy. Decoded are also the few codec chains that zarr-python mi
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -68,7 +69,7 @@ async def export_zarr(
             for name, array in arrays.items():
                 meta = snapshot.tree.nodes[name].meta
                 if unreadable_elsewhere(meta.codecs, keep_exmy=keep_exmy) is not None:
-                    files += await _decode(array, meta, f"{temporary}/{name}")
+                    files += await _decode(snapshot, array, meta, f"{temporary}/{name}")
                 else:
                     files += await _copy(snapshot, name, meta, f"{temporary}/{name}")
                 done += array.nbytes
@@ -157,9 +158,9 @@ async def _copy(snapshot: Snapshot, path: str, meta: ArrayMeta, folder: str) -> 
                 _write(name, data.data)
 
     files = 0
-    for start in range(0, meta.chunk_count, _ROUND_CHUNKS):
-        numbers = range(start, min(start + _ROUND_CHUNKS, meta.chunk_count))
-        files += await snapshot.read_encoded(path, numbers, deliver)
+    async for references in snapshot.all_references(path, _ROUND_CHUNKS):
+        await snapshot.read_encoded(path, references, deliver)
+        files += len(references)
     return files
 
 
@@ -176,10 +177,10 @@ def _link(snapshot: Snapshot, row: ChunkRow, name: str) -> bool:
     return False
 
 
-async def _decode(array: Array, meta: ArrayMeta, folder: str) -> int:
+async def _decode(snapshot: Snapshot, array: Array, meta: ArrayMeta, folder: str) -> int:
     """Write the decoded chunks of an array into its folder; return the number of files."""
-    chunk_bytes = meta.chunk_size * meta.dtype.itemsize
-    for box in boxes(meta.counts, max(1, _ROUND_BYTES // chunk_bytes)):
+    files = 0
+    async for box in _boxes(snapshot, array, meta):
         sides = list(zip(box, meta.chunks, meta.shape, strict=True))
         region = tuple(slice(r.start * c, min(r.stop * c, n)) for r, c, n in sides)
         values = await array[region].read()
@@ -195,4 +196,16 @@ async def _decode(array: Array, meta: ArrayMeta, folder: str) -> int:
                 _write(name, chunk.reshape(-1).view(np.uint8).data)
 
         await each(write, np.ndindex(*cells))
-    return meta.chunk_count
+        files += math.prod(cells)
+    return files
+
+
+async def _boxes(snapshot: Snapshot, array: Array, meta: ArrayMeta) -> AsyncIterator[tuple[range, ...]]:
+    """Yield boxes of chunks that partition an array, or each chunk of a sparse array that exists."""
+    if not meta.sparse:
+        for box in boxes(meta.counts, max(1, _ROUND_BYTES // (meta.chunk_size * meta.dtype.itemsize))):
+            yield box
+        return
+    async for references in snapshot.all_references(array.path, _ROUND_CHUNKS):
+        for number in references.number.tolist():
+            yield tuple(range(i, i + 1) for i in chunk_coordinates(number, meta.counts))
