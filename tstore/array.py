@@ -19,7 +19,7 @@ from tstore.format.arrays.indices import Index, IndexItem
 from tstore.format.arrays.points import PointSelection
 from tstore.format.arrays.views import View, whole_view
 
-__all__ = ["Appended", "Array", "ArraySource", "Indexer", "parts_of", "read_of", "viewed"]
+__all__ = ["Appended", "Array", "ArraySource", "Indexer", "meta_of", "parts_of", "read_of", "viewed"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,9 @@ class ArraySource(Protocol):
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
     ) -> ReadPlan:
         """Return what `read_array` with the same arguments would read."""
+
+    async def stored_chunks(self, path: str, meta: ArrayMeta) -> npt.NDArray[np.int64] | None:
+        """Return the numbers of the chunks that may exist, ascending; None if they can't be listed."""
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, values: npt.NDArray[Any]
@@ -377,15 +380,18 @@ def read_of(array: Array, out: npt.NDArray[Any] | None = None) -> _Read:
             f"to which that is cast safely, not a {writable} one of {out.shape} and {out.dtype}"
         )
     if may_overlap(out.shape, out.strides, out.itemsize):
-        raise InvalidArgument(
-            f"{array.path}: out must be memory of distinct elements; its strides are {out.strides} bytes"
-        )
+        raise InvalidArgument(f"{array.path}: out must be of distinct elements; its strides are {out.strides}")
     return _Read(array, out)
 
 
 def parts_of(array: Array) -> tuple[ArraySource, str, View]:
     """Return the source, the path and the view of an array, from which another process can make it again."""
     return array._source, array.path, array._view
+
+
+def meta_of(array: Array) -> ArrayMeta:
+    """Return the metadata of the array of a view."""
+    return array._meta
 
 
 def viewed(array: Array, view: View) -> Array:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Seque
 from typing import Any
 
 import exmy
+import numpy as np
 import numpy.typing as npt
 
 from tstore.array import Appended, Array, parts_of, read_of
@@ -151,6 +152,12 @@ class Snapshot:
         await self.read_nodes([path])
         job = ReadJob(path, meta, array_node(self._tree, path, self.location), selection, out)
         return await guard_expiry(self._log, self.version, run(read_plan, self._log.storage, job))
+
+    async def stored_chunks(self, path: str, meta: ArrayMeta) -> npt.NDArray[np.int64]:
+        """Return the numbers of the chunks of an array that exist, ascending; raise `Corrupt`."""
+        await self.read_nodes([path])
+        node = array_node(self._tree, path, self.location)
+        return await guard_expiry(self._log, self.version, run(node.numbers))
 
     async def read_many(self, views: Iterable[Array]) -> list[npt.NDArray[Any]]:
         """Return the values of arrays of this snapshot, or of views of them, as `Array.read` does, in their order.

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.indices import numpy_indices, orthogonal_indices, select_orthogonally, select_points
+from tests.support.indices import numpy_indices, orthogonal_indices, select_orthogonally, select_points, slices
 from tstore.errors import InvalidArgument, InvalidIndex
-from tstore.format.arrays.grid import part_of, projections
+from tstore.format.arrays import view_chunks
+from tstore.format.arrays.grid import chunk_coordinates, chunk_counts, chunk_number, part_of, projections
 from tstore.format.arrays.points import PointSelection, point_projections, touched_chunks
 from tstore.format.arrays.views import View, whole_view
 
@@ -157,3 +158,36 @@ def test_index_arrays_of_ix_do_not_vary_together() -> None:
 
 def test_numpy_integers_are_integers() -> None:
     assert whole_view((3, 4)).narrow((np.int64(-1), np.array(2))) == whole_view((3, 4)).narrow((-1, 2))
+
+
+@given(shapes.filter(lambda shape: 0 not in shape), st.data())
+def test_the_chunks_of_a_view_with_elements_of_chunks_of_its_array(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    values = np.arange(math.prod(shape)).reshape(shape)
+    view, expected = whole_view(shape), values
+    for _ in range(data.draw(st.integers(0, 3))):
+        item = data.draw(
+            st.tuples(*(slices(n) | st.integers(-n, n - 1) if n else slices(n) for n in expected.shape))
+        )
+        item = (None, *item) if data.draw(st.integers(0, 3)) == 0 else item
+        view, expected = view.narrow(item), expected[item]
+        order = data.draw(st.permutations(range(view.ndim)))
+        view, expected = view.transpose(order), np.asarray(expected).transpose(order)
+    sides = st.integers(1, 4)
+    chunks, own = (data.draw(st.tuples(*[sides] * n)) for n in (len(shape), view.ndim))
+    numbers = data.draw(
+        st.lists(st.integers(0, math.prod(chunk_counts(shape, chunks)) - 1), unique=True, max_size=5)
+    )
+    places = {chunk_coordinates(n, chunk_counts(shape, chunks)) for n in numbers}
+    wanted = set()
+    for place in np.ndindex(expected.shape):
+        at = np.unravel_index(expected[place], shape) if shape else ()
+        if tuple(int(i) // n for i, n in zip(at, chunks, strict=True)) in places:
+            cell = [i // n for i, n in zip(place, own, strict=True)]
+            wanted.add(chunk_number(cell, chunk_counts(view.shape, own)))
+    together = data.draw(st.sampled_from([1, 3, 1 << 20]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(view_chunks, "_TOGETHER", together)
+        parts = list(view_chunks.view_chunks(view, shape, chunks, np.array(numbers, np.int64), own))
+    assert set().union(*(part.tolist() for part in parts)) == wanted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import tracemalloc
 import uuid
 from pathlib import Path
@@ -15,8 +17,11 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tests.support import http_server
+from tests.support.fuzzing import bounded_time
+from tstore.convert.zarr_export import export_zarr
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, Misuse, NotFound
 from tstore.format.arrays.codecs import Chain
+from tstore.format.arrays.views import whole_view
 from tstore.transactions import copies
 
 MIB = 1 << 20
@@ -160,6 +165,59 @@ async def test_a_sparse_copy_keeps_its_holes() -> None:
         copy = await (await target.snapshot()).array("b")
         assert len((await copy.explain()).chunks) == [2, 2, 1][number]
         assert np.array_equal(await copy.read(), await source.read())
+
+
+EDGE = (1 << 20) - 1
+VIEWS: list[tuple[Any, tuple[int, ...]]] = [
+    (np.s_[:], (100, 70, 64)),
+    (np.s_[::-1, 5::3], (64, 64, 64)),
+    (np.s_[EDGE - 9 :, :, 60], (3, 1 << 12)),
+    (np.s_[5], (50, 50)),
+    (np.s_[::64, 80:200], (16, 16, 16)),
+    (np.s_[None, 110:600:7, ..., None, :10], (1, 5, 1 << 12, 1, 5)),
+]
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "transaction", "plain"])
+def test_a_sparse_copy_of_trillions_of_chunks_looks_at_those_that_exist(tmp_path: Path, kind: str) -> None:
+    store = blocking.open(tmp_path / "store")
+    points = np.array(
+        [[EDGE, 70, 60], [EDGE, 99, 69], [3, 128, 7], [5, 5, 5], [145, 128, 2], [700_032, 81, 1 << 19]]
+    )
+    with store.transaction() as tx:
+        array = tx.create_array("a", (1 << 20,) * 3, "uint8", (64,) * 3, sparse=True, fill_value=9)
+        array.vindex[tuple(points.T)].write(list(range(10, 16)))
+    source: Any = store.snapshot().array("a")
+    if kind == "plain":
+        asyncio.run(export_zarr(tmp_path / "store", tmp_path / "a.zarr"))
+        source = blocking.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/a.zarr/a/"})
+    elif kind == "transaction":
+        writing = store.transaction()
+        source = writing.array("a")
+        source[5, 5, 5].write(13)  # is a patch until it is read
+    for index, chunks in VIEWS:
+        view = whole_view(source.shape).narrow(index)
+        places, values = [], []
+        for value, point in enumerate(points.tolist(), 10):
+            if all(at in positions for at, positions in zip(point, view.positions, strict=True)):
+                place = [0] * view.ndim
+                for at, positions, axes in zip(point, view.positions, view.follows, strict=True):
+                    assert isinstance(positions, range)
+                    for axis in axes:
+                        place[axis] = positions.index(at)
+                places.append(place)
+                values.append(value)
+        assert values
+        target = blocking.open(anew())
+        with bounded_time(20), target.transaction() as tx:
+            copy = tx.copy_array(source[index], "b", chunks)
+            assert copy.vindex[tuple(np.transpose(places))].read().tolist() == values
+            beside = np.array(places)
+            beside[:, -1] ^= 1
+            assert copy.vindex[tuple(beside.T)].read().tolist() == [9] * len(values)
+        cells = {tuple(p // n for p, n in zip(place, chunks, strict=True)) for place in places}
+        snapshot: Any = inspect.unwrap(target.snapshot())  # type: ignore[arg-type]
+        assert len(cells) <= snapshot.tree.nodes["b"].chunk_count <= 40 * len(points)
 
 
 async def test_what_is_refused(tmp_path: Path) -> None:

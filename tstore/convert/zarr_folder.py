@@ -76,7 +76,13 @@ class ZarrArray:
         except (Corrupt, UnsupportedFormat) as error:
             raise type(error)(f"{self.location}: {error}") from error
 
-    def stored_chunks(self) -> Sequence[int]:
+    async def stored_chunks(self, path: str, meta: ArrayMeta) -> npt.NDArray[np.int64] | None:
+        """Return the numbers of the chunks that may exist, ascending; None if the server can't list them."""
+        if self._folder.is_http:
+            return None
+        return np.array(await run(self.listed_chunks), np.int64)
+
+    def listed_chunks(self) -> Sequence[int]:
         """Return the numbers of all chunks that may exist, ascending. Blocking.
 
         A listing takes less time than a look at every chunk of a large grid, most of which may not exist.

@@ -77,7 +77,7 @@ async def _copy(staging: Staging, path: str, array: ZarrArray) -> None:
     """Store the chunks of an array and stage the references to them."""
     meta = array.meta
     per_round = max(1, min(_ROUND_CHUNKS, _ROUND_BYTES // max(1, meta.chain.max_length)))
-    numbers = iter(await run(array.stored_chunks))
+    numbers = iter(await run(array.listed_chunks))
     tables: list[ChunkTable] = []
     while batch := list(itertools.islice(numbers, per_round)):
         loaded: dict[int, tuple[bytes, bytes]] = {}

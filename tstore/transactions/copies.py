@@ -5,11 +5,13 @@
 2. Otherwise values are read and written in boxes of whole new chunks, so that each of these is written once. A box
    has a bounded size, and is as large as the old chunks as far as that permits, since these may be read once for
    each box that they touch.
+3. A sparse array is copied chunk by chunk: those of the copy that have values of a chunk that exists.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import NamedTuple
@@ -18,13 +20,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.array import Array, parts_of
+from tstore.array import Array, meta_of, parts_of
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.errors import InvalidArgument, NotFound, TStoreError
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.codecs import Codecs
 from tstore.format.arrays.grid import chunk_coordinates, whole
+from tstore.format.arrays.view_chunks import view_chunks
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.tree.node import Node
@@ -40,6 +43,7 @@ _BOX_BYTES = 48 << 20
 """Of values, or encoded chunks, in memory at once, unless one chunk has more."""
 
 _LOOKUPS = 1 << 14  # chunks whose references are read at once
+_FEW_CHUNKS = 1 << 10  # of a sparse copy, which are looked up one by one
 
 
 class _Stored(NamedTuple):
@@ -167,11 +171,30 @@ def _encoded_read(stored: _Stored, row: ChunkRow, out: npt.NDArray[np.uint8]) ->
 
 async def _copy_values(source: Array, target: Array, meta: ArrayMeta) -> None:
     """Copy values in boxes of whole chunks of the target; a sparse array keeps its holes."""
-    budget = 0 if meta.sparse else _BOX_BYTES  # of a sparse array each chunk is copied on its own, or omitted
-    for box in _boxes(meta, source.chunks, budget):
+    if not meta.sparse:
+        for box in _boxes(meta, source.chunks, _BOX_BYTES):
+            await target[box].write(await source[box].read())
+        return
+    for box in await _touched(source, meta) if meta.chunk_count > _FEW_CHUNKS else _boxes(meta, source.chunks, 0):
         view = source[box]
-        if not meta.sparse or (await view.explain()).chunks:
+        if (await view.explain()).chunks:
             await target[box].write(await view.read())
+
+
+async def _touched(source: Array, meta: ArrayMeta) -> Iterator[tuple[slice, ...]]:
+    """Return the regions of the chunks of a sparse copy that may have values of chunks that exist."""
+    origin, path, view = parts_of(source)
+    stored = meta_of(source)
+    numbers = None if view.has_points else await origin.stored_chunks(path, stored)
+    if numbers is None:
+        return _boxes(meta, source.chunks, 0)
+    parts = view_chunks(view, stored.shape, stored.chunks, numbers, meta.chunks)
+    touched = await run(functools.reduce, np.union1d, parts, np.empty(0, np.int64))
+    places = (chunk_coordinates(number, meta.counts) for number in touched.tolist())
+    return (
+        tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(place, meta.chunks, meta.shape, strict=True))
+        for place in places
+    )
 
 
 def _boxes(meta: ArrayMeta, source_chunks: Sequence[int], budget: int) -> Iterator[tuple[slice, ...]]:

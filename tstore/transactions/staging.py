@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.array import Appended, Array
-from tstore.data.pieces import ReadJob
+from tstore.data.pieces import ReadJob, Values
 from tstore.data.planning import ReadPlan, read_plan
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
@@ -214,13 +214,14 @@ class Staging:
             job = await self._read_job(staged, path, meta, selection, out)
             return await run(read_plan, self.log.storage, job)
 
+    async def stored_chunks(self, path: str, meta: ArrayMeta) -> npt.NDArray[np.int64]:
+        """Return the numbers of the chunks of an array that the transaction sees, ascending."""
+        async with self.operation() as staged:
+            await self._read_job(staged, path, meta, whole(meta.shape), np.empty(0))
+            return await self.await_read(staged, run(staged.chunks(path).numbers))
+
     async def _read_job(
-        self,
-        staged: StagedTree,
-        path: str,
-        meta: ArrayMeta,
-        selection: Selection | PointSelection,
-        out: npt.NDArray[Any],
+        self, staged: StagedTree, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: Values
     ) -> ReadJob:
         await self.read_nodes(staged, [path])
         staged.check_handle(path, meta)

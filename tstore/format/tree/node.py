@@ -18,6 +18,7 @@ from tstore.format.objects.layers import (
     Table,
     between,
     last_number,
+    numbers_of,
     overlay,
     segment_ranges,
     segments_first,
@@ -107,6 +108,11 @@ class Node(msgspec.Struct, eq=False, gc=False):
         chunks = self.chunks
         check_in_grid(self.path, self.meta, last_number([chunks]))
         return chunks
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return the numbers of all chunks, ascending; may read segments. Raise what `chunks_in_grid` raises."""
+        check_in_grid(self.path, self.meta, last_number(self.tables))
+        return numbers_of(self.tables).astype(np.int64)
 
     @property
     def packs(self) -> set[str]:
