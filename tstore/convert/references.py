@@ -122,7 +122,7 @@ class _Source:
     def check_readable(self, keep_exmy: bool) -> None:
         """Raise `InvalidArgument` if other programs can't read the chunks of an array."""
         for name in self.arrays:
-            reason = unreadable_elsewhere(self.meta(name).codecs, keep_exmy=keep_exmy)
+            reason = unreadable_elsewhere(self.meta(name), keep_exmy=keep_exmy)
             if reason is not None:
                 advice = "" if keep_exmy else "pass --keep-exmy (keep_exmy=True) if your readers have exmy, or "
                 raise InvalidArgument(f"{name} {reason}; {advice}export a Zarr folder, where it is decoded")

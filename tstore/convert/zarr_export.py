@@ -24,6 +24,7 @@ from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.arrays.codecs import chain_documents
 from tstore.format.arrays.grid import boxes, chunk_coordinates, part_of
+from tstore.format.arrays.numcodecs_classes import misread_by_zarr
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.paths import parents
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
@@ -68,7 +69,7 @@ async def export_zarr(
             await run(_write_documents, temporary, documents)
             for name, array in arrays.items():
                 meta = snapshot.tree.nodes[name].meta
-                if unreadable_elsewhere(meta.codecs, keep_exmy=keep_exmy) is not None:
+                if unreadable_elsewhere(meta, keep_exmy=keep_exmy) is not None:
                     files += await _decode(snapshot, array, meta, f"{temporary}/{name}")
                 else:
                     files += await _copy(snapshot, name, meta, f"{temporary}/{name}")
@@ -97,7 +98,7 @@ def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
             fields = node.meta.plain_fields()
             fields.pop("tstore", None)
             fields["chunk_key_encoding"] = {"name": "default", "configuration": {"separator": "/"}}
-            if unreadable_elsewhere(fields["codecs"], keep_exmy=keep_exmy) is not None:
+            if unreadable_elsewhere(node.meta, keep_exmy=keep_exmy) is not None:
                 fields["codecs"] = chain_documents(node.meta.dtype, None)
         else:
             fields = msgspec.json.decode(node.document)
@@ -107,20 +108,18 @@ def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
     return documents
 
 
-def unreadable_elsewhere(codecs: Sequence[Mapping[str, Any]], *, keep_exmy: bool) -> str | None:
-    """Return why other programs can't read chunks of this codec chain, None if they can."""
-    filtered = False
-    for codec in codecs:
-        settings = codec.get("configuration") or {}
-        if codec["name"] == "exmy" and not keep_exmy:
-            return "is in an eXmY format, which only programs with the package exmy read"
-        if codec["name"] == "bytes" and filtered and settings.get("endian") == "big":
-            return "has a filter of numcodecs before big-endian bytes, which zarr-python misreads"
-        filtered |= codec["name"].startswith("numcodecs.")
-        inner = unreadable_elsewhere(settings.get("codecs") or (), keep_exmy=keep_exmy)
-        if inner is not None:
-            return inner
-    return None
+def unreadable_elsewhere(meta: ArrayMeta, *, keep_exmy: bool) -> str | None:
+    """Return why other programs can't read the chunks of an array, None if they can."""
+    if not keep_exmy and _has_exmy(meta.chain.documents):
+        return "is in an eXmY format, which only programs with the package exmy read"
+    return misread_by_zarr(meta.chain.documents, meta.dtype.itemsize)
+
+
+def _has_exmy(codecs: Sequence[Mapping[str, Any]]) -> bool:
+    return any(
+        codec["name"] == "exmy" or _has_exmy((codec.get("configuration") or {}).get("codecs") or ())
+        for codec in codecs
+    )
 
 
 def chunk_name(number: int, counts: Sequence[int]) -> str:

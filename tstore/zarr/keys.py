@@ -12,6 +12,7 @@ from tstore.errors import UnsupportedFormat
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.arrays.grid import chunk_coordinates, chunk_number
+from tstore.format.arrays.numcodecs_classes import misread_by_zarr
 from tstore.format.json_numbers import with_json_numbers
 from tstore.format.tree.node import Node
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
@@ -112,9 +113,16 @@ def group_document(attributes: dict[str, Any]) -> bytes:
 
 
 def document_of(node: Node) -> bytes:
-    """Return the `zarr.json` of a group or array as other programs read it, without tstore's own entries."""
+    """Return the `zarr.json` of a group or array as other programs read it, without tstore's own entries.
+
+    Raise `UnsupportedFormat` for an array of which zarr-python would return wrong values.
+    """
     if not node.is_array:
         return group_document({k: v for k, v in node.attributes.items() if node.path or k != RESERVED_ATTRIBUTE})
+    if (fault := misread_by_zarr(node.meta.chain.documents, node.meta.dtype.itemsize)) is not None:
+        raise UnsupportedFormat(
+            f"{node.path} {fault}; read it with tstore, or export a Zarr folder, where it is decoded"
+        )
     fields = msgspec.json.decode(node.document)
     if "tstore" not in fields:
         return node.document

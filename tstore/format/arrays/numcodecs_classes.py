@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import exmy
@@ -18,7 +18,7 @@ import numpy as np
 from tstore.errors import InvalidArgument, UnsupportedFormat
 from tstore.format.arrays.dtypes import dtype_named
 
-__all__ = ["checked_int", "new_codec", "settings_of", "stage_dtype", "unsupported"]
+__all__ = ["checked_int", "misread_by_zarr", "new_codec", "settings_of", "stage_dtype", "unsupported"]
 
 _CLASSES = {
     "adler32": ("checksum32", "Adler32"),
@@ -124,3 +124,20 @@ def stage_dtype(document: Mapping[str, Any], name: Any) -> np.dtype[Any]:
     if dtype is None or dtype.kind not in "biufc" or not np.dtype(name).isnative:
         raise unsupported(document, f"{name!r:.100} is not a little-endian number type of NumPy")
     return dtype
+
+
+def misread_by_zarr(codecs: Sequence[Mapping[str, Any]], itemsize: int) -> str | None:
+    """Return why zarr-python misreads chunks of a chain for a dtype of `itemsize` bytes, None if it does not."""
+    filtered = False
+    for codec in codecs:
+        settings = codec.get("configuration") or {}
+        if codec["name"] == "bytes" and filtered:
+            if settings.get("endian") == "big":
+                return "has a filter of numcodecs before big-endian bytes, which zarr-python misreads"
+            if settings.get("endian") and itemsize == 1:
+                return "has a filter of numcodecs from one byte to several, which zarr-python misreads"
+        filtered |= codec["name"].startswith("numcodecs.")
+        inner = misread_by_zarr(settings.get("codecs") or (), itemsize)
+        if inner is not None:
+            return inner
+    return None
