@@ -257,6 +257,43 @@ async def test_parts_written_during_a_read_are_kept(store: tstore.Store) -> None
     assert (await read(store, "a") == expected.reshape(-1)).all()
 
 
+@pytest.mark.parametrize("codecs", [None, "lossless"])
+async def test_a_task_reads_what_it_wrote_while_others_write_parts_of_the_same_chunks(
+    store: tstore.Store, codecs: str | None
+) -> None:
+    tasks, turns = 8, 12
+    async with store.transaction() as tx:
+        a = await tx.create_array("a", (2 * tasks,), "i8", (tasks,), codecs)
+        await a.write(-1)
+
+        async def count(element: int) -> None:
+            before = await a.read()
+            for turn in range(turns):
+                await a[element::tasks].write(turn)
+                now = await a.read()
+                assert now[element::tasks].tolist() == [turn, turn]
+                assert (now >= before).all()  # the other tasks never go back
+                before = now
+
+        await asyncio.gather(*map(count, range(tasks)))
+    assert (await read(store, "a") == turns - 1).all()
+
+
+async def test_parts_of_a_chunk_that_was_written_whole_since(store: tstore.Store) -> None:
+    async with store.transaction() as tx:
+        a = await tx.create_array("a", (4,), "i8", (4,))
+        for turn in range(3):
+            await a[0].write(turn)
+            assert (await a.read()).tolist() == [turn, *[turn + 9 if turn else 0] * 3]
+            await a.write(turn + 10)
+            reads = [asyncio.create_task(a.read())]
+            for element in range(1, 4):
+                await a[element].write(turn + 10)
+                reads.append(asyncio.create_task(a.read()))
+                await asyncio.sleep(0)
+            assert [(await task).tolist() for task in reads] == [[turn + 10] * 4] * 4
+
+
 async def test_whole_chunks_written_during_a_read_win_over_parts(store: tstore.Store) -> None:
     async with store.transaction() as tx:
         await (await tx.create_array("a", (BIG,), "f8", (BIG // 8,))).write(0)

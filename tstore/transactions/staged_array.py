@@ -72,6 +72,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     _unapplied: dict[int, None] = {}  # chunks with patches that no rewritten chunk includes yet
     _rows: Sequence[ChunkRow] = ()  # written whole, later than those of `tables`
     _patched: tuple[Table, ...] = ()  # rewritten with their patches; some of those in memory may be outdated
+    _applied: dict[int, tuple[Patch, ...]] = {}  # the patches that each rewritten chunk includes
 
     @property
     def flags(self) -> int:
@@ -112,8 +113,8 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     def _patched_rows(self) -> ChunkTable:
         """Return the rows of rewritten chunks that are not in segments, which are older."""
         patched = ChunkTable.overlay([table for table in self._patched if isinstance(table, ChunkTable)])
-        # a rewritten chunk that has no patches any more is outdated: it was written whole later
-        return patched.take(np.flatnonzero(np.isin(patched.number, np.array(list(self.patches), np.uint64))))
+        # a rewritten chunk of which no patches are applied is outdated: it was written whole later
+        return patched.take(np.flatnonzero(np.isin(patched.number, np.array(list(self._applied), np.uint64))))
 
     @property
     def change(self) -> NodeChange:
@@ -258,16 +259,18 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         if self.patches:
             written = set[int]().union(*(table.number.tolist() for table in job.tables))
             for number in [n for n in self.patches if n in written or n in in_segments]:
-                self.patches.pop(number, None)
-                self._unapplied.pop(number, None)
+                self._drop_patches(number)
 
     def add_rows(self, rows: Sequence[ChunkRow]) -> None:
         """Stage chunks that were written whole, in place of earlier ones and their patches."""
         self._rows = [*self._rows, *rows] if self._rows else rows
         if self.patches:
             for row in rows:
-                self.patches.pop(row.number, None)
-                self._unapplied.pop(row.number, None)
+                self._drop_patches(row.number)
+
+    def _drop_patches(self, number: int) -> None:
+        for by_number in (self.patches, self._unapplied, self._applied):
+            by_number.pop(number, None)
 
     async def apply_patches(
         self, storage: Storage, packs: PackSet, base: ChunkSource, only: Iterable[int] | None = None
@@ -275,7 +278,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         """Write patched chunks: this transaction's whole chunk, or else that of `base`, with the patches applied.
 
         `only` selects the chunks, by default those with unapplied patches. Other operations may patch, replace or
-        resize meanwhile; a chunk that they touched is left for later.
+        resize meanwhile. A chunk that they patched is rewritten without their patches, which are left for later.
         """
         numbers = sorted(self._unapplied if only is None else only)
         meta = self.meta
@@ -299,11 +302,19 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
                 await each(functools.partial(check_unpatched, self.path, meta.unclipped), list(patched))
             if self.meta.document != meta.document:
                 return
-            current = [i for i, n in enumerate(patches) if self.patches.get(n) is patches[n]]
+            current = [i for i, (n, applied) in enumerate(patches.items()) if self._is_newest(n, applied)]
             written = ChunkTable.from_rows(job.rows).latest().take(np.array(current, np.intp))
             self._patched = stack(self._patched, (written,))
             for number in written.number.tolist():
-                self._unapplied.pop(number, None)
+                self._applied[number] = patches[number]
+                if self.patches[number] is patches[number]:
+                    self._unapplied.pop(number, None)
+
+    def _is_newest(self, number: int, applied: tuple[Patch, ...]) -> bool:
+        """Return whether a chunk with these patches is newer than the one before it, and was not written whole."""
+        patches = self.patches.get(number, ())
+        is_current = len(patches) >= len(applied) and patches[len(applied) - 1] is applied[-1]
+        return is_current and len(applied) >= len(self._applied.get(number, ()))
 
     async def _rows_of(self, numbers: Sequence[int], base: ChunkSource) -> dict[int, ChunkRow]:
         """Return the references to chunks, this transaction's or else those of `base`."""
@@ -349,6 +360,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             if self.whole_chunks.tables is whole.tables:  # else another operation wrote chunks meanwhile
                 break
         self.tables, self._patched = kept, ()
+        self._applied = {}
         old = list(self.patches)
         positions, patched = renumbered(np.array(old, np.int64), meta.counts, new.counts)
         self.patches = {int(n): self.patches[old[i]] for i, n in zip(positions, patched, strict=True)}
