@@ -304,12 +304,20 @@ async def test_codecs_have_the_defaults_of_zarr_and_bytes_may_be_left_out(codecs
             "expected 'level' to be an integer from -131072 to 22",
         ),
         ({"name": "gzip", "configuration": {"lvl": 1}}, "it has no setting 'lvl'"),
+        ({"name": "gzip", "level": 1}, "its settings, such as 'level', belong in its 'configuration'"),
     ],
 )
 async def test_a_wrong_setting_of_a_codec_is_named(codec: Any, match: str) -> None:
     async with (await store()).transaction() as tx:
         with pytest.raises(UnsupportedFormat, match=match):
             await tx.create_array("a", (4,), "f4", (2,), codecs=["bytes", codec])
+
+
+async def test_none_is_no_dtype() -> None:
+    """NumPy takes it for float64."""
+    async with (await store()).transaction() as tx:
+        with pytest.raises(InvalidArgument, match="dtype None is unknown"):
+            await tx.create_array("a", (4,), None)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int4", "bool", "M8[s]", "S3", "string"])

@@ -280,6 +280,9 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
     if not isinstance(codecs, list | tuple):
         raise InvalidArgument(f"codecs={quote(codecs)}: expected an eXmY format, such as 'e4m3'. {_OTHER_CODECS}")
     documents = _as_documents(codecs)
+    for document in documents:
+        if others := sorted(map(str, document.keys() - {"name", "configuration", "must_understand"})):
+            raise unsupported(document, f"its settings, such as {others[0]!r}, belong in its 'configuration'")
     if documents and is_bytes_codec(documents[0]["name"]):
         documents.insert(0, uncompressed)  # as TensorStore does
     return documents

@@ -82,7 +82,7 @@ def dtype_named(name: Any) -> np.dtype[Any]:
     bit, long doubles, and structs with gaps or with an array as a field.
     """
     try:
-        dtype = np.dtype(name)
+        dtype = np.dtype(str(name) if name is None else name)  # NumPy takes None for float64
     except (TypeError, ValueError):
         custom = getattr(ml_dtypes, str(name), None)
         if not isinstance(custom, type):
