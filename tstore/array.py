@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tstore.data.casting import Casting, as_castable, can_cast
 from tstore.data.planning import ReadPlan
-from tstore.data.reader import new_values
+from tstore.data.reader import new_values, values_to_plan
 from tstore.errors import InvalidArgument, InvalidIndex, Misuse
 from tstore.format.arguments import quote
 from tstore.format.arrays.array_metadata import ArrayMeta
@@ -275,7 +275,7 @@ class Array:
 
         Raise `NotFound` if a chunk was never written and the array is not sparse.
         """
-        read = read_of(self)
+        read = _Read(self, values_to_plan(self.path, self.shape, self.dtype))
         return await self._source.explain_array(read.path, read.meta, read.selection, read.target)
 
     async def write(self, values: npt.ArrayLike, casting: Casting = "same_kind") -> None:

@@ -173,3 +173,17 @@ async def test_a_request_for_many_chunks_is_no_longer_than_a_batch(tmp_path: Pat
     assert np.array_equal(await array.read(), values)
     assert max(size for *_, size in requests) <= tuning.batch
     assert len(requests) <= 4 * plan.bytes_read // tuning.batch
+
+
+async def test_a_read_beyond_memory_is_explained(tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path)
+    async with store.transaction() as tx:
+        array = await tx.create_array("a", (1 << 14, 1 << 26), "u1", (1 << 7, 1 << 19), sparse=True)
+        await array[5, 1 << 22 : (1 << 22) + 3].write(1)
+    array = await (await store.snapshot()).array("a")
+    with pytest.raises(InvalidArgument, match="does not fit in memory"):
+        await array.read()
+    for view, wanted in ((array, 1 << 40), (array[::-1, 1:].T, (1 << 14) * ((1 << 26) - 1))):
+        plan = await view.explain()
+        assert (plan.chunks, plan.bytes_wanted) == ([8], wanted)
+        assert 0 < plan.bytes_read <= 1 << 26

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from tstore.runtime.with_caller import each_with_caller
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache import forget
 
-__all__ = ["is_local", "new_values", "pack_reader", "read_chunks", "read_local"]
+__all__ = ["is_local", "new_values", "pack_reader", "read_chunks", "read_local", "values_to_plan"]
 
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 _MIN_ALIGNED = 64 << 10  # bytes of a result that begins at a page
@@ -46,6 +47,18 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
         return page_aligned(size).view(dtype).reshape(shape)
     except (MemoryError, ValueError, OverflowError) as error:  # of sizes that no memory has
         raise InvalidArgument(f"{path} does not fit in memory ({error}); read a part of it") from error
+
+
+def values_to_plan(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
+    """Return an array to plan a read into, which may be larger than memory: it can't be written."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _MIN_ALIGNED or is_variable(dtype):
+        return new_values(path, shape, dtype)
+    try:
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    except (OSError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"{path} is too large to explain ({error}); explain a part of it") from error
+    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
 
 async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> None:
