@@ -209,7 +209,7 @@ class Array:
             f"{self.path}: values can't be assigned to an index; in a transaction, call array[index].write(values)"
         )
 
-    def isel(self, **indices: IndexItem) -> Array:
+    def isel(self, /, **indices: IndexItem) -> Array:
         """Return the view that selects along axes by name, along each independently: `isel(layer=3)`.
 
         Raise `InvalidArgument` for a name that no axis has, or several.

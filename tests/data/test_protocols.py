@@ -100,6 +100,13 @@ def test_indexers_block_too(array: tstore.Array) -> None:
         iter(array.vindex)  # type: ignore[call-overload]
 
 
+def test_an_axis_of_any_name_is_selected() -> None:
+    with tstore.open(f"memory://{uuid.uuid4()}").transaction() as tx:
+        array = tx.create_array("a", (2, 3), "i4", dimension_names=("self", "a b"))
+        array.write([[1, 2, 3], [4, 5, 6]])
+        assert array.isel(**{"self": 1, "a b": [0, 2]}).read().tolist() == [4, 6]
+
+
 def test_an_awaited_array_refuses_to_be_converted(array: tstore.Array) -> None:
     awaited = array._wrapped  # type: ignore[attr-defined]
     for convert in (np.asarray, np.sum, lambda a: VALUES[a], lambda a: VALUES + a):

@@ -219,7 +219,7 @@ class Array:
     def transpose(self, *axes: int | Sequence[int]) -> Array:
         """Return the view with its axes in the given order, by default reversed, like NumPy's `transpose`."""
 
-    def isel(self, **indices: IndexItem) -> Array:
+    def isel(self, /, **indices: IndexItem) -> Array:
         """Return the view that selects along axes by name, along each independently: `isel(layer=3)`.
 
         Raise `InvalidArgument` for a name that no axis has, or several."""
