@@ -368,7 +368,7 @@ def read_of(array: Array, out: npt.NDArray[Any] | None = None) -> _Read:
     shape, dtype = array.shape, array.dtype
     if out is None:
         return _Read(array, new_values(array.path, shape, dtype))
-    if not isinstance(out, np.ndarray) or hasattr(out, "mask"):
+    if not isinstance(out, np.ndarray) or hasattr(type(out), "mask"):
         raise InvalidArgument(
             f"{array.path}: out must be a NumPy array without a mask, not a {type(out).__name__}; pass one that "
             "shares its memory"
