@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,23 +174,28 @@ class Bench(Rounds):
     def commits(self, turn: int) -> None:
         """Make small commits with fsync from one process, from eight, and from eight tasks of one."""
         for place, folder in PLACES.items():
-            for what, hosts, tasks in (("1 process", 1, 1), ("8 processes", 8, 1), ("8 tasks", 1, 8)):
-                work = f"commits, {place}: {what}"
-                parent = folder or self.folder
-                if not os.access(parent, os.W_OK):
-                    self.figures(work, "tstore").error = f"skipped: {parent} can't be written"
-                    continue
-                writers = Writers(parent / f"{self.folder.name}-commits", self.log)
-                try:
+            parent = folder or self.folder
+            writers = Writers(parent / f"{self.folder.name}-commits", self.log)
+            try:
+                for what, hosts, tasks in (("1 process", 1, 1), ("8 processes", 8, 1), ("8 tasks", 1, 8)):
+                    work = f"commits, {place}: {what}"
+                    if not os.access(parent, os.W_OK):
+                        self.figures(work, "tstore").error = f"skipped: {parent} can't be written"
+                        continue
+                    former = len(writers.rows)
                     writers.independent(hosts, tasks, True, turn, self.sizes.seconds)
-                finally:
-                    shutil.rmtree(writers.folder)
-                for row in writers.rows:
-                    name = "ts-ocdbt" if row["contender"] == "ts-shared" else f"{row['contender']}"
-                    if "error" in row:
-                        self.figures(work, name).error = f"failed: {row['error']}"
-                    else:
-                        self.add(work, name, turn, {"seconds": 1 / row["rate"], "cpu": row["cpu_ms"] / 1e3})
+                    self._add_commits(work, turn, writers.rows[former:])
+            finally:
+                shutil.rmtree(writers.folder, ignore_errors=True)
+
+    def _add_commits(self, work: str, turn: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add the figures of rows of `bench.writers`."""
+        for row in rows:
+            name = "ts-ocdbt" if row["contender"] == "ts-shared" else f"{row['contender']}"
+            if "error" in row:
+                self.figures(work, name).error = f"failed: {row['error']}"
+            else:
+                self.add(work, name, turn, {"seconds": 1 / row["rate"], "cpu": row["cpu_ms"] / 1e3})
 
     def large(self, turn: int) -> None:
         """Run `bench.save` on its large state, in this checkout and in the one of `before`."""
