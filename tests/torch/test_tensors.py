@@ -239,3 +239,21 @@ def test_arguments_in_the_order_of_torch_save(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
     with pytest.raises(InvalidArgument, match="hosts=2"):
         tstore.torch.restore(tmp_path / "s", hosts=2)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn", "bool", "complex64"])
+def test_arrays_are_created_with_dtypes_of_torch(name: str) -> None:
+    with tstore.open(url()).transaction() as tx:
+        array = tx.create_array("w", (3,), getattr(torch, name))
+        assert array.dtype.name == name
+        with pytest.raises(InvalidArgument, match="'qint8' is unknown"):
+            tx.create_array("q", (3,), torch.qint8)
+
+
+def test_a_tensor_of_an_array_itself_is_refused_with_advice() -> None:
+    with tstore.open(url()).transaction() as tx:
+        array = tx.create_array("w", (3,), "float32")
+        array.write(1.0)
+        with pytest.raises(TypeError, match=r"np\.asarray"):
+            torch.as_tensor(array)
+        assert torch.equal(torch.as_tensor(np.asarray(array)), torch.ones(3))

@@ -726,3 +726,11 @@ async def test_a_group_and_an_array_do_not_share_a_path(store: tstore.Store, ord
         await tx.create_group("w/below")
     await tx.commit()
     assert (await store.verify()).ok
+
+
+async def test_an_absent_array_is_reported_with_the_staged_ones() -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        await tx.create_array("weights", (4,), "float32", sparse=True)
+        with pytest.raises(NotFound, match="no array 'weihts', nor any other; this transaction has weights"):
+            await tx.array("weihts")

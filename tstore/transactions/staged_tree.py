@@ -122,7 +122,7 @@ class StagedTree:
         meta = self._base_metas.get(path)
         if meta is None:
             self.reads.add_metadata([path])
-            meta = self._base_metas[path] = array_node(self.base, path, self.origin).meta
+            meta = self._base_metas[path] = self._base_array(path).meta
         if self.replaces or (self.deleted and self._is_deleted(path)):
             raise NotFound(f"{self.origin}: {path!r} was deleted in this transaction")
         return meta
@@ -146,6 +146,15 @@ class StagedTree:
             if self._occupied is not None:
                 self._occupy(path)
         return staged
+
+    def _base_array(self, path: str) -> Node:
+        """Return an array of the base; raise `NotFound`, which also names staged arrays, if it has none there."""
+        try:
+            return array_node(self.base, path, self.origin)
+        except NotFound as error:
+            if not self.arrays:
+                raise
+            raise NotFound(f"{error}; this transaction has {', '.join(sorted(self.arrays)[:5])}") from None
 
     def base_chunks(self, path: str) -> Node:
         """Return the array in the base, without chunks if this transaction deleted, replaced or resized it."""

@@ -114,10 +114,11 @@ class Transaction:
     ) -> Array:
         """Stage a new array and return it; write its values next.
 
-        Slashes around `path` are ignored, as in Zarr: "/a/b" is "a/b". `chunks` is the shape of a chunk, by
-        default one of about 8 MiB. `codecs` is None (uncompressed), "lossless" (compressed), an eXmY format
-        ("e4m3"), its configuration ({"format": "e3m2", "block": 32}), or a Zarr v3 codec list. Reading a chunk
-        that was never written is an error, or gives the fill value if the array is `sparse`.
+        Slashes around `path` are ignored, as in Zarr: "/a/b" is "a/b". `dtype` is one of NumPy, ml_dtypes or
+        PyTorch, or a name. `chunks` is the shape of a chunk, by default one of about 8 MiB. `codecs` is None
+        (uncompressed), "lossless" (compressed), an eXmY format ("e4m3"), its configuration ({"format": "e3m2",
+        "block": 32}), or a Zarr v3 codec list. Reading a chunk that was never written is an error, or gives the
+        fill value if the array is `sparse`.
         Raise `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other.
         """
         meta = ArrayMeta.new(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse)

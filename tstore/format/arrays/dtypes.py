@@ -76,7 +76,7 @@ def array_dtype(name: Any) -> np.dtype[Any]:
 
 
 def dtype_named(name: Any) -> np.dtype[Any]:
-    """Return the dtype of this name, in native byte order.
+    """Return the dtype of this name, or equal to this dtype of PyTorch, in native byte order.
 
     Raise `InvalidArgument` for a dtype that can't be stored: objects, strings of variable length, numbers of one
     bit, long doubles, and structs with gaps or with an array as a field.
@@ -84,6 +84,8 @@ def dtype_named(name: Any) -> np.dtype[Any]:
     try:
         dtype = np.dtype(str(name) if name is None else name)  # NumPy takes None for float64
     except (TypeError, ValueError):
+        if str(name).startswith("torch."):
+            return dtype_named(str(name).removeprefix("torch."))
         custom = getattr(ml_dtypes, str(name), None)
         if not isinstance(custom, type):
             raise InvalidArgument(f"dtype {name!r} is unknown to NumPy and ml_dtypes") from None
