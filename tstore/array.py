@@ -243,7 +243,7 @@ class Array:
     def __len__(self) -> int:
         """Return the length of the first axis; raise `TypeError` if there is none, as NumPy does."""
         if not self.shape:
-            raise TypeError(f"{self.path}: an element has no length; np.asarray(array) has the values")
+            raise TypeError(f"{self.path} has no axes, and so no length; np.asarray(array) has the values")
         return self.shape[0]
 
     def __bool__(self) -> bool:
