@@ -222,16 +222,18 @@ COUNTER = """
 import itertools, os
 import numpy as np
 import tstore.sync as tstore
+from tstore.simulation.scenario import override_constants
 url, slot = arguments
-store = tstore.open(url)
-first = int(store.snapshot().array(f"own/{slot}").read()[0]) + 1
-os.write(out, f"began {first}\\n".encode())
-for number in itertools.count(first):
-    tx = store.transaction(f"{slot} {number}")
-    tx.array(f"own/{slot}").write(number)
-    tx.array(f"big/{slot}")[: 10_000].write(number)
-    tx.array("shared")[slot].write(number)
-    os.write(out, f"{number} {tx.commit()}\\n".encode())
+with override_constants(ROOT_EVERY=8, INLINE_MANIFEST_BYTES=1 << 10):
+    store = tstore.open(url)
+    first = int(store.snapshot().array(f"own/{slot}").read()[0]) + 1
+    os.write(out, f"began {first}\\n".encode())
+    for number in itertools.count(first):
+        tx = store.transaction(f"{slot} {number}")
+        tx.array(f"own/{slot}").write(number)
+        tx.array(f"big/{slot}")[: 10_000].write(number)
+        tx.array("shared")[slot].write(number)
+        os.write(out, f"{number} {tx.commit()}\\n".encode())
 """
 
 
