@@ -296,9 +296,10 @@ def _checked(location: str, path: str, fields: Any) -> ZarrNode:
     attributes = fields.get("attributes") or {}
     if not isinstance(attributes, dict):
         raise Corrupt(f"{location}: its attributes are not a JSON object")
-    numbers = {key: fields[key] for key in ("fill_value",) if key in fields}
+    fields = fields | {"attributes": attributes}
     try:
-        return ZarrNode(path, fields | with_json_numbers(numbers | {"attributes": attributes}))
+        converted = {key: with_json_numbers(fields[key]) for key in fields.keys() & {"attributes", "fill_value"}}
+        return ZarrNode(path, fields | converted)
     except RecursionError as error:
         raise Corrupt(f"{location}: its attributes are nested too deep") from error
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.array import Appended, Array
-from tstore.data.pieces import ReadJob, Values
+from tstore.data.pieces import ReadJob
 from tstore.data.planning import ReadPlan, read_plan
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
@@ -195,15 +195,14 @@ class Staging:
         """Return an array with its chunks as the transaction sees them, patches applied."""
         async with self.operation() as staged:
             meta = staged.meta(path)
-            await self._read_job(staged, path, meta, whole(meta.shape), np.empty(0))
-            return staged.chunks(path)
+            return await self._patched_node(staged, path, meta, whole(meta.shape))
 
     async def read_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
     ) -> None:
         """Fill `out` with the values that the transaction sees: its own writes on top of its base."""
         async with self.operation() as staged:
-            job = await self._read_job(staged, path, meta, selection, out)
+            job = ReadJob(path, meta, await self._patched_node(staged, path, meta, selection), selection, out)
             await self.await_read(staged, read_chunks(self.log.storage, [job]))
 
     async def explain_array(
@@ -211,18 +210,19 @@ class Staging:
     ) -> ReadPlan:
         """Return what `read_array` with the same arguments would read."""
         async with self.operation() as staged:
-            job = await self._read_job(staged, path, meta, selection, out)
+            job = ReadJob(path, meta, await self._patched_node(staged, path, meta, selection), selection, out)
             return await run(read_plan, self.log.storage, job)
 
     async def stored_chunks(self, path: str, meta: ArrayMeta) -> npt.NDArray[np.int64]:
         """Return the numbers of the chunks of an array that the transaction sees, ascending."""
         async with self.operation() as staged:
-            await self._read_job(staged, path, meta, whole(meta.shape), np.empty(0))
-            return await self.await_read(staged, run(staged.chunks(path).numbers))
+            node = await self._patched_node(staged, path, meta, whole(meta.shape))
+            return await self.await_read(staged, run(node.numbers))
 
-    async def _read_job(
-        self, staged: StagedTree, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: Values
-    ) -> ReadJob:
+    async def _patched_node(
+        self, staged: StagedTree, path: str, meta: ArrayMeta, selection: Selection | PointSelection
+    ) -> Node:
+        """Return an array as the transaction sees it, patches applied, for a read of a selection."""
         await self.read_nodes(staged, [path])
         staged.check_handle(path, meta)
         array = staged.arrays.get(path)
@@ -232,7 +232,7 @@ class Staging:
             if array.patches:
                 await self.apply_patches(staged, array)
             staged.check_handle(path, meta)  # the array may have been resized or deleted meanwhile
-        return ReadJob(path, meta, staged.chunks(path), selection, out)
+        return staged.chunks(path)
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, values: npt.NDArray[Any]
