@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tstore.errors import AlreadyExists, Denied, NotFound, TStoreError, Unavailable
+from tstore.errors import AlreadyExists, Corrupt, Denied, NotFound, TStoreError, Unavailable
 from tstore.runtime import world
 from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
@@ -42,9 +42,9 @@ class Race(NamedTuple):
 async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
     """Create one key with each of the (distinct) bodies at once, and return the outcome.
 
-    If more than one create succeeds, or the winner's object is then missing or has other bytes, delete the object
-    (if permitted) and raise `Denied`. If none succeeds and no object exists, raise the error of a create, or
-    `Unavailable` if every create found the key taken.
+    If more than one create succeeds, or the winner's object is then missing or has a loser's bytes, delete the
+    object (if permitted) and raise `Denied`. If it has bytes that no create sent, raise `Corrupt`. If no create
+    succeeds and no object exists, raise the error of a create, or `Unavailable` if all found the key taken.
     """
     creates = [storage.create(key, body, Durability.FSYNC) for body in bodies]
     results = await asyncio.gather(*creates, return_exceptions=True)
@@ -64,8 +64,15 @@ async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
     if len(winners) > 1:
         reason = f"{len(winners)} of {len(bodies)} concurrent creates of {key} succeeded"
         raise await _refusal(storage, key, bodies, reason)
+    altered = [result for result in results if isinstance(result, Corrupt)]  # as the storage itself noticed
+    if stored not in bodies and (winners or altered):
+        raise Corrupt(
+            f"{storage.url} does not store what it is sent: {len(bodies[0])} bytes were sent as {key}, but "
+            f"{len(stored)} other bytes came back.{await _remove(storage, key, bodies)} Configure the server, and "
+            "any proxy before it, to store bodies unchanged, then try again"
+        )
     if winners and stored != winners[0]:
-        raise await _refusal(storage, key, bodies, f"{key} was created, but then had other bytes")
+        raise await _refusal(storage, key, bodies, f"{key} was created, but then had the bytes of another create")
     return Race(stored, stored in bodies)
 
 
@@ -88,15 +95,22 @@ async def check_exclusive(storage: Storage) -> None:
 
 async def _refusal(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
     """Delete the object if one of the creates stored it, and return the error of `race`."""
-    remnant = ""
+    return Denied(
+        f"{storage.url} does not create exclusively: {reason}, so two jobs could overwrite each other's commits."
+        f"{await _remove(storage, key, bodies)} Use a local folder, S3, GCS or `tstore serve`; run `tstore probe` "
+        "for details"
+    )
+
+
+async def _remove(storage: Storage, key: str, bodies: Sequence[bytes]) -> str:
+    """Delete the object if it contains one of the bodies; return a sentence about what could not be deleted."""
     try:
-        if await storage.get(key) in bodies:
-            await storage.delete(key)
+        stored = await storage.get(key)
+        if not any(body in stored for body in bodies):
+            return f" {key} was left, since it may be another's."
+        await storage.delete(key)
     except NotFound:
         pass
     except TStoreError as error:
-        remnant = f" {key} could not be deleted ({error})."
-    return Denied(
-        f"{storage.url} does not create exclusively: {reason}, so two jobs could overwrite each other's commits."
-        f"{remnant} Use a local folder, S3, GCS or `tstore serve`; run `tstore probe` for details"
-    )
+        return f" {key} could not be deleted ({error})."
+    return ""

@@ -1,1 +1,1 @@
-"""Objects in a bucket of S3. `store`: the storage. `responses`: the size limits and errors of responses."""
+"""Objects in a bucket of S3. `store`: the storage. `address`: its URLs. `responses`: limits and errors."""

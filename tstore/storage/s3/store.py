@@ -11,19 +11,23 @@ A create has exactly one winner among many writers:
    the server closed), so a HEAD decides: if the object has our token, this create succeeded.
 3. Status 409 means that another write of the key is in progress, so the outcome is unknown: `Unavailable`.
 
-The server checks the body by a CRC32 that botocore sends; readers verify the checksums of chunks and records.
+Every PUT carries the CRC32 of the body in a header, and the body is sent as it is. By default botocore frames the
+body over https (`aws-chunked`, with the checksum at its end), and a server that does not know the framing stores
+it as part of the object. The response's checksum is compared with ours, for servers that do not check.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import base64
 import contextlib
 import email.utils
 import io
 import os
 import secrets
 import weakref
+import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +36,7 @@ from s3fs import S3FileSystem
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, TStoreError, Unavailable
 from tstore.format.bounds import HEAD_BYTES
 from tstore.runtime.event_loops import PerLoop, wait_io
+from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.http.responses import sanitize
 from tstore.storage.limits import CONNECT_SECONDS, IDLE_SECONDS, Deadline, ResponseMemory
@@ -47,6 +52,7 @@ from tstore.storage.objects import (
     read_limit,
     too_short,
 )
+from tstore.storage.s3.address import split_url
 from tstore.storage.s3.responses import BoundedSession, closing_responses, mapped_error, new_session, status_of
 
 __all__ = ["S3Storage"]
@@ -54,7 +60,9 @@ __all__ = ["S3Storage"]
 _CONNECTIONS = 64
 _MIN_WRITE_RATE = 64 << 10  # bytes per second
 _PIECE = 256 << 10
+_LONG = 1 << 20  # bytes; the checksum of a longer body is computed in the thread pool
 _UPLOAD = "tstore-put"  # the key of the upload's token in the metadata of an object
+_CHECKSUM_HEADER = "x-amz-checksum-crc32"
 
 _CONFIG = {
     "connect_timeout": CONNECT_SECONDS,
@@ -94,15 +102,15 @@ class S3Storage(Storage):
         `s3_additional_kwargs` are sent with every write. botocore looks for missing options in the environment,
         its files and the machine's role. Raise `InvalidArgument` for a URL without a bucket or with a user.
         """
-        path = url.partition("://")[2].strip("/")
-        self._bucket, _, prefix = path.partition("/")
-        if not self._bucket or "@" in self._bucket:
-            raise InvalidArgument(
-                "the URL of a store on S3 is s3://bucket/prefix; credentials go into storage_options, as key and "
-                "secret, or into the environment"
-            )
-        self.url = f"s3://{path}"
+        self._bucket, prefix = split_url(url)
+        self.url = f"s3://{self._bucket}/{prefix}".rstrip("/")
         self._prefix = f"{prefix}/" if prefix else ""
+        fixed = [name for name in s3_additional_kwargs or () if name.startswith("Checksum")]
+        if fixed:
+            raise InvalidArgument(
+                f"{self.url}: s3_additional_kwargs: {', '.join(fixed)} can't be set, since every write carries a "
+                "CRC32; remove it"
+            )
         self._options: dict[str, Any] = {
             "key": key,
             "secret": secret,
@@ -161,12 +169,14 @@ class S3Storage(Storage):
         options: dict[str, Any] = {"IfNoneMatch": "*"} if mode is PutMode.CREATE else {}
         single = len(buffers) == 1 and isinstance(buffers[0], (bytes, bytearray))
         body = buffers[0] if single else b"".join(buffers)
+        check = await run(_crc32, body) if len(body) >= _LONG else _crc32(body)
         timeout = IDLE_SECONDS + len(body) / _MIN_WRITE_RATE  # the HTTP client has no deadline for a write
         try:
             async with self._request("write", key, timeout) as (connection, _):
                 options |= connection.file_system.s3_additional_kwargs | connection.file_system.req_kw
                 options["Metadata"] = {**options.get("Metadata", {}), _UPLOAD: upload_token}
-                await connection.client.put_object(**self._object(key), Body=body, **options)
+                options["ChecksumCRC32"] = check
+                response = await connection.client.put_object(**self._object(key), Body=body, **options)
         except AlreadyExists:
             try:
                 stored = (await self._head(key)).get("Metadata", {}).get(_UPLOAD)
@@ -174,6 +184,12 @@ class S3Storage(Storage):
                 raise Unavailable(f"{self.url}: {key} first existed, then did not; try again") from error
             if stored != upload_token:
                 raise
+            return
+        if response.get("ChecksumCRC32", check) != check:
+            raise Corrupt(
+                f"{self.url}: {key}: {len(body)} bytes with CRC32 {check} were sent, but the server stored other "
+                f"bytes, with {sanitize(str(response['ChecksumCRC32']))}; the stored object is damaged, delete it"
+            )
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         options: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "Delimiter": delimiter}
@@ -318,6 +334,7 @@ class _Connection:
 
         # "Expect: 100-continue" costs a round trip per write, and waits forever if the server does not respond
         client.meta.events.unregister("before-call.s3", add_expect_header)
+        client.meta.events.register("before-call.s3.PutObject", _declare_checksum)
         self.file_system, self.client = file_system, client
         self._finalizer = weakref.finalize(self, _close_forgotten, client, asyncio.get_running_loop(), os.getpid())
         self._finalizer.atexit = False  # `_close_all` closes the client at exit, and waits
@@ -342,6 +359,16 @@ def _close_forgotten(client: Any, loop: asyncio.AbstractEventLoop, process: int)
 def _close_all() -> None:
     for storage in list(_connected):  # aiohttp complains about sessions that are open when the interpreter ends
         wait_io(storage.close())
+
+
+def _crc32(body: bytes | bytearray) -> str:
+    return base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
+
+
+def _declare_checksum(params: dict[str, Any], **_: Any) -> None:
+    """Tell botocore of the checksum in the header, so that over https it need not sign a SHA-256 of the body."""
+    algorithm = {"algorithm": "crc32", "in": "header", "name": _CHECKSUM_HEADER}
+    params["context"]["checksum"] = {"request_algorithm": algorithm}
 
 
 def _age(response: Any, written: Any) -> float | None:

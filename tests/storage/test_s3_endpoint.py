@@ -1,0 +1,131 @@
+"""S3 servers other than Amazon's: what they store, what they refuse, and what tstore makes of it."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trustme
+
+import tstore
+from tests.support.s3_endpoint import BUCKET, Endpoint
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.runtime.event_loops import on_io
+from tstore.storage.objects import PutMode
+from tstore.storage.s3.store import S3Storage
+
+URL = f"s3://{BUCKET}/run"
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    async with Endpoint().running() as made:
+        yield made
+
+
+# ---- what a server stores
+
+
+@pytest.mark.parametrize("config", [{}, {"request_checksum_calculation": "when_required"}])
+async def test_over_https_objects_are_stored_as_sent(tmp_path: Path, config: dict[str, str]) -> None:
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    async with Endpoint().running(context) as endpoint:
+        options = endpoint.options(client_kwargs={"verify": str(tmp_path / "ca.pem")}, config_kwargs=config)
+        async with await tstore.open(URL, storage_options=options) as store:
+            await tstore.save(store, {"w": np.arange(1 << 20, dtype="f4")}, step=1)
+            assert (await store.verify()).ok
+            assert (await tstore.restore(store))["w"].sum() == np.arange(1 << 20, dtype="f4").sum()
+    puts = [headers for method, _, headers in endpoint.requests if method == "PUT"]
+    assert puts
+    assert all("x-amz-checksum-crc32" in headers and "Content-Encoding" not in headers for headers in puts)
+    # signing the body too would cost a SHA-256 of every byte
+    assert {headers["X-Amz-Content-SHA256"] for headers in puts} == {"UNSIGNED-PAYLOAD"}
+
+
+@pytest.mark.parametrize("mode", PutMode)
+@pytest.mark.parametrize("size", [10, 2 << 20])
+async def test_a_damaged_object_is_noticed_by_the_checksum_in_the_response(
+    endpoint: Endpoint, mode: PutMode, size: int
+) -> None:
+    endpoint.echoes_checksums = True
+    objects = S3Storage(URL, **endpoint.options())
+    await on_io(objects.put("sound", [bytes(size)], mode))
+    endpoint.change = lambda key, body: body[:-1] + b"?"
+    with pytest.raises(Corrupt, match=f"damaged: {size} bytes with CRC32 .* but the server stored other bytes"):
+        await on_io(objects.put("damaged", [bytes(size)], mode))
+    await on_io(objects.close())
+
+
+@pytest.mark.parametrize("echoes", [False, True])
+@pytest.mark.parametrize("mode", ["a", "x"])
+async def test_a_server_that_changes_bodies_is_refused(endpoint: Endpoint, mode: str, echoes: bool) -> None:
+    endpoint.echoes_checksums = echoes
+    endpoint.change = lambda key, body: b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    with pytest.raises(Corrupt, match=r"does not store what it is sent: \d+ bytes were sent as tstore.json"):
+        await tstore.open(URL, mode, storage_options=endpoint.options())
+    assert not endpoint.objects  # so that the next attempt, once it is mended, finds an empty folder
+
+
+# ---- URLs
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///checkpoints/run", "s3:////x", "s3://a b/x", "s3://key:secret@bucket/x", "s3://?/x"]
+)
+async def test_a_url_without_a_bucket_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="the URL of a store on S3 is s3://bucket/path") as raised:
+        await tstore.open(url)
+    assert "secret@" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a/../b", "s3://bucket/a//b", "s3://bucket/.hidden"])
+async def test_a_path_that_is_no_key_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="is not a valid object name"):
+        await tstore.open(url)
+
+
+AP, WEST = "accesspoint/my-point", "arn:aws:s3:us-west-2:123456789012"
+
+
+@pytest.mark.parametrize(
+    ("url", "bucket", "key"),
+    [
+        ("s3://b/run", "b", "run/k"),
+        ("s3a://b//run/", "b", "run/k"),
+        ("s3://b", "b", "k"),
+        (
+            f"s3://{WEST}:{AP}/run/7",
+            f"{WEST}:{AP}",
+            "run/7/k",
+        ),
+        (f"s3://{WEST}:{AP}", f"{WEST}:{AP}", "k"),
+        ("s3://arn:aws:s3::1:accesspoint:m.mrap/x", "arn:aws:s3::1:accesspoint:m.mrap", "x/k"),
+        (f"s3://arn:aws-cn:s3:cn-north-1:1:{AP}/x", f"arn:aws-cn:s3:cn-north-1:1:{AP}", "x/k"),
+        (
+            f"s3://arn:aws:s3-outposts:us-west-2:1:outpost/op-01/{AP}/x",
+            f"arn:aws:s3-outposts:us-west-2:1:outpost/op-01/{AP}",
+            "x/k",
+        ),
+        (f"s3://arn:aws:s3-object-lambda:us-west-2:1:{AP}/x", f"arn:aws:s3-object-lambda:us-west-2:1:{AP}", "x/k"),
+    ],
+)
+def test_the_bucket_and_the_key_of_a_url(url: str, bucket: str, key: str) -> None:
+    objects = S3Storage(url, key="k", secret="s")
+    assert objects._object("k") == {"Bucket": bucket, "Key": key}
+    assert S3Storage(objects.url, key="k", secret="s")._object("k") == {"Bucket": bucket, "Key": key}
+
+
+@pytest.mark.parametrize("rest", ["bucket/x", f"{AP}x y/x", "accesspoint", "accesspoint/"])
+def test_an_arn_of_something_else_is_refused(rest: str) -> None:
+    with pytest.raises(InvalidArgument, match="arn:…:accesspoint/name"):
+        S3Storage(f"s3://{WEST}:{rest}", key="k", secret="s")
+
+
+def test_a_checksum_of_ones_own_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="ChecksumAlgorithm can't be set"):
+        S3Storage(URL, s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
