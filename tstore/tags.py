@@ -6,10 +6,11 @@ sets the tag of a step: the commit that saves a step sets it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tstore.errors import InvalidArgument
+from tstore.errors import Conflict, InvalidArgument
 from tstore.format.arguments import checked_name, checked_tag
 from tstore.steps import chosen_snapshot, step_tag, steps_of
 from tstore.store import Store
@@ -68,22 +69,29 @@ async def remove_step(store: Store, step: int) -> int:
 
     The version of the step stays readable by its number until garbage collection removes it.
     """
-    await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
-    return await _commit(store.transaction(f"remove step {step}", drop_tag=step_tag(step)))
+    tag = step_tag(step)
+    while True:
+        await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
+        try:
+            return await _commit(store.transaction(f"remove step {step}", drop_tag=tag))
+        except Conflict as conflict:  # repeat it if another step was saved meanwhile
+            if f"tag {tag}" in conflict.paths:
+                raise
 
 
 async def remove_steps_after(store: Store, step: int) -> int | None:
     """Drop the tags of all steps after a step; return the version of this commit, or None without later steps.
 
-    Raise `NotFound` if there is no such step. The versions of the later steps stay readable, as after
-    `remove_step`.
+    A step that is saved meanwhile is removed too. Raise `NotFound` if there is no such step. The versions of the
+    later steps stay readable, as after `remove_step`.
     """
-    await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
-    if not (later := later_steps(await store.tags(), step)):
-        return None
-    return await _commit(
-        store.transaction(f"remove the steps after {step}", drop_tag=[step_tag(number) for number in later])
-    )
+    while True:
+        await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
+        if not (later := later_steps(await store.tags(), step)):
+            return None
+        tags = [step_tag(number) for number in later]
+        with contextlib.suppress(Conflict):  # a step was saved meanwhile
+            return await _commit(store.transaction(f"remove the steps after {step}", drop_tag=tags))
 
 
 def later_steps(tags: Iterable[str], step: int) -> list[int]:
@@ -91,10 +99,13 @@ def later_steps(tags: Iterable[str], step: int) -> list[int]:
     return [number for number in steps_of(tags) if number > step]
 
 
-async def last_removal(store: Store, version: int) -> int | None:
-    """Return the version of the newest commit that removed steps, if it comes after `version`, or else None."""
+async def last_removal(store: Store, step: int, version: int) -> int | None:
+    """Return the newest commit after `version` that removed steps after `step`, or None.
+
+    Commits that removed only earlier steps do not count: one of them may come between the calls of two hosts.
+    """
     for number in range(await store.log.reader.newest(), version, -1):
-        if steps_of((await store.log.reader.record(number)).dropped):
+        if later_steps((await store.log.reader.record(number)).dropped, step):
             return number
     return None
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tstore.checkpoint.background import completion
+from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.policies import Moment, Policy
-from tstore.checkpoint.save import Checkpoint
 from tstore.errors import (
     AlreadyExists,
     Corrupt,

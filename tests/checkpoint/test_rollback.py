@@ -12,7 +12,18 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
-from tstore.errors import AlreadyExists, Corrupt, DeadlineExceeded, InvalidArgument, NotAStore, NotFinite, NotFound
+from tstore.conformance.faults import open_faulty
+from tstore.errors import (
+    AlreadyExists,
+    Conflict,
+    Corrupt,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotAStore,
+    NotFinite,
+    NotFound,
+)
+from tstore.tags import remove_step, remove_steps_after
 
 
 @pytest.fixture
@@ -134,6 +145,60 @@ async def test_a_rollback_that_is_cancelled_can_be_called_again(url: str) -> Non
         assert versions[0] == versions[1]
         await save(hosts, [2, 3], 10.0)
         assert (await tstore.restore(f"{url}-{cut}", 3))["value"] == 13
+
+
+async def test_a_host_that_wakes_up_behind_a_rollback_does_not_commit(url: str) -> None:
+    """It stood still between its claim and the record of step 30; alone it stood still before the record."""
+    for hosts in (1, 2):
+        place = f"{url}-{hosts}"
+        before = job(place, hosts)
+        await save(before, [10, 20])
+        stores = [await open_faulty(place) for _ in range(hosts)]
+        gates = [faults.hold("create", "commits/*") for _, faults in stores]
+        late = [
+            asyncio.create_task(tstore.save(store, state(30), 30, host=h, hosts=hosts, attempt="a", timeout=30))
+            for h, (store, _) in enumerate(stores)
+        ]
+        reached = [asyncio.create_task(gate.reached()) for gate in gates]
+        await asyncio.wait(reached, return_when="FIRST_COMPLETED")
+        after = [tstore.Checkpointer(place, host=h, hosts=hosts, attempt="b") for h in range(hosts)]
+        await asyncio.gather(*(c.rollback(10) for c in after))
+        await save(after, [11])
+        for gate in gates:
+            gate.release()
+        for call in late:
+            with pytest.raises(Conflict, match="steps were removed, as rollback does") as caught:
+                await call
+            assert caught.value.paths == ["tag step/30"]
+        for task in reached:
+            task.cancel()
+        assert await tstore.steps(place) == [10, 11]
+        await save(after, [12])
+        assert (await tstore.restore(place))["value"] == 12
+
+
+@pytest.mark.parametrize("remove", [False, True], ids=["rollback", "remove"])
+async def test_a_removal_of_steps_meets_a_step_that_is_saved_meanwhile(url: str, remove: bool) -> None:
+    await save(job(url), [10, 20])
+    store, faults = await open_faulty(url)
+    gate = faults.hold("create", "commits/*")
+    removal = asyncio.create_task(remove_step(store, 20) if remove else remove_steps_after(store, 10))
+    await gate.reached()
+    await tstore.save(url, state(30), 30)
+    gate.release()
+    assert await removal == 4
+    assert await tstore.steps(url) == ([10, 30] if remove else [10])
+
+
+async def test_hosts_agree_on_a_rollback_though_an_earlier_step_is_removed_between_their_calls(url: str) -> None:
+    hosts = job(url, 2, timeout=5)
+    await save(hosts, [5, 10, 20])
+    version = await hosts[0].rollback(10)
+    async with await tstore.open(url) as store:
+        assert await remove_step(store, 5) > version
+    assert await hosts[1].rollback(10) == version
+    await save(hosts, [11])
+    assert await tstore.steps(url) == [10, 11]
 
 
 @pytest.mark.parametrize("anew", [False, True])

@@ -19,7 +19,8 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, Generic, Literal, TypeVar, get_args
 
-from tstore.checkpoint.save import Checkpoint, checkpoint_from_arguments
+from tstore.checkpoint.checkpoint import Checkpoint
+from tstore.checkpoint.save import checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import DeadlineExceeded, Denied, InvalidArgument, Misuse, TStoreError
 from tstore.format.arguments import quote

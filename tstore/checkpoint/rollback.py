@@ -35,7 +35,7 @@ async def roll_back(store: Store, step: int, host: int, timeout: float) -> Rollb
     else:
         await _wait_removed(store, step, timeout)
     step_version = (await chosen_snapshot(store, step, None)).version  # raises if a gc removed it meanwhile
-    return Rollback(step_version, await last_removal(store, step_version))
+    return Rollback(step_version, await last_removal(store, step, step_version))
 
 
 async def _wait_removed(store: Store, step: int, timeout: float) -> None:

@@ -26,6 +26,8 @@ The outcomes for a transaction when another commit was added after its base:
     dropped a tag                  set or moved the same tag                      Conflict
     dropped a tag                  dropped it too, or a gc did                    both remain
     dropped a tag (serializable)   dropped it too, or a gc did                    Conflict
+    set the tag of any step        dropped the tag of any step, as rollback does  Conflict
+    dropped the tag of any step    set the tag of any step                        Conflict
     touched any node               replaced the whole tree (a checkpoint)         Conflict
     replaced the whole tree        changed any node                               the change is replaced too
     read (serializable)            changed what was read                          Conflict (`read_set`)
@@ -42,7 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.arguments import checked_attributes
+from tstore.format.arguments import STEP_TAG, checked_attributes
 from tstore.format.bounds import MAX_NAMES, json_excess_message
 from tstore.format.layout import ROOT_EVERY
 from tstore.format.objects.chunk_refs import ChunkTable
@@ -290,6 +292,7 @@ class Changes(NamedTuple):
         if self.tags or self.dropped:
             conflicts += [f"tag {t}" for t in self.tags if t in other.tags or t in other.dropped]
             conflicts += [f"tag {t}" for t in self.dropped if t in other.tags]
+            conflicts = conflicts or self._step_conflicts(other)
         if self.replaces:
             return Overlap(conflicts, {}, [])
         if other.replaces:
@@ -314,6 +317,21 @@ class Changes(NamedTuple):
             if len(both):
                 chunks[path] = both
         return Overlap(conflicts, chunks, extended)
+
+    def _step_conflicts(self, other: Changes) -> list[str]:
+        """Return the tags of steps that one sets, if the other drops any, because that may be a rollback.
+
+        A save that wakes up behind a rollback must not add the step of the abandoned run, and a rollback must not
+        leave a later step that was saved meanwhile.
+        """
+        tags = [
+            t for one, two in ((self, other), (other, self)) if any(map(_is_step, two.dropped)) for t in one.tags
+        ]
+        return [f"tag {t}" for t in tags if _is_step(t)]
+
+
+def _is_step(tag: str) -> bool:
+    return STEP_TAG.fullmatch(tag) is not None
 
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:

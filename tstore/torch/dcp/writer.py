@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.jobs import write_jobs
 from tstore.checkpoint.leaves import Shards
-from tstore.checkpoint.save import Checkpoint
 from tstore.checkpoint.structure import flatten, scalars_in
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.arguments import (

@@ -1,0 +1,235 @@
+"""One checkpoint on its way into a store: its transaction, the chunks that it reuses, and its commit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from tstore.data.writer import WriteJob
+from tstore.errors import (
+    AlreadyExists,
+    Conflict,
+    Inconsistent,
+    SnapshotExpired,
+    SourceCondemned,
+    TStoreError,
+    Unavailable,
+)
+from tstore.runtime.pool import give_way, run_to_end
+from tstore.snapshot import Snapshot, snapshot_of
+from tstore.steps import step_tag, steps_of
+from tstore.storage.objects import checked_durability
+from tstore.store import Store
+from tstore.transactions.membership import detected_attempt
+from tstore.transactions.staging import Staging
+from tstore.transactions.transaction import Transaction, staging_of
+
+__all__ = ["Checkpoint"]
+
+FindPrior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
+"""Returns the snapshot whose unchanged chunks a save references; takes the store, its tags and its version."""
+
+
+def _any_tags(_: Mapping[str, int]) -> None:
+    """Permit a save whatever the tags of the store are."""
+
+
+async def _keep_delivered(_: Transaction) -> None:
+    """Let hosts that are late, or `tstore finish`, commit what a host has delivered."""
+
+
+class Checkpoint(NamedTuple):
+    """One call of `save`: what this host writes, and the attributes and metadata of the commit.
+
+    `attributes` are the caller's attributes of the root group, and `reserved` those of tstore. `digest` is a
+    checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves. `check_tags`
+    raises if the step must not be saved in a store with these tags; it is called before anything is written.
+    `on_given_up` is called with the transaction if this host no longer waits for the others; the version that it
+    returns, if any, is that of the checkpoint.
+    """
+
+    step: int
+    jobs: Sequence[WriteJob]
+    attributes: dict[str, Any]
+    reserved: dict[str, Any]
+    digest: bytes
+    message: str
+    metadata: dict[str, Any]
+    durability: Literal["fsync", "none"]
+    host: int
+    hosts: int
+    attempt: str | None
+    timeout: float | None
+    overwrite: bool
+    check_tags: Callable[[Mapping[str, int]], None] = _any_tags
+    on_given_up: Callable[[Transaction], Coroutine[Any, Any, int | None]] = _keep_delivered
+
+    async def save(self, store: Store, on_written: Callable[[], None] | None = None) -> int:
+        """Commit the checkpoint and return its version.
+
+        `on_written` is called when all values are written. The caller's arrays may change from then on, so the
+        save fails if it would have to read them a second time.
+        """
+        token = self.attempt if self.attempt is not None else detected_attempt(os.environ)
+        try:
+            return await self._commit(store, token, _newest_step, on_written)
+        except SourceCondemned:  # all hosts get this error, and save again under the same new attempt
+            if on_written is not None:
+                raise
+            return await self._commit(store, None if token is None else f"{token}.anew", _no_prior)
+
+    async def stage(self, store: Store) -> Transaction:
+        """Write the values into a transaction and return it; `commit_step` or `Transaction.deliver` ends it."""
+        tx, replaced = await self._transaction(store, self.attempt)
+        try:
+            base = await staging_of(tx).base()
+            version = self._other_save(base.tags, replaced)
+            if version is not None:
+                raise self._saved_already(store, version)
+            await self._write(staging_of(tx), await _newest_step(store, base.tags, base.version))
+            return tx
+        except BaseException:
+            await tx.abort()
+            raise
+
+    async def _commit(
+        self,
+        store: Store,
+        attempt: str | None,
+        find_prior: FindPrior,
+        on_written: Callable[[], None] | None = None,
+    ) -> int:
+        """Commit the checkpoint, with references to the unchanged chunks of a prior step; return its version."""
+        tx, replaced = await self._transaction(store, attempt)
+        try:
+            base = await staging_of(tx).base()  # first, so that a concurrent save of this step conflicts
+            version = self._other_save(base.tags, replaced)
+            if version is not None and await self._confirm_repeated(store, version, tx.id):
+                return version
+            self.check_tags(base.tags)
+            if version is not None:
+                raise self._saved_already(store, version)
+            await self._write(staging_of(tx), await find_prior(store, base.tags, base.version))
+            if on_written is not None:
+                on_written()
+            return await self.commit_step(store, tx)
+        except (Unavailable, asyncio.CancelledError) as error:
+            await tx.abort()
+            version = None
+            try:
+                version = await run_to_end(self.on_given_up(tx))
+            except TStoreError as failure:
+                error.add_note(f"late hosts may still commit the step, because withdrawing it failed: {failure}")
+            if version is None or isinstance(error, asyncio.CancelledError):
+                raise
+            return version
+        except BaseException:  # the other hosts get this error as well
+            await tx.abort()
+            raise
+
+    async def _transaction(self, store: Store, attempt: str | None) -> tuple[Transaction, int | None]:
+        """Return a new transaction for this checkpoint, and the version of the step that it overwrites, if any."""
+        tag = step_tag(self.step)
+        replaced = (await store.tags()).get(tag) if self.overwrite else None
+        if replaced is not None and attempt is not None:
+            # under the old name, this attempt may have committed the step that is replaced
+            attempt = f"{attempt}.over.{replaced}"
+        tx = store.transaction(
+            self.message,
+            None if self.overwrite else tag,
+            durability=self.durability,
+            move_tag=tag if self.overwrite else None,
+            name=tag if self.hosts > 1 else None,
+            host=self.host,
+            hosts=self.hosts,
+            attempt=attempt,
+            metadata=self.metadata,
+        )
+        return tx, replaced
+
+    async def _write(self, staging: Staging, prior: Snapshot | None) -> None:
+        await staging.replace_all(self.digest)
+        if self.host == 0:
+            await staging.set_root_attributes(self.attributes, self.reserved)
+        await give_way()
+        if prior is not None:
+            await prior.read_nodes([job.path for job in self.jobs if job.has_values])
+        _set_prior(self.jobs, prior)
+        await give_way()
+        await staging.write_arrays(self.jobs)
+
+    async def commit_step(self, store: Store, tx: Transaction) -> int:
+        """Commit and return the version.
+
+        Raise `AlreadyExists` if another commit of the same step came first, or if this attempt saved the step and
+        the step was removed since.
+        """
+        tag = step_tag(self.step)
+        try:
+            return await tx.commit(self.timeout)
+        except Inconsistent as error:
+            version = await store.log.reader.find(tx.id)
+            if version is None or (await store.tags()).get(tag) == version:
+                raise
+            raise AlreadyExists(
+                f"{store.url}: this attempt saved step {self.step} already, as version {version}, and the step "
+                "was removed since; pass another attempt=… on every host to save it again"
+            ) from error
+        except Conflict as conflict:
+            if f"tag {tag}" not in conflict.paths:
+                raise
+            version = (await store.tags()).get(tag)
+            if version is None:
+                raise Conflict(
+                    f"{store.url}: steps were removed, as rollback does, after the save of step {self.step} had "
+                    "begun, so it is not saved; go on from the newest step",
+                    conflict.paths,
+                ) from conflict
+            raise self._saved_already(store, version) from conflict
+
+    def _other_save(self, tags: Mapping[str, int], replaced: int | None) -> int | None:
+        """Return the version of a save of this step other than the replaced one, or None if there is none."""
+        version = tags.get(step_tag(self.step))
+        return None if version == replaced else version
+
+    async def _confirm_repeated(self, store: Store, version: int, transaction: str) -> bool:
+        """Make the version of the step durable if this transaction made it; return whether it did."""
+        if (await store.log.reader.record(version)).transaction != transaction:
+            return False
+        await store.log.make_durable(version, checked_durability(self.durability))
+        return True
+
+    def _saved_already(self, store: Store, version: int) -> AlreadyExists | Conflict:
+        if self.overwrite:
+            return Conflict(
+                f"{store.url}: another writer saved step {self.step} meanwhile, as version {version}, which is "
+                "unchanged; save again to overwrite that one",
+                [f"tag {step_tag(self.step)}"],
+            )
+        return AlreadyExists(
+            f"{store.url}: step {self.step} is saved already, as version {version}, which is unchanged; save as "
+            "another step, or pass overwrite=True"
+        )
+
+
+async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Snapshot | None:
+    steps = steps_of(tags)
+    try:
+        return await snapshot_of(store.log.reader, tags[step_tag(steps[-1])], newest) if steps else None
+    except SnapshotExpired:  # expired by a gc after a newer step was saved
+        return None
+
+
+async def _no_prior(store: Store, tags: Mapping[str, int], newest: int) -> None:
+    """Return None, so that every chunk is written."""
+
+
+def _set_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> None:
+    """Give each job with values the array of a prior step to compare them with; discard rows written before."""
+    for job in jobs:
+        node = prior.tree.nodes.get(job.path) if prior is not None and job.has_values else None
+        same = node is not None and node.document == job.meta.document
+        job.prior_chunks = node if same else None
+        job.rows, job.tables, job.segments = job.rows and [], (), ()
