@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import threading
 import uuid
+import warnings
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,6 +113,30 @@ def test_the_newest_step_is_found_without_the_commits_of_the_others(tmp_path: Pa
         assert checkpoints.restore_latest() == {"value": 69}
 
 
+@pytest.mark.parametrize("before_rollback", [False, True], ids=["not yet", "rolled back"])
+@pytest.mark.parametrize("keep", [Keep(last=2, best=(1, "loss")), Keep(last=2, tags=("good",))])
+def test_a_rule_without_candidates_stops_neither_the_job_nor_the_collection(
+    url: str, keep: Keep, before_rollback: bool
+) -> None:
+    if before_rollback:
+        blocking.save(url, {"w": np.zeros(3)}, 0)
+        blocking.save(url, {"w": np.zeros(3)}, 5, metrics={"loss": 2.0})
+    with warnings.catch_warnings(record=True) as told, Checkpointer(url, keep=keep) as checkpoints:
+        warnings.simplefilter("always")
+        if before_rollback:
+            checkpoints.rollback(0)
+            with blocking.open(url) as store:
+                store.collect(Keep(last=1))
+        for step in range(1, 6):
+            checkpoints.save(step, {"w": np.zeros(3)}, metrics={"loss": float("nan"), "other": 1.0})
+            checkpoints.wait()
+        assert blocking.steps(url) == [4, 5]
+    [warning] = told
+    assert re.search(r"no (step has the metric 'loss'|living version has the tag 'good')", str(warning.message))
+    with blocking.open(url) as store, pytest.raises(NotFound, match="nothing was collected"):
+        store.collect(keep)
+
+
 async def test_host_0_collects_what_is_not_kept(url: str) -> None:
     keep = Keep(last=1, best=(1, "loss"))
     async with tstore.Checkpointer(url, keep=keep) as checkpoints:
@@ -152,8 +178,6 @@ def test_errors_surface_at_the_next_call(url: str) -> None:
         with pytest.raises(AlreadyExists):
             save.wait()
         assert checkpoints.save(3, {}, overwrite=True).wait() == 2
-    with pytest.raises(NotFound, match="no step has the metric"), Checkpointer(url, keep=Keep(best=(1, "x"))) as c:
-        assert c.save(4, {}).wait() == 3
 
 
 def test_a_save_past_its_deadline_is_abandoned(tmp_path: Path) -> None:

@@ -60,8 +60,9 @@ class Checkpointer:
         `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
     keep
         The steps to keep, as `Store.collect` takes them, or the number of the highest steps to keep. Host 0
-        collects the other steps in the background after each commit. By default all are kept. Call `rollback`
-        before a job goes on from an earlier step.
+        collects the other steps in the background after each commit. A rule whose metric or tag no step has yet
+        selects none, with one warning. By default all are kept. Call `rollback` before a job goes on from an
+        earlier step.
     host, hosts, attempt, codecs, timeout
         As `save` takes them.
     staging, in_flight

@@ -182,6 +182,8 @@ class _Plan:
     async def make(self, keep: Keep | None, min_age: float) -> None:
         """Choose what to condemn: steps 2 and 3 at the top of this file. `min_age` is in seconds."""
         alive = self.ledger.alive
+        if keep is not None:
+            keep.check(alive)
         retained = set(alive) if keep is None else keep.select(alive, world.now())
         if self._keeps_steps:
             retained |= {version for version, entry in alive.items() if step_of(entry.tags) is not None}

@@ -11,10 +11,12 @@ is filtered by `layout.is_collectable`.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -80,10 +82,7 @@ class Keep:
             raise InvalidArgument("Keep() has no rule; to keep the newest step only, pass Keep(last=1)")
 
     def select(self, alive: Mapping[int, LivingVersion], now: float) -> set[int]:
-        """Return which of the living versions to keep.
-
-        Raise `NotFound` for a tag that none of them has, or a metric that no step has: it may be misspelt.
-        """
+        """Return which of the living versions to keep; a rule without candidates selects none."""
         steps = {
             step: entry for entry in alive.values() for tag in entry.tags if (step := step_of([tag])) is not None
         }
@@ -92,27 +91,48 @@ class Keep:
         versions |= {steps[step].version for step in order[-(self.last or 1) :]}  # without `last`, the highest
         if self.every is not None:
             versions |= {steps[step].version for step in order if step % self.every == 0}
-        if self.best is not None and steps:
+        if self.best is not None:
             versions |= _best(self.best, steps.values())
         if self.newer_than is not None:
             oldest = now - self.newer_than.total_seconds()
             versions |= {version for version, entry in alive.items() if entry.time > oldest}
-        named = {tag: entry.version for entry in alive.values() for tag in entry.tags}
-        for tag in self.tags:
-            if tag not in named:
-                raise NotFound(f"Keep(tags=…): no living version has the tag {tag!r}; nothing was collected")
-            versions.add(named[tag])
-        return versions
+        tags = set(self.tags)
+        return versions | {version for version, entry in alive.items() if not tags.isdisjoint(entry.tags)}
+
+    def check(self, alive: Mapping[int, LivingVersion]) -> None:
+        """Raise `NotFound` for a tag that no living version has, or a metric that no step has: a misspelt name."""
+        if missing := self._missing(alive):
+            raise NotFound(f"{missing}; nothing was collected")
+
+    def _missing(self, alive: Mapping[int, LivingVersion]) -> str:
+        """Say which tag or metric is missing; "" if there are candidates for every rule."""
+        steps = [entry for entry in alive.values() if step_of(entry.tags) is not None]
+        metrics = {name for entry in steps for name in entry.metrics}
+        if self.best is not None and steps and self.best[1] not in metrics:
+            known = ", ".join(sorted(metrics)) or "none"
+            return f"Keep(best=…): no step has the metric {self.best[1]!r}; the metrics are: {known}"
+        tags = {tag for entry in alive.values() for tag in entry.tags}
+        missing = next((tag for tag in self.tags if tag not in tags), None)
+        return "" if missing is None else f"Keep(tags=…): no living version has the tag {missing!r}"
+
+
+@dataclass(frozen=True)
+class JobKeep(Keep):
+    """The rules of a running job: a missing tag or metric may come later, so there is one warning and no error."""
+
+    warned: list[str] = field(default_factory=list, repr=False, compare=False)
+
+    def check(self, alive: Mapping[int, LivingVersion]) -> None:
+        """Warn of a missing tag or metric, unless there was a warning already."""
+        if not self.warned and (missing := self._missing(alive)):
+            self.warned.append(missing)
+            with contextlib.suppress(UserWarning):  # a filter may raise it, but it must not stop the job
+                warnings.warn(f"{missing}; until then, this rule selects no version", stacklevel=2)
 
 
 def _best(best: Best, steps: Iterable[LivingVersion]) -> set[int]:
     count, metric, order = (*best, "min")[:3]
     values = [(entry.metrics[metric], entry.version) for entry in steps if metric in entry.metrics]
-    if not values:
-        known = ", ".join(sorted({name for entry in steps for name in entry.metrics})) or "none"
-        raise NotFound(
-            f"Keep(best=…): no step has the metric {metric!r}; the metrics are: {known}; nothing was collected"
-        )
     values.sort(key=lambda pair: pair[1], reverse=True)  # of equal values the newest is the best
     ranked = sorted(values, key=lambda pair: pair[0] if order == "min" else -pair[0])
     return {version for _, version in ranked[:count]}
@@ -317,10 +337,12 @@ def _check_unneeded(collection: Collection, used: set[str]) -> None:
             raise Corrupt(f"it condemns {key!r}, which a living version needs")
 
 
-def checked_keep(keep: Any) -> Keep | None:
-    """Return the rules that an argument stands for, such as a number of steps; None keeps all."""
-    if keep is None or isinstance(keep, Keep):
-        return keep
+def checked_keep(keep: Any) -> JobKeep | None:
+    """Return the rules of a job that an argument stands for, such as a number of steps; None keeps all."""
+    if keep is None:
+        return None
     if isinstance(keep, int) and not isinstance(keep, bool):
-        return Keep(last=keep)
+        return JobKeep(last=keep)
+    if isinstance(keep, Keep):
+        return JobKeep(**vars(keep))
     raise InvalidArgument(f"keep={quote(keep)}: expected a number of steps, a tstore.Keep, or None")
