@@ -21,7 +21,8 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
     ├── StorageFull          free space, then retry; committed data is not affected
     ├── Unavailable          retry later
     │   ├── Unreachable          check the address, and that the server is running
-    │   ├── Throttled            retry after `retry_after` seconds, if given
+    │   ├── TemporaryFailure     the server responded, but could not serve the request
+    │   │   └── Throttled            retry after `retry_after` seconds, if given
     │   └── DeadlineExceeded     a timeout; names the absent hosts        (also a TimeoutError)
     └── CommitOutcomeUnknown ask `store.outcome(txn)` later
 """
@@ -51,6 +52,7 @@ __all__ = [
     "StorageFull",
     "StructureMismatch",
     "TStoreError",
+    "TemporaryFailure",
     "Throttled",
     "TimelineChanged",
     "Unavailable",
@@ -218,7 +220,11 @@ class Unreachable(Unavailable):
     """No connection could be made: the host name is unknown, or nothing listens at that address."""
 
 
-class Throttled(Unavailable):
+class TemporaryFailure(Unavailable):
+    """The storage responded that it can't serve the request now."""
+
+
+class Throttled(TemporaryFailure):
     """The storage limits the rate of requests; `retry_after` is the delay in seconds that it asked for, if any."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:

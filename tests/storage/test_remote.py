@@ -23,6 +23,7 @@ from tstore.errors import (
     CommitOutcomeUnknown,
     Corrupt,
     Denied,
+    InvalidArgument,
     Misuse,
     NotFound,
     SnapshotExpired,
@@ -586,3 +587,16 @@ async def test_hosts_save_one_checkpoint_over_a_bad_network_while_another_collec
     restored = await tstore.restore(store)
     assert all(np.array_equal(values, restored[path]) for path, values in tree(20, 3000).items())
     assert (await store.verify()).ok
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/s", "gs://bucket/s", "s3://bucket/s", "abfs://x/y"])
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "1"])
+async def test_the_time_for_retries_is_an_option_of_every_server(url: str, seconds: object) -> None:
+    with pytest.raises(InvalidArgument, match=r"retry_timeout=.*expected the seconds"):
+        await tstore.open(url, storage_options={"retry_timeout": seconds})
+
+
+@pytest.mark.parametrize("url", ["memory://x", "file:///x"])
+async def test_local_stores_take_no_time_for_retries(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="takes no storage_options; got retry_timeout"):
+        await tstore.open(url, storage_options={"retry_timeout": 1})

@@ -30,7 +30,7 @@ from tstore.storage.base import Storage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Page, PutMode
 from tstore.storage.remote import LimitedStorage, TracedStorage
-from tstore.storage.retry import RETRY_POLICY, RetryingStorage
+from tstore.storage.retry import RETRY_POLICY, RetryingStorage, RetryPolicy
 from tstore.storage.wrapper import Request, Wrapper
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
@@ -178,6 +178,64 @@ def test_retry_after_sets_the_pause() -> None:
         await RetryingStorage(scripted).put("k", [b""], REPLACE)
         first, second, third = scripted.times
         assert first + 7.5 <= second < third < second + RETRY_POLICY.max_pause
+
+    on_virtual_time(test)
+
+
+@pytest.mark.parametrize(
+    ("asked", "times"), [(59.0, [0, 59]), (60.0, [0, 60]), (61.0, [0, 61]), (120.0, [0, 120]), (3600.0, [0, 60])]
+)
+def test_a_pause_that_the_server_asks_for_is_followed_by_an_attempt(asked: float, times: list[float]) -> None:
+    async def test() -> None:
+        scripted = Scripted(memory(), ("before", Throttled("later", asked)))
+        await RetryingStorage(scripted).put("k", [b""], REPLACE)
+        assert scripted.times == pytest.approx(times)
+        endless = Scripted(memory(), *[("before", Throttled("later", asked))] * 100)
+        with pytest.raises(Throttled, match=r"later; repeated for [0-9.]+ s .*retry_timeout"):
+            await RetryingStorage(endless).put("k", [b""], REPLACE)
+        assert endless.times[-1] - endless.times[0] <= 3 * RETRY_POLICY.deadline
+
+    on_virtual_time(test)
+
+
+class Slow(Wrapper):
+    """Takes 100 s for each attempt, in which the bytes of the request are moved, and fails the first ones."""
+
+    failures = 3
+
+    async def around(self, request: Request, call: Any) -> Any:
+        await asyncio.sleep(100)
+        if self.failures:
+            self.failures -= 1
+            raise Unavailable("the connection broke")
+        return await call()
+
+
+@pytest.mark.parametrize(("size", "succeeds"), [(1 << 20, True), (10, False)])
+def test_the_time_of_the_transfer_is_not_a_time_of_retrying(size: int, succeeds: bool) -> None:
+    async def test() -> None:
+        objects = RetryingStorage(LimitedStorage(TracedStorage(Slow(memory())), 1, 1 << 30))
+        other = asyncio.create_task(RetryingStorage(objects.inner).put("other", [bytes(1 << 21)], CREATE))
+        await asyncio.sleep(0)  # its turn comes first; waiting for it does not count either
+        if succeeds:
+            await objects.put("k", [bytes(size)], CREATE)
+        else:
+            with pytest.raises(Unavailable, match="connection broke"):
+                await objects.put("k", [bytes(size)], CREATE)
+        await other
+
+    on_virtual_time(test)
+
+
+@pytest.mark.parametrize("seconds", [0, 5, 1000])
+@pytest.mark.parametrize("error", [Unavailable("silent"), Unreachable("refused"), Throttled("busy")])
+def test_a_time_for_retries_that_was_set_holds_for_every_failure(seconds: float, error: TStoreError) -> None:
+    async def test() -> None:
+        dead = Scripted(memory(), *[("before", error)] * 10_000)
+        with pytest.raises(type(error)):
+            await RetryingStorage(dead, RetryPolicy.lasting(seconds)).head("k")
+        took = dead.times[-1] - dead.times[0]
+        assert seconds - RETRY_POLICY.max_pause <= took <= seconds
 
     on_virtual_time(test)
 

@@ -17,6 +17,7 @@ from tstore.storage.cache import Cache
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.remote import as_remote
+from tstore.storage.retry import RETRY_POLICY, RetryPolicy
 
 __all__ = ["Address", "connect", "storage_at"]
 
@@ -25,6 +26,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 _CHAIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)::(.*)", re.DOTALL)  # of fsspec: filecache::https://…
 
 _MAX_URL_LENGTH = 4096
+_RETRY_TIMEOUT = "retry_timeout"  # an option of every remote storage
 
 
 class Address(NamedTuple):
@@ -65,7 +67,8 @@ def storage_at(url: Any, storage_options: Mapping[str, Any] | None = None) -> St
 def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Return the storage at a path or URL; no request is made yet.
 
-    `storage_options` are options of that kind of storage, such as `token` or `endpoint_url`. Raise
+    `storage_options` are options of that kind of storage, such as `token` or `endpoint_url`. For every storage but
+    a local one, `retry_timeout` is the seconds for which failed requests are repeated (`retry`). Raise
     `InvalidArgument` for an invalid URL, an unknown scheme or option, or a missing package.
     """
     if not isinstance(url, (str, os.PathLike)):
@@ -90,9 +93,13 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
             f"URL after {chain[1]}::, and cache=FOLDER to keep what is read (or ./{chain[1]}::… for a folder of "
             "that name)"
         )
+    seconds = options.pop(_RETRY_TIMEOUT, None)
+    policy = RETRY_POLICY if seconds is None else RetryPolicy.lasting(seconds)
     remote = _remote(scheme, text, options)
     if remote is not None:
-        return as_remote(remote)
+        return as_remote(remote, policy)
+    if seconds is not None:
+        options[_RETRY_TIMEOUT] = seconds
     if options:
         raise InvalidArgument(f"{text} takes no storage_options; got {', '.join(sorted(options))}")
     if prefix is None:
@@ -144,6 +151,7 @@ def _is_known_to_fsspec(scheme: str) -> bool:
 def _with_options(storage_class: Callable[..., Storage], url: str, options: dict[str, Any]) -> Storage:
     """Return a storage of this class; raise `InvalidArgument` for options that its constructor does not take."""
     known = [name for name in inspect.signature(storage_class).parameters if name != "url"]
+    known.append(_RETRY_TIMEOUT)
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise InvalidArgument(

@@ -4,14 +4,16 @@ Time (`Deadline`)
 1. A connection is established within `CONNECT_SECONDS`. These seconds are added to the limit of the first phase.
 2. A request has up to three phases: sending its body, receiving the head of the response, receiving its body. Each
    fails after `IDLE_SECONDS` without a byte of a body. Nothing else extends a phase: interim responses (100
-   Continue), parts of a header and redirects all belong to the phase of the head.
+   Continue), parts of a header and redirects all belong to the phase of the head. After a body was sent, the phase
+   of the head begins when the body would have been sent at `BODY_RATE`, since its bytes may still be on their way,
+   in the buffers of this machine or of a proxy.
 3. A body must reach `BODY_RATE` bytes a second, on average over its phase and after the first `IDLE_SECONDS`. So
    an object of any length gets the time that a slow line needs, but no more: two and a half minutes for 1 MiB.
 4. All requests of one call, also those that `retry` repeats, share the seconds of one `CallTime`. The time that
    their bodies take at `BODY_RATE` does not count, nor does waiting for a turn (`remote.LimitedStorage`). So a
    server that never responds does not cost the full time at each attempt.
-`storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `CallTime`, only the first
-three limits apply.
+`storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `CallTime`, it alone
+limits a request, and a request that took as long is not repeated.
 
 Memory (`ResponseMemory`)
 5. Each object that is read whole may take `FREE_BYTES`. Beyond these, all objects that are read at the same
@@ -46,6 +48,7 @@ __all__ = [
     "SHARED_BYTES",
     "Deadline",
     "ResponseMemory",
+    "charged",
     "checked_pages",
     "checked_timeout",
     "one_call",
@@ -79,7 +82,14 @@ class CallTime:
     """The seconds that all requests of one call share; the time that their bytes take does not count."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = self.remaining = seconds
+        self.seconds = seconds
+        self.spent = 0.0
+        self.deadlines = 0  # of requests so far; each charges the call exactly
+
+    @property
+    def remaining(self) -> float:
+        """The seconds that are left, less than 0 if more were spent."""
+        return self.seconds - self.spent
 
 
 _call: ContextVar[CallTime | None] = ContextVar("tstore_storage_call", default=None)
@@ -95,13 +105,34 @@ def one_call(seconds: float) -> Iterator[CallTime]:
         _call.reset(reset_token)
 
 
+@contextlib.contextmanager
+def charged(size: int = 0) -> Iterator[None]:
+    """Charge the current call for the time of this block, unless a `Deadline` in it does.
+
+    The time that `size` bytes take at `BODY_RATE` does not count.
+    """
+    call = _call.get()
+    if call is None:
+        yield
+        return
+    clock = asyncio.get_running_loop().time
+    started, deadlines = clock(), call.deadlines
+    try:
+        yield
+    finally:
+        if call.deadlines == deadlines:
+            call.spent += max(0.0, clock() - started - size / BODY_RATE)
+
+
 class Deadline:
     """The deadline of one request, extended by each byte moved; entered by the task that makes the request."""
 
     def __init__(self, idle_seconds: float | None = None) -> None:
         self.idle_seconds = IDLE_SECONDS if idle_seconds is None else idle_seconds
-        call = _call.get()
-        self._call = call if call is not None and self.idle_seconds <= call.seconds else None
+        self._call = _call.get()
+        if self._call is not None:
+            self._call.deadlines += 1
+        self._sent = 0  # bytes of a body that was sent completely; its response is awaited
         self._clock = asyncio.get_running_loop().time
         self._phase_start, self._bytes = self._clock(), 0  # start and bytes of the current phase
         self._charged_from = self._phase_start  # start of the time charged to the call; bytes and pauses delay it
@@ -111,8 +142,15 @@ class Deadline:
 
     def start_phase(self) -> None:
         """End the current phase and start the next one."""
-        self._phase_start, self._bytes = self._clock(), 0
+        self._phase_start, self._bytes, self._sent = self._clock(), 0, 0
         self._end_at(self._phase_start + self.idle_seconds)
+
+    def await_response(self) -> None:
+        """End the phase in which a body was sent, and start that of the response's head."""
+        start = max(self._clock(), self._due())
+        self._sent, self._bytes = self._bytes, 0
+        self._phase_start = self._clock()
+        self._end_at(start + self.idle_seconds)
 
     def extend(self, size: int) -> None:
         """Extend the deadline for `size` bytes of a body that were sent or received."""
@@ -132,7 +170,9 @@ class Deadline:
 
     def _within_call(self, end: float) -> float:
         """Return `end`, or the end of the time of the call if that is earlier."""
-        return end if self._call is None else min(end, self._charged_from + self._call.remaining)
+        if self._call is None or self.idle_seconds > self._call.seconds:
+            return end
+        return min(end, self._charged_from + self._call.remaining)
 
     async def pause(self, waiting: Awaitable[None]) -> None:
         """Await something that does not depend on the server; its time does not count."""
@@ -156,6 +196,8 @@ class Deadline:
                 f"only {self._bytes} bytes were moved within {elapsed:.3g} s, slower than {BODY_RATE} bytes a "
                 "second; the network or the server is too slow"
             )
+        if self._sent and elapsed > 1.1 * self.idle_seconds:
+            return f"the server was silent for {elapsed:.3g} s after it was sent {self._sent} bytes"
         return f"the server was silent for {self.idle_seconds:g} s"
 
     async def __aenter__(self) -> Self:
@@ -169,8 +211,8 @@ class Deadline:
             await self._timeout.__aexit__(kind, error, trace)
         finally:
             if self._call is not None:
-                self._call.remaining -= max(0.0, self._clock() - self._charged_from)
-                self._call_exhausted = self._call.remaining <= 0
+                self._call.spent += max(0.0, self._clock() - self._charged_from)
+                self._call_exhausted = self._call.remaining <= 0 and self.idle_seconds <= self._call.seconds
 
 
 def checked_timeout(timeout: float | None) -> float | None:

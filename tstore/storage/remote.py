@@ -18,6 +18,7 @@ from tstore.errors import AlreadyExists, NotFound
 from tstore.runtime.event_loops import PerLoop, on_io
 from tstore.runtime.pool import STREAMS
 from tstore.storage.base import REMOTE, Storage
+from tstore.storage.limits import charged
 from tstore.storage.objects import Capabilities, Page, Traffic, Tuning, checked_key, overlong, read_limit
 from tstore.storage.retry import RETRY_POLICY, RetryingStorage, RetryPolicy
 from tstore.storage.wrapper import Request, Wrapper
@@ -159,7 +160,8 @@ class TracedStorage(Wrapper):
         started, outcome = time.perf_counter(), "done"
         self._requests[request.operation] += 1
         try:
-            result = await call()
+            with charged(request.size):
+                result = await call()
         except (NotFound, AlreadyExists) as error:
             outcome = type(error).__name__
             raise

@@ -3,9 +3,12 @@
 1. Only `Unavailable` and its subclass `Throttled` are retried. Reads, deletes and replacements may be done twice.
 2. The pause before the next attempt is drawn between `min_pause` and three times the previous pause, up to
    `max_pause` (decorrelated jitter). If the server's `retry_after` is longer, it is the pause.
-3. No attempt starts later than `deadline` after the first. Until the server has responded once, the deadline is
-   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. All attempts
-   together wait at most `deadline`, not counting the time to transfer their bytes (`limits.CallTime`).
+3. The pauses, and the time for which the attempts wait for the server, share `deadline`. The time that their bytes
+   take does not count, nor does waiting for a turn (`limits.CallTime`): an upload that breaks after an hour is
+   repeated like any other. Until the server has responded once, with whatever status, the deadline is
+   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. If the server
+   asks for a pause that is longer than the rest of the deadline, but at most twice as long as the whole, it gets
+   this pause and one more attempt; if it asks for more, the last attempt starts when the deadline ends.
 4. A create without a response may have taken effect, or may still do so. If a later attempt finds that the key is
    taken, the object is therefore read back and compared: equal bytes mean that this create, or another with the
    same bytes, succeeded, and its folder is flushed, since the creator may have failed before it did so; other
@@ -21,7 +24,17 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
-from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable, Unreachable
+from tstore.errors import (
+    AlreadyExists,
+    Denied,
+    InvalidArgument,
+    NotFound,
+    TemporaryFailure,
+    Throttled,
+    TStoreError,
+    Unavailable,
+    Unreachable,
+)
 from tstore.runtime import world
 from tstore.storage.base import Storage
 from tstore.storage.limits import one_call
@@ -31,7 +44,8 @@ from tstore.storage.wrapper import Request, Wrapper, request_of_put
 __all__ = ["RETRY_POLICY", "RetryPolicy", "RetryingStorage"]
 
 _PIECE = 4 << 20  # bytes that are compared at a time
-_RESPONSES = (AlreadyExists, Denied, NotFound, Throttled)  # errors that only a response can cause
+_LAST_SECONDS = 10.0  # for the attempt after a pause that took the rest of the deadline
+_RESPONSES = (AlreadyExists, Denied, NotFound, TemporaryFailure)  # errors that only a response can cause
 
 T = TypeVar("T")
 
@@ -47,6 +61,15 @@ class RetryPolicy(NamedTuple):
     first_deadline: float = 10.0
     connect_deadline: float = 1.0
 
+    @classmethod
+    def lasting(cls, seconds: float) -> RetryPolicy:
+        """Return the policy with one deadline for all failures; raise `InvalidArgument` unless it is a time."""
+        if not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf"):
+            raise InvalidArgument(
+                f"retry_timeout={seconds!r}: expected the seconds for which a request is repeated, 0 or more"
+            )
+        return cls(deadline=seconds, first_deadline=seconds, connect_deadline=seconds)
+
 
 RETRY_POLICY = RetryPolicy()
 
@@ -61,8 +84,8 @@ class RetryingStorage(Wrapper):
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
         """Make a request, and repeat it after failures by rules 1 to 3."""
-        clock, policy = asyncio.get_running_loop().time, self._policy
-        started, pause = clock(), policy.min_pause
+        policy = self._policy
+        pause = policy.min_pause
         with one_call(policy.deadline) as call_time:
             while True:
                 try:
@@ -70,9 +93,11 @@ class RetryingStorage(Wrapper):
                 except Unavailable as error:
                     self._responded |= isinstance(error, _RESPONSES)
                     pause = min(policy.max_pause, world.uniform(policy.min_pause, 3 * pause))
-                    retry_after = error.retry_after if isinstance(error, Throttled) else None
-                    wait = pause if retry_after is None else max(pause, retry_after)
-                    if clock() - started + wait > self._deadline(error):
+                    wait = self._wait(error, pause, self._deadline(error) - call_time.spent)
+                    if wait is None:
+                        if call_time.spent:
+                            setting = "storage_options={'retry_timeout': …} sets how long"
+                            error.args = (f"{error}; repeated for {call_time.spent:.3g} s ({setting})",)
                         raise
                     operation = f"{request.operation} {request.key}"
                     _log.info("%s: %s: %s; next attempt in %.1f s", self.url, operation, error, wait)
@@ -82,8 +107,10 @@ class RetryingStorage(Wrapper):
                 else:
                     self._responded = True
                     return result
-                call_time.remaining -= wait
                 await asyncio.sleep(wait)
+                call_time.spent += wait
+                if call_time.remaining <= 0:  # after a pause that the server asked for
+                    call_time.seconds = call_time.spent + min(_LAST_SECONDS, policy.deadline)
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
@@ -146,6 +173,15 @@ class RetryingStorage(Wrapper):
             return self._policy.deadline
         unreachable, policy = isinstance(error, Unreachable), self._policy
         return min(policy.deadline, policy.connect_deadline if unreachable else policy.first_deadline)
+
+    def _wait(self, error: Unavailable, pause: float, left: float) -> float | None:
+        """Return the pause before the next attempt, None if there is none; `left` is the rest of the deadline."""
+        asked = error.retry_after if isinstance(error, Throttled) and error.retry_after is not None else 0.0
+        if max(pause, asked) <= left:
+            return max(pause, asked)
+        if asked <= left or left <= 0:
+            return None
+        return asked if asked <= 2 * self._policy.deadline else left
 
     async def _equals(self, key: str, buffers: Buffers) -> bool:
         """Return whether the object equals the joined buffers; raise `Unavailable` if that is unknown."""

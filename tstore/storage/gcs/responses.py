@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from tstore.errors import Corrupt, Denied, StorageFull, Throttled, TStoreError, Unavailable
+from tstore.errors import Corrupt, Denied, StorageFull, TemporaryFailure, Throttled, TStoreError
 from tstore.storage.gcs.credentials import Credentials
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import retry_after, sanitize, status_error
@@ -76,7 +76,7 @@ def mapped_error(
     reason = problem.errors[0].reason if problem.errors else ""
     match response.status:
         case 400 if _DIGEST.search(problem.message):  # the body was damaged in transit
-            return Unavailable(f"{label}: the server received different bytes from those sent{because}")
+            return TemporaryFailure(f"{label}: the server received different bytes from those sent{because}")
         case 401 if credentials.anonymous:
             return Denied(
                 f"{label}: the server requires credentials{because}; log in (gcloud auth application-default "
@@ -88,7 +88,9 @@ def mapped_error(
                 "pass another storage_options={'token': …}"
             )
         case 403 if reason in _THROTTLED:
-            return Throttled(f"{label}: the server receives too many requests{because}", retry_after(response))
+            return Throttled(
+                f"{label}: the server receives too many requests{because}", retry_after(response.headers)
+            )
         case 403 if reason in _FULL:
             return StorageFull(f"{label}: a quota is used up{because}")
         case 403:
@@ -96,8 +98,8 @@ def mapped_error(
                 f"{label}: the server forbids the request{because}; ask for a role on gs://{bucket} that allows "
                 "it (Storage Object User; Storage Object Viewer to read)"
             )
-        case 409 | 410:  # a concurrent change of the same object or bucket
-            return Unavailable(f"{label}: the server can't serve it now: status {response.status}{because}")
+        case 410:  # a concurrent change of the same object or bucket
+            return TemporaryFailure(f"{label}: the server can't serve it now: status 410{because}")
         case _:
             return status_error(response, label, message)
 

@@ -14,9 +14,9 @@ from tstore.errors import (
     InvalidArgument,
     NotFound,
     StorageFull,
+    TemporaryFailure,
     Throttled,
     TStoreError,
-    Unavailable,
 )
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "age",
     "check_data",
     "content_range",
+    "is_temporary",
     "retry_after",
     "sanitize",
     "status_error",
@@ -34,6 +35,10 @@ __all__ = [
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.IGNORECASE)
 _WEB_PAGE = ("text/html", "application/xhtml+xml")
+
+# timeouts, concurrent changes, another server's connection, early data, rates, a client that seems to have left
+_TEMPORARY = (408, 409, 421, 425, 429, 499)
+_LASTING = (501, 505, 507, 511)  # not supported, no space, a network that wants a log-in
 
 
 class Headers(Protocol):
@@ -129,15 +134,20 @@ def _time(text: str | None) -> float | None:
         return None
 
 
-def retry_after(head: Head) -> float | None:
+def retry_after(headers: Headers) -> float | None:
     """Return the seconds to wait by the Retry-After header, None if it is absent or invalid."""
-    text = head.headers.get("Retry-After")
+    text = headers.get("Retry-After")
     if text is None:
         return None
     if text.strip().isdecimal():
         return float(text)
-    now, end = _time(head.headers.get("Date")), _time(text)
+    now, end = _time(headers.get("Date")), _time(text)
     return None if now is None or end is None else max(0.0, end - now)
+
+
+def is_temporary(status: int) -> bool:
+    """Return whether a status means that the same request may succeed later, whichever server sends it."""
+    return status in _TEMPORARY or (status >= 500 and status not in _LASTING)
 
 
 def sanitize(text: str, max_length: int = 200) -> str:
@@ -162,7 +172,11 @@ def status_error(head: Head, label: str, reason: str) -> TStoreError:
         case 403:
             note = "" if reason else " (some file servers, such as S3, send the same for a missing object)"
             return Denied(f"{label}: the server forbids the request{because}; pass a token of wider scope{note}")
-        case 405 | 501:
+        case 407 | 511:
+            return Denied(f"{label}: a proxy or the network wants a log-in (status {head.status}){because}")
+        case 402 | 451:
+            return Denied(f"{label}: the server forbids the request (status {head.status}){because}")
+        case 405 | 501 | 505:
             return Denied(f"{label}: the server does not support the request{because}; it may be read-only")
         case 400 | 422 | 428:
             return InvalidArgument(f"{label}: the server rejected the request as invalid{because}")
@@ -174,11 +188,12 @@ def status_error(head: Head, label: str, reason: str) -> TStoreError:
         case 507:
             return StorageFull(f"{label}: the server has no space for it{because}; free some there, then repeat")
         case 429:
-            return Throttled(f"{label}: the server receives too many requests{because}", retry_after(head))
-        case 503 if (pause := retry_after(head)) is not None:
-            return Throttled(f"{label}: the server is busy and asks to retry in {pause:g} s{because}", pause)
-        case 408 | 409 | 425 | 500 | 502 | 503 | 504:
-            return Unavailable(f"{label}: the server can't serve it now: status {head.status}{because}")
+            return Throttled(f"{label}: the server receives too many requests{because}", retry_after(head.headers))
+        case status if is_temporary(status):
+            pause = retry_after(head.headers)
+            if pause is not None:
+                return Throttled(f"{label}: the server is busy and asks to retry in {pause:g} s{because}", pause)
+            return TemporaryFailure(f"{label}: the server can't serve it now: status {status}{because}")
         case status:
             return Corrupt(f"{label}: the server sent status {status}{because}, unexpected for that request")
 

@@ -39,6 +39,7 @@ from tstore.runtime.event_loops import PerLoop
 from tstore.storage import limits
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import sanitize
+from tstore.storage.http.sockets import open_socket
 from tstore.storage.http.tokens import Token, warn_if_cleartext
 from tstore.storage.limits import Deadline
 from tstore.storage.objects import Buffers
@@ -207,7 +208,8 @@ class _Client:
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self.session = aiohttp.ClientSession(
-            connector=_Connector(limit=0, ssl=tls or True),  # `LimitedStorage` bounds the requests
+            # `LimitedStorage` bounds the requests
+            connector=_Connector(limit=0, ssl=tls or True, socket_factory=open_socket),
             timeout=aiohttp.ClientTimeout(total=None, connect=limits.CONNECT_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity", "User-Agent": f"tstore aiohttp/{aiohttp.__version__}"},
@@ -269,7 +271,7 @@ class _Body(Payload):
                 piece = view[at : at + _PIECE]
                 await writer.write(piece)
                 self._deadline.extend(len(piece))
-        self._deadline.start_phase()
+        self._deadline.await_response()
 
 
 def _wants_token(response: aiohttp.ClientResponse) -> bool:

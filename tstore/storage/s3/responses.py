@@ -19,6 +19,7 @@ from aiobotocore.session import AioSession
 from aiohttp.connector import Connection
 from botocore import exceptions as boto
 from botocore.loaders import create_loader
+from multidict import CIMultiDict
 
 from tstore.errors import (
     AlreadyExists,
@@ -27,22 +28,23 @@ from tstore.errors import (
     InvalidArgument,
     NotFound,
     StorageFull,
+    TemporaryFailure,
     Throttled,
     TStoreError,
     Unavailable,
     Unreachable,
 )
-from tstore.storage.http.responses import sanitize
+from tstore.storage.http.responses import is_temporary, retry_after, sanitize
 
 __all__ = ["BoundedSession", "closing_responses", "mapped_error", "new_session", "status_of"]
 
 _MISSING = {"NoSuchKey", "404", "NotFound"}
 _DENIED = {"AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"}
-_BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "429"}
+_BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
 _FULL = {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
-_TRANSIENT = {"RequestTimeout", "InternalError", "ServiceUnavailable"}
-_TRANSIENT |= {"ConditionalRequestConflict", "OperationAborted"}  # a concurrent change of the same object
-_TRANSIENT |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the body was damaged in transit
+_TRANSIENT = {"RequestTimeout"}  # with status 400; other temporary failures are known by their status
+# with status 400: the body was damaged in transit
+_TRANSIENT |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
 
 _MAX_LISTING_BYTES = 4 << 20  # a thousand names of 1024 bytes each, all of them escaped
 _MAX_REFUSAL_BYTES = 64 << 10
@@ -50,11 +52,11 @@ _MAX_REFUSAL_BYTES = 64 << 10
 _received: ContextVar[list[aiohttp.ClientResponse] | None] = ContextVar("tstore_s3_responses", default=None)
 
 
-def mapped_error(url: str, action: str, key: str, error: Exception) -> TStoreError:
+def mapped_error(url: str, bucket: str, action: str, key: str, error: Exception) -> TStoreError:
     """Return the error of `Storage` for an error of botocore, of the HTTP client, or of the network."""
     failure = f"{url}: can't {action} {key!r}"
     if isinstance(error, boto.ClientError):
-        return _refusal(action, failure, error, url.split("/")[2])
+        return _refusal(action, failure, error, bucket)
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)):
         return Denied(
             f"{failure}: {sanitize(str(error))}; pass storage_options={{'key': …, 'secret': …}} or {{'anon': "
@@ -76,24 +78,25 @@ def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
     code = sanitize(str(refusal.get("Code", "")), 60)
     reason = sanitize(str(refusal.get("Message") or code))
     message = f"{failure}: {reason} ({code}, status {status})"
-    if code == "NoSuchBucket" or (status == 404 and action == "write"):
+    if code == "NoSuchBucket" or (status == 404 and action in ("write", "list")):
         return InvalidArgument(f"{message}; bucket {bucket} does not exist: create it first, or check the URL")
     if code in _MISSING or (status == 404 and not code):
         return NotFound(message)
     if code == "PreconditionFailed" or status == 412:
         return AlreadyExists(f"{failure}: it exists already")
-    if code in _BUSY or (status == 503 and "rate" in reason):
-        after = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
-        return Throttled(f"{message}; make fewer requests at once", float(after) if after.isdigit() else None)
     if code in _FULL or status in (413, 507):
         return StorageFull(f"{message}; free space or raise the quota, then repeat")
-    if code in _TRANSIENT or status == 409 or (status is not None and status >= 500 and status != 501):
-        return Unavailable(f"{message}; try again")
+    headers = CIMultiDict(error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}))
+    temporary = code in _TRANSIENT or (status is not None and is_temporary(status))
+    if code in _BUSY or status == 429 or (temporary and "Retry-After" in headers):
+        return Throttled(f"{message}; make fewer requests at once", retry_after(headers))
+    if temporary:
+        return TemporaryFailure(f"{message}; try again")
     if code == "RequestTimeTooSkewed":
         return Denied(f"{message}; the clock of this machine is wrong; set it")
-    if code in _DENIED or status in (401, 403):
+    if code in _DENIED or status in (401, 402, 403, 407, 451, 511):
         return Denied(f"{message}; check the credentials and the rights of their owner on bucket {bucket!r}")
-    if status == 501:
+    if status in (405, 501, 505):
         return Denied(f"{message}; the server lacks a feature that a store needs; use another server")
     return InvalidArgument(f"{message}; check the URL and storage_options")
 

@@ -39,6 +39,7 @@ from tstore.runtime.event_loops import PerLoop, wait_io
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.http.responses import sanitize
+from tstore.storage.http.sockets import open_socket
 from tstore.storage.limits import CONNECT_SECONDS, IDLE_SECONDS, Deadline, ResponseMemory
 from tstore.storage.objects import (
     Buffers,
@@ -58,7 +59,6 @@ from tstore.storage.s3.responses import BoundedSession, closing_responses, mappe
 __all__ = ["S3Storage"]
 
 _CONNECTIONS = 64
-_MIN_WRITE_RATE = 64 << 10  # bytes per second
 _PIECE = 256 << 10
 _LONG = 1 << 20  # bytes; the checksum of a longer body is computed in the thread pool
 _UPLOAD = "tstore-put"  # the key of the upload's token in the metadata of an object
@@ -66,8 +66,8 @@ _CHECKSUM_HEADER = "x-amz-checksum-crc32"
 
 _CONFIG = {
     "connect_timeout": CONNECT_SECONDS,
-    "read_timeout": IDLE_SECONDS,
     "max_pool_connections": _CONNECTIONS,
+    "connector_args": {"socket_factory": open_socket},
     "retries": {"total_max_attempts": 1},
     "response_checksum_validation": "when_required",  # chunks and records carry their own
     "http_session_cls": BoundedSession,
@@ -122,10 +122,11 @@ class S3Storage(Storage):
             "cache_regions": cache_regions,
             "client_kwargs": dict(client_kwargs or {}),
             "s3_additional_kwargs": dict(s3_additional_kwargs or {}),
-            "config_kwargs": {**_CONFIG, **(config_kwargs or {})},
+            # a `Deadline` takes the place of the client's timeout, which does not know how long a body takes
+            "config_kwargs": {**_CONFIG, **(config_kwargs or {}), "read_timeout": None},
         }
         self._profile = profile
-        self._idle_seconds = float(self._options["config_kwargs"]["read_timeout"])
+        self._idle_seconds = float((config_kwargs or {}).get("read_timeout", IDLE_SECONDS))
         self._connections = PerLoop(_Connection)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
@@ -170,9 +171,10 @@ class S3Storage(Storage):
         single = len(buffers) == 1 and isinstance(buffers[0], (bytes, bytearray))
         body = buffers[0] if single else b"".join(buffers)
         check = await run(_crc32, body) if len(body) >= _LONG else _crc32(body)
-        timeout = IDLE_SECONDS + len(body) / _MIN_WRITE_RATE  # the HTTP client has no deadline for a write
         try:
-            async with self._request("write", key, timeout) as (connection, _):
+            async with self._request("write", key) as (connection, deadline):
+                deadline.extend(len(body))  # at once, since the HTTP client does not tell what it has sent
+                deadline.await_response()
                 options |= connection.file_system.s3_additional_kwargs | connection.file_system.req_kw
                 options["Metadata"] = {**options.get("Metadata", {}), _UPLOAD: upload_token}
                 options["ChecksumCRC32"] = check
@@ -213,8 +215,9 @@ class S3Storage(Storage):
             options["ContinuationToken"] = next_token
 
     async def delete(self, key: str) -> None:
-        async with self._request("delete", key) as (connection, _):
-            await connection.client.delete_object(**self._object(key), **connection.file_system.req_kw)
+        with contextlib.suppress(NotFound):  # some servers send 404
+            async with self._request("delete", key) as (connection, _):
+                await connection.client.delete_object(**self._object(key), **connection.file_system.req_kw)
 
     async def close(self) -> None:
         connection = self._connections.pop()
@@ -242,22 +245,20 @@ class S3Storage(Storage):
         return connection
 
     @contextlib.asynccontextmanager
-    async def _request(
-        self, action: str, key: str, timeout: float | None = None
-    ) -> AsyncIterator[tuple[_Connection, Deadline]]:
+    async def _request(self, action: str, key: str) -> AsyncIterator[tuple[_Connection, Deadline]]:
         """Yield the connection and the deadline of one request; raise the errors of `Storage`."""
         deadline: Deadline | None = None
         try:
             with closing_responses():
                 connection = await self._connect()
-                async with Deadline(timeout or self._idle_seconds) as deadline:
+                async with Deadline(self._idle_seconds) as deadline:
                     yield connection, deadline
         except TStoreError:
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline is not None:
                 raise Unavailable(f"{self.url}: can't {action} {key!r}: {deadline.message}") from error
-            raise mapped_error(self.url, action, key, error) from error
+            raise mapped_error(self.url, self._bucket, action, key, error) from error
 
     @contextlib.contextmanager
     def _decoding(self, name: str) -> Iterator[None]:
