@@ -26,16 +26,9 @@ from tstore.errors import (
 )
 from tstore.simulation.scenario import override_constants
 from tstore.transactions import cooperative
-from tstore.transactions.membership import detected_attempt
 
 HOSTS = 8
 ROWS = 16
-
-
-@pytest.fixture(autouse=True)
-def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -233,15 +226,6 @@ async def test_a_host_out_of_range_is_refused(url: str, host: int, hosts: int) -
         await tstore.save(url, {"x": np.zeros(3)}, 1, host=host, hosts=hosts, attempt="a")
 
 
-async def test_an_attempt_must_be_passed_or_detected(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for attempt in (None, ""):
-        with pytest.raises(InvalidArgument, match="attempt="):
-            await tstore.save(url, {"x": np.zeros(3)}, 1, host=0, hosts=2, attempt=attempt)
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    calls = [tstore.save(url, {"x": np.zeros(3)}, 1, host=h, hosts=2) for h in range(2)]
-    assert await asyncio.gather(*calls) == [1, 1]
-
-
 async def test_similar_attempts_and_names_are_distinct(url: str) -> None:
     """The folder of a cooperative transaction begins with its readable name, and differs for similar names."""
     store = await tstore.open(url)
@@ -250,33 +234,6 @@ async def test_similar_attempts_and_names_are_distinct(url: str) -> None:
     ids = {store.transaction(name=n, host=0, hosts=2, attempt=a).id for n, a in alike}
     assert len(ids) == len(alike)
     assert ids == {store.transaction(name=n, host=1, hosts=2, attempt=a).id for n, a in alike}
-
-
-def test_the_attempt_is_detected_in_the_environment() -> None:
-    slurm = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}
-    elastic = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0"}
-    incarnations = [
-        slurm,
-        {**slurm, "SLURM_RESTART_COUNT": "1"},
-        {**slurm, "SLURM_STEP_ID": "4"},
-        {**slurm, "SLURM_JOB_ID": "13"},
-        elastic,
-        {**elastic, "TORCHELASTIC_RESTART_COUNT": "1"},
-        {**elastic, "TORCHELASTIC_RUN_ID": "other"},
-        {**slurm, **elastic},
-        {**slurm, **elastic, "TORCHELASTIC_RESTART_COUNT": "1"},  # restarted within one SLURM job
-        {**slurm, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"},
-    ]
-    tokens = [detected_attempt(i) for i in incarnations]
-    assert None not in tokens
-    assert len(set(tokens)) == len(tokens)
-    assert tokens == [detected_attempt(i) for i in incarnations]
-    for nothing in (
-        {},
-        {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"},
-        {"SLURM_STEP_ID": "1"},
-    ):
-        assert detected_attempt(nothing) is None
 
 
 # ---- hosts that disagree

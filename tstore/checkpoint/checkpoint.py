@@ -22,7 +22,7 @@ from tstore.snapshot import Snapshot, snapshot_of
 from tstore.steps import step_tag, steps_of
 from tstore.storage.objects import checked_durability
 from tstore.store import Store
-from tstore.transactions.membership import detected_attempt
+from tstore.transactions.attempts import detected_attempt
 from tstore.transactions.staging import Staging
 from tstore.transactions.transaction import Transaction, staging_of
 
@@ -72,7 +72,7 @@ class Checkpoint(NamedTuple):
         `on_written` is called when all values are written. The caller's arrays may change from then on, so the
         save fails if it would have to read them a second time.
         """
-        token = self.attempt if self.attempt is not None else detected_attempt(os.environ)
+        token = self.attempt if self.attempt is not None else detected_attempt(os.environ, self.hosts)
         try:
             return await self._commit(store, token, _newest_step, on_written)
         except SourceCondemned:  # all hosts get this error, and save again under the same new attempt

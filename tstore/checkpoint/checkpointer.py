@@ -35,8 +35,8 @@ from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.background_loop import BACKGROUND
 from tstore.steps import Step, saved_steps, steps
 from tstore.store import Store, opened
+from tstore.transactions.attempts import detected_attempt
 from tstore.transactions.cooperative import checked_commit_timeout
-from tstore.transactions.membership import detected_attempt
 from tstore.transactions.transaction import withdraw
 
 __all__ = ["Checkpointer"]
@@ -317,7 +317,7 @@ class Checkpointer:
 
         A save that failed may have left parts of some hosts, which must not be mixed with those of a later save.
         """
-        token = self._attempt if self._attempt is not None else detected_attempt(os.environ)
+        token = self._attempt if self._attempt is not None else detected_attempt(os.environ, self._hosts)
         if token is None:
             return None
         if self._last_rollback is not None:

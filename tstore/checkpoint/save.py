@@ -69,8 +69,8 @@ async def save(
         Do not change the arrays before this returns.
     host, hosts, attempt
         The number of this host, the number of hosts, and a token that differs each time the job is started; by
-        default the token is detected from the environment (see the README). To save other values as a step whose
-        save has failed, pass another token on every host, as a `Checkpointer` does.
+        default it is detected under srun and under one agent of torchrun (see the guide on operation). To save
+        other values as a step whose save has failed, pass another token on every host, as a `Checkpointer` does.
     codecs
         None, "lossless", an eXmY format for all float arrays, or rules by path pattern (the first match
         applies); each chunk has its own exponent offset. On one host, `MinSqnr(30)` and `Bits(5)` choose formats.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import xxhash
@@ -12,8 +11,9 @@ import xxhash
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_index, checked_name
 from tstore.format.layout import folder_of
+from tstore.transactions.attempts import needed_attempt
 
-__all__ = ["FAN_IN", "Membership", "detected_attempt", "slug"]
+__all__ = ["FAN_IN", "Membership", "slug"]
 
 FAN_IN = 100
 """The fan-in of a merge: how many fragments it reads; a power of ten, so that a block's keys share a prefix."""
@@ -52,13 +52,9 @@ class Membership(NamedTuple):
             )
         if not name:
             raise InvalidArgument("a cooperative transaction needs a name that all its hosts share")
-        token = attempt if attempt is not None else detected_attempt(os.environ)
-        if not token:
-            raise InvalidArgument(
-                f"transaction {name!r} of {hosts} hosts needs attempt=…: a token that is the same on every host "
-                "and was never used by an earlier start of the job (job id and restart count), as SLURM "
-                "and torchrun with --standalone or --rdzv-id provide; without it, two starts could be mixed"
-            )
+        if attempt == "":
+            raise InvalidArgument("attempt='': expected a token that is new with each start of the job")
+        token = attempt if attempt is not None else needed_attempt(os.environ, hosts)
         unique = xxhash.xxh3_128_hexdigest(f"{len(name)}:{name}{token}".encode())
         prefix = f"{slug(name)}.{slug(token)}.{unique}"
         return Membership(f"{prefix}-of-{hosts:05d}", name, host, hosts)
@@ -113,22 +109,6 @@ class Membership(NamedTuple):
     def heartbeat_key(self, host: int) -> str:
         """Return the key of a host's heartbeat."""
         return f"{self.folder}/alive-{host:05d}-of-{self.hosts:05d}"
-
-
-def detected_attempt(environment: Mapping[str, str]) -> str | None:
-    """Return a token for this start of the job from the variables of SLURM and torchelastic, or None.
-
-    torchelastic restarts its workers within one SLURM job, so the token names both if both are set. A run whose id
-    is "none", the default of torchelastic, is not a token on its own.
-    """
-    parts = []
-    if "SLURM_JOB_ID" in environment:
-        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        parts.append("slurm-" + ".".join(environment.get(name, "0") for name in names))
-    run, count = environment.get("TORCHELASTIC_RUN_ID", "none"), environment.get("TORCHELASTIC_RESTART_COUNT")
-    if count is not None and (parts or run != "none"):
-        parts.append(f"elastic-{run}.{count}")
-    return "-".join(parts) or None
 
 
 def slug(text: str) -> str:

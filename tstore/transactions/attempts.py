@@ -1,0 +1,86 @@
+"""The attempt of a save by several hosts: a token that all hosts have and that is new with each start of the job.
+
+If it is not passed, it is detected only where the environment has such a token:
+
+    SLURM       Job, step and restart count name one start if each host is a task of the step. A script that starts
+                the program again in its task changes no variable, so the task must be this process. The tasks of a
+                heterogeneous job have different job ids.
+    torchrun    Each agent counts the restarts of its own workers, but not those for a worker of another agent, and
+                a run id may be used again. So the workers of one agent have a token: the agent makes a folder with
+                a random name, and in it a new folder for each start. The parent of all of them is the agent, not a
+                script that starts the program again.
+
+`tstore.torch` and `tstore.jax` exchange a token between the processes instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tstore.errors import InvalidArgument
+
+__all__ = ["detected_attempt", "needed_attempt"]
+
+_HETEROGENEOUS = ("SLURM_HET_", "SLURM_PACK_", "SLURM_JOB_ID_HET_GROUP_", "SLURM_JOB_ID_PACK_GROUP_")
+
+
+def needed_attempt(environment: Mapping[str, str], hosts: int) -> str:
+    """Return the token of this start of the job; raise `InvalidArgument` if it can't be detected."""
+    token = detected_attempt(environment, hosts)
+    if token is not None:
+        return token
+    reason = ""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        reason = " (torchrun has one only for the workers of one agent)"
+    elif "SLURM_JOB_ID" in environment:
+        reason = " (SLURM has one only for programs that srun starts itself, not through a script)"
+    raise InvalidArgument(
+        f"{hosts} hosts need attempt=…, a token that is the same on every host and new with each start of the "
+        f"job{reason}: let one host draw it and send it to the others, as tstore.torch and tstore.jax do"
+    )
+
+
+def detected_attempt(environment: Mapping[str, str], hosts: int) -> str | None:
+    """Return the token that the environment of each of the hosts has for this start of the job, or None."""
+    if "TORCHELASTIC_RUN_ID" in environment:  # perhaps within a step of SLURM
+        return _torchrun_start(environment, hosts)
+    return _slurm_step(environment, hosts)
+
+
+def _torchrun_start(environment: Mapping[str, str], hosts: int) -> str | None:
+    run, count = environment["TORCHELASTIC_RUN_ID"], environment.get("TORCHELASTIC_RESTART_COUNT", "")
+    # <folder>/<run id>_<random characters>/attempt_<restart count>/<local rank>/error.json
+    folder = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    has_random_name = folder.name == f"attempt_{count}" and folder.parent.name.startswith(f"{run}_")
+    if environment.get("GROUP_WORLD_SIZE") != "1" or _number(environment, "LOCAL_WORLD_SIZE") < hosts:
+        return None
+    return _start_in(folder) if run and count and has_random_name else None
+
+
+@functools.cache  # something may delete the folder while the job runs
+def _start_in(folder: Path) -> str | None:
+    """Return a token for the start of workers for which an agent, the parent of this process, made a folder."""
+    try:
+        made = folder.stat().st_mtime_ns
+    except OSError:
+        return None
+    return f"torchrun-{folder.parent.name}.{os.getppid()}.{made}"
+
+
+def _slurm_step(environment: Mapping[str, str], hosts: int) -> str | None:
+    is_task = environment.get("SLURM_TASK_PID") == str(os.getpid())
+    if not is_task or _number(environment, "SLURM_STEP_NUM_TASKS") < hosts:
+        return None
+    ids = [environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    ids.append(environment.get("SLURM_RESTART_COUNT", "0"))  # set by the first restart
+    if not all(ids) or any(name.startswith(_HETEROGENEOUS) for name in environment):
+        return None
+    return f"slurm-{'.'.join(ids)}"
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    return int(value) if value.isascii() and value.isdigit() else 0
