@@ -6,15 +6,19 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import google.auth.compute_engine
 import numpy as np
 import pytest
 import trustme
+from aiohttp import web
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from google.auth.compute_engine import _metadata
 
 import tstore
 from tests.support import gcs
@@ -454,6 +458,125 @@ async def test_a_service_account_renews_its_token(endpoint: Endpoint, tmp_path: 
     assert await asyncio.gather(*[objects.get("k") for _ in range(5)]) == [b"x"] * 5
     assert [asked for asked in endpoint.requests if asked == "POST /token"] == ["POST /token"] * 2
     await objects.close()
+
+
+class TokenService:
+    """Issues access tokens as a service account's token service and as a metadata server; can fail."""
+
+    def __init__(self) -> None:
+        self.seconds = 3600
+        self.status = 200
+        self.issued = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.url = ""
+
+    async def respond(self, request: web.Request) -> web.Response:
+        flavor = {"Metadata-Flavor": "Google"}
+        if not request.path.endswith("/token"):
+            return web.json_response({"email": "writer@p", "scopes": [], "aliases": []}, headers=flavor)
+        await self.gate.wait()
+        if self.status != 200:
+            return web.json_response({"error": "failed"}, status=self.status, headers=flavor)
+        self.issued += 1
+        token = {"access_token": f"token-{self.issued}", "expires_in": self.seconds, "token_type": "Bearer"}
+        return web.json_response(token, headers=flavor)
+
+
+@pytest.fixture
+async def tokens() -> AsyncIterator[TokenService]:
+    service, app = TokenService(), web.Application()
+    app.router.add_route("*", "/{path:.*}", service.respond)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    service.url = f"http://{host}:{port}"
+    yield service
+    service.gate.set()
+    await runner.cleanup()
+
+
+@pytest.fixture(scope="module")
+def no_pauses() -> Iterator[None]:
+    """Remove the pauses of google.auth, also from renewals that are cancelled after a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("google.auth._exponential_backoff.time", SimpleNamespace(sleep=lambda seconds: None))
+        yield
+
+
+@pytest.fixture(params=["service account", "metadata server"])
+async def renewed(
+    request: pytest.FixtureRequest,
+    endpoint: Endpoint,
+    tokens: TokenService,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_pauses: None,
+) -> AsyncIterator[GcsStorage]:
+    """A storage whose tokens come from `tokens`."""
+    if request.param == "service account":
+        token: object = str(service_account(tmp_path, f"{tokens.url}/token"))
+    else:
+        monkeypatch.setenv("GCE_METADATA_HOST", tokens.url.removeprefix("http://"))
+        monkeypatch.setattr(_metadata, "_GCE_METADATA_HOST", tokens.url.removeprefix("http://"))
+        token = google.auth.compute_engine.Credentials()
+    objects = GcsStorage(f"gs://{endpoint.new_bucket()}", token=token, endpoint_url=endpoint.url)
+    yield objects
+    tokens.gate.set()
+    await objects.close()
+
+
+@pytest.mark.parametrize("failure", [503, 500, 429, 400, 403, "silent"])
+async def test_a_token_is_used_until_it_expires(
+    endpoint: Endpoint, tokens: TokenService, renewed: GcsStorage, failure: int | str
+) -> None:
+    tokens.seconds = 100  # google.auth wants another from 225 s before the end
+    await renewed.put("k", [b"x"], CREATE)
+    if failure == "silent":
+        tokens.gate.clear()
+    else:
+        tokens.status = int(failure)
+    for _ in range(5):
+        assert await asyncio.wait_for(renewed.get("k"), 5) == b"x"
+    assert endpoint.shown == ["Bearer token-1"] * 6
+
+
+async def test_a_token_is_renewed_before_it_expires(
+    endpoint: Endpoint, tokens: TokenService, renewed: GcsStorage
+) -> None:
+    tokens.seconds = 100
+    await renewed.put("k", [b"x"], CREATE)
+    tokens.seconds = 3600
+    async with asyncio.timeout(10):
+        while endpoint.shown[-1] != "Bearer token-2":
+            await renewed.get("k")
+    await renewed.get("k")
+    assert tokens.issued == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (503, TemporaryFailure),
+        (500, TemporaryFailure),
+        (504, TemporaryFailure),
+        (429, TemporaryFailure),
+        (400, Denied),
+        (401, Denied),
+        (403, Denied),
+        (404, Denied),
+    ],
+)
+async def test_a_token_service_that_fails_is_waited_for_if_it_may_recover(
+    tokens: TokenService, renewed: GcsStorage, status: int, error: type[TStoreError]
+) -> None:
+    tokens.status = status
+    with pytest.raises(error, match="credentials") as raised:
+        await renewed.put("k", [b"x"], CREATE)
+    assert isinstance(raised.value, TemporaryFailure) == (error is TemporaryFailure)
+    tokens.status = 200
+    await renewed.put("k", [b"x"], CREATE)
 
 
 async def test_no_credentials_are_sent_to_an_emulator(

@@ -7,22 +7,31 @@
    endpoint only; gcsfs would also send it to Google's token service.
 3. Finding and renewing credentials makes requests to other servers and may take seconds, so it runs in the thread
    pool.
+4. A token is used until it expires. google.auth wants a new one some minutes before, which is then fetched in the
+   background. So neither a slow nor a failing token service affects requests in these minutes; they wait for a
+   token only if there is no usable one.
+5. A token service or metadata server that fails temporarily is a `TemporaryFailure`, which `retry` repeats.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from typing import Any
 from urllib.parse import urlsplit
 
-from tstore.errors import Denied, InvalidArgument, Unavailable
+from tstore.errors import Denied, InvalidArgument, TemporaryFailure, TStoreError
 from tstore.runtime.event_loops import PerLoop
 from tstore.runtime.pool import run
+from tstore.storage.http.responses import is_temporary
 
 __all__ = ["Credentials"]
 
 _METHODS = ("anon", "google_default", "cloud", "cache")
+_RENEWAL_PAUSE = 10.0  # seconds after a renewal failed, while the token can still be used
+
+_log = logging.getLogger("tstore.storage")
 
 
 class Credentials:
@@ -34,6 +43,7 @@ class Credentials:
         self._endpoint_url = endpoint_url
         self._file_system: Any = None  # of gcsfs; only its endpoint and credentials are used
         self._lock = PerLoop(asyncio.Lock)
+        self._renewal = PerLoop(_Renewal)
 
     async def endpoint(self) -> str:
         """Return the URL of the server, such as `https://storage.googleapis.com`, by gcsfs's rules."""
@@ -48,16 +58,19 @@ class Credentials:
         """Return the headers that authorize a request, {} if anonymous.
 
         Raise `InvalidArgument` for an invalid token, `Denied` if there are no usable credentials, and
-        `Unavailable` if credentials cannot be obtained now.
+        `TemporaryFailure` if credentials cannot be obtained now.
         """
         await self.endpoint()
         headers: dict[str, str] = {}
         credentials = self._google_credentials
         if credentials is not None:
             if not credentials.valid:  # False from some minutes before they expire
-                async with self._lock.get():
-                    if not credentials.valid:
-                        await run(self._with_mapped_errors, _renew, credentials)
+                from google.auth.credentials import TokenState
+
+                is_usable = credentials.token_state is not TokenState.INVALID
+                renewal = self._renewing(credentials, is_usable)
+                if not is_usable and renewal is not None:
+                    await asyncio.shield(renewal)
             credentials.apply(headers)
         return headers
 
@@ -66,12 +79,32 @@ class Credentials:
         credentials = self._google_credentials
         if credentials is None or getattr(credentials, "refresh_token", True) is None:
             return False  # anonymous, or an access token that was passed
-        async with self._lock.get():
-            current: dict[str, str] = {}
-            credentials.apply(current)
-            if current.items() <= sent.items():  # no other task has renewed them since
-                await run(self._with_mapped_errors, _renew, credentials)
+        current: dict[str, str] = {}
+        credentials.apply(current)
+        if current.items() <= sent.items():  # no other task has renewed them since
+            renewal = self._renewing(credentials, is_usable=False)
+            assert renewal is not None
+            await asyncio.shield(renewal)
         return True
+
+    def _renewing(self, credentials: Any, is_usable: bool) -> asyncio.Task[None] | None:
+        """Return the renewal in progress or a new one; None if one of a usable token failed a moment ago."""
+        state, clock = self._renewal.get(), asyncio.get_running_loop().time
+
+        async def renew() -> None:
+            try:
+                await run(self._with_mapped_errors, _renew, credentials)
+            except TStoreError as error:
+                state.not_before = clock() + _RENEWAL_PAUSE
+                _log.info("%s: the access token was not renewed: %s", self._url, error)
+                raise
+
+        if state.task is None or state.task.done():
+            if is_usable and clock() < state.not_before:
+                return None
+            state.task = asyncio.create_task(renew())
+            state.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is logged
+        return state.task
 
     @property
     def anonymous(self) -> bool:
@@ -145,13 +178,15 @@ class Credentials:
         return credentials_class(token)
 
     def _with_mapped_errors(self, call: Any, *arguments: object) -> Any:
-        from google.auth.exceptions import GoogleAuthError, TransportError
+        from google.auth.exceptions import GoogleAuthError
 
         try:
             return call(*arguments)
-        except TransportError as error:
-            raise Unavailable(f"{self._url}: credentials can't be obtained now ({error}); try again") from error
         except (GoogleAuthError, ValueError, KeyError, OSError) as error:
+            if _is_temporary(error):
+                raise TemporaryFailure(
+                    f"{self._url}: credentials can't be obtained now ({error}); try again"
+                ) from error
             raise Denied(
                 f"{self._url}: no usable credentials ({type(error).__name__}: {error}); log in again "
                 "(gcloud auth application-default login), or correct GOOGLE_APPLICATION_CREDENTIALS or "
@@ -165,3 +200,24 @@ def _renew(credentials: Any) -> None:
 
     with requests.Session() as session:
         credentials.refresh(Request(session))
+
+
+class _Renewal:
+    """The renewal of the credentials on one event loop."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.not_before = 0.0  # when to renew a token that can still be used, by the clock of the loop
+
+
+def _is_temporary(error: BaseException) -> bool:
+    """Return whether a token service or metadata server could not be reached, or failed temporarily."""
+    from google.auth.exceptions import GoogleAuthError, TransportError
+
+    if isinstance(error, GoogleAuthError) and error.retryable:
+        return True
+    if isinstance(error, TransportError):
+        # the metadata server's response is an argument of the error if it was a lasting refusal
+        statuses = [status for status in (getattr(a, "status", None) for a in error.args) if status is not None]
+        return all(map(is_temporary, statuses))
+    return isinstance(error, GoogleAuthError) and error.__cause__ is not None and _is_temporary(error.__cause__)
