@@ -2,7 +2,7 @@
 
 gcsfs finds the endpoint and the credentials (`credentials`); the requests are made here. gcsfs itself would repeat
 a request silently and then report its own create as another writer's. It would also copy the bodies of uploads and
-downloads.
+downloads. Like gcloud and google.auth, the requests use the proxies of the environment.
 
 1. An object of any length is stored by one multipart upload of its metadata and its bytes. With
    `PutMode.CREATE` the upload carries `ifGenerationMatch=0`: the server stores it only if no object has that name.
@@ -38,6 +38,7 @@ from tstore.storage.base import Storage
 from tstore.storage.gcs.credentials import Credentials
 from tstore.storage.gcs.responses import ListPage, Metadata, age, decode, mapped_error, read_problem, server_time
 from tstore.storage.http.body import Response
+from tstore.storage.http.proxies import environment_proxy
 from tstore.storage.http.responses import check_data, sanitize
 from tstore.storage.http.session import Session, parse_address, tls_context
 from tstore.storage.limits import checked_timeout
@@ -268,7 +269,7 @@ class GcsStorage(Storage):
         path = f"{service}/b/{quote(self._bucket, safe='')}/o{'/' if name else ''}{name}"
         url = URL(f"{endpoint}/{path}{'?' if query else ''}{urlencode(query, quote_via=quote)}", encoded=True)
         if self._session is None:
-            self._session = Session(url, None, self._tls, self._timeout)
+            self._session = Session(url, None, self._tls, self._timeout, environment_proxy(url))
         for is_last in (False, True):
             sent_headers = {**(headers or {}), **await self._credentials.headers()}
             async with self._session.request(method, url, sent_headers, label, data) as response:

@@ -7,7 +7,8 @@
    is sent only after the server has asked for one (401) or, if it is a `tstore serve`, has refused a request
    without one (403), such as the first write to a store that everybody may read. A warning is given if a token
    goes over http to another machine.
-3. Nothing else is taken from the environment: no proxy, no .netrc. Cookies are not stored.
+3. Nothing else is taken from the environment, such as a .netrc. A proxy is used only if the caller passes one.
+   Cookies are not stored.
 4. A body is sent once. The HTTP library would repeat a request if a kept-alive connection turns out to be closed.
    After a create that took effect, the repetition would find the key taken. Instead the error is `Unavailable`.
 5. `limits.Deadline` bounds the time of a request.
@@ -34,11 +35,19 @@ from aiohttp.payload import Payload
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from tstore.errors import Corrupt, Denied, InvalidArgument, TStoreError, Unavailable, Unreachable
+from tstore.errors import (
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    TemporaryFailure,
+    TStoreError,
+    Unavailable,
+    Unreachable,
+)
 from tstore.runtime.event_loops import PerLoop
 from tstore.storage import limits
 from tstore.storage.http.body import Response
-from tstore.storage.http.responses import sanitize
+from tstore.storage.http.responses import is_temporary, sanitize
 from tstore.storage.http.sockets import open_socket
 from tstore.storage.http.tokens import Token, warn_if_cleartext
 from tstore.storage.limits import Deadline
@@ -104,9 +113,17 @@ def tls_context(path: str | os.PathLike[str]) -> ssl.SSLContext:
 class Session:
     """Requests to one server; connections are opened for each event loop, and again after a fork."""
 
-    def __init__(self, url: URL, token: Token | None, tls: ssl.SSLContext | None, timeout: float | None) -> None:
+    def __init__(
+        self,
+        url: URL,
+        token: Token | None,
+        tls: ssl.SSLContext | None,
+        timeout: float | None,
+        proxy: URL | None = None,
+    ) -> None:
         self._origin = url.origin()
         self._token = token
+        self._proxy = proxy
         self._timeout = timeout
         self._clients = PerLoop(functools.partial(_Client, tls))
 
@@ -194,7 +211,9 @@ class Session:
             warn_if_cleartext(url)
         body = None if data is None else _Body(data, deadline)
         client = self._clients.get().session
-        return await client.request(method, url, headers=headers, data=body, allow_redirects=False)
+        return await client.request(
+            method, url, headers=headers, data=body, allow_redirects=False, proxy=self._proxy
+        )
 
     async def close(self) -> None:
         """Close every connection; the next request opens the session again."""
@@ -299,6 +318,12 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
     """Map failures of the network to the errors of `Storage`; `clean` makes a server's text fit for a message."""
     try:
         yield
+    except aiohttp.ClientHttpProxyError as error:
+        kind = TemporaryFailure if is_temporary(error.status) else Denied
+        raise kind(
+            f"{label}: the proxy refused the connection with status {error.status} ({_strip(error, clean)}); "
+            "check HTTPS_PROXY, and list servers that need no proxy in NO_PROXY"
+        ) from None
     except aiohttp.ClientResponseError as error:
         raise Corrupt(f"{label}: the server does not speak HTTP ({_strip(error, clean)}); check the URL") from None
     except aiohttp.ConnectionTimeoutError as error:
@@ -318,8 +343,11 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
         unknown_host = isinstance(error.os_error, socket.gaierror)
         error_type = Unreachable if unknown_host or error.errno in _UNREACHABLE else Unavailable
         reason = os.strerror(error.errno) if error.errno in _UNREACHABLE else str(error.os_error.strerror or error)
+        via, what = "", "server"
+        if isinstance(error, aiohttp.ClientProxyConnectionError):
+            via, what = " to the proxy that HTTPS_PROXY or HTTP_PROXY names", "proxy"
         raise error_type(
-            f"{label}: no connection ({sanitize(reason)}); check the address, and that the server is running"
+            f"{label}: no connection{via} ({sanitize(reason)}); check the address, and that the {what} is running"
         ) from error
     except aiohttp.InvalidURL as error:
         raise InvalidArgument(f"{label}: this URL is invalid; check it") from error
