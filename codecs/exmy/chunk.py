@@ -9,7 +9,7 @@ import functools
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from exmy.groups import Groups
 from exmy.packing import checked_output, packed_size
 from exmy.quantized import Quantized, decoding, needs_clamping
 from exmy.quantizer import Scale, check_scale, quantize
+from exmy.reencoding import requantize
 from exmy.reference import TILE
 from exmy.scales import fixed_scale, is_float_scale, parse_scales, scales_size
 
@@ -128,16 +129,38 @@ class ChunkCodec:
         q = quantize(x, f, self.axis, self.block, self.scale, importance=importance, out=out)
         if self.has_planes:
             kernels.split_planes(f.bits, out, x.size, *_planes(data[header_size:], x.size))
+        self._put_header(q, data[:header_size])
+        return data
+
+    def reencode(self, x: Any, previous: Any = None, out: Any = None) -> NDArray[np.uint8]:
+        """Encode a chunk of which some values have changed, so that the others stay exactly as they are.
+
+        `previous`: the encoded chunk, bytes-like, from which the values that have not changed were decoded; None
+        if there was none. No value clips. A value that had to change, because a greater one needs a larger scale,
+        differs from x in the decoded chunk. Raise as `encode` and `decode` do.
+        """
+        if previous is None or not is_float_scale(self.scale):
+            unclipped = replace(self, scale="max") if self.scale == "search" else self
+            return unclipped.encode(x, out)
+        x = np.asarray(x)
+        data = checked_output(out, self.size(x.shape))
+        q = requantize(x, self.to_quantized(previous, x.shape, x.dtype))
+        header_size = data.size - q.packed.size
+        self._put_header(q, data[:header_size])
+        data[header_size:] = q.packed
+        return data
+
+    def _put_header(self, q: Quantized, header: Array) -> None:
+        """Write the header of a chunk that has more than one offset, or scales."""
         base = int(q.offsets.min()) if q.offsets.size else 0
-        _HEADER.pack_into(data.data, 0, q.format.bias + base)
+        _HEADER.pack_into(header.data, 0, q.format.bias + base)
         parameters = np.empty(0, np.uint8)  # a fixed scale is in the configuration
         if q.group_scales is None:
             parameters = (q.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8)
         elif is_float_scale(self.scale):
             parameters = q.group_scales.stored
-        data[_HEADER.size : _HEADER.size + parameters.size] = parameters
-        data[_HEADER.size + parameters.size : header_size] = 0
-        return data
+        header[_HEADER.size : _HEADER.size + parameters.size] = parameters
+        header[_HEADER.size + parameters.size :] = 0
 
     def decode(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike, out: Any = None) -> Array:
         """Return the values of an encoded chunk of that shape, in float16, bfloat16, float32 or float64.

@@ -18,11 +18,12 @@ from exmy.importance import Importance
 from exmy.offsets import group_peaks, largest_unclipped_offsets, search_offsets, search_scales
 from exmy.packing import checked_output, packed_size
 from exmy.quantized import MAX_SPREAD, Quantized
+from exmy.reference import clipping_limit
 from exmy.rounding import Dither, Rounding, make_dither
 from exmy.scales import FLOAT_SCALES, FloatScale, GroupScales, fit_scales, fixed_scale, is_float_scale
 from exmy.threads import check_threads, run_parts, split_at_tiles
 
-__all__ = ["Scale", "check_scale", "quantize"]
+__all__ = ["Scale", "check_scale", "encode_elements", "quantize", "unclipped_scales"]
 
 Scale: TypeAlias = Literal["search", "max", "none", "float", "e4m3", "6bit"] | float
 """How offsets or scales are chosen: see `quantize`."""
@@ -98,7 +99,9 @@ def quantize(
         offsets[...] = np.minimum(best, best.min() + MAX_SPREAD).reshape(groups.counts)
     packed = checked_output(out, packed_size(elements.size, f.bits))
     values, one_zero = None if scales is None else scales.values, isinstance(scale, float)
-    _encode(elements, kind, f, groups, offsets, values, packed, saturate, threads, dither, one_zero=one_zero)
+    encode_elements(
+        elements, kind, f, groups, offsets, values, packed, saturate, threads, dither, one_zero=one_zero
+    )
     return Quantized(f, groups, offsets, scales, packed, kind.name.lower())
 
 
@@ -176,7 +179,19 @@ def _fit_scales(
     return fit_scales(elements, kind, f.layout, groups, ideal, scale, importance, threads)
 
 
-def _encode(
+def unclipped_scales(elements: Array, kind: Kind, f: Format, groups: Groups) -> NDArray[np.float32]:
+    """Return the least float scale of each group with which no value clips; raise as `quantize` does."""
+    if not elements.size:
+        return np.ones(math.prod(groups.counts), np.float32)
+    _, peaks = _finite_peaks(elements, kind, groups, 1, saturate=False)
+    with np.errstate(over="ignore"):
+        least = (peaks / clipping_limit(f.layout)).astype(np.float32)
+    if not np.isfinite(least).all():
+        raise FormatError("the largest magnitude needs a scale beyond float32; use scale='search'")
+    return np.maximum(least, np.finfo(np.float32).tiny)
+
+
+def encode_elements(
     elements: Array,
     kind: Kind,
     f: Format,

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, NamedTuple, TypeAlias, TypeGuard
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ __all__ = [
     "FLOAT_SCALES",
     "FloatScale",
     "GroupScales",
+    "ScaleMultiples",
     "fit_scales",
     "fixed_scale",
     "is_float_scale",
@@ -94,23 +96,107 @@ def scales_size(encoding: FloatScale, groups: Groups) -> int:
     return 2 * _run_count(groups) + packed_size(count, 6)
 
 
-def parse_scales(encoding: FloatScale, stored: NDArray[np.uint8], groups: Groups) -> GroupScales:
-    """Return the scales in `scales_size` bytes of a header; raise `FormatError` if one is invalid."""
-    count = math.prod(groups.counts)
-    if encoding == "float":
-        values = stored.view("<f4").astype(np.float32)
-    elif encoding == "e4m3":
-        unit, codes = stored[:4].view("<f4").astype(np.float32), stored[4:]
-        if (codes > 127).any():
-            raise FormatError("a scale of a group has a code of e4m3 with a sign; expected a positive scale")
-        values = _e4m3_scales(unit[0], codes)
-    else:
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaleMultiples:
+    """Scales of the encodings "e4m3" and "6bit": multiples of a unit, which a run of groups has in common."""
+
+    encoding: FloatScale
+    groups: Groups
+    units: NDArray[np.float32]
+    """The unit of each run; with "e4m3", all groups are one run."""
+    codes: NDArray[np.uint8]
+    """The multiple of each group: a code of e4m3, or an integer."""
+
+    @staticmethod
+    def parse(encoding: FloatScale, stored: NDArray[np.uint8], groups: Groups) -> ScaleMultiples:
+        """Return the scales in `scales_size` bytes of a header; raise `FormatError` if they are invalid."""
+        if encoding == "e4m3":
+            if (stored[4:] > 127).any():
+                raise FormatError("a scale of a group has a code of e4m3 with a sign; expected a positive scale")
+            return ScaleMultiples(encoding, groups, stored[:4].view("<f4").astype(np.float32), stored[4:])
         end = 2 * _run_count(groups)
         units = (stored[:end].view("<u2").astype(np.uint32) << 16).view(np.float32)
-        numbers = unpack(stored[end:], 6, count)
-        if not np.array_equal(pack(numbers, 6), stored[end:]):
+        codes = unpack(stored[end:], 6, math.prod(groups.counts))
+        if not np.array_equal(pack(codes, 6), stored[end:]):
             raise FormatError("the padding of the 6-bit scales is not zero")
-        values = _six_bit_scales(units, numbers, groups)
+        return ScaleMultiples(encoding, groups, units, codes)
+
+    @staticmethod
+    def largest(encoding: FloatScale, ideal: NDArray[np.float32], groups: Groups) -> ScaleMultiples:
+        """Return the largest multiples of the least units that reach the ideal scale of every group."""
+        if encoding == "e4m3":
+            unit = np.float32(ideal.max() / _E4M3_VALUES[-1])
+            units = np.array([max(unit, np.finfo(np.float32).tiny)])
+            return ScaleMultiples(encoding, groups, units, np.full(ideal.size, 127, np.uint8))
+        return ScaleMultiples(encoding, groups, _units(ideal, groups), np.full(ideal.size, 63, np.uint8))
+
+    def nearest(self, ideal: NDArray[Any]) -> tuple[ScaleMultiples, ScaleMultiples]:
+        """Return the multiples next below and next above the ideal scales; they are equal beyond the range."""
+        if self.encoding == "e4m3":
+            above = np.clip(np.searchsorted(_E4M3_VALUES, ideal / self._unit_of_group), 1, 127).astype(np.uint8)
+            return replace(self, codes=np.maximum(above - 1, 1).astype(np.uint8)), replace(self, codes=above)
+        below = np.clip(np.floor(ideal / self._unit_of_group), 1, 63).astype(np.uint8)
+        return replace(self, codes=below), replace(self, codes=np.minimum(below + 1, 63).astype(np.uint8))
+
+    def raised(self, octaves: NDArray[Any]) -> ScaleMultiples:
+        """Return the same multiples of units that are greater by the most octaves that a group of a run needs."""
+        most = np.maximum.reduceat(octaves, self._starts).astype(np.int32)
+        with np.errstate(over="ignore"):
+            return replace(self, units=np.ldexp(self.units, most))
+
+    def where(self, chosen: NDArray[np.bool_], other: ScaleMultiples) -> ScaleMultiples:
+        """Return the scales of the chosen groups, and for the others those of `other`.
+
+        Where the units differ, all groups of a run or none must be chosen.
+        """
+        units, codes = (
+            np.where(chosen[self._starts], self.units, other.units),
+            np.where(chosen, self.codes, other.codes),
+        )
+        return replace(self, units=units, codes=codes)
+
+    def whole_runs(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return the groups that are in a run all of whose groups are chosen."""
+        whole = np.logical_and.reduceat(chosen, self._starts)
+        return np.repeat(whole, np.diff(self._starts, append=chosen.size))
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """The scale of each group, as a flat array."""
+        multiples = _E4M3_VALUES[self.codes] if self.encoding == "e4m3" else self.codes
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return (self._unit_of_group * multiples).astype(np.float32)
+
+    @property
+    def group_scales(self) -> GroupScales:
+        """The scales, and the bytes that store them."""
+        if self.encoding == "e4m3":
+            stored = [self.units.astype("<f4").view(np.uint8), self.codes]
+        else:
+            stored = [(self.units.view(np.uint32) >> 16).astype("<u2").view(np.uint8), pack(self.codes, 6)]
+        return GroupScales(self.encoding, self.values.reshape(self.groups.counts), np.concatenate(stored))
+
+    @property
+    def _starts(self) -> NDArray[np.intp]:
+        """The first group of each run."""
+        per_run = self.codes.size if self.encoding == "e4m3" else _groups_per_run(self.groups)
+        return np.arange(0, self.codes.size, per_run)
+
+    @property
+    def _unit_of_group(self) -> NDArray[np.float64]:
+        with np.errstate(invalid="ignore"):  # a damaged header may have a signaling NaN
+            units = self.units.astype(np.float64)
+        return (
+            units if self.encoding == "e4m3" else np.repeat(units, _groups_per_run(self.groups))[: self.codes.size]
+        )
+
+
+def parse_scales(encoding: FloatScale, stored: NDArray[np.uint8], groups: Groups) -> GroupScales:
+    """Return the scales in `scales_size` bytes of a header; raise `FormatError` if one is invalid."""
+    if encoding == "float":
+        values = stored.view("<f4").astype(np.float32)
+    else:
+        values = ScaleMultiples.parse(encoding, stored, groups).values
     if not np.all((values > 0) & np.isfinite(values)):
         raise FormatError("a scale of a group is not a finite, positive number")
     return GroupScales(encoding, values.reshape(groups.counts), stored)
@@ -127,35 +213,16 @@ def fit_scales(
     threads: int,
 ) -> GroupScales:
     """Return storable scales near the ideal ones: of the two nearest of each group, the one with less error."""
-    if encoding == "float" or not ideal.size:
-        if encoding == "float":
-            return GroupScales.from_values(ideal.reshape(groups.counts))
+    if encoding == "float":
+        return GroupScales.from_values(ideal.reshape(groups.counts))
+    if not ideal.size:
         stored = np.zeros(scales_size(encoding, groups), np.uint8)
         return GroupScales(encoding, ideal.reshape(groups.counts), stored)
-    if encoding == "e4m3":
-        unit = np.float32(ideal.max() / _E4M3_VALUES[-1])
-        unit = max(unit, np.finfo(np.float32).tiny)
-        above = np.clip(np.searchsorted(_E4M3_VALUES, ideal / np.float64(unit)), 1, 127).astype(np.uint8)
-        below = np.maximum(above - 1, 1).astype(np.uint8)
-        low, high = _e4m3_scales(unit, below), _e4m3_scales(unit, above)
-    else:
-        units = _units(ideal, groups)
-        of_group = np.repeat(units, _groups_per_run(groups))[: ideal.size].astype(np.float64)
-        below = np.clip(np.floor(ideal / of_group), 1, 63).astype(np.uint8)
-        above = np.minimum(below + 1, 63).astype(np.uint8)
-        low, high = _six_bit_scales(units, below, groups), _six_bit_scales(units, above, groups)
+    below, above = ScaleMultiples.largest(encoding, ideal, groups).nearest(ideal)
     low_noise, high_noise = (
-        _noise(elements, kind, layout, groups, scales, importance, threads) for scales in (low, high)
+        _noise(elements, kind, layout, groups, each.values, importance, threads) for each in (below, above)
     )
-    take_high = high_noise < low_noise
-    codes = np.where(take_high, above, below)
-    values = np.where(take_high, high, low)
-    if encoding == "e4m3":
-        stored = np.concatenate([np.array([unit], "<f4").view(np.uint8), codes])
-    else:
-        unit_bytes = (units.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
-        stored = np.concatenate([unit_bytes, pack(codes, 6)])
-    return GroupScales(encoding, values.reshape(groups.counts), stored)
+    return above.where(high_noise < low_noise, below).group_scales
 
 
 def _noise(
@@ -180,17 +247,6 @@ def _noise(
 
     run_parts(measure, groups.strips(), threads)
     return noise[:, 0] / (factors * factors)
-
-
-def _e4m3_scales(unit: np.float32, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore", under="ignore"):
-        return (_E4M3_VALUES[codes] * np.float64(unit)).astype(np.float32)
-
-
-def _six_bit_scales(units: NDArray[np.float32], numbers: Array, groups: Groups) -> NDArray[np.float32]:
-    of_group = np.repeat(units.astype(np.float64), _groups_per_run(groups))[: numbers.size]
-    with np.errstate(over="ignore", under="ignore"):
-        return (of_group * numbers).astype(np.float32)
 
 
 def _units(ideal: NDArray[np.float32], groups: Groups) -> NDArray[np.float32]:

@@ -45,6 +45,9 @@ CHAINS: list[Any] = [
     {"format": "e3m2", "axis": 1},
     {"format": "e3m2", "scale": "max"},
     [{"name": "exmy", "configuration": {"format": "e4m3"}}, {"name": "zstd"}],
+    {"format": "e4m3", "block": 16, "scale": "float"},
+    {"format": "e4m3", "block": 16, "scale": "e4m3"},
+    {"format": "e4m3", "axis": 0, "scale": "6bit"},
 ]
 
 
@@ -75,7 +78,7 @@ async def _bfloat16() -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.mark.parametrize("codecs", CHAINS[:1] + CHAINS[3:])
+@pytest.mark.parametrize("codecs", CHAINS[:1] + CHAINS[3:5])
 async def test_a_value_that_would_erase_others_is_refused(codecs: Any) -> None:
     """A value of 10,000 among 127 values of 0.001 would round those to zero."""
     store = await made(small((256,)), (128,), codecs)
@@ -147,9 +150,61 @@ async def test_parts_that_cover_a_whole_chunk_need_no_old_values() -> None:
     assert (np.abs(await stored(store) / np.repeat([1e4, 2e4], 64) - 1) < 0.07).all()
 
 
+SCALES = ["search", "max", "float", "e4m3", "6bit"]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shards", [False, True])
+async def test_parts_of_groups_with_scales_are_written(scale: str, shards: bool) -> None:
+    """Writing the values that are there, smaller ones, or whole groups within the range of a unit, succeeds."""
+    inner = [{"name": "exmy", "configuration": {"format": "e2m1", "block": 16, "scale": scale}}]
+    sharded = [
+        {
+            "name": "sharding_indexed",
+            "configuration": {"chunk_shape": [8, 32], "codecs": inner, "index_codecs": ["bytes", "crc32c"]},
+        }
+    ]
+    values = small((40, 128)) * np.exp(np.random.default_rng(1).standard_normal((40, 1))).astype("f4")
+    store = await made(values, (16, 64), sharded if shards else inner)
+    before = await stored(store)
+    part, groups = np.s_[3:9, 10:50], np.s_[20:30, 16:48]
+    factor = 0.7 if scale in ("e4m3", "6bit") else 3  # the others have no unit
+    for index, new in ((part, before[part]), (part, before[part] / 4), (groups, before[groups] * factor)):
+        async with store.transaction() as tx:
+            await (await tx.array("a"))[index].write(new)
+        after = await stored(store)
+        other = np.ones(before.shape, bool)
+        other[index] = False
+        assert same_bits(before, after)[other].all()
+        assert np.abs(after[index] - new).max() <= np.abs(new).max() / 4
+        before = after
+    async with store.transaction() as tx:
+        await (await tx.array("a")).append(before[:5])
+    async with store.transaction() as tx:
+        await (await tx.array("a")).resize((43, 100))
+    assert same_bits(np.ascontiguousarray(before[:, :100]), (await stored(store))[:40]).all()
+    assert (await store.verify()).ok
+
+
+@pytest.mark.parametrize("scale", SCALES)
+async def test_large_values_in_whole_groups_clip_in_no_case(scale: str) -> None:
+    """Groups that share a unit with others may be refused; none is stored with a clipped value."""
+    store = await made(small((8, 64)), (8, 64), {"format": "e2m1", "block": 16, "scale": scale})
+    before = await stored(store)
+    tx = store.transaction()
+    await (await tx.array("a"))[2, 16:32].write(1.0)
+    if scale in ("e4m3", "6bit"):
+        with pytest.raises(InvalidArgument, match="write the whole chunk"):
+            await tx.commit()
+        return
+    await tx.commit()
+    before[2, 16:32] = 1.0
+    assert np.abs(await stored(store) - before).max() < 0.1
+
+
 @given(
     st.sampled_from(["e4m3", "e2m1", "e3m0", "e0m7", "e5m10"]),
-    st.sampled_from([{}, {"block": 32}, {"axis": 0}, {"scale": "float"}]),
+    st.sampled_from([{}, *({"block": 32, "scale": scale} for scale in SCALES), {"axis": 0, "scale": "6bit"}]),
     st.lists(st.tuples(st.integers(0, 63), st.integers(1, 20), st.integers(-6, 6)), min_size=1, max_size=6),
 )
 def test_a_partial_write_changes_no_other_value(

@@ -316,7 +316,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a partial write may change other values": (
         "data/test_lossy_parts.py::test_a_value_that_would_erase_others_is_refused",
-        Edit("tstore.transactions.patches:check_unpatched", "if count:", "if False:"),
+        Edit("tstore.transactions.patches:_reencoded", "if count:", "if False:"),
     ),
     "a root that the server did not make passes": (
         RECORDS + "test_only_the_correct_root_is_accepted",

@@ -9,7 +9,6 @@ chunk meanwhile, so writes to disjoint regions of one chunk never conflict and n
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -18,8 +17,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.pieces import ReadJob
-from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt, Misuse, NotFound
 from tstore.format.arrays.array_metadata import ArrayMeta
@@ -43,11 +40,11 @@ from tstore.format.objects.segments import SegmentSource, fitting
 from tstore.format.tree.node import Node, check_in_grid
 from tstore.format.tree.resizing import chunks_at_edge, resized, shrinking_axes
 from tstore.format.tree.tree import NO_NUMBERS, NodeChange
-from tstore.runtime.pool import each, run
+from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.transactions.extension import Extension
 from tstore.transactions.merging import merge_references
-from tstore.transactions.patches import Patch, Region, assign, check_unpatched, whole_chunk
+from tstore.transactions.patches import Patch, Region, whole_chunk, write_patched
 
 __all__ = ["StagedArray"]
 
@@ -288,22 +285,13 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             if self.meta.document != meta.document:
                 return
             patches = {n: self.patches[n] for n in batch if n in self.patches}
-            chunks = {n: np.full(meta.chunks, meta.fill_value, meta.dtype) for n in patches}
-            rows = await self._rows_of(list(patches), base)
-            await read_chunks(storage, [self._read_job(n, row, chunks[n]) for n, row in rows.items()])
-            for number, chunk in chunks.items():
-                for inside, values in patches[number]:
-                    assign(chunk, inside, values)
-            coordinates = [tuple(int(i) for i in np.unravel_index(n, meta.counts)) for n in patches]
-            job = WriteJob(self.path, meta.unclipped, list(zip(coordinates, chunks.values(), strict=True)))
-            await packs.write([job])
-            if not meta.chain.lossless:
-                patched = zip(coordinates, chunks.values(), patches.values(), strict=True)
-                await each(functools.partial(check_unpatched, self.path, meta.unclipped), list(patched))
+            rows = await write_patched(
+                storage, packs, self.path, meta, patches, await self._rows_of(list(patches), base)
+            )
             if self.meta.document != meta.document:
                 return
             current = [i for i, (n, applied) in enumerate(patches.items()) if self._is_newest(n, applied)]
-            written = ChunkTable.from_rows(job.rows).latest().take(np.array(current, np.intp))
+            written = ChunkTable.from_rows(rows).latest().take(np.array(current, np.intp))
             self._patched = stack(self._patched, (written,))
             for number in written.number.tolist():
                 self._applied[number] = patches[number]
@@ -324,13 +312,6 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         wanted = np.array(numbers, np.uint64)
         tables = await run(lambda: [source.select(wanted) for source in (base, whole)])
         return {row.number: row for table in tables for row in table.rows}
-
-    def _read_job(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
-        """Return the job that reads one chunk, including its part beyond the array's edge."""
-        meta = self.meta.with_shape(self.meta.chunks)
-        selection = Selection(tuple(range(n) for n in meta.shape))
-        source = ChunkTable.from_rows([msgspec.structs.replace(row, number=0)])
-        return ReadJob(f"{self.path} (chunk number {number})", meta, source, selection, out)
 
     async def resize(self, shape: Sequence[int], base: Node) -> None:
         """Change the shape; chunks keep their place in the grid, and those outside are dropped.

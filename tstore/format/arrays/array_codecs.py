@@ -6,7 +6,7 @@ They are `bytes`, `exmy`, those of values of variable length, and two more of nu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import exmy
@@ -52,6 +52,10 @@ class ArrayCodec:
     def encode(self, chunk: Values, out: Bytes) -> Any:
         """Return the encoded bytes, in `out` or in new memory."""
         raise NotImplementedError
+
+    def reencode(self, chunk: Values, out: Bytes, previous: memoryview | None) -> Any:
+        """Encode a chunk of which some values were decoded from `previous`; these stay equal, if possible."""
+        return self.encode(chunk, out)
 
     def decode(self, data: memoryview, out: Values) -> None:
         """Decode into an array of the chunk's shape and dtype; raise `Corrupt` for invalid data."""
@@ -181,8 +185,16 @@ class ExmyCodec(ArrayCodec):
 
     def encode(self, chunk: Values, out: Bytes) -> Any:
         """Encode into `out`; raise `NotFinite` or `InvalidArgument` for values that have no code."""
+        return self._encoded(lambda: self.codec.encode(chunk, out))
+
+    def reencode(self, chunk: Values, out: Bytes, previous: memoryview | None) -> Any:
+        """Encode without clipping, with the scales of `previous` wherever possible; raise as `encode` does."""
+        return self._encoded(lambda: self.codec.reencode(chunk, previous, out))
+
+    @staticmethod
+    def _encoded(encode: Callable[[], Values]) -> Values:
         try:
-            self.codec.encode(chunk, out=out)
+            return encode()
         except exmy.NonFiniteError as error:
             raise NotFinite(
                 f"{error.count} of {error.total} values are NaN or infinite, the first at {list(error.index)}; "
@@ -190,7 +202,6 @@ class ExmyCodec(ArrayCodec):
             ) from None
         except exmy.ExmyError as error:  # such as a float64 beyond the range of every bias
             raise InvalidArgument(f"codec exmy: {error}") from None
-        return out
 
     def decode(self, data: memoryview, out: Values) -> None:
         """Decode into `out`."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 from tstore.format.arguments import checked_attributes, checked_name
-from tstore.format.arrays.codecs import Chain, Codecs, chain_documents, without_clipping
+from tstore.format.arrays.codecs import Chain, Codecs, chain_documents
 from tstore.format.arrays.dtypes import (
     array_dtype,
     dtype_named,
@@ -290,14 +290,6 @@ class ArrayMeta:
         _check_bytes("shape", fields["shape"], self.dtype)
         fields["chunk_grid"]["configuration"]["chunk_shape"] = self.chunks
         return _meta(msgspec.json.encode(fields))
-
-    @functools.cached_property
-    def unclipped(self) -> ArrayMeta:
-        """The metadata for encoding chunks that contain decoded values: the codec must not clip these again."""
-        if self.chain.lossless:
-            return self
-        fields = msgspec.json.decode(self.document)
-        return _meta(msgspec.json.encode({**fields, "codecs": without_clipping(self.chain.documents)}))
 
 
 def _meta(document: bytes) -> ArrayMeta:

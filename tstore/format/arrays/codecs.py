@@ -36,7 +36,6 @@ __all__ = [
     "codecs_text",
     "is_exmy",
     "with_configuration",
-    "without_clipping",
 ]
 
 Codecs = str | exmy.Format | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None
@@ -144,6 +143,19 @@ class Chain:
             for filter_ in self._filters:
                 chunk = filter_.encode(chunk)
             data = self._array.encode(chunk, out)
+        return self._compressed(data)
+
+    def reencode(self, chunk: npt.NDArray[Any], out: Bytes, previous: memoryview | None) -> memoryview:
+        """Return what `encode` does for a chunk of which some values have changed; the others stay, if possible.
+
+        `previous`: the encoded bytes that the chunk was decoded from, or None. A lossy codec keeps their scales.
+        """
+        for filter_ in self._filters:
+            chunk = filter_.encode(chunk)
+        former = None if previous is None else self._decompressed(previous, 0)
+        return self._compressed(self._array.reencode(chunk, out, former))
+
+    def _compressed(self, data: Any) -> memoryview:
         for compressor in self._compressors:
             data = compressor.encode(data)
         return memoryview(data).cast("B")
@@ -304,23 +316,6 @@ def codecs_text(codecs: Sequence[Mapping[str, Any]]) -> str:
             name = f"shards({codecs_text(settings['codecs'])})"
         names.append(name)
     return "+".join(names)
-
-
-def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the codecs with scale "max", which clips no value, in place of "search"; both decode the same chunks.
-
-    Values decoded from a chunk are then encoded exactly again, unless a larger value was added to the chunk.
-    """
-    return [_unclipped(document) for document in codecs]
-
-
-def _unclipped(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    settings = document.get("configuration") or {}
-    if document.get("name") == "exmy" and settings.get("scale", "search") == "search":
-        return {**document, "configuration": {**settings, "scale": "max"}}
-    if document.get("name") == "sharding_indexed":
-        return {**document, "configuration": {**settings, "codecs": without_clipping(settings["codecs"])}}
-    return document
 
 
 def is_exmy(codecs: Codecs) -> bool:

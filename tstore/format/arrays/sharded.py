@@ -9,7 +9,7 @@ chunks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,9 @@ class InnerChain(Protocol):
 
     def encode(self, chunk: Values, out: Bytes) -> memoryview:
         """Return the encoded bytes of a C-contiguous chunk."""
+
+    def reencode(self, chunk: Values, out: Bytes, previous: memoryview | None) -> memoryview:
+        """Return those of a chunk of which some values have changed since it was decoded from `previous`."""
 
     def check_length(self, length: int) -> None:
         """Raise `Corrupt` if no encoded chunk can have this length."""
@@ -102,6 +105,19 @@ class Sharded(ArrayCodec):
 
     def encode(self, chunk: Values, out: Bytes) -> Any:
         """Return the inner chunks that have values other than the fill value, and the index."""
+        return self._encoded(chunk, lambda _, values, inner_out: self._inner.encode(values, inner_out))
+
+    def reencode(self, chunk: Values, out: Bytes, previous: memoryview | None) -> Any:
+        """Return the same, with each inner chunk encoded by `Chain.reencode`."""
+        index = None if previous is None else self._decoded_index(previous)
+
+        def encode_inner(coordinates: Shape, values: Values, inner_out: Bytes) -> memoryview:
+            former = None if previous is None or index is None else self._inner_data(previous, index, coordinates)
+            return self._inner.reencode(values, inner_out, former)
+
+        return self._encoded(chunk, encode_inner)
+
+    def _encoded(self, chunk: Values, encode_inner: Callable[[Shape, Values, Bytes], memoryview]) -> bytes:
         index = np.full((*self._counts, 2), _ABSENT, np.uint64)
         parts: list[memoryview] = []
         at = self._index_size if self._index_first else 0
@@ -112,7 +128,7 @@ class Sharded(ArrayCodec):
             )  # its memory may be what the encoded bytes refer to
             if _is_filled(values, self._fill):
                 continue
-            data = self._inner.encode(values, np.empty(self._inner.out_size, np.uint8))
+            data = encode_inner(coordinates, values, np.empty(self._inner.out_size, np.uint8))
             index[coordinates] = at, len(data)
             at += len(data)
             parts.append(data)
@@ -133,18 +149,24 @@ class Sharded(ArrayCodec):
         index = self._decoded_index(data)
         for projection in self._projections(inside):
             target = part_of(out, projection.result)
-            offset, length = (int(n) for n in index[projection.chunk])
-            if offset == length == _ABSENT:
+            inner = self._inner_data(data, index, projection.chunk)
+            if inner is None:
                 np.copyto(target, self._fill, casting="unsafe")
                 continue
-            if length > len(data) or offset > len(data) - length:
-                raise Corrupt(
-                    f"inner chunk {projection.chunk} has {length} bytes at {offset}, beyond the end of its shard"
-                )
             try:
-                self._decode_inner(data[offset : offset + length], projection.inside, target)
+                self._decode_inner(inner, projection.inside, target)
             except Corrupt as error:
                 raise Corrupt(f"inner chunk {projection.chunk}: {error}") from error
+
+    @staticmethod
+    def _inner_data(data: memoryview, index: npt.NDArray[np.uint64], coordinates: Shape) -> memoryview | None:
+        """Return the encoded bytes of an inner chunk, or None if it was not stored."""
+        offset, length = (int(n) for n in index[coordinates])
+        if offset == length == _ABSENT:
+            return None
+        if length > len(data) or offset > len(data) - length:
+            raise Corrupt(f"inner chunk {coordinates} has {length} bytes at {offset}, beyond the end of its shard")
+        return data[offset : offset + length]
 
     def _decode_inner(self, data: memoryview, inside: tuple[slice, ...], target: Values) -> None:
         if target.shape == self._chunks and target.dtype == self._fill.dtype:
