@@ -105,6 +105,12 @@ class ChunkCodec:
         """Return the exact size in bytes of an encoded chunk. Raise `SizeError` if axis or block do not fit."""
         return self._header_size(self._groups(shape)) + packed_size(math.prod(shape), self.format.bits)
 
+    def overhead(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of an encoded chunk that are neither codes nor offsets or scales of groups."""
+        groups = self._groups(shape)
+        unit = 4 if self.scale == "e4m3" else 0
+        return self._header_size(groups) - self._parameters_size(groups) + unit
+
     def encode(self, x: Any, out: Any = None, *, importance: Any = None) -> NDArray[np.uint8]:
         """Return the encoded chunk as a flat uint8 array.
 
@@ -225,10 +231,13 @@ class ChunkCodec:
 
     def _header_size(self, groups: Groups) -> int:
         """Return the number of bytes before the packed codes."""
-        parameters = 0 if groups.axis is None else math.prod(groups.counts)
+        return -(-(_HEADER.size + self._parameters_size(groups)) // 8) * 8
+
+    def _parameters_size(self, groups: Groups) -> int:
+        """Return the number of bytes that store the offsets or scales."""
         if is_float_scale(self.scale):
-            parameters = scales_size(self.scale, groups)
-        return -(-(_HEADER.size + parameters) // 8) * 8
+            return scales_size(self.scale, groups)
+        return 0 if groups.axis is None else math.prod(groups.counts)
 
     def _parse(self, header: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
         """Return the codes of a chunk or slice with the parsed header; raise `FormatError` if it is invalid."""

@@ -283,8 +283,15 @@ async def test_a_restore_of_any_dtype_is_explained(url: str, dtype: Any) -> None
     assert (await tstore.explain(url)).arrays == {"w": 12 * np.dtype(dtype).itemsize, "empty": 0}
 
 
+async def test_chunks_in_the_metadata_need_no_read(url: str) -> None:
+    await tstore.save(url, {"v": np.arange(64, dtype="f4")}, 5)
+    plan = await tstore.explain(url, step=5)
+    assert (plan.bytes_read, plan.arrays) == (0, {"v": 256})
+
+
 async def test_parts_that_are_read_as_one_stack_are_explained() -> None:
-    url, w, mesh = "memory://stack", np.arange(64, dtype="f4").reshape(8, 8), Mesh({"x": 4}, devices_per_host=4)
+    url, w = "memory://stack", np.arange(4096, dtype="f4").reshape(64, 64)
+    mesh = Mesh({"x": 4}, devices_per_host=4)
     await tstore.save(url, {"w": tstore.Shards.of(w, mesh, P("x"), 0)}, 1)
     plan = await tstore.explain(url, target={"w": tstore.Shards.wanted(w.shape, w.dtype, mesh, P("x"), 0)})
     assert plan.bytes_needed == plan.bytes_read == w.nbytes

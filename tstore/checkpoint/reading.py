@@ -30,9 +30,9 @@ Allocate = Callable[[str, Sequence[int], np.dtype[Any]], npt.NDArray[Any]]
 class RestorePlan(NamedTuple):
     """The bytes that a restore would read.
 
-    `bytes_read` counts the bytes of packs that are read; `bytes_needed` estimates how many of them the restored
-    values take. `arrays` has that estimate for each path: the stored bytes of an array, times the share of its
-    values that is restored.
+    `bytes_read` counts the bytes of packs that are read; `bytes_needed` estimates how many bytes the restored
+    values take, including those that are stored in the metadata and need no read. `arrays` has that estimate for
+    each path: the stored bytes of an array, times the share of its values that is restored.
     """
 
     version: int

@@ -96,7 +96,7 @@ def planned_bytes(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> int:
     """
     pieces = [piece for job in jobs for piece in _pieces(job, storage.url, _leave_unchanged)]
     pieces.sort(key=_sort_key)
-    spans = map(_span, batches_of(pieces, storage.tuning))
+    spans = (_span(batch) for batch in batches_of(pieces, storage.tuning) if isinstance(batch[0].pack, str))
     return sum(stop - start for start, stop in spans)
 
 

@@ -56,13 +56,14 @@ MIN_VALUES = 64
 class CodecChoice(NamedTuple):
     """The codecs to try for an array, in order, until one keeps the array's SQNR at `min_sqnr` dB or above.
 
-    `size` is the expected size in bytes; 0 if it is not estimated. `importance` is the weight of each value's
-    squared error, as an array that broadcasts to the shape, or None.
+    `size` is the expected size in bytes, 0 if it is not estimated; no budget counts `header_size` of it.
+    `importance` is the weight of each value's squared error, as an array that broadcasts to the shape, or None.
     """
 
     codecs: tuple[Codecs, ...]
     min_sqnr: float = -math.inf
     size: int = 0
+    header_size: int = 0
     importance: npt.NDArray[np.float32] | None = None
 
 

@@ -342,7 +342,9 @@ def _share_budget(
         if point.option is None:
             plan.unchanged[studied.path] = "the budget has room for all its bits"
         else:
-            plan.choices[studied.path] = CodecChoice((point.option.codecs,), size=point.option.size)
+            plan.choices[studied.path] = CodecChoice(
+                (point.option.codecs,), size=point.option.size, header_size=point.option.header_size
+            )
 
 
 def planned_bytes(plan: Plan, path: str, array: SourceArray) -> int:
@@ -356,7 +358,9 @@ def planned_bytes(plan: Plan, path: str, array: SourceArray) -> int:
 def _curve(studied: Study, weight: float, size: int, share: float) -> list[Point[Estimate | None]]:
     """Return the points of an array, with weighted errors: unchanged, and in each codec that makes it smaller."""
     curve: list[Point[Estimate | None]] = [Point(size, 0.0, None)]
-    curve += [Point(math.ceil(e.size / share), weight * e.error, e) for e in studied.estimates if e.size < size]
+    for e in studied.estimates:
+        if e.size < size:
+            curve.append(Point(math.ceil((e.size - e.header_size) / share), weight * e.error, e))
     return curve
 
 
@@ -369,6 +373,7 @@ def excess(decided: Plan, arrays: Mapping[str, SourceArray], sizes: Mapping[str,
         target, paths = targeted.target, targeted.paths
         assert paths is not None
         size = sum(sizes.get(path, arrays[path].encoded_bytes) for path in paths)
+        size -= sum(decided.choices[path].header_size for path in paths if path in sizes)
         values = sum(arrays[path].meta.size for path in paths)
         if isinstance(target, Bits) and 8 * size > target.average * values:
             name = f"{targeted.prefix}bits={target.average:g}"

@@ -70,7 +70,8 @@ class Estimate(NamedTuple):
     """Codecs for an array, with the array's expected size in bytes and its expected squared error.
 
     `is_edge` says that codecs of fewer or more bits were not studied, because they were not expected to be chosen.
-    `is_measured` says that the size was measured, on a sample, rather than interpolated.
+    `is_measured` says that the size was measured, on a sample, rather than interpolated. `header_size` is the part
+    of the size that no budget counts: the header of each chunk of packed codes.
     """
 
     codecs: Codecs
@@ -78,6 +79,7 @@ class Estimate(NamedTuple):
     error: float
     is_edge: bool = False
     is_measured: bool = True
+    header_size: int = 0
 
 
 class Study(NamedTuple):
@@ -171,7 +173,9 @@ def _packed_study(
     formats = [f for bits in widths for f in exmy.formats(bits) if _in_range(exponents, {**settings, "format": f})]
     if not formats:
         return _without_estimates(values, f"values of 2^{exponents.highest} are too large", exponents)
-    surveyed = exmy.survey(sample, widths, importance=importance, **settings)
+    padded = _whole_blocks(sample, settings)
+    padded_importance = None if importance is None else _whole_blocks(importance, settings)
+    surveyed = exmy.survey(padded, widths, importance=padded_importance, **settings)
     candidates = [c for c in surveyed if c.format.standard in formats]
     fits: dict[str, str] = {}
     if settings:
@@ -193,8 +197,22 @@ def _packed_study(
     for format, error in errors:
         codecs = {**settings, "format": format.name}
         is_edge = format.bits == widths[0] > _WIDTHS[0] or format.bits == widths[-1] < _WIDTHS[-1]
-        estimates.append(Estimate(codecs, stored_bytes(encoded_meta(meta, codecs)), error, is_edge))
+        encoded = encoded_meta(meta, codecs)
+        assert encoded.chain.exmy_codec is not None
+        headers = encoded.chain.exmy_codec.overhead(encoded.chunks) * encoded.chunk_count
+        estimates.append(Estimate(codecs, stored_bytes(encoded), error, is_edge, header_size=headers))
     return Study(values.path, "", signal, estimates, Profile(exponents, fits))
+
+
+def _whole_blocks(sample: npt.NDArray[Any], settings: Configuration) -> npt.NDArray[Any]:
+    """Return a sample padded with zeros to whole blocks, as the chunks at the edge of the array are."""
+    axis, block = settings.get("axis"), settings.get("block")
+    if block is None:
+        return sample
+    widths = [(0, 0)] * sample.ndim
+    k = -1 if axis is None else axis
+    widths[k] = 0, -sample.shape[k] % block
+    return np.pad(sample, widths)
 
 
 def profile(values: Values, format: str | None, importance: npt.NDArray[np.float32] | None = None) -> Profile:
