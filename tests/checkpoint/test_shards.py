@@ -11,6 +11,7 @@ import pytest
 
 import tstore
 from tstore.errors import Corrupt, NotFound
+from tstore.sharding import Mesh, P
 
 SHAPE = (8, 6)
 
@@ -139,3 +140,12 @@ async def test_a_save_in_the_background_writes_long_chunks(tmp_path: Path) -> No
     np.testing.assert_array_equal((await tstore.restore(tmp_path))["w"], changed)
     await (await tstore.save_async(tmp_path, {"w": changed}, 2)).committed
     assert await bytes_added(tmp_path) == 0
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1, 1 << 20])
+def test_replicas_of_a_scalar_share_nothing(min_bytes: int) -> None:
+    mesh, x = Mesh({"x": 4}), np.float32(3)
+    counts = [
+        len(tstore.Shards.of(x, mesh, P(), i, replicas="split", min_bytes=min_bytes).parts) for i in range(4)
+    ]
+    assert counts == [1, 0, 0, 0]

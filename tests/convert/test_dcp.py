@@ -276,6 +276,23 @@ async def test_lazily_conjugated_and_negated_tensors(tmp_path: Path, trusted: bo
         np.testing.assert_array_equal(restored[name], value.resolve_conj().resolve_neg().numpy(), name)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.empty(3, device="meta"), "w is a tensor on the meta device, which has no values"),
+        (lambda: torch.nn.Parameter(torch.empty(2, device="meta")), "w is a tensor on the meta device"),
+        (lambda: torch.eye(3).to_sparse(), r"w is a tensor of layout torch\.sparse_coo"),
+        (lambda: torch.ones(2, dtype=torch.complex32), r"w is .* dtype torch\.complex32"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), r"w is .* dtype torch\.qint8"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of PyTorch, for types that it no longer develops
+async def test_tensors_without_dense_values_are_named(tmp_path: Path, make: Any, message: str) -> None:
+    torch.save({"w": make()}, tmp_path / "x.pt")
+    with pytest.raises(InvalidArgument, match=message):
+        await import_torch_file(tmp_path / "x.pt", tmp_path / "store", 0)
+
+
 async def test_conjugated_tensors_that_share_their_memory_are_read_by_torch(tmp_path: Path) -> None:
     numbers = torch.randn(1000, dtype=torch.complex64)
     torch.save([numbers.conj() for _ in range(5)], tmp_path / "x.pt")

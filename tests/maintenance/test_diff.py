@@ -220,6 +220,46 @@ async def test_changed_attributes_are_listed(url: str) -> None:
     assert (row.fields, row.chunks, row.distance) == (("attributes",), 0, None)
 
 
+DTYPES = ["f4", "i4", "?", "U3", "M8[s]", "c8", ml_dtypes.bfloat16, ml_dtypes.int4, "S4", "V5", str]
+STRUCTS = [[("a", "f4")], [("a", "f4"), ("b", "i4")], [("b", "f4")]]
+
+
+async def test_arrays_of_any_two_dtypes_are_compared(url: str) -> None:
+    store = await tstore.open(url)
+    versions = []
+    for dtype in (*DTYPES, *STRUCTS):
+        async with store.transaction() as tx:
+            if versions:
+                await tx.delete("a")
+            a = await tx.create_array("a", (3,), dtype)
+            await a.write(np.zeros(3, a.dtype))
+        versions.append(tx.version)
+    for before in versions:
+        for after in versions:
+            diff = await store.diff(before, after)
+            assert [a.fields[0] for a in diff.arrays] == (["dtype"] if before != after else []), diff.table()
+
+
+async def test_values_that_stay_nan_or_infinite_hide_no_change(url: str) -> None:
+    """A NaN that becomes a number, or an infinity of the other sign, is no finite distance."""
+    store, values = await tstore.open(url), np.ones(10, "f4")
+    values[:3] = np.nan, np.inf, -np.inf
+    for change in (0, 1, 2):
+        async with store.transaction() as tx:
+            if change:
+                await (await tx.array("a"))[change * 4 - 4 : change * 4].write(
+                    values[change * 4 - 4 : change * 4] * -2
+                )
+            else:
+                await (await tx.create_array("a", (10,), "f4")).write(values)
+    [first, second] = [(await store.diff(*pair)).arrays[0] for pair in ((1, 2), (2, 3))]
+    assert first.distance is not None
+    assert second.distance is not None
+    assert not math.isfinite(first.relative_norm)
+    assert second.relative_norm == pytest.approx(math.sqrt(4 * 9 / 10))
+    assert second.distance.largest_error == 3
+
+
 async def test_versions_that_were_read_through_a_root(url: str) -> None:
     store = await first(url)
     for i in range(ROOT_EVERY):

@@ -132,6 +132,17 @@ async def test_a_damaged_cache_changes_no_result(damage: str, name: str, tmp_pat
     assert "read" not in requests(again)
 
 
+async def test_other_files_in_the_cache_change_no_result(name: str, tmp_path: Path) -> None:
+    await saved(name)
+    await check(await opened(name, tmp_path), 1)
+    for folder in {path.parent for path in files(tmp_path)}:
+        for other in ("0-3360000 (copy)", "1-2~", "notes-", "-5", "\u0663-\u0664", ".DS_Store", "a-b"):
+            (folder / other).write_bytes(b"x")
+    again = await opened(name, tmp_path)
+    await check(again, 1)
+    assert "read" not in requests(again)
+
+
 class Wrong(MemoryStorage):
     """Flips a bit in the first reads of each pack, like a proxy with bad memory."""
 

@@ -27,8 +27,8 @@ from tstore.format.arguments import (
     quote,
 )
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
+from tstore.quantization.studied_plan import rules_for
 from tstore.steps import step_tag
 from tstore.storage.objects import checked_durability
 from tstore.store import Store, opened

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.array import Array
-from tstore.convert.files import StrPath, refuse_existing
+from tstore.convert.files import StrPath, exported_file, refuse_existing
 from tstore.convert.layouts import Layout, checked_layout
 from tstore.convert.low_bits import ExportedArray, LowBits
 from tstore.convert.names import file_metadata, paths_by_name
@@ -31,8 +31,7 @@ from tstore.format.arguments import checked_index
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.steps import check_one_version, chosen_snapshot
-from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder, write_all
-from tstore.storage.objects import Durability
+from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all
 from tstore.store import Store, opened
 
 __all__ = [
@@ -245,7 +244,7 @@ def _size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 
 def _write_json(path: str, document: Mapping[str, Any]) -> None:
     text = json.dumps(document, indent=2, sort_keys=True) + "\n"
-    with mapped_errors("write", path), new_file(path, Durability.FSYNC) as fd:
+    with mapped_errors("write", path), exported_file(path) as fd:
         write_all(fd, [text.encode()], 0)
 
 

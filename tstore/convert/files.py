@@ -12,9 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument
-from tstore.storage.local.atomic_file import mapped_errors
+from tstore.storage.local.atomic_file import NO_LINKS, fsync_folder, mapped_errors, new_file
+from tstore.storage.objects import Durability
 
-__all__ = ["StrPath", "map_file", "map_open_file", "open_file", "read_whole", "refuse_existing", "within"]
+__all__ = [
+    "StrPath",
+    "exported_file",
+    "map_file",
+    "map_open_file",
+    "open_file",
+    "read_whole",
+    "refuse_existing",
+    "within",
+]
+
+_COPIED = 1 << 30  # bytes in one system call
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -63,6 +75,47 @@ def within(folder: str, name: str, subject: str) -> str:
             "from"
         )
     return os.path.join(folder, *parts)
+
+
+@contextlib.contextmanager
+def exported_file(path: StrPath) -> Iterator[int]:
+    """Yield the descriptor of a file that appears at `path`, durable, if the block ends without an exception.
+
+    Until then it has no name, so that a process that is killed leaves nothing; or a temporary one, where the file
+    system has only files with names. Raise OSError (FileExistsError if the name is taken by then).
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    fd = _open_unnamed(folder)
+    if fd is None:
+        with new_file(os.fspath(path), Durability.FSYNC) as fd:
+            yield fd
+        return
+    try:
+        yield fd
+        os.fsync(fd)
+        # os.link follows the link below /proc only with a descriptor of a folder, which an absolute path ignores
+        try:
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            with new_file(os.fspath(path), Durability.FSYNC) as named:
+                os.lseek(fd, 0, os.SEEK_SET)
+                while os.sendfile(named, fd, None, _COPIED):
+                    pass
+        fsync_folder(folder)
+    finally:
+        os.close(fd)
+
+
+def _open_unnamed(folder: str) -> int | None:
+    """Return the descriptor of a new file without a name, or None where there are none or they can get no name."""
+    if not os.path.isdir("/proc/self/fd"):
+        return None
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    except (AttributeError, OSError):
+        return None
 
 
 def refuse_existing(path: str) -> None:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.convert.dense_bits import pack_bits
 from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
-from tstore.convert.files import StrPath, refuse_existing
+from tstore.convert.files import StrPath, exported_file, refuse_existing
 from tstore.convert.low_bits import ExportedArray, quantized_arrays, read_quantized
 from tstore.convert.names import paths_by_name
 from tstore.convert.narrow import NoCounterpart, Scaled, as_floats, as_integers
@@ -39,8 +39,6 @@ from tstore.errors import InvalidArgument, bullet_list
 from tstore.format.arguments import quote
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
-from tstore.storage.local.atomic_file import new_file
-from tstore.storage.objects import Durability
 from tstore.store import Store, opened
 
 __all__ = ["GgufType", "export_gguf"]
@@ -102,7 +100,7 @@ async def export_gguf(
         refuse_existing(path)
         tensors, report = await _planned(snapshot, arrays, requantize)
         total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-        async with in_thread(new_file(path, Durability.FSYNC), path) as fd:
+        async with in_thread(exported_file(path), path) as fd:
             writer = gguf.GGUFWriter(None, architecture)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             for name, tensor in tensors.items():

@@ -20,7 +20,7 @@ import msgspec
 
 from tstore.array import Array
 from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
-from tstore.convert.files import StrPath, refuse_existing
+from tstore.convert.files import StrPath, exported_file, refuse_existing
 from tstore.convert.zarr_export import chunk_name, plain_documents, unreadable_elsewhere
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arrays.array_metadata import ArrayMeta
@@ -29,8 +29,7 @@ from tstore.format.checksums import block_checks
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
-from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder, write_all
-from tstore.storage.objects import Durability
+from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all
 from tstore.store import Store, opened
 
 __all__ = ["export_references", "is_parquet", "reader_options"]
@@ -219,7 +218,7 @@ async def _write_json(path: str, source: _Source, report: _Reporter) -> int:
         with mapped_errors("write", path):
             return offset + write_all(fd, [memoryview(data)], offset)
 
-    async with in_thread(new_file(path, Durability.FSYNC), path) as fd:
+    async with in_thread(exported_file(path), path) as fd:
         head = msgspec.json.encode({"version": 1, "templates": templates, "refs": {}})
         metadata = {_document_name(p): msgspec.json.encode(n).decode() for p, n in source.nodes().items()}
         end = await run(append, head[:-2] + b"\n" + msgspec.json.encode(metadata)[1:-1], 0)

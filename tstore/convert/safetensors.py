@@ -1,7 +1,7 @@
 """Safetensors files: their tensors as views of a memory map, and new files, written part by part.
 
 A file is 8 bytes of header length (little endian), a JSON header (`safetensors_header`), and the tensors' bytes.
-A new file appears whole or not at all, and no file is ever overwritten (see `storage.local.atomic_file`).
+A new file appears whole or not at all, and no file is ever overwritten (see `exported_file`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any, Self
 import numpy as np
 
 from tstore.convert.dense_bits import pack_bits, unpack_bits
-from tstore.convert.files import StrPath, map_open_file, open_file, refuse_existing
+from tstore.convert.files import StrPath, exported_file, map_open_file, open_file, refuse_existing
 from tstore.convert.safetensors_header import Header, Spec, bits_of, encode_header, parse_header
 from tstore.errors import InvalidArgument, Misuse, bullet_list
-from tstore.storage.local.atomic_file import mapped_errors, new_file, write_all
-from tstore.storage.objects import Durability
+from tstore.storage.local.atomic_file import mapped_errors, write_all
 
 __all__ = ["Writer", "open_tensors", "read_header"]
 
@@ -86,7 +85,7 @@ class Writer:
         refuse_existing(self.path)
         with contextlib.ExitStack() as stack:
             stack.enter_context(mapped_errors("write", self.path))
-            self._fd = stack.enter_context(new_file(self.path, Durability.FSYNC))
+            self._fd = stack.enter_context(exported_file(self.path))
             write_all(self._fd, [self._header], 0)
             self._resources = stack.pop_all()
         return self

@@ -80,9 +80,15 @@ def _array_of(path: str, tensor: Any) -> npt.NDArray[Any]:
     import torch
 
     dtype = TORCH_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-    if tensor.layout is not torch.strided or tensor.is_quantized or dtype is None:
+    if tensor.device.type == "meta":
         raise InvalidArgument(
-            f"{path} is a tensor of layout {tensor.layout} and dtype {tensor.dtype}; convert it to a dense tensor "
+            f"{path} is a tensor on the meta device, which has no values; save the file again without it, or with "
+            "its values"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or dtype is None:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise InvalidArgument(
+            f"{path} is a tensor of layout {layout} and dtype {tensor.dtype}; convert it to a dense tensor "
             f"of {', '.join(TORCH_DTYPES)}"
         )
     return tensor_values(tensor.cpu().contiguous(), dtype)

@@ -47,7 +47,7 @@ _TILES = 64  # of a sample of an array, or more if it has more whole chunks
 _SMALLEST_TILE = 16 << 10  # bytes, so that samples of many arrays have few tiles
 _DECODED = 16  # times the bytes of a sample: chunks that may be decoded for it
 
-_FIELDS = ("shape", "dtype", "chunks", "codecs", "fill_value", "attributes", "dimension_names", "sparse")
+_FIELDS = ("shape", "dtype", "chunks", "codecs", "attributes", "dimension_names", "sparse")
 
 
 class ArrayDiff(NamedTuple):
@@ -199,7 +199,8 @@ def _changed_fields(before: Document, after: Document) -> tuple[str, ...]:
     if before.equals(after):
         return ()
     a, b = before.meta, after.meta
-    return tuple(field for field in _FIELDS if not _same(getattr(a, field), getattr(b, field)))
+    fields = [field for field in _FIELDS if getattr(a, field) != getattr(b, field)]
+    return tuple(fields if a.has_fill_value_of(b) else [*fields, "fill_value"])
 
 
 class _ArrayPair:
@@ -364,7 +365,15 @@ def _add_distances(
 ) -> None:
     for (pair, _), (a, b) in zip(batch, values, strict=True):
         distance = exmy.compare(a, b)
+        if not math.isfinite(distance.noise):
+            distance = exmy.compare(*_without_unchanged(a, b))
         distances[pair.path] = distances[pair.path] + distance if pair.path in distances else distance
+
+
+def _without_unchanged(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return both with zeros in place of NaN and infinity that are the same in both."""
+    unchanged = (np.isnan(a) & np.isnan(b)) | (np.isinf(a) & (a == b))
+    return np.where(unchanged, np.zeros((), a.dtype), a), np.where(unchanged, np.zeros((), b.dtype), b)
 
 
 def _array(node: Node | None) -> Node | None:
@@ -377,10 +386,6 @@ def _group(node: Node | None) -> Node | None:
 
 def _slices(numbers: npt.NDArray[np.uint64]) -> Iterator[npt.NDArray[np.uint64]]:
     return (numbers[at : at + _SLICE] for at in range(0, len(numbers), _SLICE))
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) or (a != a and b != b)  # noqa: PLR0124 - both fill values are NaN
 
 
 def _array_document(info: ArrayInfo | None) -> dict[str, Any] | None:

@@ -39,7 +39,7 @@ from tstore.quantization.study import (
     encoded_meta,
     fit_tensor,
     importance_in,
-    obstacle,
+    obstacle_to,
     profile,
 )
 from tstore.quantization.values import SLAB, Region, ReusedMemory, Values, in_threads
@@ -168,11 +168,14 @@ async def encode_batch(
     """
     profiles = await _profiles(batch, choices, profiles)
     results: dict[str, EncodedArray] = {}
-    for values in batch:
-        if (array_profile := profiles.get(values.path)) is None:
-            continue  # lossless codecs fit all values
+
+    def obstacle(values: Values) -> str:
         configurations = [as_configuration(codecs) for codecs in choices[values.path].codecs if is_exmy(codecs)]
-        if reason := obstacle(values.meta, array_profile.exponents, configurations):
+        return obstacle_to(values, profiles[values.path].exponents, configurations)
+
+    with_profiles = [values for values in batch if values.path in profiles]  # lossless codecs fit all values
+    for values, reason in zip(with_profiles, await in_threads(obstacle, with_profiles), strict=True):
+        if reason:
             results[values.path] = EncodedArray(values.path, reason=reason)
     for i in range(max(len(choices[values.path].codecs) for values in batch)):  # the i-th codecs of each choice
         remaining = [v for v in batch if v.path not in results and i < len(choices[v.path].codecs)]

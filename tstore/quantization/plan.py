@@ -7,19 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.codecs import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
-from tstore.format.arrays.grid import default_chunks
 from tstore.quantization.allocation import Point, allocate
 from tstore.quantization.encoding import MIN_VALUES, CodecChoice, fits_importance
-from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Match, MinSqnr, QuantizeRules, Rules, Target
+from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Match, MinSqnr, Target
 from tstore.quantization.request import Request
 from tstore.quantization.sensitivity import Importance
-from tstore.quantization.study import Estimate, Study, Undecided, encoded_meta, stored_bytes, study
-from tstore.quantization.values import Values, in_threads
+from tstore.quantization.study import Estimate, Study, Undecided, encoded_meta, stored_bytes
 
 __all__ = [
     "Plan",
@@ -30,7 +27,6 @@ __all__ = [
     "excess",
     "plan_by_rules",
     "planned_bytes",
-    "rules_for",
     "with_importance",
 ]
 
@@ -39,9 +35,6 @@ _MARGIN = 0.05
 
 _TRIES = (0.0, 0.2, 1.0)
 """dB to add to that margin for the codecs of the first, second and third try."""
-
-_UNCORRECTED_SHARE = 0.99
-"""The share of a budget that estimated sizes may fill where no stored sizes correct them."""
 
 
 class SourceArray(NamedTuple):
@@ -323,6 +316,13 @@ def _share_budget(
         )
         curves.append(_curve(studied, weight, array.encoded_bytes, share))
     budget = int(target.average * values / 8) - fixed_bytes
+    stored = sum(arrays[each.path].encoded_bytes for each in studies)
+    if studies and stored <= budget:
+        taken = 8 * (stored + fixed_bytes) / values
+        raise InvalidArgument(
+            f"{prefix}bits={target.average:g} changes nothing, because the arrays take {taken:.3f} bits per value "
+            "already; pass fewer bits"
+        )
     least_bytes = sum(min(point.size for point in curve) for curve in curves)
     if least_bytes > budget:
         total_bytes = least_bytes + fixed_bytes
@@ -379,20 +379,3 @@ def excess(decided: Plan, arrays: Mapping[str, SourceArray], sizes: Mapping[str,
             name = f"{targeted.prefix}bits={target.average:g}"
             return f"{name} can't be met, {8 * size / max(1, values):.3f} bits per value were stored"
     return ""
-
-
-async def rules_for(codecs: QuantizeRules | Target, leaves: Mapping[str, npt.NDArray[Any]]) -> Rules:
-    """Return rules that give each of these arrays the codecs of its rule, or those chosen from its values."""
-    rules = None if isinstance(codecs, MinSqnr | Bits) else Rules(codecs)
-    request = Request(rules, codecs if isinstance(codecs, MinSqnr | Bits) else None)
-    arrays, chosen = {}, {}
-    for path, values in leaves.items():
-        meta = ArrayMeta.new(values.shape, values.dtype, default_chunks(values.shape, values.dtype.itemsize))
-        arrays[path] = SourceArray(meta, stored_bytes(meta))
-        chosen[path] = None if rules is None else rules.codecs(path, values.dtype)
-    plan = plan_by_rules(arrays, request)
-    undecided = plan.undecided
-    all_values = [Values.in_memory(path, arrays[path].meta, leaves[path]) for path in undecided]
-    studies = await in_threads(lambda v: study(v, undecided[v.path]), all_values)
-    choices = decide(plan, {s.path: s for s in studies}, arrays, _UNCORRECTED_SHARE).choices
-    return Rules.from_paths(chosen | {path: choices[path].codecs[0] for path in undecided if path in choices})

@@ -215,6 +215,7 @@ class _Job(NamedTuple):
             await staging.replace_all(b"")  # no structure check, because no other host takes part
             work = BatchWork(store, source, tx.id, Durability.FSYNC, self.executor, self.progress, self.memory)
             plan, encoded = await self._encode(work, arrays)
+            encoded = await work.without_unused(encoded)
             await _stage(tx, source, encoded)
             rows = [_row(p, arrays[p], plan, encoded.get(p)) for p in nodes if p in arrays]
             report = QuantizeReport(0, name, source.version, rows, description)  # version 0 until the commit

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
-from tstore.quantization.plan import Plan, SourceArray, TargetedArrays, decide, planned_bytes
-from tstore.quantization.policy import Bits, MinSqnr, Target
+from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.format.arrays.grid import default_chunks
+from tstore.quantization.plan import Plan, SourceArray, TargetedArrays, decide, plan_by_rules, planned_bytes
+from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
+from tstore.quantization.request import Request
 from tstore.quantization.sensitivity import Importance
-from tstore.quantization.study import ALL_BITS, Profile, Study, Undecided
+from tstore.quantization.study import ALL_BITS, Profile, Study, Undecided, stored_bytes, study
+from tstore.quantization.values import Values, in_threads
 
-__all__ = ["StudiedPlan"]
+__all__ = ["StudiedPlan", "rules_for"]
 
 _DECIBELS_PER_BIT = 20 * math.log10(2)
 _STAIRCASE = 4  # corrections, after which the sizes of an array are taken to be a staircase
+_UNCORRECTED_SHARE = 0.99  # of a budget that estimated sizes may fill where no stored sizes correct them
 _MIN_WEIGHT = 1e-9  # smaller weights count as this
 _MARGINS = {
     (True, "entropy"): (-0.8, 1.2),
@@ -153,3 +161,20 @@ def _with_all_bits(plan: Plan, paths: Collection[str]) -> Plan:
         every = {p: each._replace(bits=ALL_BITS) for p, each in targeted.undecided.items() if p in paths}
         all_targeted.append(targeted._replace(undecided=targeted.undecided | every))
     return plan._replace(targeted=all_targeted)
+
+
+async def rules_for(codecs: QuantizeRules | Target, leaves: Mapping[str, npt.NDArray[Any]]) -> Rules:
+    """Return rules that give each of these arrays the codecs of its rule, or those chosen from its values."""
+    rules = None if isinstance(codecs, MinSqnr | Bits) else Rules(codecs)
+    request = Request(rules, codecs if isinstance(codecs, MinSqnr | Bits) else None)
+    arrays, chosen = {}, {}
+    for path, values in leaves.items():
+        meta = ArrayMeta.new(values.shape, values.dtype, default_chunks(values.shape, values.dtype.itemsize))
+        arrays[path] = SourceArray(meta, stored_bytes(meta))
+        chosen[path] = None if rules is None else rules.codecs(path, values.dtype)
+    plan = plan_by_rules(arrays, request)
+    undecided = plan.undecided
+    all_values = [Values.in_memory(path, arrays[path].meta, leaves[path]) for path in undecided]
+    studies = await in_threads(lambda v: study(v, undecided[v.path]), all_values)
+    choices = decide(plan, {s.path: s for s in studies}, arrays, _UNCORRECTED_SHARE).choices
+    return Rules.from_paths(chosen | {path: choices[path].codecs[0] for path in undecided if path in choices})

@@ -36,7 +36,7 @@ __all__ = [
     "encoded_meta",
     "fit_tensor",
     "importance_in",
-    "obstacle",
+    "obstacle_to",
     "profile",
     "stored_bytes",
     "study",
@@ -125,7 +125,7 @@ def study(values: Values, undecided: Undecided) -> Study:
             weights.add(region, weights_of_slab)
         if settings or undecided.coding == "entropy":  # else `fit_tensor` measures the signal
             signal += exmy.energy(slab)
-    if reason := obstacle(meta, exponents, []):
+    if reason := obstacle(meta, exponents):
         return _without_estimates(values, reason, exponents)
     # without any weight in the sample, unweighted errors are the best guess
     importance = None if weights is None or not weights.values.any() else weights.values
@@ -223,7 +223,7 @@ def profile(values: Values, format: str | None, importance: npt.NDArray[np.float
     fit = exmy.TensorFit(format, values.meta.size, nonfinite="saturate", measures="exponents")
     with contextlib.suppress(exmy.FormatError):  # a value is beyond the range of the format: see `obstacle` below
         _add_pass(values, [fit], importance)
-    if obstacle(values.meta, fit.exponents, [{"format": format}]):
+    if obstacle(values.meta, fit.exponents) or not _in_range(fit.exponents, {"format": format}):
         return Profile(fit.exponents, {})
     _complete(values, [fit], importance)
     return Profile(fit.exponents, {format: fit.format.name})
@@ -315,22 +315,35 @@ def importance_in(
     return None if importance is None else np.broadcast_to(importance, meta.shape)[region]
 
 
-def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterable[Configuration]) -> str:
-    """Return why some of these configurations can't encode an array; empty if all can."""
+def obstacle(meta: ArrayMeta, exponents: exmy.Exponents) -> str:
+    """Return why no eXmY format can encode an array; empty if one can."""
     if exponents.count < meta.size:
         return f"{meta.size - exponents.count} of {meta.size} values are NaN or infinite"
     if exponents.counts.size and exponents.highest < _MIN_SQUARED:
         return f"values of 2^{exponents.highest} are too small"
     if exponents.highest > _MAX_SQUARED:
         return f"values of 2^{exponents.highest} are too large"
-    for configuration in configurations:
-        if not _in_range(exponents, configuration):
+    return ""
+
+
+def obstacle_to(values: Values, exponents: exmy.Exponents, configurations: Sequence[Configuration]) -> str:
+    """Return why some of these configurations can't encode an array; empty if all can."""
+    reason = obstacle(values.meta, exponents)
+    doubtful = [each for each in configurations if not _in_range(exponents, each)]
+    if reason or not doubtful:
+        return reason
+    largest = max(np.abs(slab).max(initial=0) for _, slab in values.slabs())
+    for configuration in doubtful:
+        shared = {key: configuration[key] for key in ("format", "scale") if key in configuration}
+        try:
+            exmy.ChunkCodec.from_configuration(shared).encode(np.array([largest], values.meta.dtype))
+        except exmy.FormatError:
             return f"values of 2^{exponents.highest} are beyond the range of {configuration['format']}"
     return ""
 
 
 def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
-    """Return whether the format can represent the largest exponent; true for scales that may clip."""
+    """Return whether the format surely has room for the largest value; true for scales that may clip."""
     scale = configuration.get("scale", "search")
     if not isinstance(scale, str) or scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
         return True

@@ -8,14 +8,23 @@ executor.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Container, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from tstore.data.encoded_chunks import read_encoded
 from tstore.data.writer import PackSet
 from tstore.errors import InvalidArgument, Unavailable
+from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.quantization.encoding import CodecChoice, EncodedArray, encode_batch
 from tstore.quantization.study import Profile, Study, Undecided, study
 from tstore.quantization.values import ValueCache, batches, in_threads
@@ -35,6 +44,9 @@ A large array is read by one thread at a time; with as many batches as cores, co
 
 _MIN_TASK_BYTES = 64 << 20
 """The minimum bytes of values in each task but the last; with less, opening the store would cost too much."""
+
+_MAX_UNUSED = 16  # packs are replaced if a larger part of them than one of so many is unused
+_MOVED_BYTES = 16 << 20  # of chunks that are moved at once
 
 ProgressCallback = Callable[[int, int], None]
 """A function called with the bytes of values that are done and with the total."""
@@ -94,6 +106,46 @@ class BatchWork:
         self._runner.cache.drop_others(choices)
         async with _packs(self._store, self._workspace) as packs:
             return await self._run_concurrently(partial(self._runner.encode, packs, choices, profiles), paths)
+
+    async def without_unused(self, encoded: Mapping[str, EncodedArray]) -> dict[str, EncodedArray]:
+        """Return the arrays with their chunks in packs that hold little else.
+
+        Packs hold unused chunks if an array was encoded more than once, or stays unchanged after all. Chunks are
+        moved from such packs into new ones, and the packs are deleted.
+        """
+        storage, folder = self._store.log.storage, self._workspace.folder
+        used: Counter[str | bytes] = Counter()
+        for array in encoded.values():
+            for row in array.rows:
+                used[row.pack] += row.length
+        sizes = await storage.sizes(await storage.list(f"{folder}/pack-"))
+        wasteful: set[str | bytes] = {
+            pack for pack, size in sizes.items() if size - used[pack] > size // _MAX_UNUSED
+        }
+        if not wasteful:
+            return dict(encoded)
+        async with _packs(self._store, self._workspace) as packs:
+            moved = {path: await self._moved(packs, array, wasteful) for path, array in encoded.items()}
+        for pack in sizes.keys() & wasteful:
+            await storage.delete(pack)
+        return moved
+
+    async def _moved(self, packs: PackSet, array: EncodedArray, wasteful: Container[str | bytes]) -> EncodedArray:
+        """Return an array whose chunks in wasteful packs are in other packs."""
+        rows = [row for row in array.rows if row.pack not in wasteful]
+        moving = sorted((row for row in array.rows if row.pack in wasteful), key=lambda row: row.number)
+        while moving:
+            sums = list(itertools.accumulate(row.length for row in moving))
+            batch = moving[: max(1, bisect.bisect_right(sums, _MOVED_BYTES))]
+            moving = moving[len(batch) :]
+            data: dict[int, bytes] = {}
+            deliver = partial(_keep, data)
+            await read_encoded(self._store.log.storage, array.path, batch, deliver)
+            pack, offset = await packs.write_bytes([data[row.number] for row in batch])
+            for row in batch:
+                rows.append(structs.replace(row, pack=pack, offset=offset))
+                offset += row.length
+        return array._replace(rows=tuple(rows))
 
     async def _execute(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the results of all calls in order, made by the executor.
@@ -166,6 +218,10 @@ class BatchWork:
                 self._progress(done, total)
 
         return count
+
+
+def _keep(data: dict[int, bytes], row: ChunkRow, encoded: npt.NDArray[np.uint8]) -> None:
+    data[row.number] = encoded.tobytes()
 
 
 def _submitted(executor: Executor, call: tuple[Any, ...]) -> Future[Any]:

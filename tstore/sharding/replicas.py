@@ -36,7 +36,7 @@ class ReplicaSplit(NamedTuple):
         """
         whole = tuple(shard_shape)
         count = min(replicas, math.prod(whole) * itemsize // max(1, min_bytes))
-        if count <= 1:
+        if count <= 1 or not whole:
             return ReplicaSplit(whole, None, replicas)
         lengths = [_piece_length(n, length, count) for n, length in zip(shape, whole, strict=True)]
         counts = [-(-length // piece) for length, piece in zip(whole, lengths, strict=True)]

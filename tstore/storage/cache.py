@@ -50,6 +50,7 @@ __all__ = ["PIECE", "Cache", "CachedStorage", "forget", "without_cache"]
 PIECE = 4 << 20
 """The maximum bytes of a pack in one file."""
 
+_RANGE = re.compile(r"(\d{1,20})-(\d{1,20})", re.ASCII)  # names of the files of a pack
 _WHOLE = re.compile(r"roots/\d{20}|txn/[^/]+/manifest(-[^/]*)?")  # keys of objects that are cached whole
 _CHECKS = 32  # how often a process that writes `size` bytes checks the limit
 _TARGET = 0.9  # the fraction of the limit that remains in use after an eviction
@@ -233,9 +234,8 @@ class _RangeReader:
         try:
             with os.scandir(self._folder) as entries:
                 for entry in entries:
-                    start, _, stop = entry.name.partition("-")
-                    if stop and not start.startswith("."):
-                        yield _CachedRange(int(start), int(stop), entry.path)
+                    if match := _RANGE.fullmatch(entry.name):  # people put other files there too
+                        yield _CachedRange(int(match[1]), int(match[2]), entry.path)
         except (FileNotFoundError, NotADirectoryError):
             return
 

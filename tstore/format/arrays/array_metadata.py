@@ -291,6 +291,16 @@ class ArrayMeta:
         fields["chunk_grid"]["configuration"]["chunk_shape"] = self.chunks
         return _meta(msgspec.json.encode(fields))
 
+    def has_fill_value_of(self, other: ArrayMeta) -> bool:
+        """Return whether two arrays have the same fill value; NaN equals NaN, and 0 equals 0.0."""
+        if self.dtype == other.dtype and not is_variable(self.dtype):
+            mine, theirs = (np.asarray(meta.fill_value, meta.dtype).tobytes() for meta in (self, other))
+            return mine == theirs
+        try:
+            return bool(self.fill_value == other.fill_value)
+        except TypeError:  # NumPy compares no numbers with structs or dates
+            return False
+
 
 def _meta(document: bytes) -> ArrayMeta:
     return short_meta(document) if len(document) <= SHORT_DOCUMENT else ArrayMeta(document)

@@ -36,6 +36,7 @@ from tstore.storage.objects import Buffers, BufferStream, Durability
 
 __all__ = [
     "IOV_MAX",
+    "NO_LINKS",
     "LocalStagedObject",
     "StagedFile",
     "fsync_folder",
@@ -50,7 +51,8 @@ __all__ = [
     "write_all",
 ]
 
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}  # errors of link(2)
+NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}
+"""The errors of link(2) where files can't be linked."""
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
@@ -350,7 +352,7 @@ def _link(temporary: str, path: str) -> None:
         if os.stat(temporary).st_nlink != 2:  # 2: the link was made, but its reply was lost
             raise
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
         _rename_no_replace(temporary, path)
 
