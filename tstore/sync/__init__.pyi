@@ -795,8 +795,8 @@ def quantize(
         (`sensitivity`), these squares are weighted.
     bits, error
         The arrays without a rule get the formats with the least total error that keep the stored bits per value,
-        averaged over all arrays of the checkpoint, at `bits` or below. `error`, by default "relative", is
-        described in `Bits`.
+        averaged over all arrays of the checkpoint, at `bits` or below, not counting the header of 8 to 19 bytes
+        of each chunk of packed codes. `error`, by default "relative", is described in `Bits`.
     coding
         How the formats chosen for a target are stored. "entropy": one step for all values of an array, and codes
         compressed by zstd; the least error at a given size, any average number of bits. "packed": codes in the
