@@ -40,7 +40,9 @@ from tstore.format.layout import commit_key
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.server import Server
 from tstore.storage.connect import connect
+from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers, Durability, PutMode
+from tstore.storage.remote import as_remote
 from tstore.storage.wrapper import Wrapper
 from tstore.tags import remove_steps_after
 from tstore.transactions.transaction import staging_of
@@ -1058,7 +1060,7 @@ async def test_a_gc_that_dies_at_any_step_is_finished_by_the_next(url: str) -> N
         assert await objects(here) == await needed(store)
         await check_whole(store)
         dead += 1
-    assert dead > 5
+    assert dead > 3  # and one more for each folder, where there are any
 
 
 async def test_the_next_gc_condemns_the_remains_of_a_dead_one(url: str) -> None:
@@ -1214,3 +1216,20 @@ async def test_many_objects_are_deleted_at_once(tmp_path: Path) -> None:
     assert len(report.transactions) == 38
     assert storage.most > 30
     assert len(list((tmp_path / "store" / "txn").iterdir())) == 2
+
+
+async def test_no_request_to_a_bucket_is_void() -> None:
+    memory = MemoryStorage(uuid.uuid4().hex)
+    async with await tstore.open(as_remote(memory)) as store:
+        for step in range(40):  # every other save fits into its record, and writes no object
+            await tstore.save(store, {"w": np.full(3 if step % 2 else 9000, step, "f4")}, step=step)
+    for abandoned in ("a", "b"):
+        await memory.put(f"txn/{abandoned * 32}/pack-0-0", [b"x"], PutMode.CREATE)
+    async with await tstore.open(as_remote(memory)) as store:
+        report = await store.collect(keep=Keep(last=2), abandoned=datetime.timedelta(0))
+        assert store.traffic is not None
+        requests = store.traffic.requests
+    assert (len(report.versions), report.objects, len(report.abandoned)) == (38, 21, 2)
+    assert requests["delete"] == 21 + 1  # and one as a check of the permission
+    assert requests["list"] <= 21 + 2 + 2  # the ages of the abandoned ones; txn/ and commits/
+    assert requests["head"] < 21  # in search of the newest version

@@ -24,9 +24,9 @@ A transaction that is condemned, or reuses a condemned object, reads the collect
 (`log.log`), and fails. So safety does not depend on clocks: ages only select candidates.
 
 Cost: the records since the last collection; the permission check; one listing each of `txn/` and `commits/`; for
-each expired version or deleted transaction one listing, and the size and deletion of each of its objects; for each
-run of expired versions that is not followed by a complete save, the tree of the next living version. The ledger
-takes about 100 bytes for each living version.
+each expired version or deleted transaction that wrote objects one listing, and the deletion of each of its objects
+(and of its folder, where the storage has folders); for each run of expired versions that is not followed by a
+complete save, the tree of the next living version. The ledger takes about 100 bytes for each living version.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run, run_to_end
 from tstore.storage.objects import Durability
 
-__all__ = ["ABANDONED_AFTER", "CollectReport", "Overtaken", "collect", "transaction_objects"]
+__all__ = ["ABANDONED_AFTER", "CollectReport", "Overtaken", "collect"]
 
 ABANDONED_AFTER = datetime.timedelta(days=7)
 _MAX_PLANS = 8  # how often newer commits may overtake a plan by tagging expiring versions, or by dropping tags
@@ -167,7 +167,7 @@ class _Plan:
         self.ledger = ledger
         self.expired: list[int] = []
         self.abandoned: set[str] = set()
-        self.listed: dict[str, Sequence[str]] = {}  # the keys of all objects, by transaction
+        self.listed: dict[str, Mapping[str, int]] = {}  # the sizes of all objects by key, by transaction
         self._keeps_steps = drops >= _MAX_PLANS
         self._log = log
         self._previous = Collection((), (), {}, (), ()) if previous is None else previous  # the last collection
@@ -176,8 +176,9 @@ class _Plan:
         self._released: dict[str, set[str]] = {}  # objects that expired versions wrote or needed, by transaction
         self._roots: list[str] = []
         self._leftover_transactions: set[str] = set()  # condemned by the last collection, but not deleted
-        self._leftover_objects: set[str] = set()
+        self._leftover_objects: Mapping[str, int] = {}  # their sizes
         self._sizes: dict[str, int] = {}  # of all candidates for deletion
+        self._names: set[str] = set()  # of the transactions that have objects; only these need to be listed
 
     async def make(self, keep: Keep | None, min_age: float) -> None:
         """Choose what to condemn: steps 2 and 3 at the top of this file. `min_age` is in seconds."""
@@ -187,12 +188,13 @@ class _Plan:
         retained = set(alive) if keep is None else keep.select(alive, world.now())
         if self._keeps_steps:
             retained |= {version for version, entry in alive.items() if step_of(entry.tags) is not None}
-        await self._expire(retained)
         names = [name for name in await self._log.storage.folders("txn/") if is_transaction(name)]
-        undeleted = set(names).intersection(self._previous.transactions)
-        self._leftover_transactions = undeleted - self.ledger.transactions
+        self._names = set(names)
+        await self._expire(retained)
+        self._leftover_transactions = self._names.intersection(self._previous.transactions)
+        self._leftover_transactions -= self.ledger.transactions
         objects = [key for key in self._previous.objects if _may_be_condemned(key, self.ledger)]
-        self._leftover_objects = set(await self._log.storage.sizes(objects))
+        self._leftover_objects = await self._log.storage.sizes(objects)
         await self._find_abandoned(names, min_age)
         await self._measure()
 
@@ -218,7 +220,7 @@ class _Plan:
         The objects that the next living version needs become its dependencies.
         """
         entries = [self.ledger.alive[v] for v in expired]
-        written = await together(lambda e: transaction_objects(self._log, e.transaction), entries)
+        written = await together(lambda e: self._objects(e.transaction), entries)
         for entry, keys in zip(entries, written, strict=True):
             self.listed[entry.transaction] = keys
             self._released.setdefault(entry.transaction, set())
@@ -247,7 +249,7 @@ class _Plan:
         for unused in batched(name for name in names if name not in self._in_use):
             ages = await together(lambda name: log.storage.age(f"txn/{name}"), unused)
             old = [name for name, age in zip(unused, ages, strict=True) if age is not None and age >= min_age]
-            for name, keys in zip(old, await together(lambda n: transaction_objects(log, n), old), strict=True):
+            for name, keys in zip(old, await together(self._objects, old), strict=True):
                 if characters_left > 0 and all(map(is_object, keys)):
                     characters_left -= len(name)
                     self.abandoned.add(name)
@@ -256,13 +258,20 @@ class _Plan:
                 return
 
     async def _measure(self) -> None:
-        """Find the size of every candidate for deletion, and list the transactions not yet listed."""
+        """List the transactions not yet listed, and collect the size of every candidate for deletion."""
         transactions = sorted({*self._released, *self.abandoned, *self._leftover_transactions})
         unlisted = [t for t in transactions if t not in self.listed]
-        listings = await together(lambda t: transaction_objects(self._log, t), unlisted)
+        listings = await together(self._objects, unlisted)
         self.listed.update(zip(unlisted, listings, strict=True))
-        keys = {key for t in transactions for key in self.listed[t]} | {*self._roots, *self._leftover_objects}
-        self._sizes = await self._log.storage.sizes(sorted(keys))
+        self._sizes = {**await self._log.storage.sizes(self._roots), **self._leftover_objects}
+        for transaction in transactions:
+            self._sizes.update(self.listed[transaction])
+
+    async def _objects(self, transaction: str) -> Mapping[str, int]:
+        """Return the sizes of a transaction's objects by key; many transactions wrote none beside their record."""
+        if transaction not in self._names:
+            return {}
+        return {entry.key: entry.size for entry in await self._log.storage.entries(f"txn/{transaction}/")}
 
     @property
     def condemns(self) -> bool:
@@ -289,7 +298,7 @@ class _Plan:
         needed, living = self.ledger.dependencies, self.ledger.transactions
         shared = {owner_of(key) for key in needed}
         transactions = self.abandoned | self._leftover_transactions
-        objects = set(self._roots) | self._leftover_objects
+        objects = {*self._roots, *self._leftover_objects}
         for transaction, keys in self._released.items():
             if transaction in living:
                 continue
@@ -359,7 +368,7 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
     return await log.append(record(), validate, Durability.FSYNC)
 
 
-async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Sequence[str]]) -> None:
+async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Iterable[str]]) -> None:
     """Delete everything condemned; objects already deleted are not an error.
 
     Markers, records and hints are never deleted, even if a (forged) record condemns them. Of a condemned
@@ -370,7 +379,8 @@ async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Se
     await together(log.storage.delete, filter(is_collectable, condemned.objects))
     for transactions in batched(filter(is_transaction, condemned.transactions)):
         await together(log.storage.delete, itertools.chain.from_iterable(listed[t] for t in transactions))
-        await together(log.storage.delete, [f"txn/{transaction}" for transaction in transactions])
+        if log.storage.capabilities.folders:
+            await together(log.storage.delete, [f"txn/{transaction}" for transaction in transactions])
 
 
 def _roots_of(versions: Iterable[int]) -> set[int]:
@@ -385,8 +395,3 @@ def _may_be_condemned(key: str, ledger: Ledger) -> bool:
         return is_object(key)
     owner = owner_of(key)
     return is_object(key) and is_transaction(owner) and owner not in ledger.transactions
-
-
-async def transaction_objects(log: LogReader, transaction: str) -> Sequence[str]:
-    """Return the keys of a transaction's objects; an invalid id, as in a forged record, has none."""
-    return await log.storage.list(f"txn/{transaction}/") if is_transaction(transaction) else []

@@ -29,7 +29,7 @@ import msgspec
 import xxhash
 
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound
-from tstore.format.layout import ROOT_EVERY, commit_key, owner_of, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, is_transaction, owner_of, root_key
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import REPAIR, VOIDED, Collection, Record
@@ -40,7 +40,7 @@ from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import UNREADABLE, DamagedVersion, damaged_versions, incomplete_versions
-from tstore.maintenance.gc import Overtaken, transaction_objects
+from tstore.maintenance.gc import Overtaken
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
@@ -269,7 +269,7 @@ async def _expire(log: LogReader, base: int, voided: Sequence[int], gc: int) -> 
         return Ledger(), None
     kept = sorted(ledger.alive.keys() - set(expired))
     entries = [ledger.alive[version] for version in expired]
-    written = await together(lambda entry: transaction_objects(log, entry.transaction), entries)
+    written = await together(lambda entry: _transaction_objects(log, entry.transaction), entries)
     released: dict[int, list[str]] = {}  # what expired versions wrote or needed, by the next living version
     orphaned: list[str] = []  # what expired versions above all living ones needed
     for entry, keys in zip(entries, written, strict=True):
@@ -311,3 +311,8 @@ async def _revive_newest(
     entry = ledger.alive[version]
     others = [key for key in sorted({*needed, *packs}) if owner_of(key) != entry.transaction]
     ledger.inherit(version, others, standalone=entry.standalone)
+
+
+async def _transaction_objects(log: LogReader, transaction: str) -> Sequence[str]:
+    """Return the keys of a transaction's objects; an invalid id, as in a forged record, has none."""
+    return await log.storage.list(f"txn/{transaction}/") if is_transaction(transaction) else []

@@ -29,7 +29,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from tstore.errors import Corrupt, NotFound
@@ -230,6 +230,11 @@ class Storage(abc.ABC):
             if page.entries or page.folders:
                 return False
         return True
+
+    async def entries(self, prefix: str) -> Sequence[Entry]:
+        """Return the entries of all keys that start with the prefix, in any order."""
+        pages = checked_pages(self.pages(prefix), prefix, self.url)
+        return [entry async for page in pages for entry in page.entries]
 
     async def list(self, prefix: str) -> Keys:
         """Return the keys that start with the prefix, sorted."""

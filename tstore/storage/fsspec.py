@@ -59,7 +59,7 @@ _TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "modified", "
 class FsspecStorage(Storage):
     """The files below one path of an fsspec file system."""
 
-    capabilities = Capabilities(conditional_create=False, listing=True, ranges=True, durable=False)
+    capabilities = Capabilities(conditional_create=False, listing=True, ranges=True, durable=False, folders=True)
 
     def __init__(self, url: str, **options: Any) -> None:
         """Take the options of the file system; connect at the first request.

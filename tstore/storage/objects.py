@@ -131,6 +131,8 @@ class Capabilities(NamedTuple):
     """Part of an object can be read without the rest."""
     durable: bool
     """An acknowledged write with `Durability.FSYNC` survives a crash of the process or the machine."""
+    folders: bool = False
+    """A folder remains when its last object is deleted; `delete` of its key removes it."""
     native_io: bool = False
     """The storage implements writers, readers, uploads, listings and `flush`; those of `Storage` are not used."""
 

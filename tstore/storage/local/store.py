@@ -82,7 +82,9 @@ _PAGE_LENGTH = 1000  # keys and folders
 class LocalStorage(Storage):
     """The files below one folder, which need not exist before the first create."""
 
-    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, native_io=True)
+    capabilities = Capabilities(
+        conditional_create=True, listing=True, ranges=True, durable=True, folders=True, native_io=True
+    )
     # small batches, so that chunks are verified while they are in the processor's caches
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10)
 
