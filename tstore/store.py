@@ -31,7 +31,7 @@ from tstore.storage.cache import Cache, CachedStorage, without_cache
 from tstore.storage.connect import Address, storage_at
 from tstore.storage.objects import Durability, Traffic, checked_durability
 from tstore.storage.probe import RACERS, check_exclusive
-from tstore.storage.remote import RemoteStorage
+from tstore.storage.reading import only_reading
 from tstore.transactions.cooperative import CooperativeCommit
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import PendingTransaction, find_pending, pending
@@ -76,9 +76,10 @@ async def open(
     storage = storage_at(url, storage_options)
     hint = asyncio.ensure_future(_prefetch_hint(storage))
     try:
-        uuid = str((await _read_or_create_marker(storage, mode)).uuid)
+        marker, writable = await _read_or_create_marker(storage, mode)
+        used, uuid = storage if writable else only_reading(storage), str(marker.uuid)
         local = cache if cache is None or isinstance(cache, Cache) else Cache(cache)
-        used = storage if local is None else CachedStorage(storage, local, uuid)
+        used = used if local is None else CachedStorage(used, local, uuid)
         return Store(used, uuid, mode, await hint, Address.of(url, storage_options, local))
     except BaseException:
         hint.cancel()
@@ -88,10 +89,10 @@ async def open(
         raise
 
 
-async def _read_or_create_marker(storage: Storage, mode: Mode) -> Marker:
-    """Return the marker of the store; create the marker if there is none and the mode allows that."""
+async def _read_or_create_marker(storage: Storage, mode: Mode) -> tuple[Marker, bool]:
+    """Return the marker, created if it is missing and the mode allows that, and whether the store is writable."""
     if mode in ("r", "r+"):
-        return await require_marker(storage)
+        return await require_marker(storage), mode != "r"
     marker = await read_marker(storage)
     if marker is None:
         # `create_marker` tests with racing creates that the storage creates objects exclusively. The test is
@@ -103,9 +104,9 @@ async def _read_or_create_marker(storage: Storage, mode: Mode) -> Marker:
         raise AlreadyExists(
             f"{storage.url} is already a store; choose an empty or new location, or open it with mode='a'"
         )
-    elif mode != "r" and not storage.capabilities.conditional_create:
-        await check_exclusive(storage)
-    return marker
+    elif not storage.capabilities.conditional_create:
+        return marker, await check_exclusive(storage)
+    return marker, True
 
 
 async def _prefetch_hint(storage: Storage) -> int | None:
@@ -160,8 +161,7 @@ class Store:
     @property
     def traffic(self) -> Traffic | None:
         """The requests to the server since the store was opened; None for a store without a server."""
-        storage = without_cache(self._log.storage)
-        return storage.traffic if isinstance(storage, RemoteStorage) else None
+        return without_cache(self._log.storage).traffic
 
     @property
     def log(self) -> Log:

@@ -76,14 +76,14 @@ async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
     return Race(stored, stored in bodies)
 
 
-async def check_exclusive(storage: Storage) -> None:
-    """Run many races; raise `Denied` if creates are not exclusive. A read-only storage passes without a race."""
+async def check_exclusive(storage: Storage) -> bool:
+    """Return True after many races, or False if the storage is read-only; raise `Denied` if one shows a fault."""
     folder = f"txn/{world.token(16)}"
     keys = [f"{folder}/pack-{number}" for number in range(_ROUNDS + 1)]
     try:
         await storage.create(keys[0], b"a test whether creating is permitted", Durability.NONE)
     except Denied:
-        return
+        return False
     try:
         for key in keys[1:]:
             await race(storage, key, [f"racer {number}".encode() for number in range(RACERS)])
@@ -91,6 +91,7 @@ async def check_exclusive(storage: Storage) -> None:
         for key in (*keys, folder, "txn"):
             with contextlib.suppress(TStoreError):
                 await storage.delete(key)
+    return True
 
 
 async def _refusal(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:

@@ -12,7 +12,7 @@ import msgspec
 from tstore.errors import Corrupt, Denied, StorageFull, TemporaryFailure, Throttled, TStoreError
 from tstore.storage.gcs.credentials import Credentials
 from tstore.storage.http.body import Response
-from tstore.storage.http.responses import retry_after, sanitize, status_error
+from tstore.storage.http.responses import FORBIDDEN, retry_after, sanitize, status_error
 
 __all__ = ["ListPage", "Metadata", "Problem", "age", "decode", "mapped_error", "read_problem", "server_time"]
 
@@ -80,7 +80,8 @@ def mapped_error(
         case 401 if credentials.anonymous:
             return Denied(
                 f"{label}: the server requires credentials{because}; log in (gcloud auth application-default "
-                "login), set GOOGLE_APPLICATION_CREDENTIALS, or pass storage_options={'token': …}"
+                "login), set GOOGLE_APPLICATION_CREDENTIALS, or pass storage_options={'token': …} "
+                f"({FORBIDDEN})"
             )
         case 401:
             return Denied(
@@ -96,7 +97,7 @@ def mapped_error(
         case 403:
             return Denied(
                 f"{label}: the server forbids the request{because}; ask for a role on gs://{bucket} that allows "
-                "it (Storage Object User; Storage Object Viewer to read)"
+                f"it (Storage Object User; Storage Object Viewer to read; {FORBIDDEN})"
             )
         case 410:  # a concurrent change of the same object or bucket
             return TemporaryFailure(f"{label}: the server can't serve it now: status 410{because}")

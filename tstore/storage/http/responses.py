@@ -20,6 +20,7 @@ from tstore.errors import (
 )
 
 __all__ = [
+    "FORBIDDEN",
     "Head",
     "Range",
     "age",
@@ -35,6 +36,8 @@ __all__ = [
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.IGNORECASE)
 _WEB_PAGE = ("text/html", "application/xhtml+xml")
+
+FORBIDDEN = "a missing object may be forbidden too; to only read a store, open it with mode='r'"
 
 # timeouts, concurrent changes, another server's connection, early data, rates, a client that seems to have left
 _TEMPORARY = (408, 409, 421, 425, 429, 499)
@@ -170,7 +173,7 @@ def status_error(head: Head, label: str, reason: str) -> TStoreError:
         case 403 if reason and head.headers.get("WWW-Authenticate") is None:  # no token would change that
             return Denied(f"{label}: the server forbids the request{because}")
         case 403:
-            note = "" if reason else " (some file servers, such as S3, send the same for a missing object)"
+            note = "" if reason else f" ({FORBIDDEN})"
             return Denied(f"{label}: the server forbids the request{because}; pass a token of wider scope{note}")
         case 407 | 511:
             return Denied(f"{label}: a proxy or the network wants a log-in (status {head.status}){because}")

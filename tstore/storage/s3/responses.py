@@ -34,7 +34,7 @@ from tstore.errors import (
     Unavailable,
     Unreachable,
 )
-from tstore.storage.http.responses import is_temporary, retry_after, sanitize
+from tstore.storage.http.responses import FORBIDDEN, is_temporary, retry_after, sanitize
 
 __all__ = ["BoundedSession", "closing_responses", "mapped_error", "new_session", "status_of"]
 
@@ -95,7 +95,8 @@ def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
     if code == "RequestTimeTooSkewed":
         return Denied(f"{message}; the clock of this machine is wrong; set it")
     if code in _DENIED or status in (401, 402, 403, 407, 451, 511):
-        return Denied(f"{message}; check the credentials and the rights of their owner on bucket {bucket!r}")
+        note = f" ({FORBIDDEN})" if status == 403 and action in ("read", "stat") else ""
+        return Denied(f"{message}; check the credentials and the rights of their owner on bucket {bucket!r}{note}")
     if status in (405, 501, 505):
         return Denied(f"{message}; the server lacks a feature that a store needs; use another server")
     return InvalidArgument(f"{message}; check the URL and storage_options")
