@@ -24,7 +24,7 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
     │   ├── TemporaryFailure     the server responded, but could not serve the request
     │   │   └── Throttled            retry after `retry_after` seconds, if given
     │   └── DeadlineExceeded     a timeout; names the absent hosts        (also a TimeoutError)
-    └── CommitOutcomeUnknown ask `store.outcome(txn)` later
+    └── CommitOutcomeUnknown call `commit` again later, or ask `store.outcome(txn)`
 """
 
 from __future__ import annotations
@@ -241,9 +241,10 @@ class DeadlineExceeded(Unavailable, TimeoutError):
 
 
 class CommitOutcomeUnknown(TStoreError):
-    """Whether the commit took effect is unknown; nothing was deleted.
+    """Whether the commit took effect, or will do so, is unknown; nothing was deleted.
 
-    `transaction` is the id to pass to `store.outcome(…)` once the storage responds again.
+    Once the storage responds again, call `commit` of the transaction again: it returns the version, if the commit
+    took effect, and otherwise commits. Or pass `transaction`, the id, to `store.outcome(…)`.
     """
 
     def __init__(self, message: str, transaction: str) -> None:

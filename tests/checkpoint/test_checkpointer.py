@@ -26,6 +26,7 @@ from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.policies import Moment, Policy
 from tstore.errors import (
     AlreadyExists,
+    CommitOutcomeUnknown,
     Corrupt,
     DeadlineExceeded,
     InvalidArgument,
@@ -309,7 +310,9 @@ def test_a_step_whose_save_failed_is_due_again(url: str) -> None:
         assert checkpoints.should_save(4)
 
 
-@pytest.mark.parametrize(("alone", "reason"), [(0, DeadlineExceeded), (1, DeadlineExceeded), (0, Unavailable)])
+@pytest.mark.parametrize(
+    ("alone", "reason"), [(0, DeadlineExceeded), (1, DeadlineExceeded), (0, CommitOutcomeUnknown)]
+)
 def test_parts_of_a_save_that_was_given_up_are_not_committed_with_later_ones(
     url: str, alone: int, reason: type[TStoreError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,7 +330,7 @@ def test_parts_of_a_save_that_was_given_up_are_not_committed_with_later_ones(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda host: save(host, 2, 2.0), range(2))) == [1, 1]
         with monkeypatch.context() as network:
-            if reason is Unavailable:  # while this host waits for the other one
+            if reason is CommitOutcomeUnknown:  # while this host waits for the other one
                 network.setattr("tstore.log.reader.LogReader.scan", AsyncMock(side_effect=Unavailable("503")))
             assert save(alone, 3, 3.0) is reason
         assert [checkpoints.restore_latest().tolist() for checkpoints in hosts] == [[2.0] * 4] * 2

@@ -110,7 +110,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "no fsync of the folder after the link": (
         POWER,
-        Edit(NEWFILE + "publish", 'fsync_folder(os.path.dirname(path) or ".")', "pass"),
+        Edit(NEWFILE + "publish", "fsync_folder(folder)", "pass"),
     ),
     "a commit does not sync what it is based on": (
         "guarantees/test_durability.py::test_a_durable_commit_syncs_the_data_it_references",
@@ -126,7 +126,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a void record outlives the commit below it": (
         "guarantees/test_durability.py::test_a_void_record_is_as_durable_as_the_commit",
-        Edit(APPEND + "_decide_outcome", "encode(void), self._durability", "encode(void), Durability.FSYNC"),
+        Edit(APPEND + "_decide", "encode(void), self._durability", "encode(void), Durability.FSYNC"),
     ),
     "gc deletes before its record exists": (
         "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_exists",
@@ -238,11 +238,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a redelivered fragment is not synced": (
         "guarantees/test_durability.py::test_a_redelivered_fragment_is_made_durable",
-        Edit(
-            COOPERATIVE + "_create_once",
-            "await self._storage.flush(self.member.folder, durability)",
-            "pass",
-        ),
+        Edit("tstore.storage.local.store:LocalStorage._create", "sync_existing(path)", "pass"),
     ),
     "a waiting host does not sync the record": (
         "guarantees/test_durability.py::test_a_waiting_host_syncs_the_name_of_the_record",

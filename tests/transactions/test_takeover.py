@@ -16,12 +16,12 @@ import tstore
 from tests.support.dying import Dead, Dying
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import (
+    CommitOutcomeUnknown,
     DeadlineExceeded,
     Denied,
     Inconsistent,
     InvalidArgument,
     NotFound,
-    Unavailable,
 )
 from tstore.simulation.scenario import override_constants
 
@@ -91,7 +91,7 @@ async def test_a_host_may_die_after_its_fragment(url: str) -> None:
     while len([k for k in await store.log.storage.list("txn/") if "/part-" in k]) < MANY - 1:
         await asyncio.wait(others, timeout=0.05)
     faults.fail("list", "*/part-001*")
-    with pytest.raises(Unavailable):
+    with pytest.raises(CommitOutcomeUnknown):
         await host(store, 15, MANY)
     assert await asyncio.gather(*others) == [1] * (MANY - 1)
     await check(store, MANY)

@@ -17,7 +17,7 @@ import tstore
 from tests.support.dying import Dead, Dying
 from tstore import Checkpointer, Shards
 from tstore.conformance.faults import open_faulty
-from tstore.errors import Corrupt, DeadlineExceeded
+from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded
 from tstore.format.objects.encoding import encode
 from tstore.server import Access, Server
 from tstore.simulation.scenario import override_constants
@@ -197,7 +197,7 @@ async def test_a_damaged_claim_is_told(url: str) -> None:
     await store.log.storage.replace(claim_key(2), b"wit\0drawn by 1")
     txs = await transactions(store, 2)
     assert await txs[0].deliver() is None
-    with pytest.raises(Corrupt, match="merging-0-00000-of-00002: expected the number"):
+    with pytest.raises(CommitOutcomeUnknown, match="merging-0-00000-of-00002: expected the number"):
         await txs[1].deliver()
     assert [state.withdrawn_by for state in await store.pending()] == [None]
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from tstore.data.writer import WriteJob
 from tstore.errors import (
     AlreadyExists,
+    CommitOutcomeUnknown,
     Conflict,
     Inconsistent,
     SnapshotExpired,
@@ -115,7 +116,7 @@ class Checkpoint(NamedTuple):
             if on_written is not None:
                 on_written()
             return await self.commit_step(store, tx)
-        except (Unavailable, asyncio.CancelledError) as error:
+        except (Unavailable, CommitOutcomeUnknown, asyncio.CancelledError) as error:
             await tx.abort()
             version = None
             try:

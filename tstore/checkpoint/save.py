@@ -87,8 +87,10 @@ async def save(
     ------
     `AlreadyExists` (the step is saved already), `Conflict` (another writer saved the step to be overwritten),
     `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts), `NotFinite`, `InvalidArgument`,
-    `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are unchanged. The step may still be saved after
-    `CommitOutcomeUnknown`, or if other hosts finish this attempt.
+    `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are unchanged. After an error the step is not saved, and
+    never will be, with two exceptions: after `DeadlineExceeded`, absent hosts may still deliver their parts. After
+    `CommitOutcomeUnknown`, a repeated save tells: it raises `AlreadyExists` if the step is saved, or returns the
+    version if it has several hosts and the same attempt.
     """
     checkpoint = await checkpoint_from_arguments(
         tree,

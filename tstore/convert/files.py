@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument
-from tstore.storage.local.atomic_file import NO_LINKS, fsync_folder, mapped_errors, new_file
+from tstore.storage.local.atomic_file import fsync_folder, mapped_errors, new_file
+from tstore.storage.local.linking import NO_LINKS
 from tstore.storage.objects import Durability
 
 __all__ = [

@@ -21,10 +21,13 @@ The data that the record refers to is durable already. To append the record:
    with the number of attempts, so that no writer starves. It grows with the duration of an attempt (a server, many
    writers), so that fewer attempts fail. Commits of one process do not race: they take turns, or share a record
    (`group_commit`).
-4. If no response came, read the record with that number. If it exists, go to 1. If it is still absent, the request
-   may yet arrive, so create a void record there, as durable as this record: once the void record exists, the late
-   request can never succeed; continue with the next number. If the outcome of neither create can be learned, raise
-   `CommitOutcomeUnknown` and delete nothing.
+4. If the creation fails in any other way, read the record with that number. If it exists, go to 1: it may be this
+   one, since its link may have been made before its folder could be fsynced. If it is absent after `Unavailable`,
+   the request may yet arrive, so create a void record there, as durable as this record: once the void record
+   exists, the late request can never succeed; continue with the next number. If it is absent after another error,
+   it will never exist (`storage.base`): raise that error. As long as it is not known what the number has become,
+   every error is `CommitOutcomeUnknown`, and nothing is deleted. The append may then be repeated: it finds its
+   record at 1, or creates it.
 5. Every 64th version also writes `roots/<version>` (every process would write the same bytes, so a race is
    harmless) and then the `latest` hint. Losing either costs only time.
 """
@@ -32,6 +35,7 @@ The data that the record refers to is durable already. To append the record:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import weakref
 from collections.abc import Callable
@@ -187,28 +191,34 @@ class Append:
         self._seen = record.base  # the record was validated against the versions up to this one
         self._requested = 0  # the number whose creation was requested last
         self._requested_at = 0.0  # when, by the clock of the event loop
+        self._undecided = 0  # the number that may have this record, or get it later; 0: none
         self._last_collection = 0  # the newest garbage collection up to `_seen`
 
     async def run(self) -> int:
         """Append the record and return its version."""
-        self._last_collection = await named_collection(self._log, self._seen)
-        pause, attempts, quickest, clock = 0.0, 0, math.inf, asyncio.get_running_loop().time
-        while True:
-            attempts += 1
-            began = clock()
-            version = await self._catch_up()
-            if version is not None:
-                return await self._finish(version)
-            try:
-                if await self._create():
-                    return await self._finish(self._requested)
-            except AlreadyExists:
-                self._on_retry(Retry(self._requested, "another transaction became this version first"))
-                quickest = min(quickest, clock() - self._requested_at)
-                # where a create is quick, the attempt was long because of many newer records, or was descheduled
-                duration = quickest if quickest < _QUICK else clock() - began
-                pause = next_pause(pause, attempts, duration)
-                await asyncio.sleep(pause if pause >= _TICK else 0)
+        try:
+            self._last_collection = await named_collection(self._log, self._seen)
+            pause, attempts, quickest, clock = 0.0, 0, math.inf, asyncio.get_running_loop().time
+            while True:
+                attempts += 1
+                began = clock()
+                version = await self._catch_up()
+                if version is not None:
+                    return await self._finish(version)
+                try:
+                    if await self._create():
+                        return await self._finish(self._requested)
+                except AlreadyExists:
+                    self._on_retry(Retry(self._requested, "another transaction became this version first"))
+                    quickest = min(quickest, clock() - self._requested_at)
+                    # where a create is quick, what took long was reading newer records, or being descheduled
+                    duration = quickest if quickest < _QUICK else clock() - began
+                    pause = next_pause(pause, attempts, duration)
+                    await asyncio.sleep(pause if pause >= _TICK else 0)
+        except Exception as error:
+            if self._undecided:
+                raise self._outcome_unknown(error) from error
+            raise
 
     async def _catch_up(self) -> int | None:
         """Validate the record against all newer ones; return its version if it is among them."""
@@ -221,9 +231,11 @@ class Append:
     async def _find_itself(self, newer: Newer) -> int | None:
         """Return the version of this record if it is one of the newer ones; raise if data it needs is gone."""
         for version, other in newer:
-            if other.transaction == self._record.transaction and not other.void:
-                await self._make_durable(version)
+            if other.commits(self._record.transaction):
+                self._undecided = version  # until its name is durable: its creator may have died before it did so
+                await self._log.storage.flush("commits", self._durability)
                 return version
+            self._undecided = 0  # another record has the number
             if other.collection is not None:
                 await check_against_collection(self._log, self._record, version, other)
                 self._last_collection = version
@@ -264,66 +276,53 @@ class Append:
         if self._record.durable and self._seen > 0 and not (await self._log.record(self._seen)).durable:
             await self._log.storage.sync()
         await self._log.look_ahead(self._seen)
-        self._requested, self._requested_at = self._seen + 1, asyncio.get_running_loop().time()
+        await self._candidate.prepare(self._record, self._last_collection)
+        version = self._requested = self._undecided = self._seen + 1
+        self._requested_at = asyncio.get_running_loop().time()
         try:
-            await self._candidate.create(self._requested, self._record, self._last_collection)
+            await self._candidate.create(version)
         except AlreadyExists:
             raise
-        except Unavailable as error:
-            await self._decide_outcome(error)
-            self._on_retry(Retry(self._requested, f"no response to its creation: {error}"))
+        except Exception as error:
+            await self._decide(version, error)
+            self._on_retry(Retry(version, f"no response to its creation: {error}"))
             return False
-        except TStoreError:
-            if await self._was_created():
-                return False  # it was created before the failure, for example of the fsync of its folder
-            raise
         record, data = self._candidate.record, self._candidate.data
-        self._log.records.add(self._requested, StoredRecord(record, check_of(data), memory_of(data)), len(data))
+        self._log.records.add(version, StoredRecord(record, check_of(data), memory_of(data)), len(data))
         return True
 
     async def _read_newer(self) -> list[tuple[int, Record]]:
         """Return the records above `_seen` with their versions."""
         if not self._requested and self._log.is_end(self._seen):
             return []
-        try:
-            return list(enumerate(await self._log.above(self._seen), self._seen + 1))
-        except Unavailable as error:
-            if self._seen < self._requested:
-                raise self._outcome_unknown(self._requested, error) from error
-            raise
+        return list(enumerate(await self._log.above(self._seen), self._seen + 1))
 
-    async def _decide_outcome(self, cause: Unavailable) -> None:
-        """Ensure that the creation that got no response has succeeded, or never can."""
-        record, gc = self._record, self._last_collection
-        void = Record(
-            record.transaction + VOID, record.base, record.time, void=True, durable=record.durable, collected=gc
-        )
-        try:
-            if await self._log.records.stored_or_none(self._requested) is None:
-                await self._log.storage.create(commit_key(self._requested), encode(void), self._durability)
-        except AlreadyExists:
+    async def _decide(self, version: int, failure: Exception) -> None:
+        """Return once a version whose creation failed exists, as this record or another one.
+
+        Raise the failure if the version does not exist, and this record can never become it.
+        """
+        if await self._log.records.stored_or_none(version) is not None:
             return
-        except TStoreError:
-            raise self._outcome_unknown(self._requested, cause) from cause
+        if isinstance(failure, TStoreError) and not isinstance(failure, Unavailable):
+            self._undecided = 0
+            raise failure
+        record = self._candidate.record
+        void = Record(
+            record.transaction + VOID,
+            record.base,
+            record.time,
+            void=True,
+            durable=record.durable,
+            collected=record.collected,
+        )
+        with contextlib.suppress(AlreadyExists):
+            await self._log.storage.create(commit_key(version), encode(void), self._durability)
 
-    async def _was_created(self) -> bool:
-        """Return whether the requested number exists, possibly as this record."""
-        try:
-            return await self._log.records.stored_or_none(self._requested) is not None
-        except Unavailable as error:
-            raise self._outcome_unknown(self._requested, error) from error
-
-    async def _make_durable(self, version: int) -> None:
-        """Make the name of an existing version durable: its creator may have died before it did so."""
-        try:
-            await self._log.storage.flush("commits", self._durability)
-        except Unavailable as error:
-            raise self._outcome_unknown(version, error) from error
-
-    def _outcome_unknown(self, version: int, cause: Unavailable) -> CommitOutcomeUnknown:
+    def _outcome_unknown(self, cause: Exception) -> CommitOutcomeUnknown:
         transaction = self._record.transaction
         return CommitOutcomeUnknown(
-            f"{self._log.storage.url}: no response to the creation of version {version}, nor to reading it back "
+            f"{self._log.storage.url}: it is unknown whether version {self._undecided} is this commit and durable "
             f"({cause}), so the commit may or may not exist; call store.outcome({transaction!r}) later",
             transaction,
         )
@@ -345,8 +344,8 @@ class _CandidateRecord:
         self.record = record
         self.data = data
 
-    async def create(self, version: int, record: Record, collected: int) -> None:
-        """Create a record as a version, encoding it if it changed; `collected` is the last garbage collection."""
+    async def prepare(self, record: Record, collected: int) -> None:
+        """Encode a record, if it has changed; `collected` is the last garbage collection."""
         if record.collected != collected:
             record = replace(record, collected=collected)
         if record is not self.record and record != self.record:
@@ -355,6 +354,10 @@ class _CandidateRecord:
         if self._staged is None:
             self.data = self.data or encode(record)
             self._staged = self._storage.stage(self.data, self._durability)
+
+    async def create(self, version: int) -> None:
+        """Create the prepared record as a version."""
+        assert self._staged is not None
         await self._staged.create(commit_key(version))
 
     async def discard(self) -> None:

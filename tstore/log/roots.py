@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from tstore.errors import AlreadyExists, Corrupt, Denied, NotFound, StorageFull, TStoreError, Unavailable
+from tstore.errors import AlreadyExists, Corrupt, NotFound, TStoreError
 from tstore.format.layout import HINT, root_chain, root_key
 from tstore.format.objects.roots import StoredRoot
 from tstore.format.tree.tree import Tree
@@ -35,7 +35,7 @@ async def write_root(log: LogReader, version: int) -> None:
     # the new tree has one chunk table per array, not one per commit; its pages may be those of the root
     if is_stored:
         log.trees.replace(Tree.from_root(root, log.objects.pages, tree))
-    with contextlib.suppress(Denied, StorageFull, Unavailable):
+    with contextlib.suppress(TStoreError):
         await log.storage.replace(HINT, str(version).encode())
 
 

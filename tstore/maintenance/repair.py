@@ -153,10 +153,8 @@ async def _void(storage: Storage, version: int, newest: int) -> str:
     if not await _is_voided(log, version):
         if data:
             saved_key = f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"
-            try:
+            with contextlib.suppress(AlreadyExists):  # an earlier repair was interrupted
                 await storage.create(saved_key, data, Durability.FSYNC)
-            except AlreadyExists:  # an earlier repair was interrupted
-                await storage.flush("damaged", Durability.FSYNC)
         await _delete_roots(storage, version, newest)
         void = Record(
             REPAIR + world.token(12),

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tstore.errors import CommitOutcomeUnknown
+from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded, Inconsistent
 from tstore.format.objects.records import Record
 from tstore.format.tree.retention import Keep
 from tstore.log.history import Commit
@@ -230,8 +230,11 @@ def _check_outcomes(by_transaction: Mapping[str, int], history: History) -> Iter
         for outcome in attempt.outcomes:
             if isinstance(outcome, int) and outcome != version:
                 yield f"{name} was acknowledged as version {outcome}, but is {version} in the log"
-            failed = isinstance(outcome, BaseException) and not isinstance(outcome, CommitOutcomeUnknown)
-            if failed and attempt.hosts == 1 and version is not None:
+            undecided: tuple[type[BaseException], ...] = (CommitOutcomeUnknown,)
+            if attempt.hosts > 1:  # others may commit after the deadline of one, or of another start of it
+                undecided += (DeadlineExceeded, Inconsistent)
+            failed = isinstance(outcome, BaseException) and not isinstance(outcome, undecided)
+            if failed and version is not None:
                 yield f"{name} failed, but is version {version}: {type(outcome).__name__}: {outcome}"
         for reported in history.reported.get(name, ()):
             if reported != (actual := by_transaction.get(name)):

@@ -28,6 +28,7 @@ import random
 from collections.abc import AsyncIterator, Mapping
 
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
+from tstore.format.layout import is_record
 from tstore.simulation.virtual import Host
 from tstore.storage.base import Storage
 from tstore.storage.objects import (
@@ -84,6 +85,11 @@ class SharedObjects:
     def sync_folder(self, folder: str) -> None:
         """Make the keys in the folder and in the top folder durable, except those of unflushed objects."""
         self.volatile -= {key for key in self.volatile - self.unflushed if key.rpartition("/")[0] in ("", folder)}
+
+    def make_durable(self, key: str) -> None:
+        """Make an object durable."""
+        self.volatile.discard(key)
+        self.unflushed.discard(key)
 
     def sync(self) -> None:
         """Make everything durable."""
@@ -197,7 +203,12 @@ class HostStorage(Storage):
             if host.chance(0.3):
                 host.cut_off_until = self._loop.time() + host.random.uniform(0, 3 * _WAIT)
         if fault in ("", "unanswered", "retried", "repeated"):
-            storage.create(key, data, durable=durable)
+            try:
+                storage.create(key, data, durable=durable)
+            except AlreadyExists:
+                if durable and not is_record(key):  # a staged object makes nothing of others durable
+                    storage.make_durable(key)
+                raise
         host.log(f"create {key}: {fault}" if fault else f"creates {key}")
         if fault in ("late", "repeated"):
             self._loop.call_later(host.random.uniform(0, 3 * _WAIT), self._create_late, key, data, durable)
@@ -205,6 +216,8 @@ class HostStorage(Storage):
             await asyncio.sleep(_WAIT if fault != "late" else host.random.uniform(0, _WAIT))
         await host.step()
         if fault == "retried":
+            if durable and not is_record(key):
+                storage.make_durable(key)
             raise AlreadyExists(f"simulated: {key} exists already")
         if fault not in ("", "repeated"):
             raise Unavailable(f"simulated: create {key} was {fault}")

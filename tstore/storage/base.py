@@ -21,7 +21,9 @@ Every implementation maps its failures to these errors:
     Throttled       too many requests; `retry_after` if the server named a time
     Unavailable     no response, an incomplete one, or one that means "not now"
 
-After `Unavailable` or `Throttled` the outcome of a write is unknown, and only a read can tell.
+After `Unavailable` or `Throttled` the outcome of a write is unknown, and only a read can tell. After any other
+error the write has not taken effect, and never will. After `AlreadyExists` from a durable create, what exists is
+durable, even if its creator has died before it made it so (except for `StagedObject`).
 """
 
 from __future__ import annotations
@@ -86,7 +88,10 @@ class StagedObject(Protocol):
         """
 
     async def create(self, key: str) -> None:
-        """Create the object, as `Storage.create` does; after `AlreadyExists` another key can be tried."""
+        """Create the object, as `Storage.create` does.
+
+        After `AlreadyExists` another key can be tried; what exists may not be durable yet.
+        """
 
     async def discard(self) -> None:
         """Release what was staged. Always the last call, also after `create`."""

@@ -11,8 +11,7 @@
    this pause and one more attempt; if it asks for more, the last attempt starts when the deadline ends.
 4. A create without a response may have taken effect, or may still do so. If a later attempt finds that the key is
    taken, the object is therefore read back and compared: equal bytes mean that this create, or another with the
-   same bytes, succeeded, and its folder is flushed, since the creator may have failed before it did so; other
-   bytes mean `AlreadyExists`. A key that is taken at the first attempt means
+   same bytes, succeeded; other bytes mean `AlreadyExists`. A key that is taken at the first attempt means
    `AlreadyExists` as well. If a later attempt is refused, the outcome of the earlier one remains unknown, and the
    error is `Unavailable`.
 """
@@ -133,10 +132,8 @@ class RetryingStorage(Wrapper):
                     if not uncertain:
                         raise
                     taken = self._responded = True
-            if taken:
-                if not await self._equals(key, buffers):
-                    raise AlreadyExists(f"{self.url}: {key} exists already, with other contents")
-                await self.inner.flush(key.rpartition("/")[0], durability)
+            if taken and not await self._equals(key, buffers):
+                raise AlreadyExists(f"{self.url}: {key} exists already, with other contents")
 
         try:
             await self.around(request_of_put(key, buffers, mode), create)

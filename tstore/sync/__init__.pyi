@@ -614,7 +614,9 @@ class Transaction:
         `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
         Raise `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
         `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an
-        error nothing is committed, unless the outcome is unknown or absent hosts still deliver fragments."""
+        error nothing is committed, and never will be, with two exceptions: after `DeadlineExceeded`, absent hosts
+        may still deliver their fragments. After `CommitOutcomeUnknown`, call `commit` again once the storage
+        responds: it returns the version if the transaction is committed, and otherwise commits it."""
 
     def deliver(self) -> int | None:
         """Deliver this host's fragment, as durable as requested, without waiting for the other hosts.
@@ -935,8 +937,10 @@ def save(
     ------
     `AlreadyExists` (the step is saved already), `Conflict` (another writer saved the step to be overwritten),
     `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts), `NotFinite`, `InvalidArgument`,
-    `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are unchanged. The step may still be saved after
-    `CommitOutcomeUnknown`, or if other hosts finish this attempt."""
+    `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are unchanged. After an error the step is not saved, and
+    never will be, with two exceptions: after `DeadlineExceeded`, absent hosts may still deliver their parts. After
+    `CommitOutcomeUnknown`, a repeated save tells: it raises `AlreadyExists` if the step is saved, or returns the
+    version if it has several hosts and the same attempt."""
 
 def save_async(
     store: str | os.PathLike[str] | Store,

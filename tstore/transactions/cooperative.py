@@ -17,7 +17,9 @@
    each does the work of hosts that died after they delivered: it merges complete blocks, and commits. Any process
    may do so later (`finish`). Each of them creates the claim, or reads it, before it appends the record.
 6. Every wait has a deadline, whose error names the absent hosts. If a host dies before it delivers its fragment,
-   the transaction is never committed.
+   the transaction is never committed. From the creation of its fragment on, a host can't tell what others do: its
+   errors are `CommitOutcomeUnknown`, except for those that every host would get, and the deadline. It may deliver
+   the same fragment again, and wait once more.
 7. A host that gives up, and will save again as another transaction, withdraws this one (`withdraw`), so that a
    late host can't commit its fragment together with values of a later moment. It creates the claim to the top
    level with another content: "withdrawn by" and its number. Exactly one creation of that object succeeds:
@@ -37,18 +39,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import numbers
+from collections.abc import AsyncIterator
 
 from msgspec.structs import replace
 
 from tstore.errors import (
     AlreadyExists,
+    CommitOutcomeUnknown,
     Conflict,
     DeadlineExceeded,
     Inconsistent,
     InvalidArgument,
     NotFound,
+    TStoreError,
+    Unavailable,
 )
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.object_ref import ObjectRef
@@ -99,13 +106,16 @@ class CooperativeCommit:
     async def commit(self, fragment: Fragment, timeout: float) -> int:
         """Deliver this host's fragment, and return the version once the transaction is committed."""
         waiter = _Waiter(self, fragment.base, timeout)
-        version = await self.deliver(fragment)
-        return await waiter.wait() if version is None else version
+        await self._create_fragment(fragment)
+        async with self._delivered(fragment.base):
+            version = await self._climb()
+            return await waiter.wait() if version is None else version
 
     async def deliver(self, fragment: Fragment) -> int | None:
         """Deliver this host's fragment; commit and return the version if it was the last one, else None."""
         await self._create_fragment(fragment)
-        return await run_to_end(self.append()) if await self.fragments.climb() else None
+        async with self._delivered(fragment.base):
+            return await self._climb()
 
     async def withdraw(self, base: int) -> int | None:
         """Decide that the transaction is never committed; return its version if it is committed already.
@@ -183,6 +193,37 @@ class CooperativeCommit:
 
         return await self.log.append(record, validate, durability)
 
+    async def _climb(self) -> int | None:
+        """Merge the blocks that are complete; commit and return the version if all are, else None."""
+        return await run_to_end(self.append()) if await self.fragments.climb() else None
+
+    @contextlib.asynccontextmanager
+    async def _delivered(self, base: int) -> AsyncIterator[None]:
+        """Raise `CommitOutcomeUnknown` for an error in the block after which other hosts may still commit."""
+        try:
+            yield
+        except (Conflict, Inconsistent, CommitOutcomeUnknown):
+            raise  # the first two follow from what is stored, so every other host gets them too
+        except Exception as error:
+            try:
+                await self.log.check_not_condemned(self.member.transaction, base)
+            except Conflict:
+                raise
+            except TStoreError as failure:
+                error.add_note(f"whether a garbage collection has condemned the transaction is unknown: {failure}")
+            if isinstance(error, DeadlineExceeded):
+                raise
+            raise self._outcome_unknown(error) from error
+
+    def _outcome_unknown(self, cause: Exception) -> CommitOutcomeUnknown:
+        transaction = self.member.transaction
+        return CommitOutcomeUnknown(
+            f"{self._storage.url}: host {self.member.host} of transaction {self.member.name!r} may have delivered "
+            f"its fragment before it failed ({cause}), so the other hosts may or may not commit it; call "
+            f"store.outcome({transaction!r}) later",
+            transaction,
+        )
+
     async def _create_fragment(self, fragment: Fragment) -> None:
         key, data = self.member.fragment_key(0, self.member.host), encode(fragment)
         if self.member.hosts <= FAN_IN or self.member.host % FAN_IN == 0:  # one host of each block is enough
@@ -191,7 +232,23 @@ class CooperativeCommit:
             f"host {self.member.host} has already delivered a different fragment of transaction "
             f"{self.member.name!r}; was it started twice? A restarted job needs another attempt"
         )
-        await self._create_once(key, data, self.durability, refusal)
+        try:
+            await self._create_once(key, data, self.durability, refusal)
+        except Inconsistent:
+            raise
+        except Exception as error:
+            if await self._may_appear(key, error):
+                raise self._outcome_unknown(error) from error
+            raise
+
+    async def _may_appear(self, key: str, failure: Exception) -> bool:
+        """Return whether an object whose creation failed exists, or may exist later."""
+        if not isinstance(failure, TStoreError) or isinstance(failure, Unavailable):
+            return True
+        try:
+            return await self._storage.size(key) is not None
+        except TStoreError:
+            return True
 
     async def _check_hosts(self, first_digits: str) -> None:
         """Raise `Inconsistent` if a host whose number starts with these digits delivered with another `hosts`."""
@@ -222,7 +279,6 @@ class CooperativeCommit:
         except AlreadyExists:
             if await self._storage.get(key) != data:
                 raise Inconsistent(f"{self._storage.url}: {refusal}", [key]) from None
-            await self._storage.flush(self.member.folder, durability)  # its creator may have died before its flush
 
 
 class _Waiter:

@@ -69,10 +69,7 @@ class Decision:
         try:
             await self._storage.create(self._key, claim, self._durability)
         except AlreadyExists:
-            if self._withdrawing_host(await self._storage.get(self._key)) is None:
-                return False
-            # its creator may have died before its flush
-            await self._storage.flush(self._member.folder, self._durability)
+            return self._withdrawing_host(await self._storage.get(self._key)) is not None
         return True
 
     def _check(self, claim: bytes) -> None:

@@ -19,7 +19,7 @@ class Lifecycle:
 
     Operations may run concurrently. A commit or abort waits for the operations that started before it; operations
     that start later raise `Misuse`. In the state "delivered", the fragment of this host is stored, and another
-    host commits.
+    host commits. In the state "undecided", `CommitOutcomeUnknown` was raised; another commit decides.
     """
 
     def __init__(self, url: str) -> None:
@@ -28,12 +28,12 @@ class Lifecycle:
         self._under_way = 0
         self._idle: asyncio.Event | None = None  # while a commit or abort waits
         self._error: Exception | None = None
-        self.state: Literal["open", "committing", "committed", "delivered", "aborted"] = "open"
+        self.state: Literal["open", "committing", "committed", "delivered", "undecided", "aborted"] = "open"
 
     @property
     def ended(self) -> bool:
         """Whether the transaction has ended, even if the outcome of its commit is unknown."""
-        return self.state in ("committed", "delivered", "aborted")
+        return self.state not in ("open", "committing")
 
     @property
     def inherited(self) -> bool:
@@ -45,6 +45,11 @@ class Lifecycle:
         if self.inherited:
             raise Misuse(
                 f"{self._url}: a forked process cannot continue a transaction of its parent; open a new one"
+            )
+        if self.state == "undecided":
+            raise Misuse(
+                f"the outcome of the commit of this transaction on {self._url} is unknown; call commit() again to "
+                "learn it"
             )
         if self.state != "open":
             raise Misuse(f"this transaction on {self._url} is {self.state}; open a new one")
@@ -72,8 +77,9 @@ class Lifecycle:
             self._idle.set()
 
     def start_commit(self) -> None:
-        """Refuse operations from now on; raise `Misuse` unless the transaction is open."""
-        self.check_open()
+        """Refuse operations from now on; raise `Misuse` unless the transaction is open, or undecided."""
+        if self.state != "undecided" or self.inherited:
+            self.check_open()
         self.state = "committing"
 
     async def wait_idle(self) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from tstore.array import Array
-from tstore.errors import DeadlineExceeded, Misuse, NotFound, SourceCondemned
+from tstore.errors import CommitOutcomeUnknown, Misuse, NotFound, SourceCondemned
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.codecs import Codecs
 from tstore.format.objects.object_ref import ObjectRef
@@ -78,6 +78,7 @@ class Transaction:
         self._staging = Staging(log, tags, isolation, durability, member)
         self._lifecycle = self._staging.lifecycle
         self.id = self._staging.transaction
+        self._sealed: Record | None = None  # what remains to be appended, or delivered as a fragment
         self.version: int | None = None
         self.retries: list[Retry] = []
 
@@ -173,7 +174,9 @@ class Transaction:
         `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
         Raise `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
         `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an
-        error nothing is committed, unless the outcome is unknown or absent hosts still deliver fragments.
+        error nothing is committed, and never will be, with two exceptions: after `DeadlineExceeded`, absent hosts
+        may still deliver their fragments. After `CommitOutcomeUnknown`, call `commit` again once the storage
+        responds: it returns the version if the transaction is committed, and otherwise commits it.
         """
         seconds = checked_commit_timeout(timeout)  # before anything changes, so that the transaction stays open
         version = await self._end(lambda commit, fragment: commit.commit(fragment, seconds))
@@ -213,37 +216,45 @@ class Transaction:
             await self._staging.delete_heartbeat()
 
     async def _commit(self, deliver: Deliver) -> int | None:
+        repeated = self._sealed is not None  # after `CommitOutcomeUnknown`
+        record = self._sealed = self._sealed or await self._seal()
         try:
-            await self._lifecycle.wait_idle()
-            self._lifecycle.check_unfailed()
-            manifest = await self._staging.seal()
-        except BaseException as error:
-            self._lifecycle.state = "aborted"
-            await run_to_end(self._staging.discard())
-            if isinstance(error, NotFound):
-                await self._staging.check_not_condemned()
-            raise
-        try:
-            record = self._record(self._staging.tree.base.version, manifest)
             if self._member is None:
-                await self._append(record)
+                await self._append(record, repeated)
             else:
                 member = self._member
                 fragment = fragment_from_record(record, member.host, member.hosts, self._staging.structure_check)
                 commit = CooperativeCommit(self._log, member, self._durability)
                 self.version = await deliver(commit, fragment)
                 self._lifecycle.state = "delivered"
-        except (NotFound, DeadlineExceeded):
+        except NotFound:
             await self._staging.check_not_condemned()
+            raise
+        except CommitOutcomeUnknown:
+            self._lifecycle.state = "undecided"
             raise
         finally:
             if self.version is not None:
                 self._lifecycle.state = "committed"
-            elif self._lifecycle.state != "delivered":
+            elif self._lifecycle.state == "committing":
                 self._lifecycle.state = "aborted"
         return self.version
 
-    async def _append(self, record: Record) -> None:
+    async def _seal(self) -> Record:
+        """Write what the record refers to, and return the record; after an error the transaction is aborted."""
+        try:
+            await self._lifecycle.wait_idle()
+            self._lifecycle.check_unfailed()
+            manifest = await self._staging.seal()
+            return self._record(self._staging.tree.base.version, manifest)
+        except BaseException as error:
+            self._lifecycle.state = "aborted"
+            await run_to_end(self._staging.discard())
+            if isinstance(error, NotFound):
+                await self._staging.check_not_condemned()
+            raise
+
+    async def _append(self, record: Record, repeated: bool) -> None:
         await give_way()
         changes = self._staging.changes()
         await give_way()
@@ -256,18 +267,19 @@ class Transaction:
                 self.retries.append(retry)
             if retry is not None or revised:
                 base = record.base if retry is None else retry.version
-                record = self._record(base, await self._staging.manifest())
+                record = self._sealed = self._record(base, await self._staging.manifest())
             return record
 
-        # a serializable transaction takes part in no group commit, so it passes no changes
-        shared = changes if self._isolation == "snapshot" else None
+        # A serializable transaction takes part in no group commit, so it passes no changes. Nor does a repeated
+        # one: only alone it finds a record that it shared with others.
+        shared = changes if self._isolation == "snapshot" and not repeated else None
         try:
             await self._enqueue(record, validate, shared)
         except SourceCondemned:
             if not self._staging.tree.drop_merges():
                 raise
             # perhaps nothing but a merge refers to what was condemned
-            record = self._record(record.base, await self._staging.manifest())
+            record = self._sealed = self._record(record.base, await self._staging.manifest())
             await self._enqueue(record, validate, shared)
 
     async def _enqueue(self, record: Record, validate: Validate, changes: Changes | None) -> None:
@@ -276,6 +288,8 @@ class Transaction:
             await commit.outcome()
         finally:
             self.version = commit.version  # known also if this task was cancelled
+            if isinstance(commit.error, CommitOutcomeUnknown):
+                self._lifecycle.state = "undecided"
 
     def _record(self, base: int, manifest: ObjectRef | Manifest) -> Record:
         staged, tags = self._staging.tree, self._staging.tags

@@ -2,11 +2,15 @@
 
 1. Its bytes are written under a temporary name, `.<prefix>.<random>.tmp`, and made durable (fsync). The prefix
    is usually a digest of the file's name. If several names are tried, the bytes are written only once.
-2. link(2) gives the file its name, and fails if the name exists. If link(2) reports "exists" but the temporary
-   file has two links, the reply to our link was lost (NFS), and the file was created. If links are not supported,
+2. link(2) gives the file its name, and fails if the name exists. If it reports an error although the name is that
+   of the temporary file, the reply was lost (as on NFS), and the file was created. If links are not supported,
    renameat2(RENAME_NOREPLACE) replaces steps 2 and 3.
-3. The temporary name is removed.
-4. The folder is made durable (fsync).
+3. The temporary name is removed. If that fails it stays, and costs only space (`Storage.sweep`).
+4. The folder is made durable (fsync). If that fails, for whatever reason, the file exists but may not survive a
+   power failure, so the error is `Unavailable`.
+
+If the name exists already, the process that created it may have been killed before step 4. So whoever finds it
+makes it durable (`sync_existing`), unless it only looks for a free name.
 
 A process killed before step 2 leaves the temporary file; a process killed after it leaves the whole file. The
 temporary file of an upload (`pack.LocalUpload`, or an upload to `tstore serve`) is locked with flock(2) while its
@@ -32,11 +36,11 @@ from typing import NoReturn, Self
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.runtime.pool import run
 from tstore.runtime.quick_calls import QuickCalls
+from tstore.storage.local.linking import give_name
 from tstore.storage.objects import Buffers, BufferStream, Durability
 
 __all__ = [
     "IOV_MAX",
-    "NO_LINKS",
     "LocalStagedObject",
     "StagedFile",
     "fsync_folder",
@@ -48,13 +52,10 @@ __all__ = [
     "remove_unfinished",
     "rest_of",
     "start_writeback",
+    "sync_existing",
     "write_all",
 ]
 
-NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}
-"""The errors of link(2) where files can't be linked."""
-_AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only
 if _sync_file_range is not None:
@@ -156,19 +157,28 @@ class StagedFile:
     def publish(self, path: str) -> None:
         """Link the file to its name, on the same file system; call `sync` first.
 
-        Raise FileExistsError if the name is taken; then another name can be tried.
+        Raise FileExistsError if the name is taken; then another name can be tried. After `Unavailable` the file
+        may exist; after any other error it does not.
         """
-        _link(self._temporary, path)
+        give_name(self.fd, self._temporary, path)
         self.close()
         if self._durability is Durability.FSYNC:
-            fsync_folder(os.path.dirname(path) or ".")
+            folder = os.path.dirname(path) or "."
+            try:
+                fsync_folder(folder)
+            except OSError as error:
+                raise Unavailable(
+                    f"{path} was created, but can't fsync {folder}: {error.strerror or error}, so a power failure "
+                    "may undo that; try again, or check the disk"
+                ) from error
 
     def close(self) -> None:
-        """Close the file and remove its temporary name; may be called more than once."""
+        """Close the file and remove its temporary name, if that is possible; may be called more than once."""
         if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-            with contextlib.suppress(FileNotFoundError):
+            fd, self.fd = self.fd, -1
+            with contextlib.suppress(OSError):  # what was synced stays
+                os.close(fd)
+            with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
 
     def remove_abandoned(self) -> None:
@@ -280,6 +290,17 @@ def fsync_folder(folder: str) -> None:
         os.close(fd)
 
 
+def sync_existing(path: str) -> None:
+    """Make an existing file and its name durable, unless it is deleted meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    fsync_folder(os.path.dirname(path) or ".")
+
+
 def start_writeback(fd: int, offset: int, size: int) -> None:
     """Ask the system, if it can, to start writing these bytes to the disk, without waiting."""
     if _sync_file_range is not None:
@@ -325,8 +346,11 @@ class LocalStagedObject:
         with mapped_errors("create", path):
             if self._file is None:
                 self._file = self._write(os.path.dirname(path))
-            self._file.publish(path)
-        self._file = None
+            try:
+                self._file.publish(path)
+            finally:
+                if self._file.fd < 0:  # it has its name
+                    self._file = None
 
     def _write(self, folder: str) -> StagedFile:
         self._make_folder(folder, self._durability)
@@ -343,31 +367,3 @@ class LocalStagedObject:
 def name_digest(path: str) -> str:
     """Return the prefix of a file's temporary files: a digest of its name, since the name could be too long."""
     return hashlib.blake2b(os.fsencode(os.path.basename(path)), digest_size=8).hexdigest()
-
-
-def _link(temporary: str, path: str) -> None:
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        if os.stat(temporary).st_nlink != 2:  # 2: the link was made, but its reply was lost
-            raise
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        _rename_no_replace(temporary, path)
-
-
-def _rename_no_replace(temporary: str, path: str) -> None:
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    error_number = errno.ENOSYS
-    if renameat2 is not None:
-        source, target = os.fsencode(temporary), os.fsencode(path)
-        if not renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_NOREPLACE):
-            return
-        error_number = ctypes.get_errno()
-    if error_number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        raise Denied(
-            f"{path}: the file system supports neither link(2) nor renaming without replacing, so files can't be "
-            "created atomically; use another file system"
-        )
-    raise OSError(error_number, os.strerror(error_number), path)

@@ -16,6 +16,7 @@ from tstore.storage.local.atomic_file import (
     open_regular,
     rest_of,
     start_writeback,
+    sync_existing,
     write_all,
 )
 from tstore.storage.objects import Buffers, BufferStream, Durability, too_short
@@ -125,6 +126,9 @@ class LocalUpload:
             try:
                 self._file.sync()
                 self._file.publish(self._path)
+            except FileExistsError:
+                sync_existing(self._path)
+                raise
             except FileNotFoundError as error:
                 raise Unavailable(
                     f"{self._path} could not be created: its temporary file was removed, perhaps by another "

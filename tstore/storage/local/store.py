@@ -53,6 +53,7 @@ from tstore.storage.local.atomic_file import (
     mapped_errors,
     new_file,
     remove_unfinished,
+    sync_existing,
     write_all,
 )
 from tstore.storage.local.listing import Listing
@@ -293,11 +294,17 @@ class LocalStorage(Storage):
     def _create(self, key: str, buffers: Buffers, durability: Durability) -> None:
         path = self.path(key)
         with mapped_errors("create", path):
-            if os.path.lexists(path):  # a race that is already lost should cost no write and no fsync
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            self.make_folder(os.path.dirname(path), durability)
-            with new_file(path, durability) as fd:
-                write_all(fd, buffers, 0)
+            try:
+                if os.path.lexists(path):  # a race that is already lost should cost no write
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+                self.make_folder(os.path.dirname(path), durability)
+                with new_file(path, durability) as fd:
+                    write_all(fd, buffers, 0)
+            except FileExistsError:
+                if durability is Durability.FSYNC:
+                    self._make_durable(os.path.dirname(path))
+                    sync_existing(path)
+                raise
 
     def _replace(self, key: str, buffers: Buffers) -> None:
         path = self.path(key)
