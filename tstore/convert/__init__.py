@@ -8,7 +8,8 @@
    torch.distributed.checkpoint; `torch_file`: files of torch.save. `orbax`: Orbax checkpoints.
 3. `importing`: checkpoints of all these formats. `layouts` and `low_bits`: quantized arrays in safetensors files
    that keep their low bits. `exporting`: safetensors files and Hugging Face folders. `gguf_export`: GGUF files.
-4. Plain Zarr folders. `folder`: the files of one; `zarr_v2`: v2 metadata as that of v3; `zarr_folder`: folders
+4. Plain Zarr folders. `folder`: the files of one; `redirects`: servers that lead to others, and may not learn
+   credentials; `zarr_v2`: v2 metadata as that of v3; `zarr_folder`: folders
    read in place; `zarr_import` and `zarr_export`: whole folders; `references`: kerchunk files that refer to chunks
    in packs; `tensorstore_spec`: plain arrays opened by the specs of TensorStore.
 """

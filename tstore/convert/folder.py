@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tstore.convert.files import open_file
+from tstore.convert.redirects import without_leaks
 from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, Unavailable, UnsupportedFormat
 from tstore.format.arguments import checked_text, quote
 from tstore.runtime.pool import WORKERS
@@ -29,7 +30,8 @@ class Folder:
             raise InvalidArgument(f"{quote(url)} has a NUL; pass a path or URL without one")
         checked_text("path or URL", url)
         try:
-            self._fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
+            file_system, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
+            self._fs = without_leaks(file_system, url)
             self._fs.invalidate_cache()  # of listings: another program may have written files since
         except Exception as error:  # each file system raises those of its library
             raise InvalidArgument(f"{quote(url)} can't be opened by fsspec: {error}") from error
