@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ AnyProjection = Projection | PointProjection
 
 _BATCH_PIECES = 512  # at most in a batch
 _LOOKUPS = 4096  # chunks that are looked up in segments at once
+_READ = 4 << 20  # bytes of an unencoded chunk that are read together if they can't be read into the result
+_DECODED = 16 << 20  # bytes of values that are decoded together to select a part of them
+_APART = 2 * BLOCK  # bytes between elements that are not read together
 _MAX_SHOWN = 5  # requests that are listed
 
 
@@ -181,13 +185,64 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Fill) -> Iterator[Piece]:
 
 
 def _chunk_pieces(job: ReadJob, row: ChunkRow, projection: Projection) -> Iterator[ChunkPiece]:
-    """Yield the pieces of one chunk; raise `Corrupt` for an impossible length."""
-    piece = ChunkPiece.from_projection(job, row, projection)
-    tiles = None if projection.full or row.length <= BLOCK else job.meta.chain.tiles(projection.inside)
-    if tiles is None:
+    """Yield the pieces of one chunk; raise `Corrupt` for an impossible length.
+
+    A part of a long chunk is read and, if it is in eXmY tiles, decoded piece by piece, without what lies between.
+    """
+    piece, chain = ChunkPiece.from_projection(job, row, projection), job.meta.chain
+    if row.length <= BLOCK:
         yield piece
+    elif chain.has_tiles and not projection.full:
+        header_size = chain.tile_range(0, 1).header_size  # every part needs it
+        for part in _parts(job, projection, max(_DECODED, 16 * header_size)):
+            tiles = chain.tiles(part.inside)
+            assert tiles is not None
+            yield from box_tile_pieces(job, row, part, tiles)
+    elif chain.identity and piece.size > _READ and piece.destination() is None:
+        for part in _parts(job, projection, _READ):
+            yield ChunkPiece.from_projection(job, row, part)
     else:
-        yield from box_tile_pieces(job, row, projection, tiles)
+        yield piece
+
+
+def _parts(job: ReadJob, projection: Projection, limit: int) -> Iterator[Projection]:
+    """Divide the selected elements of a chunk into parts, each within about `limit` bytes of the decoded chunk.
+
+    Elements that are several blocks apart along an axis are in different parts: of float32 [4096, 1 << 20],
+    `[::1024, :9]` has four parts, and `[:100, 7]` one hundred.
+    """
+    counts = [len(range(s.start, s.stop, s.step)) for s in projection.inside]
+    axis = next((k for k, count in enumerate(counts) if count > 1), None)
+    if axis is None:
+        yield projection
+        return
+    inside, result = projection.inside[axis], projection.result[axis]
+    row_bytes = math.prod(job.meta.chunks[axis + 1 :]) * job.meta.dtype.itemsize
+    per_part = 1 if row_bytes * inside.step > _APART else max(1, limit // row_bytes)  # indices along the axis
+    selected, targets = range(inside.start, inside.stop, inside.step), range(*result.indices(job.out.shape[axis]))
+    start = 0
+    while start < len(selected):
+        edge = selected[start] // per_part * per_part + per_part
+        stop = (
+            min(len(selected), start + -(-(edge - selected[start]) // inside.step)) if per_part > 1 else start + 1
+        )
+        stop = min(stop, len(selected))
+        at = targets[start:stop]
+        end = at.stop if at.stop >= 0 else None  # a negative one would count from the end of the axis
+        part = projection._replace(
+            inside=_with(projection.inside, axis, slice(selected[start], selected[stop - 1] + 1, inside.step)),
+            result=_with(projection.result, axis, slice(at.start, end, at.step)),
+            full=False,
+        )
+        if per_part == 1:
+            yield from _parts(job, part, limit)
+        else:
+            yield part
+        start = stop
+
+
+def _with(slices: tuple[slice, ...], axis: int, part: slice) -> tuple[slice, ...]:
+    return (*slices[:axis], part, *slices[axis + 1 :])
 
 
 def _references(
