@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -205,13 +206,15 @@ async def test_the_sample_of_an_array_represents_all_of_it(
 
 
 class Reads:
-    """Counts the bytes of values read from each array."""
+    """Counts the reads of each array, and the bytes of values read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes: dict[str, int] = {}
+        self.calls: Counter[str] = Counter()
         read_chunks, read_local = tstore.snapshot.read_chunks, tstore.snapshot.read_local
 
         def count(job: Any) -> None:
+            self.calls[job.path] += 1
             self.bytes[job.path] = self.bytes.get(job.path, 0) + job.out.nbytes
 
         async def counting(storage: Any, jobs: Any) -> None:
@@ -504,6 +507,21 @@ async def test_the_header_of_a_chunk_costs_no_width(tmp_path: Path, bits: float,
     await tstore.save(tmp_path, {"w": values(4096, 64)}, 0)
     report = await tstore.quantize(tmp_path, bits=bits, coding="packed", **settings)
     assert bits - 0.01 < report.bits_per_value < bits + 0.01
+
+
+async def test_a_chunk_that_is_decoded_whole_is_decoded_once_in_each_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("values", "encoding"):
+        monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
+    store, x = await tstore.open(tmp_path), values(512, 128)
+    async with store.transaction(tag="step/0") as tx:
+        await (await tx.create_array("w", x.shape, "f4", x.shape, codecs=["bytes", "zstd"])).write(x)
+    reads = Reads(monkeypatch)
+    report = await tstore.quantize(store, "e4m3", memory=0)
+    assert reads.calls["w"] <= 4  # the array has 16 slabs
+    expected = exmy.quantize(x, "e4m3")
+    assert report.arrays[0].noise == expected.measure(x)[0].noise
 
 
 async def test_a_budget_that_all_bits_fit_is_refused(tmp_path: Path) -> None:

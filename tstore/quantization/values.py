@@ -30,6 +30,8 @@ SLAB = 16 << 20
 MEMORY = 256_000_000
 """Bytes of values that a quantization caches by default, so as not to read them again."""
 
+_STREAMS = 4  # arrays that are read slab by slab at the same time
+
 _SAMPLE_BYTES = 4 << 20
 """Bytes of values in a sample of an array, which suffice for the sizes and errors of all formats."""
 
@@ -124,7 +126,10 @@ class ValueCache:
         size = sum(metas[path].nbytes for path in absent)
         if size > SLAB and not self._make_room(size):
             slabs = [self._slabs.pop() if self._slabs else ReusedMemory() for _ in batch]
-            yield [await _streamed_values(snapshot, path, slab) for path, slab in zip(batch, slabs, strict=True)]
+            size = self._limit // _STREAMS
+            yield [
+                await _streamed_values(snapshot, path, slab, size) for path, slab in zip(batch, slabs, strict=True)
+            ]
             self._slabs += slabs
             return
         self._size += size
@@ -185,17 +190,50 @@ class ReusedMemory:
         return self._memory[:size]
 
 
-async def _streamed_values(snapshot: Snapshot, path: str, slab: ReusedMemory) -> Values:
-    """Return the values of an array, which are read from the store at each use."""
+async def _streamed_values(snapshot: Snapshot, path: str, memory: ReusedMemory, size: int) -> Values:
+    """Return the values of an array, which are read from the store at each use.
+
+    If chunks are only decoded whole, `read` decodes them for several slabs at once: as many as fit in `size`
+    bytes, or in the size of a chunk, which is in memory anyway.
+    """
     loop, array = asyncio.get_running_loop(), await snapshot.array(path)
+    meta = snapshot.tree.nodes[path].meta
+    is_decoded_whole = not (meta.chain.identity or meta.chain.has_parts)
+    band_size = max(size, meta.chunk_size * meta.dtype.itemsize) if is_decoded_whole else 0
+    band: Region = ()
+    band_values: npt.NDArray[Any] = np.empty(0)
 
     def read(region: Region) -> npt.NDArray[Any]:
-        view = array[region]
-        out = slab.take(view.nbytes).view(view.dtype).reshape(view.shape)
-        values = snapshot.read_in_this_thread(view, out)
-        return values if values is not None else asyncio.run_coroutine_threadsafe(view.read(out), loop).result()
+        nonlocal band, band_values
+        if not (band and all(map(_contains, band, region))):
+            band = _band(meta, region, band_size)
+            view = array[band]
+            out = memory.take(view.nbytes).view(view.dtype).reshape(view.shape)
+            values = snapshot.read_in_this_thread(view, out)
+            band_values = (
+                values if values is not None else asyncio.run_coroutine_threadsafe(view.read(out), loop).result()
+            )
+        return band_values[
+            tuple(slice(r.start - b.start, r.stop - b.start) for r, b in zip(region, band, strict=True))
+        ]
 
-    return Values(path, snapshot.tree.nodes[path].meta, read)
+    return Values(path, meta, read)
+
+
+def _contains(outer: slice, inner: slice) -> bool:
+    return bool(outer.start <= inner.start and inner.stop <= outer.stop)
+
+
+def _band(meta: ArrayMeta, region: Region, size: int) -> Region:
+    """Return a slab extended by those after it, to about `size` bytes, and up to the edge of a chunk if it can."""
+    axis = next((k for k, (r, n) in enumerate(zip(region, meta.shape, strict=True)) if r.stop - r.start > 1), None)
+    if axis is None or region[axis].stop - region[axis].start == meta.shape[axis]:
+        return region
+    start, chunk = region[axis].start, meta.chunks[axis]
+    row_bytes = math.prod(r.stop - r.start for r in region[axis + 1 :]) * meta.dtype.itemsize
+    stop = start + size // max(1, row_bytes)
+    stop = max(stop // chunk * chunk if stop // chunk * chunk > start else stop, region[axis].stop)
+    return (*region[:axis], slice(start, min(stop, meta.shape[axis])), *region[axis + 1 :])
 
 
 def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[str]]:
