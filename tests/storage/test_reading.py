@@ -17,7 +17,7 @@ from tests.support.gcs_endpoint import Endpoint as GcsEndpoint
 from tests.support.gcs_endpoint import Fault, Wrong
 from tests.support.s3_endpoint import Endpoint as S3Endpoint
 from tests.support.s3_endpoint import error as s3_error
-from tstore.errors import Denied, NotFound, TStoreError
+from tstore.errors import Denied, InvalidArgument, NotFound, TStoreError
 from tstore.storage.objects import Durability
 
 
@@ -178,3 +178,30 @@ async def test_a_store_that_only_a_server_of_files_holds_is_read_in_every_mode()
             assert await tstore.steps(store) == [0]
             with pytest.raises(Denied):
                 await tstore.save(store, tree(1), step=1)
+
+
+@pytest.mark.parametrize("kind", ["s3", "gcs"])
+@pytest.mark.parametrize("mode", ["r", "a"])
+async def test_a_bucket_that_was_deleted_under_an_open_store_is_named(kind: str, mode: Any) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        if kind == "s3":
+            amazon = await stack.enter_async_context(S3Endpoint().running())
+            url, options = "s3://checkpoints/run", amazon.options()
+        else:
+            google = GcsEndpoint()
+            await stack.enter_async_context(google.running())
+            url, options = f"gs://{google.new_bucket()}/run", {"endpoint_url": google.url, "token": "anon"}
+        async with await tstore.open(url, storage_options=options) as writer:
+            await tstore.save(writer, tree(0), step=0)
+        store = await stack.enter_async_context(await tstore.open(url, mode, storage_options=options))
+        assert await tstore.steps(store) == [0]
+        if kind == "s3":
+            amazon.bucket_exists = False
+        else:
+            google.buckets.clear()
+        calls = [store.snapshot, lambda: tstore.restore(store), store.verify, lambda: tstore.steps(store)]
+        if mode == "a":
+            calls += [lambda: tstore.save(store, tree(1), step=1), store.collect]
+        for call in calls:
+            with pytest.raises(InvalidArgument, match=r"bucket .* does not exist"):
+                await call()

@@ -14,7 +14,17 @@ from tstore.storage.gcs.credentials import Credentials
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import FORBIDDEN, retry_after, sanitize, status_error
 
-__all__ = ["ListPage", "Metadata", "Problem", "age", "decode", "mapped_error", "read_problem", "server_time"]
+__all__ = [
+    "ListPage",
+    "Metadata",
+    "Problem",
+    "age",
+    "decode",
+    "mapped_error",
+    "read_problem",
+    "says_no_object",
+    "server_time",
+]
 
 _MAX_SIZE = 8 << 20  # bytes of a page of a listing: a thousand names of 1024 bytes each, heavily escaped
 _THROTTLED = ("rateLimitExceeded", "userRateLimitExceeded")
@@ -65,6 +75,11 @@ async def read_problem(response: Response) -> Problem:
         return msgspec.json.decode(body, type=_Refused).error
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Problem(body[:300].decode("utf-8", "replace"))
+
+
+def says_no_object(problem: Problem) -> bool:
+    """Return whether a 404 is about an object, as opposed to its bucket."""
+    return problem.message.startswith("No such object")
 
 
 def mapped_error(

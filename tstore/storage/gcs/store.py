@@ -10,8 +10,8 @@ downloads. Like gcloud and google.auth, the requests use the proxies of the envi
    contains the checksum of the stored object; it is compared too, for servers that do not check.
 3. The metadata contain a token that is unique to the upload. If the response is 412 (the name is taken), the token
    of the stored object is read. If it is ours, the server or a proxy repeated a request that had succeeded.
-4. A 404 may mean that the bucket does not exist. Unless the response names the object, or the bucket is known to
-   exist, a listing of at most one name decides. The error names the bucket.
+4. A 404 may mean that the bucket does not exist, or does not exist any more. Unless the response names the object,
+   as Google's does, a listing of at most one name decides. The error names the bucket.
 5. A response of 401 means that the request had no effect. If the credentials can be renewed, the request is
    repeated once.
 """
@@ -36,7 +36,16 @@ from tstore.runtime import world
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.gcs.credentials import Credentials
-from tstore.storage.gcs.responses import ListPage, Metadata, age, decode, mapped_error, read_problem, server_time
+from tstore.storage.gcs.responses import (
+    ListPage,
+    Metadata,
+    age,
+    decode,
+    mapped_error,
+    read_problem,
+    says_no_object,
+    server_time,
+)
 from tstore.storage.http.body import Response
 from tstore.storage.http.proxies import environment_proxy
 from tstore.storage.http.responses import check_data, sanitize
@@ -94,7 +103,6 @@ class GcsStorage(Storage):
         self._tls = None if ca_file is None else tls_context(ca_file)
         self._timeout = checked_timeout(timeout)
         self._session: Session | None = None
-        self._bucket_checked = False
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         async with self._data(key, {}) as response:
@@ -203,26 +211,17 @@ class GcsStorage(Storage):
         """Yield the response with an object's bytes; with a `Range` header it has part of them, or status 416."""
         name = quote(self._name(key), safe="")
         accepted = (200, 206, 416) if headers else (200,)
-        try:
-            async with self._request(
-                "GET", "download/storage/v1", name, {"alt": "media"}, self._label(key), headers, accepted=accepted
-            ) as response:
-                check_data(response, self._label(key))
-                yield response
-        except NotFound:
-            await self._check_bucket()
-            raise
+        async with self._request(
+            "GET", "download/storage/v1", name, {"alt": "media"}, self._label(key), headers, accepted=accepted
+        ) as response:
+            check_data(response, self._label(key))
+            yield response
 
     async def _metadata(self, key: str, fields: str) -> tuple[Metadata, datetime.datetime | None]:
         label = self._label(key)
-        try:
-            async with self._request(
-                "GET", "storage/v1", quote(self._name(key), safe=""), {"fields": fields}, label
-            ) as response:
-                return await decode(response, Metadata, label), server_time(response)
-        except NotFound:
-            await self._check_bucket()
-            raise
+        name = quote(self._name(key), safe="")
+        async with self._request("GET", "storage/v1", name, {"fields": fields}, label) as response:
+            return await decode(response, Metadata, label), server_time(response)
 
     async def _is_ours(self, key: str, upload_token: str) -> bool:
         """Return whether the stored object is from the upload with this token."""
@@ -234,15 +233,12 @@ class GcsStorage(Storage):
 
     async def _check_bucket(self) -> None:
         """Raise `InvalidArgument` if the bucket does not exist, unless permissions hide that."""
-        if self._bucket_checked:
-            return
         with contextlib.suppress(Denied):  # permission to read objects does not include listing them
             try:
                 async with self._request("GET", "storage/v1", "", {"maxResults": "1", "fields": "kind"}, self.url):
                     pass
             except NotFound:
                 raise self._no_bucket() from None
-        self._bucket_checked = True
 
     def _no_bucket(self) -> TStoreError:
         return InvalidArgument(
@@ -274,15 +270,16 @@ class GcsStorage(Storage):
             sent_headers = {**(headers or {}), **await self._credentials.headers()}
             async with self._session.request(method, url, sent_headers, label, data) as response:
                 if response.status in accepted:
-                    self._bucket_checked = True
                     yield response
                     return
                 if response.status == 401 and not is_last and await self._credentials.renew(sent_headers):
                     continue
                 problem = await read_problem(response)
-                # only Google's wording shows that the bucket exists; with other servers `_check_bucket` finds out
-                self._bucket_checked |= response.status == 404 and problem.message.startswith("No such object")
-                raise mapped_error(response, problem, label, self._credentials, self._bucket)
+                error = mapped_error(response, problem, label, self._credentials, self._bucket)
+            # only Google's wording shows that the bucket exists; with other servers a listing does
+            if isinstance(error, NotFound) and method == "GET" and name and not says_no_object(problem):
+                await self._check_bucket()
+            raise error
 
 
 def _split_url(url: str) -> tuple[str, str]:

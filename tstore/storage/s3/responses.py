@@ -79,7 +79,7 @@ def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
     reason = sanitize(str(refusal.get("Message") or code))
     message = f"{failure}: {reason} ({code}, status {status})"
     if code == "NoSuchBucket" or (status == 404 and action in ("write", "list")):
-        return InvalidArgument(f"{message}; bucket {bucket} does not exist: create it first, or check the URL")
+        return InvalidArgument(f"{message}; bucket {bucket} does not exist: check the URL, or create it")
     if code in _MISSING or (status == 404 and not code):
         return NotFound(message)
     if code == "PreconditionFailed" or status == 412:
