@@ -24,8 +24,8 @@ from tstore.copying.copy import CopyReport, copy
 from tstore.format.tree.retention import Keep
 from tstore.log.group_commit import Retry
 from tstore.log.history import Commit
+from tstore.maintenance.collect_report import CollectReport
 from tstore.maintenance.diff import ArrayDiff, Diff
-from tstore.maintenance.gc import CollectReport
 from tstore.quantization.policy import Bits, MinSqnr
 from tstore.quantization.quantize import quantize, quantize_report
 from tstore.quantization.report import QuantizedArray, QuantizeReport

@@ -133,7 +133,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         Edit(
             "tstore.maintenance.gc:_commit",
             "return await run_to_end",
-            "await _delete(log.reader, plan.collection(), plan.listed); return await run_to_end",
+            "await _delete(log.reader, None, plan.collection(), plan.listed); return await run_to_end",
         ),
     ),
     "condemned packs are reused": (

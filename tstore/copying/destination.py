@@ -10,7 +10,7 @@ from tstore.copying.source_records import SourceRecords
 from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotFound
 from tstore.format.layout import MARKER, commit_key, is_record, version_of
 from tstore.format.objects.encoding import decode
-from tstore.format.objects.records import Record
+from tstore.format.objects.records import REPAIR, Record
 from tstore.log.marker import Marker, read_marker
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
@@ -96,9 +96,13 @@ class Destination:
 
         The bytes of all records are durable before the first appears, since `write` of a staged object makes them
         so. Their keys are durable once the caller flushes the folder `commits`, hence `Durability.NONE`.
-        Raise `Conflict` if a version exists with another record.
+        Raise `Conflict` if a version exists with another record, or if a record is that of a repair that voided
+        versions, and the destination has these as they were before: copies replace no records.
         """
         before = self.objects
+        for version, data in batch:
+            if REPAIR.encode() in data and (voids := decode(data, Record).voids):
+                await self.check_same_records(records, [v for v in voids if 0 < v < version])
         staged = {version: self.storage.stage(data, Durability.NONE) for version, data in batch}
         try:
             await together(lambda version: staged[version].write(commit_key(version)), staged)

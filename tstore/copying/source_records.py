@@ -2,7 +2,8 @@
 
 A source can be replaced while it is copied, as when its files are restored from a backup; its records then differ
 from some version on. Two histories never share a record above the version at which they diverge, so comparing the
-newest record suffices. It is read first, and read again and compared after each batch of records.
+newest record suffices (but for those that a repair voided, which `Destination.create_records` compares). It is
+read first, and read again and compared after each batch of records.
 """
 
 from __future__ import annotations

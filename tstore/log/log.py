@@ -7,6 +7,9 @@ The data that the record refers to is durable already. To append the record:
      the cooperative commit): done.
    - A garbage collection may have condemned this transaction, or a pack that it reuses: `Conflict`. The collection
      may have removed a version that this record tags: `SnapshotExpired`.
+   - A repair may have voided a version up to the one that this record was validated against: `Conflict`, whatever
+     the record changes, since it may rest on what was voided. So too if it was this commit that was voided: the
+     void record names the transaction, or no response came for that number.
    - A repair may have voided a version that this record tags, or a garbage collection that has already deleted
      data of this transaction: `Conflict`.
    Otherwise the caller validates the transaction against all these records: it raises `Conflict`, or returns the
@@ -38,7 +41,7 @@ import asyncio
 import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -46,9 +49,12 @@ from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
     Conflict,
+    Corrupt,
     NotFound,
+    TimelineChanged,
     TStoreError,
     Unavailable,
+    UnsupportedFormat,
 )
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key
@@ -59,6 +65,7 @@ from tstore.format.tree.tree import Changes
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.log.reader import LogReader
+from tstore.log.repaired import check_unaffected, refuse_voided
 from tstore.log.roots import write_root
 from tstore.storage.base import StagedObject, Storage
 from tstore.storage.objects import Durability
@@ -94,10 +101,10 @@ class Log:
     ) -> QueuedCommit:
         """Begin to append a record by the protocol above; `QueuedCommit.outcome` waits for the end.
 
-        `validate(newer)` is awaited with the versions and records of newer commits, without void ones; it raises
-        `Conflict`, or returns the record to continue with. `on_retry` is called for every creation that failed or
-        got no response. A commit passed with its `changes` may share a record with others of this process: see
-        `group_commit`.
+        `validate(newer)` is awaited with the versions and records of newer commits, without void ones (but for
+        those that a repair put in place of others); it raises `Conflict`, or returns the record to continue with.
+        `on_retry` is called for every creation that failed or got no response. A commit passed with its `changes`
+        may share a record with others of this process: see `group_commit`.
         Raise `InvalidArgument` if readers would refuse the record; that of a record with changes only is encoded
         later, perhaps with others, so the outcome may be this error. It may also be `Conflict` or
         `CommitOutcomeUnknown`.
@@ -106,6 +113,7 @@ class Log:
 
         async def check_and_validate(newer: Newer) -> Record:
             for version, other in newer:
+                refuse_voided(self.storage.url, record, [v for v in other.voids if v <= record.base])
                 await check_against_collection(self.reader, record, version, other)
             return await validate(newer)
 
@@ -144,32 +152,6 @@ async def check_against_collection(log: LogReader, record: Record, version: int,
         refuse_condemned(log.storage.url, record, version, collection)
 
 
-async def _check_unaffected(log: LogReader, record: Record, version: int, repair: Record) -> None:
-    """Raise `Conflict` if a repair voided a version that the record tags, or if data of the record is gone.
-
-    Data is gone if the repair voided the garbage collection that had deleted it.
-    """
-    if voided := set(record.tagged.values()).intersection(repair.voids):
-        raise Conflict(
-            f"{log.storage.url}: the repair recorded as version {version} voided version {min(voided)}, which "
-            "therefore cannot be tagged; tag another version",
-            [],
-        )
-    try:
-        manifests = await log.objects.manifests(version, record)
-        packs = {pack for manifest in manifests for pack in manifest.packs if pack}
-        missing = len(await log.storage.sizes(packs)) < len(packs)
-    except NotFound:
-        missing = True
-    if missing:
-        raise Conflict(
-            f"{log.storage.url}: data of transaction {record.transaction} was deleted, probably by a garbage "
-            f"collection whose record was voided by the repair in version {version}, so the transaction cannot be "
-            "committed; repeat it as a new transaction (if it is cooperative, with a new attempt)",
-            [],
-        )
-
-
 class Append:
     """The append of one record, by the protocol above."""
 
@@ -190,6 +172,7 @@ class Append:
         self._durability = durability
         self._seen = record.base  # the record was validated against the versions up to this one
         self._requested = 0  # the number whose creation was requested last
+        self._unanswered: set[int] = set()  # the numbers whose creation got no response
         self._requested_at = 0.0  # when, by the clock of the event loop
         self._undecided = 0  # the number that may have this record, or get it later; 0: none
         self._last_collection = 0  # the newest garbage collection up to `_seen`
@@ -216,9 +199,22 @@ class Append:
                     pause = next_pause(pause, attempts, duration)
                     await asyncio.sleep(pause if pause >= _TICK else 0)
         except Exception as error:
+            if isinstance(error, TimelineChanged):
+                with contextlib.suppress(Unavailable, NotFound, Corrupt, UnsupportedFormat):
+                    await self._read_again()
             if self._undecided:
                 raise self._outcome_unknown(error) from error
             raise
+
+    async def _read_again(self) -> None:
+        """Raise `Conflict` if a repair changed the records that were known, unless the record is in the log."""
+        base = self._record.base
+        newer = await LogReader(self._log.storage).above(base)
+        if any(other.commits(self._record.transaction) for other in newer):
+            return
+        if self._undecided <= base + len(newer):
+            self._undecided = 0  # another record has the number
+        refuse_voided(self._log.storage.url, self._record, [v for other in newer for v in other.voids])
 
     async def _catch_up(self) -> int | None:
         """Validate the record against all newer ones; return its version if it is among them."""
@@ -229,7 +225,7 @@ class Append:
                 return version
 
     async def _find_itself(self, newer: Newer) -> int | None:
-        """Return the version of this record if it is one of the newer ones; raise if data it needs is gone."""
+        """Return the version of this record if it is one of the newer ones; raise if a gc condemned it."""
         for version, other in newer:
             if other.commits(self._record.transaction):
                 self._undecided = version  # until its name is durable: its creator may have died before it did so
@@ -240,8 +236,17 @@ class Append:
                 await check_against_collection(self._log, self._record, version, other)
                 self._last_collection = version
             if other.by_repair:
-                await _check_unaffected(self._log, self._record, version, other)
+                await check_unaffected(self._log, self._record, version, other)
+                self._refuse_voided(version, other, dict(newer))
         return None
+
+    def _refuse_voided(self, version: int, repair: Record, newer: Mapping[int, Record]) -> None:
+        """Raise `Conflict` if a repair voided what the record was validated against, or the record itself."""
+        # a record may have been read before it was voided, and the commit of the repair after that
+        voided = [v for v in repair.voids if v <= self._seen or (v in newer and not newer[v].void)]
+        if repair.void and (version in self._unanswered or repair.voided_transactions & self._record.ids):
+            voided.append(version)
+        refuse_voided(self._log.storage.url, self._record, voided)
 
     async def _revalidate(self, newer: Newer) -> bool:
         """Validate the record against newer ones; return False to read more records first.
@@ -253,7 +258,11 @@ class Append:
             return True
         replaced_at = max((v for v, other in newer if other.replaces), default=0)
         # older manifests may be deleted; what conflicts with them also conflicts with version `replaced_at`
-        relevant = [(v, r if v >= replaced_at else replace(r, manifests=())) for v, r in newer if not r.void]
+        relevant = [
+            (v, r if v >= replaced_at else replace(r, manifests=()))
+            for v, r in newer
+            if not r.void or r.was_voided
+        ]
         try:
             if relevant:
                 self._record = await self._validate(relevant)
@@ -284,6 +293,7 @@ class Append:
         except AlreadyExists:
             raise
         except Exception as error:
+            self._unanswered.add(version)
             await self._decide(version, error)
             self._on_retry(Retry(version, f"no response to its creation: {error}"))
             return False

@@ -1,8 +1,9 @@
 """Maintenance of a store: verification, repair, garbage collection, listing and comparing versions.
 
-1. `damage` finds the damaged versions. `verify` checks every record (`transaction_ids`) and manifest, lists each
-   chunk once (`distinct_chunks`), and reads it (`read_back`).
-   `repair` voids a commit whose record cannot be read.
-2. `gc` removes the versions that no retention rule keeps, and the data of transactions that never committed.
+1. `damage` finds the damaged versions; `replay`, those that do not follow from the versions before them. `verify`
+   checks every record (`transaction_ids`) and manifest, lists each chunk once (`distinct_chunks`), and reads it
+   (`read_back`). `repair` voids a commit whose record cannot be read; `repair_plan` decides what else expires.
+2. `gc` removes the versions that no retention rule keeps, and the data of transactions that never committed; it
+   returns a `collect_report`.
 3. `contents` lists the arrays of a version; `diff` compares two versions, with `differing_chunks`.
 """

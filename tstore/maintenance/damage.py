@@ -7,28 +7,30 @@ another version is damaged does not count as damaged.
    record is unreadable, it may be that of another collection. So a version that lacks an object is suspected to
    have expired too; it is not called damaged.
 2. Check the record of each version, and the manifests and packs that it wrote or reused (`damaged_versions`).
-3. Look for gaps: records that are missing although later ones exist (`missing_records`).
+3. Check that what each living version changed follows from the tree before it, and that the manifests and packs of
+   expired and voided versions that it needs exist (`replay`).
+4. Look for gaps: records that are missing although later ones exist (`missing_records`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.format.layout import commit_key, is_record, version_of
+from tstore.format.layout import commit_key, is_record, owner_of, version_of
 from tstore.format.objects.records import Record
 from tstore.format.tree.retention import packs_of
 from tstore.format.tree.validation import pack_ends
 from tstore.log.expiry import changes_nothing, existing_collection, living_versions
 from tstore.log.reader import LogReader
+from tstore.maintenance.replay import UNREADABLE, Replay
 from tstore.runtime.concurrency import batched
 from tstore.runtime.pool import run
 
 __all__ = [
-    "UNREADABLE",
     "DamagedVersion",
     "KnownExpiry",
     "check_references",
@@ -40,9 +42,6 @@ __all__ = [
     "last_readable_collection",
     "missing_records",
 ]
-
-UNREADABLE = (Corrupt, NotFound, UnsupportedFormat)
-"""The errors from reading a record that is damaged, missing or of a newer tstore."""
 
 _MAX_MISSING = 1000
 
@@ -168,29 +167,70 @@ async def check_tagged(log: LogReader, version: int, record: Record) -> None:
         )
 
 
-async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
-    """Return the versions that are damaged or of a newer tstore, in order. No record above a gap is read."""
+async def damaged_versions(log: LogReader, voided: Collection[int] = ()) -> list[DamagedVersion]:
+    """Return the versions that are damaged or of a newer tstore, in order. No record above a gap is read.
+
+    Instead, return those that would be damaged if the versions in `voided` were void.
+    """
     newest = await log.newest()
     known = await known_expiry(log, newest)
 
-    async def check(version: int) -> DamagedVersion | None:
-        intact = False
+    def living(version: int) -> bool:
+        return not (known.expired(version) or version in voided)
+
+    async def check(version: int) -> tuple[Record | None, DamagedVersion | None]:
+        record, intact = None, False
         try:
             record = (await log.records.stored_below(version, newest + 1)).record
             intact = True
             await check_references(log, version, record)
-            if not (changes_nothing(record) or known.expired(version)):
+            if not changes_nothing(record) and living(version):
                 await _check_objects(log, version, record)
         except UnsupportedFormat as error:  # not damaged, but of a newer tstore
-            return DamagedVersion(version, str(error), True)
+            return record, DamagedVersion(version, str(error), True)
         except (Corrupt, NotFound) as error:  # without the advice to run `tstore repair`, which reports this
-            return DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), intact)
-        return None
+            return record, DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), intact)
+        return record, None
 
-    damaged = [result async for _, result in log.each(check, range(1, newest + 1)) if result]
+    damaged: list[DamagedVersion] = []
+    inherited = _Inherited(log, Replay(log, living, voided), living)
+    async for version, (record, damage) in log.each(check, (v for v in range(1, newest + 1) if v not in voided)):
+        if damage is not None:
+            damaged.append(damage)
+        elif record is not None and (fault := await inherited.fault(version, record)):
+            damaged.append(DamagedVersion(version, fault, True))
     reason = f"{log.storage.url}: {{}} is missing although later commits exist"
-    missing = await missing_records(log, newest)
+    missing = [version for version in await missing_records(log, newest) if version not in voided]
     return [*damaged, *(DamagedVersion(v, reason.format(commit_key(v)), False) for v in missing)]
+
+
+class _Inherited:
+    """Checks of what versions inherit from the versions before them, in order."""
+
+    def __init__(self, log: LogReader, replay: Replay, living: Callable[[int], bool]) -> None:
+        self._log = log
+        self._replay = replay
+        self._living = living
+        self._owners: set[str] = set()  # the transactions of living versions, which are checked with these
+        self._is_complete = True  # False after a version that is not living, until a later one is complete
+
+    async def fault(self, version: int, record: Record) -> str:
+        """Return what is wrong with what a version inherits; "" for nothing, and if it is not living."""
+        if fault := await self._replay.fault(version, record):
+            return fault
+        if changes_nothing(record) or not self._living(version):
+            self._is_complete &= not record.changes_nodes
+            return ""
+        self._owners.update(record.transactions)
+        if record.replaces or self._is_complete or (tree := await self._replay.tree(version)) is None:
+            self._is_complete |= record.replaces
+            return ""
+        packs = {pack for pack in await run(packs_of, tree) if owner_of(pack) not in self._owners}
+        missing = sorted(packs - set(await self._log.storage.sizes(packs)))
+        self._is_complete = not missing
+        return (
+            f"{self._log.storage.url}: version {version} needs {missing[0]}, which is missing" if missing else ""
+        )
 
 
 async def checked_newest(log: LogReader) -> int:

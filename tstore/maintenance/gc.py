@@ -15,7 +15,10 @@
    begin again only a few times, so that no writer prevents a collection; then the tag expires too. If it drops
    tags, another step may be the newest: begin again, but after a few times keep all steps, so that none is lost.
 5. Delete only after the record is durable, and of each condemned transaction only what was listed before the
-   record was created. A collection also condemns again, and deletes, what the previous one condemned but did not
+   record was created. Read the record again before every few deletions, and end with `TimelineChanged` if a repair
+   has voided it: what it expired may be alive again. (A repair that can read the record leaves expired what needs
+   an object that it condemned, since a deletion may be under way.)
+   A collection also condemns again, and deletes, what the previous one condemned but did not
    delete (except keys that no collection may condemn, which a forged record could name). So a collection killed
    at any point leaves no garbage permanently.
 6. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
@@ -34,7 +37,6 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.format.arguments import checked_duration
@@ -52,12 +54,12 @@ from tstore.format.layout import (
 )
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Collection, Record
-from tstore.format.plain_text import pluralize
 from tstore.format.tree.retention import Keep, Ledger, packs_of, step_of
 from tstore.log.expiry import ledger_at
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
+from tstore.maintenance.collect_report import CollectReport
 from tstore.maintenance.damage import checked_newest
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
@@ -69,34 +71,6 @@ __all__ = ["ABANDONED_AFTER", "CollectReport", "Overtaken", "collect"]
 ABANDONED_AFTER = datetime.timedelta(days=7)
 _MAX_PLANS = 8  # how often newer commits may overtake a plan by tagging expiring versions, or by dropping tags
 _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions that a record condemns
-
-
-class CollectReport(NamedTuple):
-    """The result of a garbage collection, or with `dry_run` what it would do.
-
-    `version` is the commit of the collection, None for a dry run or if there was nothing to collect. `versions`
-    lists those that expired, `tags` their tags. `transactions` were deleted with all their objects: those of
-    expired versions, the `abandoned` ones, and those that an earlier collection did not delete. `packs` were
-    deleted singly, because other objects of their transactions are still needed. `bytes` and `objects` count all
-    deletions.
-    """
-
-    version: int | None
-    versions: list[int]
-    tags: list[str]
-    transactions: list[str]
-    abandoned: list[str]
-    packs: list[str]
-    objects: int
-    bytes: int
-    dry_run: bool
-
-    def __repr__(self) -> str:
-        counts = ", ".join(
-            pluralize(len(getattr(self, f"{noun}s")), noun) for noun in ("version", "transaction", "pack")
-        )
-        sizes = f"{pluralize(self.objects, 'object')}, {pluralize(self.bytes, 'byte')}"
-        return f"<tstore.CollectReport version={self.version} dry_run={self.dry_run}: {counts}, {sizes}>"
 
 
 async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *, dry_run: bool) -> CollectReport:
@@ -126,7 +100,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
             drops += overtaken.dropped_tags
             continue
         try:
-            await _delete(reader, plan.collection(), plan.listed)
+            await _delete(reader, version, plan.collection(), plan.listed)
             await log.storage.sweep()
         except (Denied, Unavailable) as error:
             if version is None:
@@ -282,12 +256,13 @@ class _Plan:
     def spare(self, version: int, other: Record) -> None:
         """Add a commit newer than `base` to the ledger, so that its transaction and what it reuses are spared.
 
-        Raise `Overtaken` if the commit is a collection. Raise it also if the commit drops tags or tags a version
-        that is to expire, but each only up to `_MAX_PLANS` times.
+        Raise `Overtaken` if the commit is a collection or a repair. Raise it also if the commit drops tags or tags
+        a version that is to expire, but each only up to `_MAX_PLANS` times.
         """
         expired = set(other.tagged.values()).intersection(self.expired)
         dropped = bool(other.dropped) and not self._keeps_steps
-        if other.collection is not None or dropped or (expired and self.number < _MAX_PLANS):
+        changes_ledger = other.collection is not None or bool(other.voids)
+        if changes_ledger or dropped or (expired and self.number < _MAX_PLANS):
             raise Overtaken(dropped)
         self._tags |= {tag: target for tag, target in other.tagged.items() if target in expired}
         self.ledger.add(version, other)
@@ -368,17 +343,26 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
     return await log.append(record(), validate, Durability.FSYNC)
 
 
-async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Iterable[str]]) -> None:
-    """Delete everything condemned; objects already deleted are not an error.
+async def _delete(
+    log: LogReader, version: int | None, condemned: Collection, listed: Mapping[str, Iterable[str]]
+) -> None:
+    """Delete everything condemned by the collection of a version; objects already deleted are not an error.
 
     Markers, records and hints are never deleted, even if a (forged) record condemns them. Of a condemned
     transaction only the objects `listed` before the record was created are deleted. A host of the same cooperative
     transaction may start after the record was created and use the id again. When this host commits, it reads only
     records newer than the one at which it started.
     """
-    await together(log.storage.delete, filter(is_collectable, condemned.objects))
+
+    async def delete(keys: Iterable[str]) -> None:
+        for batch in batched(keys):
+            if version is not None:
+                await log.records.refetch(version, (await log.stored(version)).check)
+            await together(log.storage.delete, batch)
+
+    await delete(filter(is_collectable, condemned.objects))
     for transactions in batched(filter(is_transaction, condemned.transactions)):
-        await together(log.storage.delete, itertools.chain.from_iterable(listed[t] for t in transactions))
+        await delete(itertools.chain.from_iterable(listed[t] for t in transactions))
         if log.storage.capabilities.folders:
             await together(log.storage.delete, [f"txn/{transaction}" for transaction in transactions])
 

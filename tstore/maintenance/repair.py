@@ -2,6 +2,10 @@
 
 Records are never rewritten, with this one exception: an explicit act of an administrator with direct access to the
 storage. A version N is voided in the following steps, which can be repeated after a failure at any of them.
+0. If the record can be read, find out which later versions would be damaged if N were void (`damaged_versions`),
+   and refuse unless they are to be voided too. They may have written chunks to an array that N created or resized,
+   or need objects of versions before N that were collected because N had replaced the whole tree. If the record
+   can't be read, such versions can't be read either; afterwards they are listed as damaged.
 1. Save the bytes of N's record as `damaged/<N>-<their checksum>`.
 2. Delete the roots (saved trees) of version N and later ones: they may contain the changes of N.
 3. Replace N's record by a void record, durably. Delete the roots that other processes wrote in the meantime.
@@ -12,15 +16,20 @@ storage. A version N is voided in the following steps, which can be repeated aft
    expired. Unless it lacks data, that version is alive again and inherits what N needed, as later commits need it.
 5. Delete the roots of N and later versions again: until that commit, open stores may have written stale roots.
 
-The data of N is collected a week later, like that of any transaction that did not commit. If N was a garbage
-collection, or its record is too damaged to tell, its list of expired versions is lost. Then the commit of step 4
-expires the versions below N that lack an object, which N may have deleted. Other versions that N had expired are
-alive again.
+The data of N is collected a week later, like that of any transaction that did not commit. After step 4, no
+transaction that is based on N or a later version can be committed any more, nor one that may be N itself
+(`log.log`, `cooperative`). One that is committed between steps 3 and 4 is checked like any later version, and is
+listed as damaged if it rests on N.
+
+If N was a garbage collection, or its record is too damaged to tell, its list of expired versions is lost. Then the
+commit of step 4 expires the versions below N that lack an object, which N may have deleted. Other versions that N
+had expired are alive again. If the record can be read, versions that need an object that N had condemned stay
+expired too, since the collection may still be deleting (`repair_plan`). Otherwise the collection ends when it
+notices that its record is void (`gc`).
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,18 +38,23 @@ import msgspec
 import xxhash
 
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound
-from tstore.format.layout import ROOT_EVERY, commit_key, is_transaction, owner_of, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, folder_of, root_key
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.object_ref import ObjectRef
-from tstore.format.objects.records import REPAIR, VOIDED, Collection, Record
+from tstore.format.objects.pages import stored
+from tstore.format.objects.records import INLINE_MANIFEST_BYTES, REPAIR, VOIDED, Record
+from tstore.format.objects.references import Manifest
 from tstore.format.plain_text import pluralize
-from tstore.format.tree.retention import Condemned, Ledger, packs_of
-from tstore.log.expiry import changes_nothing, ledger_at, named_collection
+from tstore.format.tree.retention import Condemned
+from tstore.format.tree.tree import Tree
+from tstore.log.expiry import named_collection
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
-from tstore.maintenance.damage import UNREADABLE, DamagedVersion, damaged_versions, incomplete_versions
+from tstore.maintenance.damage import DamagedVersion, damaged_versions
 from tstore.maintenance.gc import Overtaken
+from tstore.maintenance.repair_plan import RepairPlan, condemned_by
+from tstore.maintenance.replay import UNREADABLE
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
@@ -59,7 +73,8 @@ class RepairReport(NamedTuple):
 
     `saved` lists the keys at which replaced records were saved. `version` is the commit that records the repair,
     None if nothing was voided. `expired` lists the versions that this commit expires, because a voided garbage
-    collection had deleted their data.
+    collection had deleted their data. `restated` is the version whose state the repair committed once more,
+    because the newest state has expired and lacks data: 0 for an empty tree, None if that was not necessary.
     """
 
     damaged: list[DamagedVersion]
@@ -67,6 +82,7 @@ class RepairReport(NamedTuple):
     saved: list[str]
     version: int | None
     expired: list[int]
+    restated: int | None = None
 
     def __repr__(self) -> str:
         voided = _shown(self.voided)
@@ -93,17 +109,18 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
     # a damaged version may be above a gap in the log, where `newest` ends
     newest = max([await log.newest(), *(damage.version for damage in damaged)])
     await _check_voidable(log, wanted, newest, damaged, void_intact)
+    await _check_consequences(log, wanted, damaged)
     # the newest voided version whose list of expired versions is lost
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
     saved = [key for version in wanted if (key := await _void(storage, version, newest))]
     log = LogReader.strict(storage)  # a new reader, whose cache has none of the replaced records
-    commit = await _commit_repair(Log(log), wanted, saved, gc)
+    commit, restated = await _commit_repair(Log(log), wanted, saved, gc, await condemned_by(storage, wanted))
     await _delete_roots(storage, wanted[0], commit)  # writers that missed the commit may have left stale roots
     collection = await log.collection(commit)
     expired = [] if collection is None else [version for version in collection.expired if version not in wanted]
     voided = [d for d in damaged if d.version in wanted]
     remaining = [d for d in await damaged_versions(LogReader.strict(storage)) if d.version not in wanted]
-    return RepairReport(sorted([*voided, *remaining]), wanted, saved, commit, expired)
+    return RepairReport(sorted([*voided, *remaining]), wanted, saved, commit, expired, restated)
 
 
 async def _check_voidable(
@@ -137,6 +154,21 @@ async def _check_voidable(
         )
 
 
+async def _check_consequences(log: LogReader, wanted: Sequence[int], damaged: Sequence[DamagedVersion]) -> None:
+    """Raise `InvalidArgument` if versions that can be read now would be damaged without the intact ones."""
+    unreadable = [damage.version for damage in damaged if not damage.record_intact]
+    if intact := [v for v in wanted if v not in unreadable and not await _is_voided(log, v)]:
+        lost = set(wanted).difference(intact)
+        before = {d.version for d in (await damaged_versions(log, lost) if lost else damaged)}
+        after = [damage for damage in await damaged_versions(log, wanted) if damage.version not in before]
+        if after:
+            raise InvalidArgument(
+                f"{log.storage.url}: without {_shown(intact)}, {pluralize(len(after), 'version')} would be "
+                f"damaged, so nothing was voided: {after[0].reason}; to void all of these, pass "
+                f"void_intact=[{_shown([*intact, *(damage.version for damage in after)])}]"
+            )
+
+
 def _shown(versions: Sequence[int]) -> str:
     """Return versions as text, of many the first and their number."""
     shown = ", ".join(map(str, versions[:_MAX_SHOWN]))
@@ -164,6 +196,7 @@ async def _void(storage: Storage, version: int, newest: int) -> str:
             void=True,
             durable=False,  # earlier versions may not be durable
             collected=await _gc_before(log, version),
+            metadata={VOIDED: await _ids(log, version)},
         )
         await storage.replace(key, encode(void))
         await storage.sync()
@@ -175,6 +208,13 @@ async def _is_voided(log: LogReader, version: int) -> bool:
     with contextlib.suppress(*UNREADABLE):
         return (await log.record(version)).was_voided
     return False
+
+
+async def _ids(log: LogReader, version: int) -> list[str]:
+    """Return the ids in the record of a version, none if it can't be read."""
+    with contextlib.suppress(*UNREADABLE):
+        return sorted((await log.record(version)).ids)
+    return []
 
 
 async def _may_have_collected(log: LogReader, version: int) -> bool:
@@ -201,47 +241,73 @@ async def _delete_roots(storage: Storage, version: int, newest: int) -> None:
         await together(storage.delete, [root_key(number) for number in numbers])
 
 
-async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str], gc: int) -> int:
-    """Commit the record of the repair; `gc` is the newest voided version that may have been a gc, 0 for none."""
-    record = Record(
-        REPAIR + world.token(12),
-        await log.reader.newest(),
-        world.now(),
-        f"repair: voided version{'' if len(voided) == 1 else 's'} {', '.join(map(str, voided))}"[:1000],
-        metadata={VOIDED: list(voided), "saved": list(saved)},
-    )
+async def _commit_repair(
+    log: Log, voided: Sequence[int], saved: Sequence[str], gc: int, condemned: Condemned
+) -> tuple[int, int | None]:
+    """Commit the record of the repair and return its version, and the version that it restated, if any.
+
+    `gc` is the newest voided version that may have been a gc, 0 for none; `condemned` is what those had condemned.
+    """
+    restated = None
     while True:
+        base = await log.reader.newest()
+        record = Record(
+            REPAIR + world.token(12),
+            base,
+            world.now(),
+            f"repair: voided version{'' if len(voided) == 1 else 's'} {', '.join(map(str, voided))}"[:1000],
+            metadata={VOIDED: list(voided), "saved": list(saved)},
+        )
+        plan = await RepairPlan.make(log.reader, base, voided, gc, condemned)
         with contextlib.suppress(Overtaken):
-            return await _append(log, msgspec.structs.replace(record, base=await log.reader.newest()), voided, gc)
+            if plan.lacks_newest:
+                restated = await _restate(log, base, await plan.newest_complete(), voided)
+            else:
+                return await _append(log, record, voided, plan), restated
 
 
-async def _append(log: Log, record: Record, voided: Sequence[int], gc: int) -> int:
-    ledger, condemned = await _expire(log.reader, record.base, voided, gc)
-    removed = {*voided, *(() if condemned is None else condemned.expired)}
-    if condemned is None:
+async def _append(log: Log, record: Record, voided: Sequence[int], plan: RepairPlan) -> int:
+    if not plan.expired:
         record = msgspec.structs.replace(record, dropped=await _tags_of(log.reader, voided, record.base))
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
-            retagged = not {*other.tags, *other.dropped, *other.tagged}.isdisjoint(record.dropped)
-            if other.collection is not None or retagged or not removed.isdisjoint(other.tagged.values()):
+            if not {*other.tags, *other.dropped, *other.tagged}.isdisjoint(record.dropped):
                 raise Overtaken
-            ledger.add(version, other)
-        return record if condemned is None else _as_collection(record, ledger, condemned)
+            plan.add(version, other)
+        return msgspec.structs.replace(record, collection=plan.collection()) if plan.expired else record
 
     return await log.append(await validate(()), validate, Durability.FSYNC)
 
 
-def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Record:
-    """Return the record as that of a garbage collection that leaves the versions of a ledger alive."""
-    living, needed = ledger.transactions, ledger.dependencies
-    collection = msgspec.structs.replace(
-        condemned,
-        alive=tuple(ledger.alive[v] for v in sorted(ledger.alive)),
-        transactions=tuple(t for t in condemned.transactions if t not in living),
-        objects=tuple(k for k in condemned.objects if k not in needed),
+async def _restate(log: Log, base: int, tree: Tree, voided: Sequence[int]) -> int:
+    """Commit a tree as the newest state, and return its version; raise `Overtaken` after any newer commit."""
+    transaction = REPAIR + world.token(12)
+    manifest = await run(tree.manifest)
+    manifests: tuple[ObjectRef | Manifest, ...] = (manifest,)
+    if manifest.size > INLINE_MANIFEST_BYTES:
+        reference, data = stored(f"{folder_of(transaction)}/manifest", manifest)
+        await log.storage.create(reference.key, data, Durability.FSYNC)
+        await log.storage.flush(folder_of(transaction), Durability.FSYNC)
+        manifests = (reference,)
+    record = Record(
+        transaction,
+        base,
+        world.now(),
+        f"repair: the state of version {tree.version} again" if tree.version else "repair: no version is left",
+        replaces=True,
+        manifests=manifests if tree.version else (),
+        reused=manifest.reused(transaction),
+        metadata={VOIDED: list(voided)},
     )
-    return msgspec.structs.replace(record, collection=collection)
+
+    async def validate(newer: Newer) -> Record:
+        if newer:
+            raise Overtaken
+        return record
+
+    await log.append(record, validate, Durability.FSYNC)
+    return tree.version
 
 
 async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[str, ...]:
@@ -252,65 +318,3 @@ async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[st
             tagged.pop(tag, None)
         tagged |= record.tagged
     return tuple(tag for tag, version in tagged.items() if version in voided)
-
-
-async def _expire(log: LogReader, base: int, voided: Sequence[int], gc: int) -> tuple[Ledger, Collection | None]:
-    """Return the versions that stay alive, and what to condemn: an empty ledger and None if none expires.
-
-    Voided versions expire. So do versions below `gc` that lack an object: `gc` may have expired these versions.
-    """
-    ledger, earlier = await ledger_at(log, base)
-    older = sorted(v for v in ledger.alive.keys() - set(voided) if v < gc)
-    incomplete = await incomplete_versions(log, older[:-1])  # a collection keeps the newest version
-    expired = sorted({*ledger.alive.keys() & voided, *incomplete})
-    if not expired:
-        return Ledger(), None
-    kept = sorted(ledger.alive.keys() - set(expired))
-    entries = [ledger.alive[version] for version in expired]
-    written = await together(lambda entry: _transaction_objects(log, entry.transaction), entries)
-    released: dict[int, list[str]] = {}  # what expired versions wrote or needed, by the next living version
-    orphaned: list[str] = []  # what expired versions above all living ones needed
-    for entry, keys in zip(entries, written, strict=True):
-        at = bisect.bisect(kept, entry.version)
-        if at < len(kept):
-            released.setdefault(kept[at], []).extend((*entry.dependencies, *keys))
-        else:
-            orphaned += entry.dependencies
-    for version, objects in released.items():
-        ledger.inherit(version, objects, standalone=ledger.alive[version].standalone)
-    tags = {tag: v for v in expired for tag in ledger.alive[v].tags}
-    ledger = ledger.without(expired)
-    condemned = Collection((), (), {}, (), ()) if earlier is None else earlier
-    await _revive_newest(log, base, ledger, Condemned.from_collection(condemned), orphaned)
-    return ledger, Collection((), tuple(expired), tags, condemned.transactions, condemned.objects)
-
-
-async def _revive_newest(
-    log: LogReader, base: int, ledger: Ledger, condemned: Condemned, needed: Sequence[str]
-) -> None:
-    """Add the version whose state is that of `base` to the living ones, unless it lacks data.
-
-    It depends on the objects `needed`, and on the packs to which its tree refers.
-    """
-    version = base
-    while version and changes_nothing(record := await log.record(version)):
-        version -= 1
-    if version == 0 or version in ledger.alive:
-        return
-    try:
-        await log.objects.manifests(version, record)
-        packs = await run(packs_of, await log.tree(version))
-    except UNREADABLE:
-        return
-    objects = {*packs, *(m.key for m in record.manifests if isinstance(m, ObjectRef))}
-    if any(map(condemned.includes, objects)) or len(await log.storage.sizes(objects)) < len(objects):
-        return
-    ledger.add(version, msgspec.structs.replace(record, tags=(), dropped=(), tagged={}))
-    entry = ledger.alive[version]
-    others = [key for key in sorted({*needed, *packs}) if owner_of(key) != entry.transaction]
-    ledger.inherit(version, others, standalone=entry.standalone)
-
-
-async def _transaction_objects(log: LogReader, transaction: str) -> Sequence[str]:
-    """Return the keys of a transaction's objects; an invalid id, as in a forged record, has none."""
-    return await log.storage.list(f"txn/{transaction}/") if is_transaction(transaction) else []

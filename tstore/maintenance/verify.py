@@ -2,7 +2,8 @@
 
 1. Read all records in order, and the manifests of living versions. Every record must name the last garbage
    collection before it, and no two may commit the same transaction (`transaction_ids`). Every root, a stored copy
-   of the tree, must equal the tree of the records up to its version (`_ReplayedTree`).
+   of the tree, must equal the tree of the records up to its version, and every record must follow from that tree
+   (`replay`).
 2. List the chunks to check, from these manifests, without keeping their references (`distinct_chunks`). Skip the
    segments that an earlier version had. If an older manifest was not read, because its version has expired or is
    damaged, list all chunks of the next living version, which may have inherited some.
@@ -24,8 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
-from tstore.format.layout import ROOT_EVERY, commit_key, is_object, root_key
+from tstore.errors import Corrupt, parsing
+from tstore.format.layout import ROOT_EVERY, commit_key, is_object
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.documents import Document
 from tstore.format.objects.object_ref import ObjectRef
@@ -34,14 +35,11 @@ from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import Segment, SegmentSource
 from tstore.format.plain_text import pluralize
 from tstore.format.tree.node import Node
-from tstore.format.tree.nodes import Nodes
-from tstore.format.tree.tree import RESERVED_ATTRIBUTE, Tree
-from tstore.format.tree.validation import check_merges, run_steps
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import (
-    UNREADABLE,
     KnownExpiry,
     check_references,
     known_expiry,
@@ -50,6 +48,7 @@ from tstore.maintenance.damage import (
 )
 from tstore.maintenance.distinct_chunks import ChunkList, DistinctChunks, array_label
 from tstore.maintenance.read_back import read_back
+from tstore.maintenance.replay import UNREADABLE, Replay
 from tstore.maintenance.transaction_ids import TransactionIds
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import run
@@ -130,7 +129,7 @@ class _Verification:
         self._report_progress = progress or (lambda progress: None)
         self._lock = threading.Lock()  # of the progress, which worker threads add to
         self._known = known
-        self._replayed = _ReplayedTree(log)
+        self._replayed = Replay(log, lambda version: not known.expired(version))
         self._last_collection: int | None = 0  # None after a damaged record, which may be that of a collection
         self._damaged: list[int] = []
         self._unlisted: set[int] = set()  # versions whose chunks are not listed; a later version may need some
@@ -149,6 +148,8 @@ class _Verification:
             await self._check_last_collection(version, record)
             if fault := await self._replayed.merge_fault(version, record, manifests):
                 self._merge_faults[version] = fault
+            if record is not None and (fault := await self._replayed.fault(version, record)):
+                faults.append(fault)
             if record is not None and record.voids:  # merges between have restated what it voided
                 self._merge_faults = {v: f for v, f in self._merge_faults.items() if v < min(record.voids)}
             if version % ROOT_EVERY == 0 and (fault := await self._replayed.root_fault(version)):
@@ -305,81 +306,6 @@ class _Verification:
             return chunks
         kept = np.flatnonzero(number < highest[owners])
         return chunks._replace(owners=owners[kept], rows=chunks.rows.take(kept))
-
-
-class _ReplayedTree:
-    """The tree built from records alone, up to the last root that was checked; roots are checked in order."""
-
-    def __init__(self, log: LogReader) -> None:
-        self._log = log
-        self._tree: Tree | None = Tree.empty()  # None after a record that can't be read
-        self._nodes_known = True  # False after a manifest that can't be read, such as that of an expired version
-
-    async def root_fault(self, version: int) -> str:
-        """Return what is wrong with the root of a version: its bytes, its record or its tree; "" for nothing."""
-        await self._advance(version)
-        key = root_key(version)
-        name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
-        try:
-            root = await self._log.objects.whole_root(version)
-            tree = Tree(version, Nodes(), root.tags)
-            if self._nodes_known and self._tree is not None:
-                # over the nodes that the records have, which readers use too if the parent of the root is missing
-                tree = Tree.from_root(root, self._log.objects.pages, self._tree)
-        except NotFound:  # there is no root
-            return ""
-        except (Corrupt, UnsupportedFormat) as error:
-            reason = str(error) if key in str(error) else f"{name}: {error}"
-            return f"{reason}. Readers ignore it; {advice}"
-        try:
-            stored = await self._log.stored(version)
-        except UNREADABLE:  # which is reported elsewhere
-            return ""
-        if (root.version, root.record_check) != (version, stored.check):
-            return f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}"
-        try:
-            replayed, nodes_known = self._tree, self._nodes_known
-            differing = [] if replayed is None else await run(replayed.differences, tree, nodes_known)
-        except UNREADABLE:  # a segment is damaged, which is reported elsewhere, or of an expired version
-            return ""
-        if not differing:
-            return ""
-        shown = ", ".join(d or "the root group" for d in differing[:5]) + (", …" if len(differing) > 5 else "")
-        return f"{name} differs from the records up to version {version} in {shown}; {advice}"
-
-    async def merge_fault(self, version: int, record: Record | None, manifests: Sequence[Manifest]) -> str:
-        """Return what is wrong with the merges of references in the manifests of a version; "" for nothing."""
-        if record is None or not any(manifest.merges for manifest in manifests):
-            return ""
-        await self._advance(version - 1)
-        if self._tree is not None and self._nodes_known:
-            try:
-                await run(run_steps, check_merges(record, manifests, self._tree.nodes))
-            except UNREADABLE as error:
-                return f"{self._log.storage.url}: {commit_key(version)}: {error}"
-        return ""
-
-    async def _advance(self, version: int) -> None:
-        """Replay the records up to a version; a record that can't be read ends the replay for good."""
-        if self._tree is None:
-            return
-        log, versions = self._log, range(self._tree.version + 1, version + 1)
-        try:
-            # no manifest is needed from before the last commit that replaces the whole tree
-            first = max([v async for v, record in log.each_record(versions) if record.replaces], default=0)
-            async for number, record in log.each_record(versions):
-                manifests: list[Manifest] = []
-                if number == first:
-                    self._nodes_known = True
-                if number >= first:
-                    try:
-                        manifests = await log.objects.manifests(number, record)
-                    except UNREADABLE:
-                        self._nodes_known = False
-                record = await log.records.with_collection(number, record)
-                self._tree = self._tree.after(number, record, manifests)
-        except UNREADABLE:
-            self._tree = None
 
 
 def _check_group(path: str, node: Node) -> None:

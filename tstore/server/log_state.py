@@ -129,7 +129,7 @@ class LogState:
             if number == self.version + 1:  # otherwise a concurrent task has advanced already
                 complete = manifests is not None and (self.loaded.complete or record.replaces)
                 memory = self.loaded.memory_after(record, sum(map(manifest_memory, manifests or [])))
-                tree = self.loaded.tree.after(number, record, manifests or [])
+                tree = self.loaded.tree.after(number, record, manifests if complete and manifests else [])
                 self.advance(number, record, check, LoadedTree(tree, complete, memory))
         return True
 

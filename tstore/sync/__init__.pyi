@@ -508,9 +508,9 @@ class Store:
         readers and commits continue with the other versions. Without arguments nothing is changed. `void` lists
         versions whose record is damaged or missing. Versions in `void_intact` are voided even if their record is
         intact, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
-        Processes that have the store open must open it again (`TimelineChanged`).
-        Raise `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
-        does not exist or, in `void`, one whose record is intact."""
+        Processes that have the store open must open it again (`TimelineChanged`). Raise `Denied` on a store opened
+        with mode "r" or through a server, `InvalidArgument` for a version that does not exist, an intact one in
+        `void`, or one on which other versions rest."""
 
     def collect(
         self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ..., dry_run: bool = False

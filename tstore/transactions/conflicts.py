@@ -96,8 +96,6 @@ async def reapply(
 
 async def revise_merges(log: LogReader, staged: StagedTree, newer: Newer) -> bool:
     """Adapt the merges of references to newer commits; return whether this changes the manifest."""
-    if any(other.voids for _, other in newer):
-        return staged.drop_merges()  # they may restate what the repair voided
     merging = [array for array in staged.arrays.values() if array.merge is not None]
     revised = False
     for version, other in newer if merging else ():

@@ -10,7 +10,8 @@
    unless that exists (`decision`). This decides that the transaction may be committed. Then the host checks and
    merges the top level: same metadata and structure, no chunk twice, every chunk present. It reads every record
    above the lowest base of the fragments, and appends the transaction's record. So a late host finds an earlier
-   commit of the transaction and makes no second one. Objects are created once, and the fragments determine their
+   commit of the transaction and makes no second one; and one that meets a repair fails, since the version that was
+   voided may have been this transaction. Objects are created once, and the fragments determine their
    contents, so several hosts may try each step.
 5. The other hosts poll for the record, seldom for the claim, and usually request nothing else; they poll less
    often if the system reports new files in the log (`watch`). Now and then, less often the more hosts there are,
@@ -181,6 +182,13 @@ class CooperativeCommit:
 
         async def validate(newer: Newer) -> Record:
             for version, other in newer:
+                if other.voids or other.was_voided:  # perhaps this very transaction, committed by another host
+                    raise Conflict(
+                        f"{self._storage.url}: a repair voided version {min(other.voids, default=version)} after "
+                        f"transaction {self.member.name!r} began, so it is not committed; repeat it with another "
+                        "attempt",
+                        [],
+                    )
                 overlap = await overlap_of(changes, await self.log.reader.trees.changes(version, other))
                 conflicts = [*overlap.conflicts, *overlap.chunks, *overlap.extended]
                 if conflicts:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,7 +36,6 @@ from tstore.format.objects.records import Fragment, Record
 from tstore.format.objects.references import Manifest
 from tstore.format.paths import is_at_or_below, parents
 from tstore.format.tree.node import Node
-from tstore.format.tree.tree import Tree
 from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.pool import run
@@ -187,12 +186,15 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Sequence
         deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted)),
         bytes_added=sum(f.bytes_added for f in fragments),
     )
-    every = list(itertools.chain.from_iterable(manifests))
-    tree = Tree.empty().after(1, record_from_fragment(result, 0.0), every)
-    replacing = {part.path: part.replaces_node for part in parts}
-    manifest = Manifest.from_nodes([(p, n.document, replacing[p], n.tables) for p, n in tree.nodes.items()])
-    _check_once(name, tree, parts)
-    return msgspec.structs.replace(result, manifest=manifest)
+    by_path: dict[str, list[_NodePart]] = {}
+    for part in parts:
+        by_path.setdefault(part.path, []).append(part)
+    _check_once(name, by_path)
+    nodes = []
+    for path, same in by_path.items():
+        tables = list(itertools.chain.from_iterable(part.tables for part in same))
+        nodes.append((path, same[0].metadata.data, same[0].replaces_node, tables))
+    return msgspec.structs.replace(result, manifest=Manifest.from_nodes(nodes))
 
 
 def fragment_from_record(record: Record, host: int, hosts: int, structure: bytes) -> Fragment:
@@ -277,16 +279,13 @@ def _check_paths(name: str, fragments: Sequence[Fragment], parts: Sequence[_Node
         )
 
 
-def _check_once(name: str, tree: Tree, parts: Sequence[_NodePart]) -> None:
-    """Raise `Inconsistent` if several of the parts have the same chunk; `tree` is the overlay of all parts."""
-    written: dict[str, list[tuple[Table, ...]]] = {}  # the tables of each part
-    for part in parts:
-        written.setdefault(part.path, []).append(part.tables)
-    twice = [
-        f"{path}: chunks at {_written_twice(tree.nodes[path].meta, by_part)}"
-        for path, by_part in written.items()
-        if sum(map(count_of, by_part)) != count_of(list(itertools.chain.from_iterable(by_part)))
-    ]
+def _check_once(name: str, by_path: Mapping[str, Sequence[_NodePart]]) -> None:
+    """Raise `Inconsistent` if several parts of a node have the same chunk."""
+    twice = []
+    for path, parts in by_path.items():
+        written = [part.tables for part in parts]
+        if sum(map(count_of, written)) != count_of(list(itertools.chain.from_iterable(written))):
+            twice.append(f"{path}: chunks at {_written_twice(parts[0].metadata.meta, written)}")
     if twice:
         raise Inconsistent(
             f"transaction {name!r}: several hosts wrote the same chunks; exactly one host must write each (to "

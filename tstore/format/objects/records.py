@@ -55,7 +55,9 @@ INLINE_MANIFEST_BYTES = 16 << 10
 """The largest `Manifest.size` of a manifest inside a record or fragment, instead of in an object of its own."""
 
 REPAIR, VOIDED = "repair-", "voided"
-"""The prefix of the transaction ids of `tstore repair`, and the metadata key for the versions that it voided."""
+"""The prefix of the transaction ids of `tstore repair`, and the metadata key for what it voided.
+
+The commit of the repair lists versions there, a void record the ids in the record that it replaces."""
 
 VOID = ".void"
 """The suffix of the transaction id of a void record, unless a repair wrote it. No transaction has such an id."""
@@ -283,6 +285,17 @@ class Record(Body, frozen=True):
             return ()
         listed = self.metadata.get(VOIDED)
         return tuple(v for v in listed if isinstance(v, int)) if isinstance(listed, list | tuple) else ()
+
+    @property
+    def voided_transactions(self) -> frozenset[str]:
+        """The ids in the record that this one replaces, if a repair could read that; otherwise none."""
+        listed = self.metadata.get(VOIDED) if self.was_voided else None
+        return frozenset(map(str, listed)) if isinstance(listed, list | tuple) else frozenset()
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """The ids of the record and of all transactions that share it."""
+        return frozenset((self.transaction, *self.transactions))
 
     def commits(self, transaction: str) -> bool:
         """Return whether the record commits a transaction, alone or together with others."""

@@ -6,14 +6,15 @@ import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from tstore.errors import Corrupt
 from tstore.format.objects.documents import Document
 from tstore.format.objects.layers import Table, stack
 from tstore.format.objects.merges import Merge, merged
-from tstore.format.objects.references import Manifest
-from tstore.format.tree.node import Node
+from tstore.format.objects.references import EXTENDS, REPLACES, Manifest
+from tstore.format.tree.node import Node, follows
 from tstore.format.tree.stored_nodes import Paged, StoredNodes
 
-__all__ = ["NO_DOCUMENT", "OPEN", "Change", "Layer", "Level", "Overlay", "combined", "resolved"]
+__all__ = ["NO_DOCUMENT", "OPEN", "Change", "Layer", "Level", "Overlay", "combined", "resolved", "unfounded"]
 
 NO_DOCUMENT = Document(b"")
 
@@ -32,6 +33,16 @@ class Layer(NamedTuple):
     def tables(self) -> tuple[Table, ...]:
         """The tables that the commit added."""
         return self.manifest.tables_at(self.position)
+
+    def check_above(self, path: str, below: Document | None) -> None:
+        """Raise `Corrupt` if the commit can't have written to the node below it (`validation.check_founded`)."""
+        flags = self.manifest.replaces_node[self.position]
+        if flags & REPLACES:
+            return
+        if below is None or below.data != self.manifest.document_at(self.position):
+            document, tables = self.manifest.node(self.position)
+            if not (flags & EXTENDS and follows(below, document, tables)):
+                raise unfounded(path)
 
     def over(self, below: tuple[Table, ...]) -> tuple[Table, ...]:
         """Return the tables of the node after the commit."""
@@ -52,10 +63,20 @@ class Overlay(NamedTuple):
 Change = Node | Overlay | None  # None: deleted
 
 
+def unfounded(path: str) -> Corrupt:
+    """Return the error for a write to a node that does not exist, or has other metadata than the writer saw."""
+    return Corrupt(
+        f"a record writes to {path!r}, which does not exist before it, or was replaced, resized or extended after "
+        "the record's base"
+    )
+
+
 def resolved(path: str, former: Node | None, overlay: Overlay) -> Node:
-    """Return a node with the tables of an overlay."""
+    """Return a node with the tables of an overlay; raise `Corrupt` if the overlay was not written over it."""
     first, *later = overlay.layers
-    tables = first.tables if former is None else first.over(former.tables)  # a merge of nothing is ignored
+    first.check_above(path, None if former is None else former.metadata)
+    assert former is not None
+    tables = first.over(former.tables)
     newer: list[Table] = []
     for layer in later:
         if layer.manifest.segments:  # dense ones replace what is below, and so does a merge
@@ -71,6 +92,7 @@ def combined(path: str, former: Change, change: Change) -> Change:
     if not isinstance(change, Overlay) or change.node is not None:
         return change
     if isinstance(former, Overlay):
+        change.layers[0].check_above(path, former.metadata)
         return Overlay(change.metadata, (*former.layers, *change.layers), former.node)
     return resolved(path, former, change)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from tstore.format.objects.layers import (
 )
 from tstore.format.objects.segments import Segment, SegmentedTable, SegmentSource
 
-__all__ = ["Node", "check_in_grid", "differs", "is_array", "same_metadata"]
+__all__ = ["Node", "check_in_grid", "differs", "follows", "is_array", "same_metadata"]
 
 
 class Node(msgspec.Struct, eq=False, gc=False):
@@ -161,6 +162,36 @@ def is_array(path: str, document: Document) -> bool:
         return document.is_array
     except Corrupt as error:
         raise Corrupt(f"{path or 'the root group'}: {error}") from error
+
+
+def follows(before: Document | None, after: Document, appended: Sequence[Table] | None) -> bool:
+    """Return whether a node can have been written with the metadata `after` over one with `before`.
+
+    `appended` are the tables of a commit that appended values: then the first axis may be longer, and the first
+    chunk that has some of its new part must be in one of the tables.
+    """
+    if before is None or appended is None:
+        return before is not None and before.equals(after)
+    if not (before.is_array and after.is_array):
+        return False
+    former, meta = ArrayMeta.parse(before.data), ArrayMeta.parse(after.data)
+    if len(meta.shape) != len(former.shape) or not meta.shape or meta.shape[0] < former.shape[0]:
+        return False
+    if former.with_shape((meta.shape[0], *former.shape[1:])).document != after.data:
+        return False
+    if meta.shape[0] == former.shape[0] or 0 in meta.shape:
+        return True
+    row = former.shape[0] // meta.chunks[0]
+    width = math.prod(meta.counts[1:])
+    return any(_has_between(table, row * width, (row + 1) * width - 1) for table in appended)
+
+
+def _has_between(table: Table, first: int, last: int) -> bool:
+    """Return whether a table has a chunk, or a segment that may have one, with a number in a range."""
+    if isinstance(table, SegmentedTable):
+        return any(segment.first <= last and segment.last >= first for segment in table.segments)
+    at = int(np.searchsorted(table.number, np.uint64(first)))
+    return at < len(table) and int(table.number[at]) <= last
 
 
 def same_metadata(mine: Node | None, other: Node | None) -> bool:

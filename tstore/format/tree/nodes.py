@@ -18,9 +18,9 @@ from typing import TypeVar, overload
 from tstore.format.layout import parent_root
 from tstore.format.objects.documents import Document
 from tstore.format.objects.object_ref import ObjectRef
-from tstore.format.objects.references import REPLACES, Manifest
+from tstore.format.objects.references import EXTENDS, REPLACES, Manifest
 from tstore.format.paths import parents
-from tstore.format.tree.levels import NO_DOCUMENT, OPEN, Change, Layer, Level, Overlay, resolved
+from tstore.format.tree.levels import NO_DOCUMENT, OPEN, Change, Layer, Level, Overlay, resolved, unfounded
 from tstore.format.tree.node import Node, is_array
 from tstore.format.tree.stored_nodes import AHEAD, InMemory, Paged, PageNodes, PageSource, StoredNodes
 
@@ -29,6 +29,7 @@ __all__ = ["Nodes"]
 T = TypeVar("T")
 
 _MANY, _SHARE = 1024, 16  # changes that later ones don't copy, and the share from which on they do
+_WRITES = (0, EXTENDS)  # the flags of nodes that a manifest changes, but does not replace
 _MAX_LAYERS = 64  # commits whose tables are laid over a stored node before it is read
 
 
@@ -195,8 +196,11 @@ class Nodes(Mapping[str, Node]):
         return self.with_changes(dict.fromkeys(removed)) if removed else self
 
     def after(self, manifests: Sequence[Manifest], base: ObjectRef | None = None) -> Nodes:
-        """Return the nodes after a commit with these manifests, which are the pages of `base` if that is known."""
-        if not self and _ascend(manifests):
+        """Return the nodes after a commit with these manifests, which are the pages of `base` if that is known.
+
+        Raise `Corrupt` if the commit writes to nodes that do not exist or have other metadata (`check_founded`).
+        """
+        if _creates_all(manifests) and not self and _ascend(manifests):
             return Nodes.from_manifests(manifests, base)
         changed: dict[str, Change] = {}
         created: set[str] = set()
@@ -204,14 +208,19 @@ class Nodes(Mapping[str, Node]):
             merges = manifest.merges_by_path() if manifest.merges else {}
             for at, (path, flags) in enumerate(zip(manifest.paths, manifest.replaces_node, strict=True)):
                 former = changed[path] if path in changed else self._former(path)
+                if former is None and not flags & REPLACES:
+                    raise unfounded(path)
                 if former is None or (flags & REPLACES and path not in created):
                     changed[path] = Node(path, *manifest.node(at))
                     created.add(path)
                     continue
                 below, layers = (former.node, former.layers) if isinstance(former, Overlay) else (former, ())
-                layers = (*layers, Layer(manifest, at, merges.get(path)))
+                layer = Layer(manifest, at, merges.get(path))
+                layers = (*layers, layer)
                 # a document is parsed only once, however many commits repeat it
                 same = former.metadata.data == manifest.document_at(at)
+                if not same and former.metadata is not NO_DOCUMENT:
+                    layer.check_above(path, former.metadata)
                 changed[path] = Overlay(former.metadata if same else manifest.node(at)[0], layers, below)
         return self.with_changes(changed)
 
@@ -368,6 +377,11 @@ def _loaded(stored: StoredNodes, paths: Collection[str] | None) -> dict[int, Pag
         for start in range(positions[0], positions[-1] + 1, AHEAD):
             loaded.update(enumerate(stored.load(start, min(start + AHEAD, positions[-1] + 1)), start))
     return loaded
+
+
+def _creates_all(manifests: Sequence[Manifest]) -> bool:
+    """Return whether manifests create all of their nodes, so that they need none below."""
+    return not any(flag in manifest.replaces_node for manifest in manifests for flag in _WRITES)
 
 
 def _ascend(manifests: Sequence[Manifest]) -> bool:

@@ -34,8 +34,9 @@ from tstore.format.objects.documents import Document
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Record
 from tstore.format.objects.references import Manifest
-from tstore.format.paths import depth_first_order
-from tstore.format.tree.node import Node
+from tstore.format.paths import depth_first_order, parents
+from tstore.format.tree.levels import unfounded
+from tstore.format.tree.node import Node, follows
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.tree import Tree
 
@@ -44,6 +45,7 @@ __all__ = [
     "Steps",
     "advance",
     "check_chunks",
+    "check_founded",
     "check_merges",
     "check_parts",
     "check_reused",
@@ -226,17 +228,11 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
     limits: list[_ChunkLimits] = []  # of each node
     known: dict[Document, _ChunkLimits] = {}  # each document is parsed once, however many nodes share it
     extended = manifest.extended_paths()
-    for path, metadata, replaces_node, _ in manifest.nodes():
+    for path, metadata, replaces_node, tables in manifest.nodes():
         if not replaces_node:
             before = documents.get(path) or (base[path].metadata if path in base else None)
-            is_same = before is not None and (
-                _extends(before, metadata) if path in extended else before.equals(metadata)
-            )
-            if not is_same:
-                raise Corrupt(
-                    f"it writes to {path!r}, which does not exist, or was replaced, resized or extended after the "
-                    "base of the record"
-                )
+            if not follows(before, metadata, tables if path in extended else None):
+                raise unfounded(path)
         if metadata not in known:
             known[metadata] = _limits(path, metadata)
             parsed += len(metadata.data)
@@ -256,14 +252,35 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
         yield
 
 
-def _extends(before: Document, after: Document) -> bool:
-    """Return whether two documents of an array are equal, except that the first axis of `after` may be longer."""
-    if not (before.is_array and after.is_array):
-        return False
-    former, shape = ArrayMeta.parse(before.data), ArrayMeta.parse(after.data).shape
-    if len(shape) != len(former.shape) or not shape or shape[0] < former.shape[0]:
-        return False
-    return former.with_shape((shape[0], *former.shape[1:])).document == after.data
+def check_founded(record: Record, manifests: Sequence[Manifest], nodes: Nodes) -> None:
+    """Raise `Corrupt` if a record writes to nodes other than those that its writer saw; may read segments.
+
+    That happens if the version that created or resized a node is no longer part of the history, because it is
+    damaged or a repair voided it. A node keeps its metadata until it is created again or resized, except that
+    appended values make its first axis longer.
+    """
+    if record.replaces:
+        return
+    below = nodes.without(record.deleted) if record.deleted else nodes
+    documents: dict[str, Document] = {}  # of the nodes in the record
+    for manifest in manifests:
+        extended, created = manifest.extended_paths(), list[str]()
+        for path, metadata, replaces_node, tables in manifest.nodes():
+            before = documents.get(path) or (below[path].metadata if path in below else None)
+            if replaces_node:
+                if before is None or before.is_array != metadata.is_array:
+                    created.append(path)
+            elif not follows(before, metadata, tables if path in extended else None):
+                raise unfounded(path)
+            documents[path] = metadata
+        for path in created:
+            for above in parents(path):
+                document = documents.get(above) or (below[above].metadata if above in below else None)
+                if document is not None and document.is_array:
+                    raise Corrupt(f"it creates {path!r} below the array {above!r}")
+            inside = below.starting_with(f"{path}/") if path and documents[path].is_array else []
+            if inside:
+                raise Corrupt(f"it creates the array {path!r} above {inside[0]!r}")
 
 
 def _limits(path: str, metadata: Document) -> _ChunkLimits:

@@ -1,0 +1,185 @@
+"""Which versions a repair leaves alive, which it expires, and what stays condemned.
+
+1. Voided versions expire if the last collection lists them as living.
+2. If a garbage collection was voided, the versions that it had expired are alive again, except for those that lack
+   an object, or need one that it had condemned: it may still be deleting.
+3. What an expired version wrote or needed becomes a dependency of the next living version.
+4. The newest version must be living. If the version whose state is the newest has expired, it is alive again,
+   unless it lacks data. Then the repair has to commit another state (`lacks_newest`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Sequence
+
+import msgspec
+
+from tstore.format.layout import is_transaction, owner_of
+from tstore.format.objects.encoding import decode
+from tstore.format.objects.object_ref import ObjectRef
+from tstore.format.objects.records import Collection, Record
+from tstore.format.tree.retention import Condemned, Ledger, packs_of
+from tstore.format.tree.tree import Tree
+from tstore.log.expiry import changes_nothing, ledger_at
+from tstore.log.reader import LogReader
+from tstore.maintenance.damage import incomplete_versions
+from tstore.maintenance.gc import Overtaken
+from tstore.maintenance.replay import UNREADABLE
+from tstore.runtime.concurrency import together
+from tstore.runtime.pool import run
+from tstore.storage.base import Storage
+
+__all__ = ["RepairPlan", "condemned_by"]
+
+
+class RepairPlan:
+    """What a repair expires as of a version; later commits are added until its record is appended."""
+
+    def __init__(self, log: LogReader, base: int, voided: Sequence[int], revoked: Condemned) -> None:
+        self._log = log
+        self._base = base
+        self._voided = voided
+        self._revoked = revoked  # condemned by voided collections
+        self._condemned = revoked  # and by the last collection that was not voided
+        self._tags: dict[str, int] = {}  # of expired versions
+        self._ledger = Ledger()
+        self.expired: list[int] = []
+        self.lacks_newest = False
+        """Whether the newest state is that of a version that lacks data, so that another must be committed."""
+
+    @staticmethod
+    async def make(log: LogReader, base: int, voided: Sequence[int], gc: int, revoked: Condemned) -> RepairPlan:
+        """Return the plan as of version `base`.
+
+        `gc` is the newest voided version that may have been a garbage collection, 0 for none, and `revoked` what
+        the voided collections are known to have condemned.
+        """
+        plan = RepairPlan(log, base, voided, revoked)
+        await plan._expire(gc)
+        return plan
+
+    def add(self, version: int, other: Record) -> None:
+        """Add a newer commit; raise `Overtaken` if it requires another plan."""
+        removed = {*self._voided, *self.expired}
+        reuses = not removed.isdisjoint(other.tagged.values()) or any(map(self._revoked.includes, other.reused))
+        if other.collection is not None or other.voids or reuses:
+            raise Overtaken
+        self._ledger.add(version, other)
+
+    def collection(self) -> Collection:
+        """Return the decision of the repair as that of a garbage collection."""
+        living, needed = self._ledger.transactions, self._ledger.dependencies
+        return Collection(
+            tuple(self._ledger.alive[version] for version in sorted(self._ledger.alive)),
+            tuple(self.expired),
+            self._tags,
+            tuple(sorted(self._condemned.transactions - living)),
+            tuple(sorted(self._condemned.objects - needed)),
+        )
+
+    async def newest_complete(self) -> Tree:
+        """Return the tree of the newest living version that lacks nothing; an empty tree if there is none."""
+        versions = sorted(self._ledger.alive)
+        incomplete = await incomplete_versions(self._log, versions)
+        for version in reversed(versions):
+            if version not in incomplete:
+                with contextlib.suppress(*UNREADABLE):
+                    return await self._log.tree(version)
+        return Tree.empty()
+
+    async def _expire(self, gc: int) -> None:
+        """Choose what expires, and release what that wrote or needed."""
+        log, voided = self._log, self._voided
+        ledger, previous = await ledger_at(log, self._base)
+        remaining = sorted(ledger.alive.keys() - set(voided))
+        # a collection keeps the newest version
+        incomplete = await incomplete_versions(log, [v for v in remaining if v < gc][:-1])
+        needing = await self._needing_revoked(remaining)
+        self.expired = sorted({*ledger.alive.keys() & voided, *incomplete, *needing})
+        self._ledger = ledger
+        if not self.expired:
+            return
+        kept = sorted(ledger.alive.keys() - set(self.expired))
+        entries = [ledger.alive[version] for version in self.expired]
+        written = await together(lambda entry: _transaction_objects(log, entry.transaction), entries)
+        released: dict[int, list[str]] = {}  # what expired versions wrote or needed, by the next living version
+        orphaned: list[str] = []  # what expired versions above all living ones needed
+        for entry, keys in zip(entries, written, strict=True):
+            at = bisect.bisect(kept, entry.version)
+            if at < len(kept):
+                released.setdefault(kept[at], []).extend((*entry.dependencies, *keys))
+            else:
+                orphaned += entry.dependencies
+        for version, objects in released.items():
+            ledger.inherit(version, objects, standalone=ledger.alive[version].standalone)
+        self._tags = {tag: v for v in self.expired for tag in ledger.alive[v].tags}
+        self._ledger = ledger.without(self.expired)
+        if previous is not None:
+            transactions = self._revoked.transactions.union(previous.transactions)
+            self._condemned = Condemned(transactions, self._revoked.objects.union(previous.objects))
+        self.lacks_newest = not await self._revive_newest(orphaned)
+
+    async def _needing_revoked(self, versions: Sequence[int]) -> list[int]:
+        """Return which of these versions need what a voided collection had condemned.
+
+        These are their own objects, older manifests, and packs.
+        """
+        condemned = self._revoked
+        if not (versions and (condemned.transactions or condemned.objects)):
+            return []
+        needing, manifest_gone, candidates = [], False, set(versions)
+        async for version, record in self._log.each_record(range(1, versions[-1] + 1)):
+            manifests = [m.key for m in record.manifests if isinstance(m, ObjectRef)]
+            manifest_gone = (manifest_gone and not record.replaces) or any(map(condemned.includes, manifests))
+            if version not in candidates:
+                continue
+            gone = manifest_gone or any(condemned.includes(f"txn/{name}/") for name in record.transactions)
+            with contextlib.suppress(*UNREADABLE):
+                gone = gone or any(map(condemned.includes, await run(packs_of, await self._log.tree(version))))
+            if gone:
+                needing.append(version)
+        return needing
+
+    async def _revive_newest(self, needed: Sequence[str]) -> bool:
+        """Add the version whose state is the newest to the living ones; return False if it lacks data.
+
+        It depends on the objects `needed`, and on the packs to which its tree refers.
+        """
+        log, version = self._log, self._base
+        while version and changes_nothing(record := await log.record(version)):
+            version -= 1
+        if version == 0 or version in self._ledger.alive:
+            return True
+        try:
+            await log.objects.manifests(version, record)
+            packs = await run(packs_of, await log.tree(version))
+        except UNREADABLE:
+            return False
+        objects = {*packs, *(m.key for m in record.manifests if isinstance(m, ObjectRef))}
+        if any(map(self._condemned.includes, objects)) or len(await log.storage.sizes(objects)) < len(objects):
+            return False
+        self._ledger.add(version, msgspec.structs.replace(record, tags=(), dropped=(), tagged={}))
+        entry = self._ledger.alive[version]
+        others = [key for key in sorted({*needed, *packs}) if owner_of(key) != entry.transaction]
+        self._ledger.inherit(version, others, standalone=entry.standalone)
+        return True
+
+
+async def condemned_by(storage: Storage, voided: Sequence[int]) -> Condemned:
+    """Return what the voided versions had condemned that were collections, by their saved records."""
+    transactions, objects = set[str](), set[str]()
+    prefixes = tuple(f"damaged/{version:020d}-" for version in voided)
+    for key in await storage.list("damaged/"):
+        with contextlib.suppress(*UNREADABLE):
+            record = decode(await storage.get(key), Record) if key.startswith(prefixes) else None
+            if record is not None and record.collection is not None:
+                transactions.update(record.collection.transactions)
+                objects.update(record.collection.objects)
+    return Condemned(frozenset(transactions), frozenset(objects))
+
+
+async def _transaction_objects(log: LogReader, transaction: str) -> Sequence[str]:
+    """Return the keys of a transaction's objects; an invalid id, as in a forged record, has none."""
+    return await log.storage.list(f"txn/{transaction}/") if is_transaction(transaction) else []

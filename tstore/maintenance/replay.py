@@ -1,0 +1,160 @@
+"""The tree as the records alone make it, version by version, and what does not follow from it.
+
+Each record must follow from the tree before it (`check_founded`): after the version that created or resized an
+array was lost or voided, a later write has chunks of an array that is not there. And a living version needs the
+manifests of older ones, back to the last commit that replaced the whole tree. Collections keep these manifests;
+but if that commit is voided, the version needs those before it, which may be gone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+
+from msgspec.structs import replace
+
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.format.layout import commit_key, root_key
+from tstore.format.objects.records import REPAIR, Record
+from tstore.format.objects.references import Manifest
+from tstore.format.tree.nodes import Nodes
+from tstore.format.tree.tree import Tree
+from tstore.format.tree.validation import check_founded, check_merges, run_steps
+from tstore.log.expiry import changes_nothing
+from tstore.log.reader import LogReader
+from tstore.runtime.pool import run
+
+__all__ = ["UNREADABLE", "Replay"]
+
+UNREADABLE = (Corrupt, NotFound, UnsupportedFormat)
+"""The errors from reading a record that is damaged, missing or of a newer tstore."""
+
+
+_VOID = Record(f"{REPAIR}void", 0, 0.0, void=True)
+
+
+class Replay:
+    """The tree built from records alone, up to the last version that was checked; versions are checked in order.
+
+    `living` tells whether a version is living. Versions in `voided` count as void; their records are not read.
+    """
+
+    def __init__(self, log: LogReader, living: Callable[[int], bool], voided: Collection[int] = ()) -> None:
+        self._log = log
+        self._living = living
+        self._voided = voided
+        self._tree: Tree | None = Tree.empty()  # None after a record that can't be read
+        self._nodes_known = True  # False after a manifest that can't be read, such as that of an expired version
+        self._lost = 0, ""  # the version from which on the nodes are not known, and why
+        self._unfounded: dict[int, str] = {}  # living versions that do not follow from those before, and why
+
+    async def fault(self, version: int, record: Record) -> str:
+        """Return why a living version is not what its writer committed; "" if it is, or if that is not known."""
+        if changes_nothing(record) or record.replaces or not self._living(version):
+            return ""
+        await self._advance(version)
+        if self._tree is None:
+            return ""
+        if version in self._unfounded:
+            return f"{self._log.storage.url}: {commit_key(version)}: {self._unfounded[version]}"
+        lost, reason = self._lost
+        if self._nodes_known or self._living(lost):  # then that version is at fault
+            return ""
+        return f"{self._log.storage.url}: version {version} needs what version {lost} wrote: {reason}"
+
+    async def tree(self, version: int) -> Tree | None:
+        """Return the tree as of a version, None if its nodes are not known."""
+        await self._advance(version)
+        return self._tree if self._nodes_known else None
+
+    async def root_fault(self, version: int) -> str:
+        """Return what is wrong with the root of a version: its bytes, its record or its tree; "" for nothing."""
+        await self._advance(version)
+        key = root_key(version)
+        name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
+        try:
+            root = await self._log.objects.whole_root(version)
+            tree = Tree(version, Nodes(), root.tags)
+            if self._nodes_known and self._tree is not None:
+                # over the nodes that the records have, which readers use too if the parent of the root is missing
+                tree = Tree.from_root(root, self._log.objects.pages, self._tree)
+        except NotFound:  # there is no root
+            return ""
+        except (Corrupt, UnsupportedFormat) as error:
+            reason = str(error) if key in str(error) else f"{name}: {error}"
+            return f"{reason}. Readers ignore it; {advice}"
+        try:
+            stored = await self._log.stored(version)
+        except UNREADABLE:  # which is reported elsewhere
+            return ""
+        if (root.version, root.record_check) != (version, stored.check):
+            return f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}"
+        try:
+            replayed, nodes_known = self._tree, self._nodes_known
+            differing = [] if replayed is None else await run(replayed.differences, tree, nodes_known)
+        except UNREADABLE:  # a segment is damaged, which is reported elsewhere, or of an expired version
+            return ""
+        if not differing:
+            return ""
+        shown = ", ".join(d or "the root group" for d in differing[:5]) + (", …" if len(differing) > 5 else "")
+        return f"{name} differs from the records up to version {version} in {shown}; {advice}"
+
+    async def merge_fault(self, version: int, record: Record | None, manifests: Sequence[Manifest]) -> str:
+        """Return what is wrong with the merges of references in the manifests of a version; "" for nothing."""
+        if record is None or not any(manifest.merges for manifest in manifests):
+            return ""
+        await self._advance(version - 1)
+        if self._tree is not None and self._nodes_known:
+            try:
+                await run(run_steps, check_merges(record, manifests, self._tree.nodes))
+            except UNREADABLE as error:
+                return f"{self._log.storage.url}: {commit_key(version)}: {error}"
+        return ""
+
+    async def _advance(self, version: int) -> None:
+        """Replay the records up to a version; a record that can't be read ends the replay for good."""
+        if self._tree is None:
+            return
+        log, versions = self._log, range(self._tree.version + 1, version + 1)
+        try:
+            # no manifest is needed from before the last commit that replaces the whole tree
+            first = max([v async for v, record in self._records(versions) if record.replaces], default=0)
+            async for number, record in self._records(versions):
+                if number == first:
+                    self._nodes_known = True
+                manifests: list[Manifest] = []
+                if number >= first and self._nodes_known:
+                    manifests = await self._manifests(number, record, self._tree.nodes)
+                if number in self._unfounded:
+                    record = replace(record, deleted=())
+                record = await log.records.with_collection(number, record)
+                self._tree = self._tree.after(number, record, manifests)
+        except UNREADABLE:
+            self._tree = None
+
+    async def _records(self, versions: range) -> AsyncIterator[tuple[int, Record]]:
+        """Yield each version with its record, that of a voided one as void."""
+        for voided, numbers in itertools.groupby(versions, lambda number: number in self._voided):
+            if voided:
+                for number in numbers:
+                    yield number, _VOID
+            else:
+                async for item in self._log.each_record(numbers):
+                    yield item
+
+    async def _manifests(self, version: int, record: Record, nodes: Nodes) -> list[Manifest]:
+        """Return the manifests of a version; if they can't be applied to the nodes, note why, and return none."""
+        try:
+            manifests = await self._log.objects.manifests(version, record)
+        except UNREADABLE as error:
+            self._nodes_known, self._lost = False, (version, str(error))
+            return []
+        try:
+            await run(check_founded, record, manifests, nodes)
+        except Corrupt as error:
+            if self._living(version):
+                self._unfounded[version] = str(error)
+            else:
+                self._nodes_known, self._lost = False, (version, str(error))
+            return []
+        return manifests
