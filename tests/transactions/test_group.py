@@ -239,6 +239,16 @@ async def test_similar_attempts_and_names_are_distinct(url: str) -> None:
 # ---- hosts that disagree
 
 
+async def test_hosts_that_pass_different_metrics_are_told(url: str) -> None:
+    metrics = [{"loss": 0.5, "nan": np.nan}, {"nan": np.nan, "loss": 0.5}, {"loss": 0.25, "nan": np.nan}, None]
+    for step, others in enumerate((metrics[2], metrics[3])):
+        calls = [save(url, h, step=step, metrics=m, hosts=2) for h, m in enumerate((metrics[0], others))]
+        error = raised(await outcomes(calls), Inconsistent)
+        assert "hosts [1] differ from host 0 in the metrics" in str(error)
+    calls = [save(url, h, step=9, metrics=m, hosts=2) for h, m in enumerate(metrics[:2])]
+    assert await asyncio.gather(*calls) == [1, 1]
+
+
 def odd_one(**change: Any) -> list[dict[str, Any]]:
     """Return the trees of all hosts, of which host 3 has a different one."""
     trees = [tree(h) for h in range(HOSTS)]

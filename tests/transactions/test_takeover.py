@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.dying import Dead, Dying
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import (
     CommitOutcomeUnknown,
+    Conflict,
     DeadlineExceeded,
     Denied,
     Inconsistent,
@@ -174,6 +176,47 @@ async def test_a_checkpoint_is_finished_by_its_name(url: str) -> None:
     assert (state.name, state.absent) == ("step/5", ())
     assert await store.finish("step/5") == 1
     assert await tstore.steps(store) == [5]
+
+
+async def test_what_is_committed_can_be_finished_again(url: str) -> None:
+    """By its id or its name, also after a garbage collection has deleted the fragments."""
+    store = await tstore.open(url)
+    assert await outcomes(*[host(store, h, 2) for h in range(2)]) == [1, 1]
+    calls = [tstore.save(store, {"w": np.arange(9)}, 5, host=h, hosts=2, attempt="a/b c") for h in range(2)]
+    assert await outcomes(*calls) == [2, 2]
+    ids = [(await store.log.reader.record(version)).transaction for version in (1, 2)]
+    for _ in range(2):
+        assert [await store.finish(name) for name in ("n", "step/5", *ids)] == [1, 2, 1, 2]
+        for key in await store.log.storage.list("txn/"):
+            if "/part-" in key:
+                await store.log.storage.delete(key)
+    for name in ("step/6", "o"):
+        with pytest.raises(NotFound, match="under way"):
+            await store.finish(name)
+
+
+async def test_waiting_hosts_learn_that_a_collection_has_condemned_them(url: str) -> None:
+    """Their own deadline is an hour."""
+    store = await tstore.open(url)
+    waiting = [asyncio.create_task(host(store, h, 3, timeout=3600)) for h in (0, 2)]
+    while len([k for k in await store.log.storage.list("txn/") if "/part-" in k]) < 2:
+        await asyncio.wait(waiting, timeout=0.01)
+    report = await store.collect(abandoned=timedelta(0))
+    assert len(report.abandoned) == 1
+    for error in await outcomes(*waiting):
+        assert isinstance(error, Conflict)
+        assert "looked abandoned" in str(error)
+
+
+async def test_hosts_that_disagree_on_their_number_are_told_the_other_one(url: str) -> None:
+    """The first of them waits already when the other one comes; its own deadline is an hour."""
+    store = await tstore.open(url)
+    calls = [host(store, 0, 3, timeout=3600), host(store, 1, 3, timeout=3600), host(store, 2, 4, timeout=3600)]
+    three, also_three, four = await outcomes(*calls)
+    assert {type(e) for e in (three, also_three, four)} == {Inconsistent}
+    assert all("hosts than 3" in str(e) and "hosts=4" in str(e) for e in (three, also_three))
+    assert "hosts than 4" in str(four)
+    assert "hosts=3" in str(four)
 
 
 async def test_finishing_an_incomplete_or_missing_group_is_an_error(url: str) -> None:

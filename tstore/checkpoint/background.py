@@ -40,9 +40,10 @@ __all__ = [
     "checked_choices",
     "completion",
     "has_failed",
+    "mark_seen",
     "save_async",
     "start_save",
-    "take_unseen_error",
+    "unseen_error",
     "wait_staged",
 ]
 
@@ -372,12 +373,14 @@ def has_failed(save: BackgroundSave) -> bool:
     return save._committed.done() and save._committed.exception() is not None
 
 
-def take_unseen_error(save: BackgroundSave) -> BaseException | None:
-    """Return the error of a save that has failed, and mark it as seen; None if somebody has seen it already."""
-    error = save._committed.exception() if save._committed.done() and not save._seen else None
-    if error is not None:
-        save._mark_seen()
-    return error
+def unseen_error(save: BackgroundSave) -> BaseException | None:
+    """Return the error of a save that has failed; None if somebody has seen it already."""
+    return save._committed.exception() if save._committed.done() and not save._seen else None
+
+
+def mark_seen(save: BackgroundSave) -> None:
+    """Note that the caller knows how the save ended, so that nothing is reported at exit."""
+    save._mark_seen()
 
 
 def abandon(save: BackgroundSave, reason: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -47,8 +46,8 @@ class Checkpoint(NamedTuple):
     `attributes` are the caller's attributes of the root group, and `reserved` those of tstore. `digest` is a
     checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves. `check_tags`
     raises if the step must not be saved in a store with these tags; it is called before anything is written.
-    `on_given_up` is called with the transaction if this host no longer waits for the others; the version that it
-    returns, if any, is that of the checkpoint.
+    `on_given_up` is called with the transaction if the save has failed on this host, so that the others need not
+    wait for it; the version that it returns, if any, is that of the checkpoint.
     """
 
     step: int
@@ -116,19 +115,19 @@ class Checkpoint(NamedTuple):
             if on_written is not None:
                 on_written()
             return await self.commit_step(store, tx)
-        except (Unavailable, CommitOutcomeUnknown, asyncio.CancelledError) as error:
+        except SourceCondemned:  # the other hosts get this error as well
+            await tx.abort()
+            raise
+        except BaseException as error:
             await tx.abort()
             version = None
             try:
                 version = await run_to_end(self.on_given_up(tx))
             except TStoreError as failure:
                 error.add_note(f"late hosts may still commit the step, because withdrawing it failed: {failure}")
-            if version is None or isinstance(error, asyncio.CancelledError):
+            if version is None or not isinstance(error, Unavailable | CommitOutcomeUnknown):
                 raise
             return version
-        except BaseException:  # the other hosts get this error as well
-            await tx.abort()
-            raise
 
     async def _transaction(self, store: Store, attempt: str | None) -> tuple[Transaction, int | None]:
         """Return a new transaction for this checkpoint, and the version of the step that it overwrites, if any."""

@@ -6,7 +6,6 @@ import asyncio
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Self, TypeVar
 
@@ -19,13 +18,14 @@ from tstore.checkpoint.background import (
     checked_choices,
     completion,
     has_failed,
+    mark_seen,
     start_save,
-    take_unseen_error,
+    unseen_error,
     wait_staged,
 )
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
-from tstore.checkpoint.rollback import check_newest, roll_back
+from tstore.checkpoint.rollback import check_newest, next_attempt, roll_back
 from tstore.checkpoint.save import checked_order, checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
@@ -42,14 +42,12 @@ from tstore.transactions.transaction import withdraw
 __all__ = ["Checkpointer"]
 _T = TypeVar("_T")
 
-_save_counts: Counter[tuple[str, int, int, str]] = Counter()
-"""How often this process has saved a step, by URL, host, step and attempt; all hosts count the same saves."""
-
 
 class Checkpointer:
     """The checkpoints of one job at one URL, saved in the background; garbage collection removes those not kept.
 
-    If a save or garbage collection fails, the next call raises its error. `async with` closes the `Checkpointer`.
+    If a save or garbage collection fails, the next call raises its error; `save` first begins to save its step.
+    `async with` closes the `Checkpointer`.
 
     Parameters
     ----------
@@ -167,13 +165,13 @@ class Checkpointer:
     ) -> BackgroundSave:
         """Begin to save a tree as a step, as `save_async` does, even if no policy asks for it.
 
-        Raise what `save_async` raises, and the error of an earlier save. The save of a step before the newest one
-        fails with `InvalidArgument`: call `rollback` first.
+        Raise what `save_async` raises. Raise the error of an earlier save once this one has begun, which goes on.
+        The save of a step before the newest one fails with `InvalidArgument`: call `rollback` first.
         """
         step = checked_order(step, tree)
         store = self._background_store = self._background_store or BackgroundStore(self._store)
         attempt = self._next_attempt(store.url, step)  # every host counts this call, even if it raises below
-        self._raise_unseen_error()
+        self._check_process()
         checkpoint = await checkpoint_from_arguments(
             tree,
             step,
@@ -197,6 +195,7 @@ class Checkpointer:
         await wait_staged(save)
         self._last_step, self._last_time = step, time.monotonic()
         self._preemption_saved |= preempted
+        self._raise_unseen_error()  # only now: other hosts, which may have no error, wait for this host's part
         return save
 
     async def latest(self) -> int | None:
@@ -313,18 +312,8 @@ class Checkpointer:
         return latest
 
     def _next_attempt(self, url: str, step: int) -> str | None:
-        """Return the attempt for the next save of a step, a different one for each save and after each rollback.
-
-        A save that failed may have left parts of some hosts, which must not be mixed with those of a later save.
-        """
         token = self._attempt if self._attempt is not None else detected_attempt(os.environ, self._hosts)
-        if token is None:
-            return None
-        if self._last_rollback is not None:
-            token = f"{token}.after.{self._last_rollback}"
-        key = (url, self._host, step, token)
-        count = _save_counts[key] = _save_counts[key] + 1
-        return token if count == 1 else f"{token}.try.{count}"
+        return None if token is None else next_attempt(token, self._last_rollback, url, self._host, step)
 
     async def _saved(self, read: Callable[[Store], Awaitable[list[_T]]]) -> list[_T]:
         """Wait for saves under way; return what `read` returns for the store, an empty list if there is none."""
@@ -356,12 +345,18 @@ class Checkpointer:
         self._forget_failed_step()
         for save in [save for save in self._saves if completion(save).done()]:
             self._saves.remove(save)
-            if (error := take_unseen_error(save)) is not None:
+            if (error := unseen_error(save)) is not None:
+                mark_seen(save)
                 raise error
         if self._collect_error is not None:
             error, self._collect_error = self._collect_error, None
             BACKGROUND.withdraw(self)
             raise error
+
+    def _unseen_error(self) -> BaseException | None:
+        """Return what `_raise_unseen_error` would raise."""
+        errors = (unseen_error(save) for save in self._saves if completion(save).done())
+        return next((error for error in errors if error is not None), self._collect_error)
 
     def _forget_failed_step(self) -> None:
         """Make the step that was saved last due again if its save has failed, even if that has not yet ended."""

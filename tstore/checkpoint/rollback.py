@@ -1,8 +1,9 @@
-"""Going on from an earlier step: the later steps are removed first, because the highest step is the newest."""
+"""Going on from an earlier step, whose later steps are removed first, and saving steps again in new attempts."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -12,9 +13,13 @@ from tstore.storage.watch import Watch
 from tstore.store import Store
 from tstore.tags import last_removal, later_steps, remove_steps_after
 
-__all__ = ["Rollback", "check_newest", "roll_back"]
+__all__ = ["Rollback", "check_newest", "next_attempt", "roll_back"]
 
 _MIN_POLL, _MAX_POLL = 0.05, 2.0  # seconds between looks for the commit of host 0
+
+
+_save_counts: Counter[tuple[str, int, int, str]] = Counter()
+"""How often this process has saved a step, by URL, host, step and attempt; all hosts count the same saves."""
 
 
 class Rollback(NamedTuple):
@@ -53,6 +58,19 @@ async def _wait_removed(store: Store, step: int, timeout: float) -> None:
             f"rollback({step})",
             [0],
         ) from error
+
+
+def next_attempt(token: str, last_rollback: int | None, url: str, host: int, step: int) -> str:
+    """Return the attempt for the next save of a step, a different one for each save and after each rollback.
+
+    `token` is that of this start of the job, and `last_rollback` the version of its last rollback. A save that
+    failed may have left parts of some hosts, which must not be mixed with those of a later save.
+    """
+    if last_rollback is not None:
+        token = f"{token}.after.{last_rollback}"
+    key = (url, host, step, token)
+    count = _save_counts[key] = _save_counts[key] + 1
+    return token if count == 1 else f"{token}.try.{count}"
 
 
 def check_newest(url: str, step: int, tags: Mapping[str, int]) -> None:

@@ -73,13 +73,12 @@ class Checkpointer(checkpointer.Checkpointer):
     ) -> Coroutine[Any, Any, BackgroundSave]:
         """Begin to save a pytree as a step, as `save_async` does, even if no policy asks for it.
 
-        Raise what `save_async` raises, and the error of an earlier save.
+        Raise what `save_async` raises, and the error of an earlier save once this one has begun.
         """
         processes = Processes.saving(self._store, step, None, None, None)
         begin = super().save
 
         async def run() -> BackgroundSave:
-            self._raise_unseen_error()
             values = await unchanging_values(tree, processes.hosts)
             self._attempt = processes.attempt
             return await begin(

@@ -36,7 +36,7 @@ from tstore.format.objects.roots import decode_root
 from tstore.format.wellformed import check_documents
 from tstore.log.marker import Marker
 from tstore.storage.objects import checked_key
-from tstore.transactions.decision import withdrawing_host
+from tstore.transactions.decision import withdrawal_in
 from tstore.transactions.pending import Heartbeat
 
 __all__ = ["Kind", "ServedKeys", "key_of", "kind_of", "parse_metadata"]
@@ -118,7 +118,7 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise Corrupt(f"it does not parse: {error}") from error
         case Kind.MERGER:
-            withdrawing_host(data)
+            withdrawal_in(data)
         case Kind.HINT:
             if not re.fullmatch(rb"[1-9][0-9]{0,19}", data):
                 raise Corrupt("expected a version in decimal digits")

@@ -21,7 +21,7 @@ from tstore.simulation.history import Attempt, History
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Host
 from tstore.store import Store
-from tstore.transactions.decision import withdrawing_host
+from tstore.transactions.decision import withdrawal_in
 from tstore.transactions.membership import Membership
 
 __all__ = ["count_objects", "finish_copy", "judge_copy", "judge_power_failure", "judge_store", "read_committed"]
@@ -176,10 +176,10 @@ def _find_withdrawn(storage: SharedObjects, log: CommittedLog) -> list[str]:
         for transaction in () if commit.record.void else commit.record.transactions:
             member = Membership.from_id(transaction)
             key = "" if member is None else member.claim_key(member.top, 0)
-            if (claim := storage.objects.get(key)) is None or (host := withdrawing_host(claim)) is None:
+            if (claim := storage.objects.get(key)) is None or (withdrawal := withdrawal_in(claim)) is None:
                 continue
             if storage.created[key] < storage.created[commit_key(version)]:
-                violations.append(f"host {host} withdrew {transaction}, which is version {version}")
+                violations.append(f"host {withdrawal.host} withdrew {transaction}, which is version {version}")
     return violations
 
 

@@ -255,7 +255,8 @@ class Array:
 class Checkpointer:
     """The checkpoints of one job at one URL, saved in the background; garbage collection removes those not kept.
 
-    If a save or garbage collection fails, the next call raises its error. `with` closes the `Checkpointer`.
+    If a save or garbage collection fails, the next call raises its error; `save` first begins to save its step.
+    `with` closes the `Checkpointer`.
 
     Parameters
     ----------
@@ -321,8 +322,8 @@ class Checkpointer:
     ) -> BackgroundSave:
         """Begin to save a tree as a step, as `save_async` does, even if no policy asks for it.
 
-        Raise what `save_async` raises, and the error of an earlier save. The save of a step before the newest one
-        fails with `InvalidArgument`: call `rollback` first."""
+        Raise what `save_async` raises. Raise the error of an earlier save once this one has begun, which goes on.
+        The save of a step before the newest one fails with `InvalidArgument`: call `rollback` first."""
 
     def latest(self) -> int | None:
         """Wait for saves under way; return the newest step, None if there is no step or no store."""
@@ -485,7 +486,7 @@ class Store:
         """Commit a cooperative transaction whose hosts have all delivered their fragments, and return its version.
 
         Use it when hosts died between their fragments and the commit; any process may call it, at any time.
-        `transaction` is an id, or a name of which only one attempt is under way.
+        `transaction` is an id, or a name of which only one attempt is under way; it may be committed already.
         Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts, or if a host of a
         `Checkpointer` gave up and withdrew the transaction. Also raise `NotFound`, `InvalidArgument` (several
         attempts have that name), `Inconsistent`, `Conflict` or `Denied`."""

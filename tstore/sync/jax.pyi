@@ -48,7 +48,7 @@ class Checkpointer(sync.Checkpointer):
     ) -> BackgroundSave:
         """Begin to save a pytree as a step, as `save_async` does, even if no policy asks for it.
 
-        Raise what `save_async` raises, and the error of an earlier save."""
+        Raise what `save_async` raises, and the error of an earlier save once this one has begun."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""

@@ -56,7 +56,8 @@ class Checkpointer(sync.Checkpointer):
     ) -> BackgroundSave:
         """Begin to save a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
 
-        Raise what `save_async` raises, and the error of an earlier save."""
+        Raise what `save_async` raises. If an earlier save has failed in a process, all of them raise an error, but
+        only once this one has begun."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tstore.checkpoint import checkpointer
 from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
+from tstore.errors import Unavailable
 from tstore.format.arguments import checked_step
 from tstore.format.tree.retention import Keep
 from tstore.quantization.policy import QuantizeRules, Target
@@ -77,13 +78,24 @@ class Checkpointer(checkpointer.Checkpointer):
     ) -> Coroutine[Any, Any, BackgroundSave]:
         """Begin to save a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
 
-        Raise what `save_async` raises, and the error of an earlier save.
+        Raise what `save_async` raises. If an earlier save has failed in a process, all of them raise an error, but
+        only once this one has begun.
         """
-        plan = plan_save(tree, self._processes, None, self._raise_unseen_error)
+        error = self._unseen_error()
+        plan = plan_save(tree, self._processes, None, "" if error is None else f"{type(error).__name__}: {error}")
         self._attempt = plan.attempt
-        return super().save(
-            step, plan.tree, metrics=metrics, attributes=attributes, message=message, overwrite=overwrite
-        )
+        begin = super().save
+
+        async def run() -> BackgroundSave:
+            save = await begin(
+                step, plan.tree, metrics=metrics, attributes=attributes, message=message, overwrite=overwrite
+            )
+            for number, reason in enumerate(plan.failures):
+                if reason:
+                    raise Unavailable(f"an earlier save of process {number} of {plan.hosts} failed: {reason}")
+            return save
+
+        return run()
 
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -132,45 +132,47 @@ def save_async(
 
 
 class Plan(NamedTuple):
-    """What a process passes to the core's `save`; `copied` says whether its tensors may be changed already."""
+    """What a process passes to the core's `save`; `copied` says whether its tensors may be changed already.
+
+    `failures` has for each process why an earlier save failed, or "".
+    """
 
     tree: Any
     host: int
     hosts: int
     attempt: str | None
     copied: bool
+    failures: list[str]
 
 
-def plan_save(
-    tree: Any, processes: Processes, attempt: str | None, check: Callable[[], None] = lambda: None
-) -> Plan:
+def plan_save(tree: Any, processes: Processes, attempt: str | None, failure: str = "") -> Plan:
     """Convert this process's part of a tree, agree on the tree with the other processes, and return the plan.
 
-    If `check` or the conversion of the tree raises in one process, this raises in all.
+    If the conversion of the tree raises in one process, this raises in all. `failure` is why an earlier save of
+    this process failed.
     """
     if processes.group is None or processes.hosts == 1:
-        check()
         values = to_values(state_tree(tree))
-        return Plan(values.tree, processes.host, processes.hosts, attempt, values.copied)
-    outline, failure = None, None
+        return Plan(values.tree, processes.host, processes.hosts, attempt, values.copied, [])
+    outline, error = None, None
     try:
-        check()
         values = to_values(state_tree(tree))
         outline = Outline.of(values.tree, values.teams)
-    except Exception as error:  # the others must learn of it
-        failure = error
+    except Exception as raised:  # the others must learn of it
+        error = raised
     token = world.token(12) if attempt is None else attempt
-    proposals = processes.exchange((b"" if outline is None else outline.digest(), token), failure)
+    proposals = processes.exchange((b"" if outline is None else outline.digest(), token, failure), error)
     assert outline is not None
     united_tree = values.tree
     hosts_by_digest: dict[bytes, list[int]] = {}
-    for number, (digest, _) in enumerate(proposals):
+    for number, (digest, _, _) in enumerate(proposals):
         hosts_by_digest.setdefault(digest, []).append(number)
     if len(hosts_by_digest) > 1:
         is_first = processes.host in [hosts[0] for hosts in hosts_by_digest.values()]  # sends the outline
         outlines = [o for o in processes.gather(outline if is_first else None) if o is not None]
         united_tree = united(values.tree, outline, outlines, list(hosts_by_digest.values()), processes.host)
-    return Plan(united_tree, processes.host, processes.hosts, proposals[0][1], values.copied)
+    failures = [reason for _, _, reason in proposals]
+    return Plan(united_tree, processes.host, processes.hosts, proposals[0][1], values.copied, failures)
 
 
 def _checked_plan(

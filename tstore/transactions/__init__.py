@@ -7,8 +7,8 @@
    transaction has read. `conflicts`: newer commits that conflict, or over which changes are applied again.
    `merging`: older references that the commit restates.
 3. `cooperative`: the protocol by which many hosts make one commit. `membership`: one host of a transaction, and
-   the keys of what hosts write. `attempts`: the token of one start of a job. `fragments`: what each host
-   contributes, and the tree in which they are merged. `decision`: whether the transaction may be committed, or a
-   host that gave up has withdrawn it. `pending`: the transactions under way, and which of their hosts have
-   delivered their fragments.
+   the keys of what hosts write. `attempts`: the token of one start of a job. `number_of_hosts`: hosts that differ
+   in their number. `fragments`: what each host contributes, and the tree in which they are merged. `decision`:
+   whether the transaction may be committed, or a host that gave up has withdrawn it. `pending`: the transactions
+   under way, and which of their hosts have delivered their fragments.
 """

@@ -21,9 +21,10 @@
    the transaction is never committed. From the creation of its fragment on, a host can't tell what others do: its
    errors are `CommitOutcomeUnknown`, except for those that every host would get, and the deadline. It may deliver
    the same fragment again, and wait once more.
-7. A host that gives up, and will save again as another transaction, withdraws this one (`withdraw`), so that a
-   late host can't commit its fragment together with values of a later moment. It creates the claim to the top
-   level with another content: "withdrawn by" and its number. Exactly one creation of that object succeeds:
+7. A host of a `Checkpointer` whose save fails, and which will save again as another transaction, withdraws this
+   one (`withdraw`), so that a late host can't commit its fragment together with values of a later moment, and
+   waiting hosts stop. It creates the claim to the top level with another content: "withdrawn by", its number, and
+   the hosts that had not delivered. Exactly one creation of that object succeeds:
    - If it is the withdrawal, nobody appends the record, because everybody who would must create or read the claim
      first. Hosts that still wait, and late ones, fail as soon as they read it.
    - If another host had claimed the level, all hosts had delivered while this one still waited, so all fragments
@@ -65,7 +66,7 @@ from tstore.format.objects.records import INLINE_MANIFEST_BYTES, Fragment, Recor
 from tstore.format.objects.references import Manifest
 from tstore.format.tree.tree import Changes
 from tstore.log.group_commit import Newer
-from tstore.log.log import Log
+from tstore.log.log import Log, check_against_collection
 from tstore.runtime import world
 from tstore.runtime.pool import run, run_to_end
 from tstore.storage.objects import Durability
@@ -73,6 +74,7 @@ from tstore.storage.watch import Watch
 from tstore.transactions.conflicts import overlap_of
 from tstore.transactions.fragments import FragmentTree, check_complete, record_from_fragment
 from tstore.transactions.membership import FAN_IN, Membership
+from tstore.transactions.number_of_hosts import NumberOfHosts
 
 __all__ = ["CooperativeCommit", "checked_commit_timeout"]
 
@@ -102,6 +104,7 @@ class CooperativeCommit:
         self.member = member
         self.durability = durability
         self.fragments = FragmentTree(log.reader, member, durability)
+        self.number_of_hosts = NumberOfHosts(log.storage, member, self.fragments.decision)
         self._storage = log.storage
 
     async def commit(self, fragment: Fragment, timeout: float) -> int:
@@ -123,7 +126,10 @@ class CooperativeCommit:
 
         Do nothing, and return None, if another host is about to commit it. `base` is a version before its commit.
         """
-        if await self.fragments.decision.withdraw():
+        absent: list[int] = []
+        with contextlib.suppress(TStoreError):  # they are only told to the other hosts
+            absent = await self.fragments.absent()
+        if await self.fragments.decision.withdraw(absent):
             return None
         version = await self.log.reader.find(self.member.transaction, base)
         if version is not None:
@@ -138,6 +144,9 @@ class CooperativeCommit:
         """
         keys = await self._storage.list(f"{self.member.folder}/part-")
         if not keys:
+            version = await self.log.reader.find(self.member.transaction)
+            if version is not None:  # a garbage collection has deleted the fragments since
+                return version
             raise NotFound(
                 f"{self._storage.url}: no host has delivered a fragment of the cooperative transaction "
                 f"{self.member.transaction!r}; check the id"
@@ -167,8 +176,7 @@ class CooperativeCommit:
 
     async def append(self) -> int:
         """Merge the top level, append the record, and return its version; it must be decided to commit."""
-        # host 0 takes part in every run; without this check, runs with different `hosts` could both be committed
-        await self._check_hosts("00000")
+        await self.number_of_hosts.check_before_commit()
         merged = await self.fragments.merge_block(self.member.top, 0)
         [manifest] = await self.log.reader.objects.manifest(merged.manifest)
         await run(check_complete, self.member.name, manifest)
@@ -234,12 +242,11 @@ class CooperativeCommit:
 
     async def _create_fragment(self, fragment: Fragment) -> None:
         key, data = self.member.fragment_key(0, self.member.host), encode(fragment)
-        if self.member.hosts <= FAN_IN or self.member.host % FAN_IN == 0:  # one host of each block is enough
-            await self._check_hosts("")
         refusal = (
             f"host {self.member.host} has already delivered a different fragment of transaction "
             f"{self.member.name!r}; was it started twice? A restarted job needs another attempt"
         )
+        await self.number_of_hosts.check_before_delivery()
         try:
             await self._create_once(key, data, self.durability, refusal)
         except Inconsistent:
@@ -257,19 +264,6 @@ class CooperativeCommit:
             return await self._storage.size(key) is not None
         except TStoreError:
             return True
-
-    async def _check_hosts(self, first_digits: str) -> None:
-        """Raise `Inconsistent` if a host whose number starts with these digits delivered with another `hosts`."""
-        for hosts in await self._storage.folders(self.member.attempt_prefix):
-            if int(hosts) == self.member.hosts:
-                continue
-            keys = await self._storage.list(f"{self.member.attempt_prefix}{hosts}/part-{first_digits}")
-            if keys:
-                raise Inconsistent(
-                    f"{self._storage.url}: transaction {self.member.name!r} was started with another number of "
-                    f"hosts than {self.member.hosts}; another number of hosts needs another attempt",
-                    keys,
-                )
 
     async def _write_manifest(self, manifest: Manifest, durability: Durability) -> ObjectRef:
         reference, data = stored(f"{self.member.folder}/manifest", manifest)
@@ -318,17 +312,25 @@ class _Waiter:
         async with Watch(self._commit.log.storage, "commits") as watch:
             while True:
                 await self._pause(watch, self._clock() - started)
+                seen = self._seen
                 version, self._seen = await self._commit.log.reader.scan(
                     self._commit.member.transaction, self._seen
                 )
                 if version is not None:
                     await self._commit.log.make_durable(version, self._commit.durability)
                     return version
+                await self._check_not_condemned(seen)
                 now = self._clock()
                 if now >= self._takeover:
                     return await run_to_end(self._commit.take_over())
                 if self._takeover == math.inf:
                     await self._help(now)
+
+    async def _check_not_condemned(self, above: int) -> None:
+        """Raise `Conflict` if a garbage collection among the versions seen since has condemned the transaction."""
+        log, record = self._commit.log.reader, Record(self._commit.member.transaction, above, 0.0)
+        for version in range(above + 1, self._seen + 1):
+            await check_against_collection(log, record, version, await log.record(version))
 
     async def _pause(self, watch: Watch, waited: float) -> None:
         pause = max(self._min_poll, min(_MAX_POLL, waited / 20))
@@ -340,18 +342,24 @@ class _Waiter:
     async def _help(self, now: float) -> None:
         """Do the work of hosts that seem dead, if it is time, and plan the takeover if all have delivered."""
         if now >= min(self._next_decision, self._deadline):
-            await self._commit.fragments.decision.check()
+            try:
+                await self._commit.fragments.decision.check()
+            except DeadlineExceeded:
+                await self._commit.number_of_hosts.check_while_waiting()  # that may be why it is withdrawn
+                raise
             self._next_decision = now + self._decision_interval * world.uniform(1, 2)
         if now >= self._deadline:
             await self._check_delivered()
             self._takeover = now
         elif now >= self._next_help:
+            await self._commit.number_of_hosts.check_while_waiting()
             if await self._commit.fragments.help():
                 self._takeover = min(now + _GRACE * world.uniform(1, 2), self._deadline)
             self._help_interval *= 2
             self._next_help = now + self._help_interval * world.uniform(1, 2)
 
     async def _check_delivered(self) -> None:
+        await self._commit.number_of_hosts.check_while_waiting()
         absent = await self._commit.fragments.merge_available()
         if absent:
             member = self._commit.member

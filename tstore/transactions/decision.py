@@ -1,8 +1,9 @@
 """The decision whether a cooperative transaction may be committed: the claim to its top level, created once.
 
-    content          meaning
-    7                the transaction may be committed; host 7 was the first to see the full set of fragments
-    withdrawn by 7   host 7 gave up before any host saw the full set; the transaction is never committed
+    content                    meaning
+    7                          the transaction may be committed; host 7 was the first to see the full set
+    withdrawn by 7             host 7 gave up before any host saw the full set; it is never committed
+    withdrawn by 7 without 3,4 the same, and the fragments of hosts 3 and 4 were absent then
 
 A power failure may lose a claim to commit (see `cooperative`), or leave it empty. A withdrawal is durable.
 """
@@ -10,26 +11,37 @@ A power failure may lose a claim to commit (see `cooperative`), or leave it empt
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, DeadlineExceeded, NotFound
 from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
 from tstore.transactions.membership import Membership
 
-__all__ = ["Decision", "withdrawing_host"]
+__all__ = ["Decision", "Withdrawal", "withdrawal_in"]
 
-_CLAIM = re.compile(rb"(withdrawn by )?([0-9]{1,10})")
+_MAX_NAMED = 1000  # absent hosts in a withdrawal
+_CLAIM = re.compile(rb"(withdrawn by )?([0-9]{1,10})(?(1)(?: without ([0-9]{1,10}(?:,[0-9]{1,10}){0,999}))?)")
 
 
-def withdrawing_host(claim: bytes) -> int | None:
-    """Return the host that withdrew the transaction, by the content of a claim, or None if it may be committed.
+class Withdrawal(NamedTuple):
+    """The host that gave up a transaction, and hosts that had not delivered their fragments by then."""
+
+    host: int
+    absent: list[int]
+
+
+def withdrawal_in(claim: bytes) -> Withdrawal | None:
+    """Return the withdrawal in the content of a claim, or None if the transaction may be committed.
 
     Raise `Corrupt` if the content is not that of a claim.
     """
     match = _CLAIM.fullmatch(claim)
     if match is None:
         raise Corrupt("expected the number of a host in decimal digits, or 'withdrawn by' and that number")
-    return int(match[2]) if match[1] else None
+    absent = [int(number) for number in match[3].split(b",")] if match[3] else []
+    return Withdrawal(int(match[2]), absent) if match[1] else None
 
 
 class Decision:
@@ -63,27 +75,36 @@ class Decision:
             return
         self._check(claim)
 
-    async def withdraw(self) -> bool:
-        """Decide that the transaction is never committed; return False if it is decided that it may be."""
-        claim = b"withdrawn by %d" % self._member.host
+    async def withdraw(self, absent: Sequence[int] = ()) -> bool:
+        """Decide that the transaction is never committed; return False if it is decided that it may be.
+
+        `absent` are the hosts that have not delivered their fragments.
+        """
+        text = f"withdrawn by {self._member.host}"
+        named = ",".join(map(str, absent[:_MAX_NAMED]))
+        claim = (f"{text} without {named}" if named else text).encode()
         try:
             await self._storage.create(self._key, claim, self._durability)
         except AlreadyExists:
-            return self._withdrawing_host(await self._storage.get(self._key)) is not None
+            return self._withdrawal(await self._storage.get(self._key)) is not None
         return True
 
     def _check(self, claim: bytes) -> None:
-        host = self._withdrawing_host(claim)
-        if host is not None:
-            raise DeadlineExceeded(
-                f"{self._storage.url}: transaction {self._member.name!r} is not committed: host {host} of "
-                f"{self._member.hosts} gave up waiting for the others and withdrew it; save again on every host"
-            )
+        withdrawal = self._withdrawal(claim)
+        if withdrawal is None:
+            return
+        host, absent = withdrawal
+        waiting = "" if absent in ([], [host]) else f" waiting for hosts {absent}"
+        raise DeadlineExceeded(
+            f"{self._storage.url}: transaction {self._member.name!r} is not committed: host {host} of "
+            f"{self._member.hosts} gave up{waiting} and withdrew it; save again on every host",
+            absent,
+        )
 
-    def _withdrawing_host(self, claim: bytes) -> int | None:
+    def _withdrawal(self, claim: bytes) -> Withdrawal | None:
         if not claim.strip(b"\0"):
             return None  # left by a power failure; a withdrawal appears only after its bytes are durable
         try:
-            return withdrawing_host(claim)
+            return withdrawal_in(claim)
         except Corrupt as error:
             raise Corrupt(f"{self._storage.url}/{self._key}: {error}") from error

@@ -50,6 +50,7 @@ _MUST_AGREE = {
     "replaces": "kind of commit",
     "structure": "structure of the tree, or in a value that is not an array",
     "durable": "durability",
+    "metadata": "metrics, or in other metadata",
 }
 """The fields in which all fragments must agree, and their names in errors."""
 
@@ -104,6 +105,11 @@ class FragmentTree:
         if level < self._member.top:
             await self._create_merged(level, block)
         return level == self._member.top
+
+    async def absent(self) -> list[int]:
+        """Return the hosts that have not delivered their fragments."""
+        fragments = set(await self._storage.list(f"{self._member.folder}/part-"))
+        return [i for i in range(self._member.hosts) if self._member.fragment_key(0, i) not in fragments]
 
     async def merge_available(self) -> list[int]:
         """Merge every complete block that is not merged yet; return the hosts whose fragments are absent."""
@@ -230,7 +236,8 @@ def check_complete(name: str, manifest: Manifest) -> None:
 def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
     first = fragments[0]
     for field, label in _MUST_AGREE.items():
-        differing = [f.host for f in fragments if getattr(f, field) != getattr(first, field)]
+        values = [msgspec.msgpack.encode(getattr(f, field), order="sorted") for f in fragments]  # NaN equals NaN
+        differing = [f.host for f, value in zip(fragments, values, strict=True) if value != values[0]]
         if differing:
             raise Inconsistent(
                 f"transaction {name!r}: hosts {differing} differ from host {first.host} in the {label}; every "

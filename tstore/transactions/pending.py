@@ -24,7 +24,7 @@ from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched
 from tstore.storage.base import Storage
-from tstore.transactions.decision import withdrawing_host
+from tstore.transactions.decision import withdrawal_in
 from tstore.transactions.membership import Membership, slug
 
 __all__ = [
@@ -139,7 +139,7 @@ async def hosts_under_way(log: LogReader) -> dict[str, dict[str, set[int]]]:
 
 
 async def find_pending(log: LogReader, name: str) -> Membership:
-    """Return the membership of host 0 in the pending transaction with this name or id.
+    """Return the membership of host 0 in the pending transaction with this name or id, or in a committed one.
 
     Raise `NotFound` if no pending transaction has the name, `InvalidArgument` if several attempts have it. An id
     is accepted even if no such transaction is pending.
@@ -154,11 +154,24 @@ async def find_pending(log: LogReader, name: str) -> Membership:
             f"{log.storage.url}: several attempts of transaction {quote(name)} are under way; pass the id of one: "
             + ", ".join(p.transaction for p in named)
         )
-    member = Membership.from_id(named[0].transaction) if named else None
+    member = Membership.from_id(named[0].transaction) if named else await _committed(log, name)
     if member is None:
         known = name_list("pending transactions", [p.transaction for p in under_way])
         raise NotFound(f"{log.storage.url} has no transaction {quote(name)} under way; {known}")
     return member._replace(name=name)
+
+
+async def _committed(log: LogReader, name: str) -> Membership | None:
+    """Return the membership of host 0 in the newest committed transaction with a name, None if there is none.
+
+    Its id has only a slug of the name, so a name that differs from its slug is found as a tag of the commit.
+    """
+    newest = None
+    async for _, record in log.each_record(range(1, await log.newest() + 1)):
+        member = Membership.from_id(record.transaction)
+        if member is not None and (name in record.tags or name == member.name):
+            newest = member
+    return newest
 
 
 async def describe_pending(log: LogReader, transaction: str, hosts: dict[str, set[int]]) -> PendingTransaction:
@@ -171,7 +184,8 @@ async def describe_pending(log: LogReader, transaction: str, hosts: dict[str, se
     withdrawn_by = None
     if member is not None:
         with contextlib.suppress(NotFound, Corrupt):
-            withdrawn_by = withdrawing_host(await log.storage.get(member.claim_key(member.top, 0)))
+            withdrawal = withdrawal_in(await log.storage.get(member.claim_key(member.top, 0)))
+            withdrawn_by = None if withdrawal is None else withdrawal.host
     beats: dict[int, Heartbeat] = {}  # except damaged ones, and those deleted by a commit that has just ended
     for batch in batched(sorted(alive)):
         keys = [f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}" for host in batch]
