@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -28,13 +29,13 @@ from tstore.format.objects.layers import last_number
 from tstore.format.paths import checked_path
 from tstore.format.tree.node import Node, check_in_grid
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE, Tree
-from tstore.log.expiry import check_alive, guard_expiry
+from tstore.log.expiry import check_alive, guard_expiry, newest_tree
 from tstore.log.pages import read_pages
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
 from tstore.storage.local.store import LocalStorage
 
-__all__ = ["Snapshot", "array_node", "log_of", "snapshot_of"]
+__all__ = ["Snapshot", "array_node", "head_snapshot", "log_of", "snapshot_of"]
 
 
 class Snapshot:
@@ -60,7 +61,7 @@ class Snapshot:
 
     @property
     def tags(self) -> dict[str, int]:
-        """All tags as of this version, with the version that each names."""
+        """All tags as of this version, of the head as of when it was opened, with the version that each names."""
         return dict(self._tree.tags)
 
     @property
@@ -283,6 +284,12 @@ class Snapshot:
 def log_of(snapshot: Snapshot) -> LogReader:
     """Return the log in which the version of a snapshot is."""
     return snapshot._log
+
+
+async def head_snapshot(log: LogReader) -> Snapshot:
+    """Return the snapshot of the head, with the tags as of the newest version."""
+    tree = await newest_tree(log)
+    return Snapshot(log, dataclasses.replace(tree, version=tree.head, copies=0))
 
 
 async def snapshot_of(log: LogReader, version: int, newest: int) -> Snapshot:

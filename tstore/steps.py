@@ -3,9 +3,8 @@
 `save` and `tstore import` set these tags, a copy of the store preserves them, and any transaction may set one. But
 `quantize` refuses to set one, because a lossy copy is not a step.
 
-By default, `restore` and `quantize` read the newest step. Without steps, they read the newest version that
-`quantize` did not commit. If `quantize` committed all versions, `restore` reads the newest version, and `quantize`
-needs an explicit version or tag.
+By default, `restore` and `quantize` read the newest step, and without steps the head: the newest version that is
+not a copy.
 """
 
 from __future__ import annotations
@@ -18,26 +17,23 @@ from typing import NamedTuple
 
 from tstore.errors import InvalidArgument, NotFound, name_list
 from tstore.format.arguments import checked_step
-from tstore.format.objects.records import date_of
 from tstore.format.tree.retention import step_of
-from tstore.log.expiry import changes_nothing, living_versions
+from tstore.format.wellformed import date_of
+from tstore.log.expiry import changes_nothing, ledger_at, living_versions, state_of
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.store import Store, opened
 
 __all__ = [
-    "QUANTIZED",
     "Step",
     "check_one_version",
     "chosen_snapshot",
+    "copy_snapshot",
     "saved_steps",
     "source_snapshot",
     "step_tag",
     "steps",
     "steps_of",
 ]
-
-QUANTIZED = "quantized"
-"""The metadata key under which a quantized commit names its source version."""
 
 
 def step_tag(step: int) -> str:
@@ -94,45 +90,40 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
     if at is not None:
         return await store.snapshot(at)
     step = None if step is None else checked_step(step)
-    newest = await store.snapshot()
+    head = await store.snapshot()
+    saved = steps_of(head.tags)
     if step is None:
-        return await _newest_checkpoint(store, newest) or newest
-    saved = steps_of(newest.tags)
+        if head.version == 0:
+            raise NotFound(f"{store.url} has no commit yet; save one first")
+        if not saved:
+            return head
+        step = saved[-1]
     if step not in saved:
         raise NotFound(f"{store.url} has no step {step}; {name_list('steps', saved)}")
-    return await snapshot_of(store.log.reader, newest.tags[step_tag(step)], newest.version)
+    return await snapshot_of(store.log.reader, head.tags[step_tag(step)], head.version)
 
 
 async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
-    """Return the snapshot to quantize: by default the newest step, else the newest version that is not quantized.
+    """Return the snapshot to quantize: by default the newest step, else the lowest version with the head's arrays.
 
-    Raise `InvalidArgument` if `at` is None and every version is quantized.
+    In place of a version that changed nothing, such as a garbage collection, return the head before it.
     """
-    if at is not None:
-        return await store.snapshot(at)
-    newest = await _newest_checkpoint(store, await store.snapshot())
-    if newest is None:
-        raise InvalidArgument(
-            f"{store.url} has only quantized commits; to quantize one again, pass its version or tag as at=…"
-        )
-    return newest
+    log, chosen = store.log.reader, await chosen_snapshot(store, None, at)
+    source = await state_of(log, chosen.version)
+    if at is None and not steps_of(chosen.tags):
+        alive, last_gc = await living_versions(log, chosen.version)
+        for version in range(source, 0, -1):
+            record = await log.record(version)
+            if (version > last_gc or version in alive) and not (record.source or changes_nothing(record)):
+                source = version  # the commits after it only set tags
+            if record.of_head.changes_nodes:
+                break
+    return chosen if source == chosen.version else await snapshot_of(log, source, chosen.version)
 
 
-async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
-    """Return the newest step, else the newest living version that is not quantized, else None."""
-    if newest.version == 0:
-        raise NotFound(f"{store.url} has no commit yet; save one first")
-    saved = steps_of(newest.tags)
-    if saved:
-        return await snapshot_of(store.log.reader, newest.tags[step_tag(saved[-1])], newest.version)
-    alive, last_gc = await living_versions(store.log.reader, newest.version)
-    candidate = 0  # the lowest living version found so far with the same arrays as `version`, 0 if there is none
-    for version in range(newest.version, 0, -1):
-        record = await store.log.reader.record(version)
-        if not changes_nothing(record) and (version > last_gc or version in alive):
-            candidate = version
-        if record.changes_nodes:
-            if candidate and QUANTIZED not in record.metadata:
-                return await snapshot_of(store.log.reader, candidate, newest.version)
-            candidate = 0
-    return None
+async def copy_snapshot(store: Store, at: int | str | None) -> Snapshot:
+    """Return the snapshot of a version or tag, by default of the newest copy, or of the head if there is none."""
+    if at is None:
+        ledger, _ = await ledger_at(store.log.reader, await store.log.reader.newest())
+        at = max((version for version, entry in ledger.alive.items() if entry.source), default=None)
+    return await store.snapshot(at)

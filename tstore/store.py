@@ -16,7 +16,7 @@ import numpy as np
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, Misuse, NotFound, TStoreError
 from tstore.format.arguments import checked_indices, checked_metadata, checked_text, quote
 from tstore.format.tree.retention import Keep
-from tstore.log.expiry import check_tag_alive, newest_tree
+from tstore.log.expiry import check_tag_alive
 from tstore.log.history import Commit, history, version_at, version_named
 from tstore.log.log import Log
 from tstore.log.marker import Marker, create_marker, read_marker, require_marker
@@ -25,7 +25,7 @@ from tstore.maintenance.diff import Diff, diff_snapshots
 from tstore.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
 from tstore.maintenance.repair import RepairReport, repair_store
 from tstore.maintenance.verify import VerifyProgress, VerifyReport, verify_store
-from tstore.snapshot import Snapshot, snapshot_of
+from tstore.snapshot import Snapshot, head_snapshot, snapshot_of
 from tstore.storage.base import Storage
 from tstore.storage.cache import Cache, CachedStorage, without_cache
 from tstore.storage.connect import Address, storage_at
@@ -231,17 +231,17 @@ class Store:
         return transaction
 
     async def snapshot(self, at: Moment | None = None) -> Snapshot:
-        """Return the state at a version, a tag or a time; by default the newest.
+        """Return the state at a version, a tag or a time; by default the head, the newest version that is no copy.
 
-        Raise `NotFound` if there is no such version or tag, or nothing was committed by that time, and its
-        subclass `SnapshotExpired` if garbage collection removed the version.
+        A time names the head of that time. Raise `NotFound` if there is no such version or tag, or nothing was
+        committed by that time, and its subclass `SnapshotExpired` if garbage collection removed the version.
         """
         if at is None:
-            return Snapshot(self._log.reader, await newest_tree(self._log.reader))
+            return await head_snapshot(self._log.reader)
         if isinstance(at, np.integer):  # a version taken from an array
             at = int(at)
         if not isinstance(at, int | str | datetime.datetime) or isinstance(at, bool):
-            raise InvalidArgument(f"at={quote(at)}: expected a version, a tag, a datetime, or None for the newest")
+            raise InvalidArgument(f"at={quote(at)}: expected a version, a tag, a datetime, or None for the head")
         newest = await self._log.reader.newest()
         if isinstance(at, datetime.datetime):
             version = await version_at(self._log.reader, at, newest)

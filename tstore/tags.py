@@ -36,9 +36,9 @@ class Tagged(NamedTuple):
 
 
 async def set_tag(store: Store, tag: str, at: int | str | None = None) -> Tagged:
-    """Tag a version, by default the newest step, or without steps the newest version.
+    """Tag a version, by default the newest step, or without steps the head.
 
-    If the version changed nothing, for example because it is a garbage collection, the version before it is
+    If the version changed nothing, for example because it is a garbage collection, the head before it is
     tagged. Raise `AlreadyExists` if the tag is in use, `InvalidArgument` if it names a step, and `NotFound` or
     `SnapshotExpired` if the version can't be read.
     """

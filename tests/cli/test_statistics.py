@@ -72,7 +72,7 @@ def test_the_loss_of_a_quantized_array(store: str, capsys: pytest.CaptureFixture
         (["w", "--at", "1", "--step", "1"], 2, "both name a version"),
         (["v"], 1, "no array 'v'"),
         (["text"], 2, "text has dtype U1, whose values are not numbers"),
-        (["w", "--loss"], 1, "version 3"),
+        (["w", "--loss", "--at", "3"], 1, "version 3"),
         (["n", "--loss", "--at", "small"], 2, "n is exact in version 2"),
         ([], 2, "Missing argument 'PATH'"),
     ],

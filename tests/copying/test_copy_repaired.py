@@ -179,11 +179,11 @@ async def test_a_void_record_not_named_by_a_collection_excuses_nothing(tmp_path:
             async with await tstore.open(server.url, storage_options=options) as store:
                 gone = Collection((), (1, 2), {"step/0": 1, "step/1": 2}, (), ())
                 forged = encode(Record("gc-x", 3, 1e9, collection=gone, collected=collected_by))
-                with pytest.raises(InvalidArgument, match="expires the newest version, 2"):
+                with pytest.raises(InvalidArgument, match="expires the head, version 2"):
                     await store.log.storage.create(commit_key(4), forged, tstore.storage.base.Durability.FSYNC)
                 forgetful = encode(
                     Record("gc-x", 3, 1e9, collection=Collection((), (), {}, (), ()), collected=collected_by)
                 )
-                with pytest.raises(InvalidArgument, match=r"newest version, 2|minus those that it expires"):
+                with pytest.raises(InvalidArgument, match=r"the head, version 2|minus those that it expires"):
                     await store.log.storage.create(commit_key(4), forgetful, tstore.storage.base.Durability.FSYNC)
     assert await tstore.steps(url) == [0, 1]

@@ -74,6 +74,7 @@ SEVERAL = Record(
 REUSE = Record("0123abc", 41, 1.5, collected=7, reused=("txn/old/pack-1",))
 DROP = Record("0123abc", 41, 1.5, tags=("best",), collected=7, dropped=("good", "step/1"))
 TAG = Record("0123abc", 41, 1.5, collected=7, tagged={"best": 40, "good": 3})
+COPY = Record("0123abc", 41, 1.5, manifests=(MANIFEST,), bytes_added=9, collected=7, source=40)
 GC = Record(
     "gc-1",
     9,
@@ -81,7 +82,7 @@ GC = Record(
     "gc",
     collected=4,
     collection=Collection(
-        (LivingVersion(8, "new", 1.5, ("step/3", "best"), True, {"loss": 0.5}, ("txn/old/pack-1",)),),
+        (LivingVersion(8, "new", 1.5, ("step/3", "best"), True, {"loss": 0.5}, ("txn/old/pack-1",), 7),),
         (3, 5),
         {"step/1": 3},
         ("gone",),
@@ -135,11 +136,19 @@ BODIES: dict[str, tuple[Any, str]] = {
         TAG,
         "baQlXa%EBj+yD}%FflSSVPaz`%Rl%4000000HBb<kdOevfWrrnz>tuFq+(@rbSR`}Z*OD+O%EoN4hhQH0UwTecI@vI",
     ),
+    "record of a copy": (
+        COPY,
+        "baQlXa%EBo+yE1&FflSSVPaz`%Rl%4000000HBb<kdfQ~5vXlpZfRy^b99odba-wrVJ~oDV{0uippnD^X>O6kHG3j@VRCX`W^ZzBVRRx"
+        "oGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru>eSMOnb}wR~cf<$)000000002Q0ssNT5CH%H0000000IC2000000K^yv000"
+        "00000000000000002000000002Q3;+NC00000009610K^yy00000000000000000000000000002Q7y$qf00000015yA0000000IC200"
+        "0000K`BtGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqSFfcGMFfcGMFfcGMFfcGNF)=YQF)=YQF)=YQF)=a30K@>q0FVj7fWrrnz"
+        ">tuDD1UG9-zi-^6HvQsh4Bb^{Q",
+    ),
     "gc": (
         GC,
-        "baQlXa%EBipQLAFEinnpKm-5)00000qGw}}!jO;v!hpjBkd={_2%~OgcgsKc00000005Gvb97~JFEgZKWpi}HfuwA2b92i--~a#s"
-        "0001yu5@^AFK=vQFK}UFYb`O70|kMmb97~JFEIm=q-Sq#Ws<IRcy2FmY-BHRVPk78GP-haZ*+4nFfcGMFfcGMFfcGMFfcGMFfcGM"
-        "2Hdmheda}Z_TNU!q7^l6",
+        "baQlXa%EBipQLAFEinnpKm-5)00000qGw}}!jO;v!hpjBkd={`2%~OgcgsKc00000005Gvb97~JFEgZKWpi}HfuwA2b92i--~a#s0001"
+        "yu5@^AFK=vQFK}UFYb`Mck^=>SrgL;<a4#_fk)&sDZe^0Lba-wrZ){{QaA9L>Ei$@tZ*O#SFEB7LFfcGMFfcGMFfcGMFfcGMFrjkq@@T"
+        "Uw={Qahn#tguNB",
     ),
     "fragment": (
         FRAGMENT,
@@ -151,19 +160,19 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "root": (
         ROOT,
-        "baQlXa%EHjmq5f2009C61O)~M2nh-c3=Iwsfu?hGWpFPs1Ka=+sBK|xX=Y_}bds!ecy2FYFK}UFYb`LKk;DRNZjr<_dm?&aa&lj0Z*py"
+        "baQlXa%EHjm_Wo3009C61O)~M2nh-c3=Iwsfu?hGWpFPs1Ka=+sBK|xX=Y_}bds!ecy2FYFK}UFYb`LKk;DRNZjr<_dm?&aa&lj0Z*py"
         "6bRs%4EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhVgFJhs0#0UTY00000006`S00G1h0RR91000000ssI200000#25"
         "zv0000000000000000006200000006`c00000000000RR91#25+y0000000000000000000000000006`o0RRvH000003IG5A000000s"
-        "sI200000#6U7KGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPkQFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)_pd!~nzqkid`t<"
-        "x4m#-GcyWua?19Bs_1I",
+        "sI200000#6U7KGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPkQFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)_pd!~nzqkid`t0"
+        "NeOcOX*}P$V;R7CY;XI5C",
     ),
     "root that refers to another": (
         CHAINED_ROOT,
-        "baQlXa%EHom&|~~5C8!J0|W&I2M7rY3k(eo4}qq0bY*ZaF$3HH5vXlpZfRy^b99odba-wrVJ~oDV{0uippnD^X>O6kHG3j@VRCX`W^Zz"
+        "baQlXa%EHon9P905C8!J0|W&I2M7rY3k(eo4}qq0bY*ZaF$3HH5vXlpZfRy^b99odba-wrVJ~oDV{0uippnD^X>O6kHG3j@VRCX`W^Zz"
         "BVRRxoGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru>eSMOnb}wR~cf<$)000000002Q0ssNT5CH%H0000000IC2000000K^"
         "yv00000000000000000002000000002Q3;+NC00000009610K^yy00000000000000000000000000002Q7y$qf00000015yA0000000"
         "IC2000000K`BtGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqSFfcGMFfcGMFfcGMFfcGNF)=YQF)=YQF)=YQF)=a30K@>q0Fc0uq"
-        "-Sq#Wk5*$j}IxNB+q^kIBw3>7*G",
+        "-Sq#Wk3MzEdu0wk#tp+2vTpOFx+b",
     ),
 }
 
@@ -177,7 +186,7 @@ def test_golden_bytes(name: str) -> None:
 
 
 def test_an_older_tstore_does_not_read_past_a_gc_or_a_changed_tag() -> None:
-    assert [encode(body)[7] for body in (RECORD, REUSE, GC, DROP, TAG)] == [1, 1, 2, 3, 3]
+    assert [encode(body)[7] for body in (RECORD, REUSE, GC, DROP, TAG, COPY)] == [1, 1, 2, 3, 3, 8]
 
 
 def test_the_frame_matches_the_documentation() -> None:
@@ -244,8 +253,8 @@ def test_older_readers_refuse_appended_values() -> None:
 
 
 def test_a_newer_format_is_named() -> None:
-    with pytest.raises(UnsupportedFormat, match="version 8"):
-        decode(frame(b"R", 8, b"whatever it may be"), Record)
+    with pytest.raises(UnsupportedFormat, match="version 99"):
+        decode(frame(b"R", 99, b"whatever it may be"), Record)
 
 
 @pytest.mark.parametrize(

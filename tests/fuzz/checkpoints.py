@@ -165,6 +165,8 @@ async def collect(worker: Worker) -> None:
     ):
         if choice.random() < 0.3:
             rules[name] = rule
+    if rules and choice.random() < 0.5:
+        rules["copies"] = choice.randint(0, 2)
     keep = Keep(**rules) if rules else None
     abandoned = timedelta(0) if choice.random() < 0.3 else timedelta(days=7)
     if choice.random() < 0.3:
@@ -177,12 +179,12 @@ async def collect(worker: Worker) -> None:
 
 
 async def quantize(worker: Worker) -> None:
-    """Make a quantized copy of a step, whose values the format represents exactly."""
+    """Make a quantized copy of a step, or of another copy, whose values the format represents exactly."""
     choice, store, message = worker.choice, await worker.store(), worker.message()
-    steps = await tstore.steps(store)
-    if not steps:
+    sources = sorted(tag for tag in await store.tags() if tag.startswith(("step/", "q/")))
+    if not sources:
         return
-    version = (await store.snapshot(f"step/{choice.choice(steps)}")).version
+    version = (await store.snapshot(choice.choice(sources))).version
     options: dict[str, Any] = {"block": 32} if choice.random() < 0.5 else {}
     async with worker.committing(Attempt(message, (Replay(version),), (f"q/{message}",))) as acknowledge:
         report = await tstore.quantize(store, "e4m3", at=version, tag=f"q/{message}", message=message, **options)

@@ -136,7 +136,7 @@ class Episode:
             try:
                 return await self._timeline.check(store, self.choice, thorough=False)
             except Mismatch as error:
-                landed = (await store.snapshot()).version > self._timeline.newest
+                landed = await store.log.reader.newest() > self._timeline.newest
                 if error.args[0] != "newest" or not landed:
                     raise
 

@@ -94,7 +94,7 @@ class Replace(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """Replace everything by the state of another version."""
+    """Become a copy of another version, which leaves the head as it is."""
 
     version: int
 

@@ -45,19 +45,24 @@ class Mismatch(Exception):
 
 
 class Version(NamedTuple):
-    """One version in the model; `alive` are the versions that have not expired as of it."""
+    """One version in the model; `alive` are the versions that have not expired as of it.
+
+    `head` is the newest version up to this one that is not a copy, and `source` that of which this one is a copy.
+    """
 
     state: State
     alive: frozenset[int]
     metrics: dict[str, float]
     transactions: frozenset[str]
+    head: int
+    source: int = 0
 
 
 class Timeline:
     """The versions of one store; version 0 is the empty store."""
 
     def __init__(self) -> None:
-        self.versions = [Version(State(), frozenset(), {}, frozenset())]
+        self.versions = [Version(State(), frozenset(), {}, frozenset(), 0)]
         self.attempts: dict[str, Attempt] = {}
         self.committed: dict[str, int] = {}
 
@@ -79,7 +84,7 @@ class Timeline:
         if len(reports) < sum(isinstance(e, Copying) and e.url == url for e in events):
             try:
                 async with await tstore.open(url, "r") as copy:
-                    newest = max(newest, (await copy.snapshot()).version)
+                    newest = max(newest, await copy.log.reader.newest())
             except NotFound:
                 return before
         return self.fork(newest) if before is None or before.newest < newest else before
@@ -92,7 +97,7 @@ class Timeline:
     async def learn(self, store: tstore.Store, events: Sequence[Any]) -> None:
         """Replay the newer commits of a store from the events. Raises `Mismatch` if they contradict the model."""
         self.attempts |= {e.message: e for e in events if isinstance(e, Attempt)}
-        newest = (await store.snapshot()).version
+        newest = await store.log.reader.newest()
         commits: dict[int, list[tstore.Commit]] = {}
         async for commit in store.history():
             if commit.version <= self.newest:
@@ -120,7 +125,8 @@ class Timeline:
         store: tstore.Store,
     ) -> None:
         before = self.versions[-1]
-        state, metrics = before.state.copy(), dict[str, float]()
+        state, metrics, source = self.versions[before.head].state.copy(), dict[str, float](), 0
+        state.tags = dict(before.state.tags)
         alive = set(before.alive)
         for commit in commits:
             if commit.transaction.startswith("gc-"):
@@ -134,7 +140,12 @@ class Timeline:
                     "twice", f"{commit.message} is version {self.committed[commit.message]} and {version}"
                 )
             attempt = self.attempts[commit.message]
-            self._check_reads(attempt, version)
+            self._check_reads(attempt, before.head)
+            source = next((op.version for op in attempt.ops if isinstance(op, Replay)), 0)
+            if source not in {0} | alive:
+                raise Mismatch("expired source", f"version {version} is a copy of version {source}")
+            if commit.source != (source or None):
+                raise Mismatch("source", f"version {version} is a copy of {commit.source}, not {source}")
             state = await self._applied(attempt, state, version, store)
             if taken := [t for t in attempt.tags if t in state.tags and t not in attempt.moved]:
                 raise Mismatch("tag taken", f"version {version} sets existing tags {taken} of {state.tags}")
@@ -154,7 +165,8 @@ class Timeline:
             self.committed[commit.message] = version
             alive.add(version)
         made = frozenset(c.transaction for c in commits)
-        self.versions.append(Version(state, frozenset(alive), metrics, made))
+        head = before.head if source else version
+        self.versions.append(Version(state, frozenset(alive), metrics, made, head, source))
 
     async def _expired(
         self,
@@ -167,11 +179,12 @@ class Timeline:
         """Return the versions that a gc expired: by its rule, or from its record if its report was lost."""
         base = self.versions[commit.base]
         metrics = {v: self.versions[v].metrics for v in base.alive}
+        sources = {v: source for v in base.alive if (source := self.versions[v].source)}
 
         def gone(keep: Any) -> set[int]:
             if keep is None or not base.alive:
                 return set()
-            return set(base.alive) - versions_to_keep(keep, set(base.alive), base.state.tags, metrics)
+            return set(base.alive) - versions_to_keep(keep, set(base.alive), base.state.tags, metrics, sources)
 
         if report is not None:
             expected, actual = gone(report.keep), set(report.versions)
@@ -240,16 +253,17 @@ class Timeline:
                         "failed", f"{message} failed with {error}, but is version {self.committed[message]}"
                     )
 
-    def _check_reads(self, attempt: Attempt, version: int) -> None:
-        """Check that what a serializable transaction read is unchanged in the version before its own."""
+    def _check_reads(self, attempt: Attempt, head: int) -> None:
+        """Check that what a serializable transaction read is unchanged in the head before its own version."""
         for done, path, values in attempt.reads:
-            view = self.versions[version - 1].state.copy()
+            view = self.versions[head].state.copy()
             for op in done:
                 self._apply(view, op)
             grid = view.arrays.get(path)
             if grid is None or not _equal(values, grid.read((slice(None),) * len(grid.shape))):
                 raise Mismatch(
-                    "serializable", f"version {version} ({attempt.message}) had read other values of {path}"
+                    "serializable",
+                    f"{attempt.message}, committed after version {head}, had read other values of {path}",
                 )
 
     def _check_read(self, read: Read) -> None:
@@ -267,8 +281,8 @@ class Timeline:
         """Compare tags, steps and versions of the store with the model: all versions if `thorough`, else some."""
         newest = self.versions[-1]
         snapshot = await store.snapshot()
-        if snapshot.version != self.newest:
-            raise Mismatch("newest", f"the newest version is {snapshot.version}, not {self.newest}")
+        if snapshot.version != newest.head:
+            raise Mismatch("newest", f"the head is version {snapshot.version}, not {newest.head}")
         if snapshot.tags != newest.state.tags:
             raise Mismatch("tags", f"the tags are {snapshot.tags}, not {newest.state.tags}")
         steps = sorted(int(t[5:]) for t in newest.state.tags if t.startswith("step/"))
@@ -287,7 +301,7 @@ class Timeline:
         lives = self.versions[-1].alive
         made = version
         while made and made not in self.versions[made].alive:
-            made -= 1  # a gc's commit or a void record has the state of the version before
+            made = self.versions[made - 1].head  # a gc's commit or a void record has the state of the head before
         try:
             snapshot = await store.snapshot(version)
             await check_arrays(snapshot, self.versions[version].state)

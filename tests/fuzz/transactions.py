@@ -253,8 +253,9 @@ async def read(worker: Worker) -> None:
     newest = await store.snapshot()
     how = choice.choice(("newest", "newest", "version", "tag", "time"))
     snapshot = newest
-    if how == "version" and newest.version:
-        snapshot = await store.snapshot(choice.randint(1, newest.version))
+    last = await store.log.reader.newest()
+    if how == "version" and last:
+        snapshot = await store.snapshot(choice.randint(1, last))
     elif how == "tag":
         snapshot = await store.snapshot(choice.choice([*newest.tags, *TAGS]))
     elif how == "time":

@@ -145,7 +145,7 @@ async def test_a_comparison(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], parameters: dict[str, Any]
 ) -> None:
     document = await shown(server, "compare", **parameters)
-    assert document["rows"]
+    assert document["rows"] or not parameters  # the head only set a tag
     difference = await printed(document, capsys)
     assert (difference["before"], difference["after"]) == (document["before"], document["after"])
     assert sorted(difference["arrays"], key=str) == sorted(document["rows"], key=str)

@@ -31,7 +31,6 @@ from tstore.page.distributions import value_plot
 from tstore.page.plots import bars, line, treemap
 from tstore.page.views import shell_command
 from tstore.server import Access, Server
-from tstore.steps import QUANTIZED
 from tstore.storage.local.store import LocalStorage
 from tstore.tags import drop_tag, set_tag
 
@@ -342,15 +341,6 @@ async def test_a_stopped_verification_finds_no_store_whole(
         assert (failed["report"], failed["error"]) == (None, "internal error; see the server's log")
         page = (await client("GET", "/-/page/health", Accept="text/html")).body.decode()
         assert "The verification failed: " in page
-
-
-@pytest.mark.parametrize("source", [[1], {"a": 1}, "x", 1.5, True, -1, 99, None])
-async def test_a_forged_source_of_a_copy_makes_no_copy(server: Server, store: Path, source: Any) -> None:
-    async with await tstore.open(store) as opened, opened.transaction(metadata={QUANTIZED: source}) as tx:
-        await (await tx.create_array("w", (4,), "float32")).write(1)
-    run = await document(server, "")
-    assert [row["copies"] for row in run["rows"]] == [[], []]
-    assert [commit["version"] for commit in run["others"]] == [3]
 
 
 async def test_a_look_for_hosts_reads_no_commits_if_nothing_is_under_way(

@@ -22,9 +22,9 @@ SHARDS = {"chunk_shape": [64, 64], "codecs": [EXMY], "index_codecs": INDEX}
 async def test_codecs_by_name(tmp_path: Path, codecs: Any) -> None:
     await tstore.save(tmp_path / "saved", {"w": W}, 0, codecs=codecs)
     await tstore.save(tmp_path / "quantized", {"w": W}, 0)
-    await tstore.quantize(tmp_path / "quantized", codecs)
-    for url in (tmp_path / "saved", tmp_path / "quantized"):
-        array = await (await (await tstore.open(url)).snapshot()).array("w")
+    await tstore.quantize(tmp_path / "quantized", codecs, tag="copy")
+    for url, at in ((tmp_path / "saved", None), (tmp_path / "quantized", "copy")):
+        array = await (await (await tstore.open(url)).snapshot(at)).array("w")
         assert [codec["name"] for codec in array.codecs] == ["bytes", "zstd"]
         assert np.array_equal(await array.read(), W)
 

@@ -35,7 +35,7 @@ async def test_all_values_give_the_error_of_the_report(options: dict[str, Any]) 
     assert loss.coverage.complete
     assert loss.sqnr == pytest.approx(row.sqnr)
     assert loss.difference.largest_error == row.largest_error
-    decoded = await (await (await store.snapshot()).array("w")).read()
+    decoded = await (await (await store.snapshot(report.tag)).array("w")).read()
     assert loss.rows is not None
     assert loss.columns is not None
     pairs = [(ROWS[a:b], decoded[a:b]) for a, b in zip(loss.rows.bounds[:-1], loss.rows.bounds[1:], strict=True)]
@@ -105,7 +105,7 @@ async def test_the_baseline_is_the_source_the_step_before_or_the_version_before(
         await tx.create_group("g")
     await tstore.save(store, {"w": ROWS + 1}, 7)
     await tstore.quantize(store, "e2m3", at=1)
-    assert [await tstore.baseline(store, at) for at in (2, 3, 4, "step/7", None)] == [1, 2, 1, 1, 1]
+    assert [await tstore.baseline(store, at) for at in (2, 3, 4, "step/7", 5, None)] == [1, 1, 1, 1, 1, 1]
     with pytest.raises(NotFound, match="no version before 1"):
         await tstore.baseline(store, 1)
     with pytest.raises(NotFound):

@@ -166,8 +166,9 @@ def _subject(message: str) -> str:
 def _tags(commit: Document) -> str:
     tagged = [f"{tag} names {version}" for tag, version in commit["tagged"].items()]
     dropped = [f"{tag} dropped" for tag in commit["dropped"]]
+    copied = "" if commit["source"] is None else f" (copy of {commit['source']})"
     expired = " (expired)" if commit["expired"] else ""
-    return abbreviate([*commit["tags"], *tagged, *dropped], _MAX_TAGS) + expired
+    return (abbreviate([*commit["tags"], *tagged, *dropped], _MAX_TAGS) + copied + expired).strip()
 
 
 def _diff_sqnr(array: Document) -> str:

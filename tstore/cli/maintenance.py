@@ -96,6 +96,12 @@ def _to_age(context: click.Context, parameter: click.Parameter, value: float | N
 )
 @click.option("--keep-tag", multiple=True, metavar="TAG", help="Keep the version with this tag; may be repeated.")
 @click.option(
+    "--keep-copies",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Keep the N newest copies of each version that is kept; all by default.",
+)
+@click.option(
     "--abandoned-days",
     type=click.FloatRange(0),
     callback=_to_age,
@@ -113,19 +119,24 @@ def gc(
     keep_best: Best | None,
     keep_days: datetime.timedelta | None,
     keep_tag: tuple[str, ...],
+    keep_copies: int | None,
     abandoned_days: datetime.timedelta,
     dry_run: bool,
     as_json: bool,
 ) -> int:
     """Remove old versions and abandoned data.
 
-    Removes the versions that match no --keep option, and the data of abandoned transactions. The newest version
-    and the newest step are always kept. Without a --keep option every version is kept.
+    Removes the versions that match no --keep option, and the data of abandoned transactions. The newest step is
+    always kept, and so is the head: the newest version that is not a copy. A copy, such as a quantized one, is
+    kept with the version of which it was made. Without a --keep option every version is kept.
     """
     rules = (keep_last, keep_every, keep_best, keep_days)
+    has_rule = bool(keep_tag) or any(rule is not None for rule in rules)
+    if keep_copies is not None and not has_rule:
+        raise click.UsageError("--keep-copies is about the versions that another --keep option keeps; pass one")
 
     async def work(progress: Progress) -> Document:
-        keep = Keep(*rules, tags=keep_tag) if keep_tag or any(r is not None for r in rules) else None
+        keep = Keep(*rules, tags=keep_tag, copies=keep_copies) if has_rule else None
         progress.doing(f"collecting garbage in {store}")
         async with await tstore.open(store, "r" if dry_run else "r+") as opened:
             report = await opened.collect(keep, abandoned=abandoned_days, dry_run=dry_run)

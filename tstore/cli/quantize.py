@@ -163,7 +163,7 @@ def quantize(
 
 @click.command("report")
 @store_argument
-@at_options("A version number or a tag; the newest version by default.")
+@at_options("A version number or a tag; the newest copy by default.")
 @plot_option
 @json_option
 def report(store: str, at: int | str | None, plot: str | None, as_json: bool) -> int:

@@ -36,7 +36,7 @@ def log(store: str, as_json: bool) -> int:
 @click.command("ls")
 @store_argument
 @click.argument("path", default="")
-@at_options("A version number or a tag; the newest version by default.")
+@at_options("A version number or a tag; by default the head, the newest version that is not a copy.")
 @click.option("--pending", is_flag=True, help="List the cooperative transactions not committed yet.")
 @json_option
 def ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool) -> int:
@@ -63,7 +63,7 @@ def ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool
 @click.command("show")
 @store_argument
 @click.argument("path", default="")
-@at_options("A version number or a tag; the newest version by default.")
+@at_options("A version number or a tag; by default the head, the newest version that is not a copy.")
 @click.option(
     "--depth", type=click.IntRange(1), metavar="N", help="Show N levels; by default, as many as fit in 100 rows."
 )

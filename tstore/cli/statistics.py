@@ -49,7 +49,7 @@ def budget_option(default: str, help: str) -> Callable[[Callable[..., int]], Cal
 @click.command("stats")
 @store_argument
 @click.argument("path")
-@at_options("A version number or a tag; the newest version by default.")
+@at_options("A version number or a tag; by default the head, and with --loss the newest copy.")
 @budget_option(f"{BUDGET // 10**6}MB", "How many bytes of values to read, such as 100MB, or all.")
 @click.option("--loss", is_flag=True, help="Show the error of an array of a quantized copy against its source.")
 @json_option

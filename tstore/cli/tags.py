@@ -73,7 +73,7 @@ def remove(store: str, steps: tuple[int, ...], after: int | None, dry_run: bool,
 
     A commit drops the tags of the steps. The steps are then no longer listed or restored, and can be saved again.
     Their data can still be read by version number until `tstore gc` with a --keep option removes these versions.
-    The newest version is always kept. To continue a job from an earlier step, first remove the later steps with
+    The head is always kept. To continue a job from an earlier step, first remove the later steps with
     --after: otherwise the next start of the job would resume from the latest step.
     """
 

@@ -40,7 +40,8 @@ A copy is the same store as its source, with the same uuid and version numbers, 
 written to, they diverge, and copying from one to the other is refused; if only the destination is written to, it
 has everything that the source has. A copy of one version (`at`) has the log up to that version, the
 version's data, and one more commit: a garbage collection that expires all other versions. It is a separate store,
-whose uuid is derived from the source's uuid and the version.
+whose uuid is derived from the source's uuid and the version. A quantized version is the head of its new store:
+there its record is that of a commit of a whole tree, not of a copy.
 """
 
 from __future__ import annotations
@@ -177,7 +178,9 @@ async def _copy_one(
     records = await SourceRecords.up_to(log.storage, version)
     inventory = await records.guard(take_version_inventory(log, version))
     expiry = await expiry_of_other_versions(log, inventory, destination.uuid)
-    records = records if expiry is None else records.followed_by(expiry)
+    records = records if expiry is None else records.with_own(version + 1, expiry)
+    if version and (record := await log.record(version)).source:
+        records = records.with_own(version, replace(record, source=0, replaces=True))
     target_version = await destination.newest(records)
     if target_version is not None and target_version > records.newest:
         living = await living_as_of(LogReader(destination.storage), target_version)
@@ -339,7 +342,8 @@ class _Copy:
         first = target_version - target_version % ROOT_EVERY
         versions: Sequence[int]
         if self._records.newest > base:
-            versions = root_chain(last)  # all that a single version needs
+            # all that a single version needs, but not the root of another record
+            versions = [number for number in root_chain(last) if number not in self._records.own]
         elif target_version > base:
             return  # the destination's own garbage collections may have deleted roots
         else:

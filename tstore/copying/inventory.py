@@ -25,9 +25,9 @@ from tstore.format.objects.records import Collection, Record
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import Segment, SegmentedTable, SegmentSource
 from tstore.format.tree.tree import Tree
-from tstore.log.expiry import changes_nothing, last_collection, ledger_at, living_versions
+from tstore.log.expiry import changes_nothing, last_collection, ledger_at, living_versions, state_of
 from tstore.log.reader import LogReader
-from tstore.maintenance.damage import check_tagged
+from tstore.maintenance.damage import check_named
 from tstore.runtime.pool import run
 
 __all__ = [
@@ -283,7 +283,7 @@ async def living_as_of(log: LogReader, version: int) -> LivingSet:
 
 
 async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Inventory:
-    """Return the inventory of all living versions up to `base`; raise the errors of `check_tagged`."""
+    """Return the inventory of all living versions up to `base`; raise the errors of `check_named`."""
     inventory = Inventory(base, (), {}, {}, set())
     versions = []
     previous_expired = False  # if so, its chunks were not added, but a later version may refer to them
@@ -291,7 +291,7 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
     async def read_version(version: int) -> tuple[Record, list[Manifest]]:
         """Return the record, and its manifests if the version is living."""
         record = await log.record(version)
-        await check_tagged(log, version, record)
+        await check_named(log, version, record)
         needed = version in living and not changes_nothing(record)
         return record, await log.objects.manifests(version, record) if needed else []
 
@@ -304,25 +304,26 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
             inventory.manifests.update(written)
             for manifest in manifests:
                 await run(inventory.add, manifest)
+            if record.source:  # a copy has no chunks but those that it lists
+                continue
             if previous_expired and not record.replaces:
                 await run(inventory.add_tree, await log.tree(version))
             previous_expired = False
         else:
-            previous_expired = True
+            previous_expired = previous_expired or not record.source
             inventory.manifests.update({key: written[key] for key in written if key in living.shared})
     return inventory._replace(versions=tuple(versions))
 
 
 async def take_version_inventory(log: LogReader, version: int) -> Inventory:
-    """Return the inventory of a version; if it changed nothing, that of the last one that did."""
-    base = version
-    while version and changes_nothing(await log.record(version)):
-        version -= 1
+    """Return the inventory of a version; if it changed nothing, that of the head before it."""
+    base, version = version, await state_of(log, version)
     inventory = Inventory(base, (version,) if version else (), {}, {}, set())
     await run(inventory.add_tree, await log.tree(version))
-    async for _, record in log.each_record(range(version, 0, -1)):
-        inventory.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
-        if record.replaces:
+    async for number, record in log.each_record(range(version, 0, -1)):
+        if number == version or not record.source:
+            inventory.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
+        if record.replaces or (number == version and record.source):
             break
     return inventory
 
@@ -346,7 +347,7 @@ async def expiry_of_other_versions(log: LogReader, inventory: Inventory, copy_uu
         f"copied version {entry.version} without {len(expired)} others",
         collected=await last_collection(log, base),
         collection=Collection(
-            (replace(entry, standalone=True, dependencies=tuple(sorted(shared))),),
+            (replace(entry, standalone=True, dependencies=tuple(sorted(shared)), source=0),),
             expired,
             {tag: v for v in expired for tag in ledger.alive[v].tags},
             (),

@@ -9,7 +9,7 @@ read first, and read again and compared after each batch of records.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from typing import TypeVar
 
 from tstore.errors import Conflict, Corrupt, NotFound
@@ -26,32 +26,31 @@ T = TypeVar("T")
 
 
 class SourceRecords:
-    """The records of a source up to version `base`, and optionally `last`, a later record that the source lacks.
+    """The records of a source up to version `base`, and by version those that only the destination has.
 
     `anchor` has the bytes of the record of version `base`; later reads of this record are compared with them.
     """
 
-    def __init__(self, storage: Storage, base: int, anchor: bytes, last: Record | None = None) -> None:
+    def __init__(self, storage: Storage, base: int, anchor: bytes, own: Mapping[int, bytes] | None = None) -> None:
         self.storage = storage
         self.base = base
-        self.newest = base + (last is not None)
+        self.own = {} if own is None else own
+        self.newest = max([base, *self.own])
         self._anchor = anchor
-        self._last = None if last is None else encode(last)
 
     @staticmethod
     async def up_to(storage: Storage, base: int) -> SourceRecords:
         """Return the records of a source up to `base`; raise `Corrupt` if the last one is damaged or missing."""
         return SourceRecords(storage, base, await _read(storage, base) if base else b"")
 
-    def followed_by(self, last: Record) -> SourceRecords:
-        """Return the same records with one more appended."""
-        return SourceRecords(self.storage, self.base, self._anchor, last)
+    def with_own(self, version: int, record: Record) -> SourceRecords:
+        """Return the same records, but for this one of the destination, which may follow those of the source."""
+        return SourceRecords(self.storage, self.base, self._anchor, {**self.own, version: encode(record)})
 
     async def read(self, version: int) -> bytes:
         """Return the bytes of one record; raise `Corrupt` if it is damaged or missing."""
-        if version > self.base and self._last is not None:
-            return self._last
-        return await _read(self.storage, version)
+        own = self.own.get(version)
+        return await _read(self.storage, version) if own is None else own
 
     async def in_order(self, versions: Iterable[int]) -> AsyncGenerator[list[tuple[int, bytes]], None]:
         """Yield batches of versions with the bytes of their records; a long record is a batch by itself.

@@ -5,8 +5,8 @@ kind           1 byte    R record, M manifest, F fragment, T root (a tree)
 version        1 byte    the format version: 1; 2 for the record of a garbage collection; 3 for a record that drops
                          tags or tags earlier versions, 4 for an object with a manifest with segments, 5 for an
                          object that refers to one in pages, 6 for a root that refers to another or has pages, 7
-                         for an object with a manifest of appended values; an older tstore must refuse these,
-                         not ignore what it does not know
+                         for an object with a manifest of appended values, 8 for the record of a copy; an older
+                         tstore must refuse these, not ignore what it does not know
 body           msgpack
 check          16 bytes  xxh3-128, big-endian, of all bytes before it
 """
@@ -20,6 +20,7 @@ from tstore.format.checksums import CHECK_SIZE, digest
 __all__ = [
     "CHAINED",
     "COLLECTING",
+    "COPYING",
     "EXTENDING",
     "MAGIC",
     "PAGED",
@@ -33,7 +34,7 @@ __all__ = [
     "unseal",
 ]
 
-PLAIN, COLLECTING, RETAGGING, SEGMENTED, PAGED, CHAINED, EXTENDING = range(1, 8)
+PLAIN, COLLECTING, RETAGGING, SEGMENTED, PAGED, CHAINED, EXTENDING, COPYING = range(1, 9)
 
 MAGIC = b"tstore"
 """The first bytes of every frame."""
@@ -65,9 +66,9 @@ def unseal(data: bytes, kind: bytes) -> memoryview:
     _check_size(actual, version, len(data))
     if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
         raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
-    if version > EXTENDING:
+    if version > COPYING:
         raise UnsupportedFormat(
-            f"an object has format version {version}; this tstore reads up to {EXTENDING}: install a newer one"
+            f"an object has format version {version}; this tstore reads up to {COPYING}: install a newer one"
         )
     if actual != kind:
         raise Corrupt(f"expected {_NAMES[kind]}, got {_NAMES.get(actual, f'an object of kind {actual!r}')}")

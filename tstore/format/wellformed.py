@@ -1,11 +1,12 @@
 """Checks of the values in records, manifests and roots, which any program may have written; pure, no I/O.
 
-Each function raises `Corrupt` with the reason. Text, tags and metadata follow the rules of `arguments`, which
+Each check raises `Corrupt` with the reason. Text, tags and metadata follow the rules of `arguments`, which
 refuses the same values when a writer passes them.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import re
 from collections import Counter
@@ -28,6 +29,7 @@ __all__ = [
     "check_tags",
     "check_time",
     "check_transactions",
+    "date_of",
 ]
 
 LONGEST_MESSAGE = 64 << 10
@@ -38,6 +40,15 @@ _PLAIN_TAG = re.compile(r"step/(?:0|[1-9][0-9]{0,17})|[A-Za-z_][A-Za-z0-9_.-]{0,
 _PLAIN_TAGS = re.compile(rf"(?:(?:{_PLAIN_TAG.pattern})\n)*+")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _FORBIDDEN_NAMES = ("", ".", "..", "zarr.json")
+
+
+def date_of(time: float) -> datetime.datetime:
+    """Return the date of a record's time, or the nearest date if the time is outside of the calendar."""
+    try:
+        return datetime.datetime.fromtimestamp(time, datetime.UTC)
+    except (ValueError, OverflowError, OSError):
+        nearest = datetime.datetime.max if time > 0 else datetime.datetime.min
+        return nearest.replace(tzinfo=datetime.UTC)
 
 
 def check_transactions(names: Iterable[str]) -> None:

@@ -12,9 +12,10 @@ from typing import TypeVar
 
 from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable
 from tstore.format.layout import commit_key
-from tstore.format.objects.records import Collection, LivingVersion, Record, date_of
+from tstore.format.objects.records import Collection, LivingVersion, Record
 from tstore.format.tree.retention import Ledger
 from tstore.format.tree.tree import Tree
+from tstore.format.wellformed import date_of
 from tstore.log.reader import LogReader
 
 __all__ = [
@@ -24,12 +25,14 @@ __all__ = [
     "collections",
     "existing_collection",
     "guard_expiry",
+    "head_as_of",
     "last_collection",
     "ledger_at",
     "ledger_since",
     "living_versions",
     "named_collection",
     "newest_tree",
+    "state_of",
 ]
 
 T = TypeVar("T")
@@ -84,9 +87,7 @@ async def living_versions(log: LogReader, at: int) -> tuple[frozenset[int], int]
 async def check_alive(log: LogReader, version: int, at: int | None = None) -> None:
     """Raise `SnapshotExpired` if `version` was removed by a garbage collection up to `at` (None: the newest)."""
     alive, last = await living_versions(log, await log.newest() if at is None else at)
-    changed = version  # the last version up to this one that changed the state
-    while 0 < changed <= last and changes_nothing(await log.record(changed)):
-        changed -= 1
+    changed = version if version > last else await state_of(log, version)
     if 0 < changed <= last and changed not in alive:
         async for number, collection in collections(log, last):
             if changed in collection.expired:
@@ -128,7 +129,7 @@ async def guard_expiry(log: LogReader, version: int, work: Awaitable[T]) -> T:
 
 
 async def newest_tree(log: LogReader) -> Tree:
-    """Return the tree of the newest version; retry while garbage collections expire it mid-read.
+    """Return the tree of the head as of the newest version; retry while garbage collections expire it mid-read.
 
     Raise `Corrupt` if the search for that version has found a later one above a missing record.
     """
@@ -136,14 +137,28 @@ async def newest_tree(log: LogReader) -> Tree:
         version = await log.newest()
         await log.check_end(version)
         try:
-            return await log.tree(version)
+            return await log.head(version)
         except NotFound:
             if await log.newest() == version:
                 raise
 
 
+async def head_as_of(log: LogReader, version: int) -> int:
+    """Return the head as of a version: the newest version up to it that is no copy, 0 if there is none."""
+    while version and (await log.record(version)).source:
+        version -= 1
+    return version
+
+
+async def state_of(log: LogReader, version: int) -> int:
+    """Return the version whose state a version has: its own number, or if it changed nothing, that of the head."""
+    while version and changes_nothing(await log.record(version)):
+        version = await head_as_of(log, version - 1)
+    return version
+
+
 def changes_nothing(record: Record) -> bool:
-    """Return whether a version has the state of the one before it, being void or a garbage collection."""
+    """Return whether a version has the state of the head before it, being void or a garbage collection."""
     return record.void or record.collection is not None
 
 

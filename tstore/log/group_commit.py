@@ -5,8 +5,8 @@
 2. It takes along all waiting commits that may share a record with the first, and appends one record for them all.
 3. Commits that share a record are small (all of their data is inline, and together they are within the bounds of
    one record), equally durable, and disjoint: none conflicts with another, so every order gives the same
-   result. A commit that replaces the tree, drops tags, tags earlier versions or has metrics is appended alone:
-   retention reads the metrics of a version, not those of its parts.
+   result. A commit that replaces the tree, is a copy, drops tags, tags earlier versions or has metrics is appended
+   alone: retention reads the metrics of a version, not those of its parts.
 4. Each commit is validated alone against all newer commits, and drops out if it conflicts or fails. It also drops
    out if it cannot be validated because a garbage collection was committed meanwhile, or if it grew because
    partial chunks had to be written again; it is then appended alone in the next turn. So no commit fails because
@@ -84,7 +84,7 @@ class QueuedCommit:
         self.validate = validate
         self.on_retry = on_retry
         self.append_record = append_record
-        alone = changes is None or changes.replaces or changes.dropped
+        alone = changes is None or changes.replaces or changes.dropped or record.source
         self.changes = None if alone or record.tagged or "metrics" in record.metadata else changes
         self._data = data
         self.version: int | None = None

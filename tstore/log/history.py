@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from tstore.errors import InvalidArgument, NotFound, name_list
 from tstore.format.arguments import quote
-from tstore.format.objects.records import Part, Record, date_of
+from tstore.format.objects.records import Part, Record
 from tstore.format.tree.retention import step_of
+from tstore.format.wellformed import date_of
 from tstore.log.expiry import living_versions
 from tstore.log.reader import LogReader
 
@@ -36,6 +37,8 @@ class Commit(NamedTuple):
     """The version that the transaction is based on; if several share a record, the oldest of their bases."""
     tagged: Mapping[str, int] = {}
     """The tags that the transaction gave to earlier versions, with these versions."""
+    source: int | None = None
+    """The version of which this one is a copy, such as a quantized checkpoint; None if it is no copy."""
 
     def __repr__(self) -> str:
         message, tag = textwrap.shorten(self.message, 60, placeholder="…"), self.tag and self.tag[:60]
@@ -72,11 +75,11 @@ async def version_named(log: LogReader, at: int | str, newest: int) -> int:
     """Return the version with this number, or with this tag as of `newest`; raise `NotFound` if there is none."""
     if isinstance(at, int):
         if at < 0 or (at > newest and await log.records.stored_or_none(at) is None):  # `newest` may be stale
-            tags = (await log.tree(newest)).tags
+            tags = (await log.head(newest)).tags
             hint = f"; to select step {at}, pass 'step/{at}'" if f"step/{at}" in tags else ""
             raise NotFound(f"{log.storage.url} has no version {at}; its newest is {newest}{hint}")
         return at
-    tags = (await log.tree(newest)).tags
+    tags = (await log.head(newest)).tags
     if at not in tags:
         if (step := step_of([at])) is not None:
             steps = sorted(s for tag in tags if (s := step_of([tag])) is not None)
@@ -93,14 +96,14 @@ async def _records_down(log: LogReader, newest: int) -> AsyncGenerator[tuple[int
 
 
 async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
-    """Return the newest version committed at or before a time; raise `NotFound` if there is none.
+    """Return the newest version, not a copy, committed by a time: the head at that time; raise `NotFound`.
 
     Raise `InvalidArgument` if the time has no time zone.
     """
     if at.tzinfo is None:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
     async for version, record in _records_down(log, newest):
-        if min(date_of(part.time) for part in record.parts or (record,)) <= at:
+        if not record.source and min(date_of(part.time) for part in record.parts or (record,)) <= at:
             return version
     raise NotFound(f"{log.storage.url} had no commit by {at.isoformat()}")
 
@@ -121,6 +124,7 @@ def _commits(version: int, record: Record) -> list[Commit]:
             dropped=record.dropped,
             base=record.base,
             tagged=record.tagged,
+            source=record.source or None,
         )
         for part in reversed(parts)
     ]

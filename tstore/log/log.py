@@ -6,12 +6,12 @@ The data that the record refers to is durable already. To append the record:
    - A record with the same transaction id is this commit itself (its response was lost, or another host finished
      the cooperative commit): done.
    - A garbage collection may have condemned this transaction, or a pack that it reuses: `Conflict`. The collection
-     may have removed a version that this record tags: `SnapshotExpired`.
+     may have removed a version that this record tags, or of which it is a copy: `SnapshotExpired`.
    - A repair may have voided a version up to the one that this record was validated against: `Conflict`, whatever
      the record changes, since it may rest on what was voided. So too if it was this commit that was voided: the
      void record names the transaction, or no response came for that number.
-   - A repair may have voided a version that this record tags, or a garbage collection that has already deleted
-     data of this transaction: `Conflict`.
+   - A repair may have voided such a version, or a garbage collection that has already deleted data of this
+     transaction: `Conflict`.
    Otherwise the caller validates the transaction against all these records: it raises `Conflict`, or returns the
    record to continue with.
 2. Create the first absent number. (If a later number is found, the log has a hole: `Corrupt`.) If the creation

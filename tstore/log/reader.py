@@ -109,8 +109,12 @@ class LogReader:
         return self.records.collection(version)
 
     def tree(self, version: int) -> Coroutine[Any, Any, Tree]:
-        """Return the tree as of a version that exists."""
+        """Return the tree of a version that exists: of a copy its own, otherwise that of the head."""
         return self.trees.tree(version)
+
+    def head(self, version: int) -> Coroutine[Any, Any, Tree]:
+        """Return the tree of the head as of a version that exists, with the tags as of that version."""
+        return self.trees.head(version)
 
     async def each(
         self, call: Callable[[int], Awaitable[V]], versions: Iterable[int]

@@ -25,14 +25,14 @@ def refuse_voided(url: str, record: Record, voided: Sequence[int]) -> None:
 
 
 async def check_unaffected(log: LogReader, record: Record, version: int, repair: Record) -> None:
-    """Raise `Conflict` if a repair voided a version that the record tags, or if data of the record is gone.
+    """Raise `Conflict` if a repair voided a version that the record names, or if data of the record is gone.
 
     Data is gone if the repair voided the garbage collection that had deleted it.
     """
-    if voided := set(record.tagged.values()).intersection(repair.voids):
+    if voided := record.named_versions.intersection(repair.voids):
         raise Conflict(
             f"{log.storage.url}: the repair recorded as version {version} voided version {min(voided)}, which "
-            "therefore cannot be tagged; tag another version",
+            "therefore cannot be tagged or copied; choose another version",
             [],
         )
     try:

@@ -21,13 +21,13 @@ async def write_root(log: LogReader, version: int) -> None:
     Also write the roots to which it refers, if one is missing because its writer died.
     """
     try:
-        tree = await log.tree(version)
+        tree = await log.head(version)
         root, data = await run(tree.root, (await log.stored(version)).check)
         chain = list(filter(tree.nodes.knows, root_chain(root.parent)))
         existing = await log.storage.sizes(map(root_key, chain))
         for earlier in [v for v in chain if root_key(v) not in existing]:
             with contextlib.suppress(NotFound, Corrupt):
-                stored = await run((await log.tree(earlier)).root, (await log.stored(earlier)).check)
+                stored = await run((await log.head(earlier)).root, (await log.stored(earlier)).check)
                 await _create_root(log, stored)
         is_stored = await _create_root(log, StoredRoot(root, data))
     except TStoreError:

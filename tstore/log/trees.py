@@ -1,4 +1,7 @@
-"""The tree as of a version, built from the nearest root (a stored tree) below it and the records after that root.
+"""The tree of the head as of a version, built from the nearest root (a stored tree) below it and later records.
+
+A copy of a version, such as a quantized one, changes only tags of the head, and roots have the tree of the head.
+The tree of a copy has the nodes of its own record, so it needs no older manifest.
 
 A root is used only if it contains the checksum of its version's record. Any other root, and one that cannot be
 read, is skipped in favour of older roots and the records. The checksum of one record vouches for all earlier
@@ -20,6 +23,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ROOT_EVERY, commit_key, root_chain, root_key, version_of
@@ -56,11 +61,29 @@ class Trees:
         self._objects = objects
         self._records = records
         self._cached: VersionCache[Tree] = VersionCache(_CACHED)
+        self._copies: VersionCache[Tree] = VersionCache(_CACHED)
         self._changes: VersionCache[tuple[Record, Changes]] = VersionCache(CACHED_RECORDS)
         objects.pages.derive = self.derived_pages
 
     async def tree(self, version: int) -> Tree:
-        """Return the tree as of a version that exists."""
+        """Return the tree of a version that exists: of a copy its own, otherwise that of the head."""
+        if self._records.voided:
+            await self.drop_voided()
+        record = await self._records.record(version) if version else None
+        if record is None or not record.source:
+            return await self.head(version)
+        if (cached := self._copies.get(version)) is not None:
+            return cached
+        before, records = await self._nearest(version - 1, version, set())
+        whole = _ReadAhead(replace(record, source=0, replaces=True), replaces=True)
+        tree = await self._after(before, [*records, whole], version)
+        if self._records.voided:
+            return await self.tree(version)
+        self._copies.put(version, tree)
+        return tree
+
+    async def head(self, version: int) -> Tree:
+        """Return the tree of the head as of a version that exists, with the tags as of that version."""
         if self._records.voided:
             await self.drop_voided()
         if (cached := self._cached.get(version)) is not None:
@@ -69,7 +92,7 @@ class Trees:
             return tree
         tree = await self._built(version, version + 1, set())
         if self._records.voided:  # a record just read is a repair, which voided versions
-            return await self.tree(version)
+            return await self.head(version)
         self._cached.put(version, tree)
         return tree
 
@@ -88,7 +111,7 @@ class Trees:
         manifests = await self._manifests(needed, tree)
         for number, (record, _) in commits:
             if record is None:  # it was too long to read ahead
-                record = await self._records.record(number)
+                record = (await self._records.record(number)).of_head
                 if number >= last_replacing:
                     manifests[number] = await self._nodes_or_manifests(number, record, tree)
             record = await self._records.with_collection(number, record)
@@ -111,10 +134,11 @@ class Trees:
                 return None
             if stored.record.deleted or stored.record.replaces:
                 return None  # a deletion may read pages; manifests before a replaced tree may be damaged
-            manifests = self._objects.inline_manifests(before, stored.record)
+            record = stored.record.of_head
+            manifests = self._objects.inline_manifests(before, record)
             if manifests is None:
                 return None
-            commits.append((before, stored.record, manifests))
+            commits.append((before, record, manifests))
             before -= 1
             tree = self._cached.get(before)
         writes: list[Manifest] = []  # of the last commits that only wrote chunks, which are applied together
@@ -154,10 +178,10 @@ class Trees:
         return await self._objects.manifests(version, record)
 
     async def changes(self, version: int, record: Record) -> Changes:
-        """Return what the record of a version changed, cached because many transactions validate against it."""
+        """Return what a version changed in the head, cached because many transactions validate against it."""
         cached, changes = self._changes.get(version) or (None, None)
         if cached is not record or changes is None:
-            changes = Changes.from_record(record, await self._objects.manifests(version, record))
+            changes = Changes.from_record(record, await self._objects.manifests(version, record.of_head))
             self._changes.put(version, (record, changes))
         return changes
 
@@ -178,6 +202,7 @@ class Trees:
                 if cached is not None and not cached.record.void:
                     await self._records.refetch(version, cached.check)
                 self._cached.drop_from(version)
+                self._copies.drop_from(version)
 
     async def root(self, version: int) -> Root | None:
         """Return the root of a version, not yet compared with its record, or None if it cannot be read."""
@@ -324,11 +349,11 @@ def _is_of(root: Root, version: int, stored: StoredRecord | None) -> bool:
 def _only_writes(record: Record, manifests: Sequence[Manifest]) -> bool:
     """Return whether all that a commit does is to write chunks; it deletes nothing and is not a collection."""
     tags = record.tags or record.dropped or record.tagged
-    return not (tags or record.void or any(any(m.replaces_node) for m in manifests))
+    return not (tags or record.void or record.source or any(any(m.replaces_node) for m in manifests))
 
 
 def _drop_if_long(stored: StoredRecord) -> _ReadAhead:
-    return _ReadAhead(None if stored.is_long else stored.record, stored.record.replaces)
+    return _ReadAhead(None if stored.is_long else stored.record.of_head, stored.record.replaces)
 
 
 def _forget_all(storage: Storage, keys: Iterable[str]) -> None:

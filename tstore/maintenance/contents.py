@@ -17,7 +17,7 @@ from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.paths import depth_first_order, is_at_or_below
 from tstore.format.patterns import compile_patterns, extent_of
 from tstore.format.tree.node import Node
-from tstore.log.expiry import changes_nothing
+from tstore.log.expiry import state_of
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
@@ -135,9 +135,7 @@ async def detailed_listing(
 
     Shared bytes are those of chunks in packs that earlier versions wrote. Inline chunks are never shared.
     """
-    version = snapshot.version
-    while version and changes_nothing(await log.record(version)):  # it has the packs of the version before
-        version -= 1
+    version = await state_of(log, snapshot.version)
     own_transactions = frozenset((await log.record(version)).transactions) if version else frozenset()
     return await run(_detailed, snapshot, path, scalars, own_transactions)
 

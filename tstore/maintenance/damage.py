@@ -33,8 +33,8 @@ from tstore.runtime.pool import run
 __all__ = [
     "DamagedVersion",
     "KnownExpiry",
+    "check_named",
     "check_references",
-    "check_tagged",
     "checked_newest",
     "damaged_versions",
     "incomplete_versions",
@@ -97,15 +97,18 @@ async def known_expiry(log: LogReader, newest: int) -> KnownExpiry:
     last, unreadable = await last_readable_collection(log, newest)
     collection = await log.collection(last) if last else None
     known = KnownExpiry(last, frozenset() if collection is None else collection.versions, frozenset())
-    candidates = []  # versions that a collection with an unreadable record may have expired
+    candidates, head = [], 0  # versions that a collection with an unreadable record may have expired
     for batch in batched(version for version in range(1, unreadable) if not known.expired(version)):
         await log.records.short_records(batch)  # at once
         for version in batch:
             with contextlib.suppress(*UNREADABLE):
-                if not changes_nothing(await log.record(version)):
+                record = await log.record(version)
+                if not changes_nothing(record):
                     candidates.append(version)
-    # without the last: every collection keeps the newest version below it
-    return known._replace(suspected=frozenset(await incomplete_versions(log, candidates[:-1])))
+                    head = head if record.source else version
+    # without the head below it, which every collection keeps
+    suspected = await incomplete_versions(log, [version for version in candidates if version != head])
+    return known._replace(suspected=frozenset(suspected))
 
 
 async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[int]:
@@ -139,7 +142,7 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 async def check_references(log: LogReader, version: int, record: Record) -> None:
     """Raise `Corrupt` if the version that a record names as the last gc is neither a gc nor void.
 
-    Raise it also for a tag that `check_tagged` refuses.
+    Raise it also for what `check_named` refuses.
     """
     try:
         collection = await log.record(record.collected) if record.collected else None
@@ -147,23 +150,23 @@ async def check_references(log: LogReader, version: int, record: Record) -> None
         return
     if collection is not None and not collection.void:
         await existing_collection(log, record.collected)
-    await check_tagged(log, version, record)
+    await check_named(log, version, record)
 
 
-async def check_tagged(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if a record tags a version that was not alive; a version voided since is accepted."""
-    if not record.tagged:
+async def check_named(log: LogReader, version: int, record: Record) -> None:
+    """Raise `Corrupt` if a record tags, or is a copy of, a version that was neither alive nor voided since."""
+    if not record.named_versions:
         return
     not_alive: list[int] = []
     with contextlib.suppress(*UNREADABLE):
         alive, gc = await living_versions(log, record.collected)
-        async for number, target in log.each_record(sorted(set(record.tagged.values()))):
+        async for number, target in log.each_record(sorted(record.named_versions)):
             if not target.was_voided and (changes_nothing(target) or (number <= gc and number not in alive)):
                 not_alive.append(number)
     if not_alive:
         raise Corrupt(
-            f"{log.storage.url}: {commit_key(version)} tags version {not_alive[0]}, which was not alive; `tstore "
-            f"repair` can void {commit_key(version)}"
+            f"{log.storage.url}: {commit_key(version)} {'tags' if record.tagged else 'is a copy of'} version "
+            f"{not_alive[0]}, which was not alive; `tstore repair` can void {commit_key(version)}"
         )
 
 
@@ -219,9 +222,11 @@ class _Inherited:
         if fault := await self._replay.fault(version, record):
             return fault
         if changes_nothing(record) or not self._living(version):
-            self._is_complete &= not record.changes_nodes
+            self._is_complete &= not record.of_head.changes_nodes
             return ""
         self._owners.update(record.transactions)
+        if record.source:
+            return ""
         if record.replaces or self._is_complete or (tree := await self._replay.tree(version)) is None:
             self._is_complete |= record.replaces
             return ""

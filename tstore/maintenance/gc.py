@@ -5,6 +5,7 @@
 2. Choose the versions to expire. A version needs what its transaction wrote, and dependencies: objects of other
    transactions that the ledger lists. An expiring version releases both. A released object that the next living
    version needs becomes a dependency of that version. Any other is condemned, unless a living version needs it.
+   A copy needs only its own objects and its dependencies, and no later version builds on it.
 3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
    with an object that no transaction would write belongs to another program and is left alone. One collection
    condemns at most 8 MiB of their ids, so that its record stays within its bounds; the next condemns the rest.
@@ -176,11 +177,13 @@ class _Plan:
         """Remove versions that are not retained from the ledger, and release their objects and roots."""
         self.expired = sorted(set(self.ledger.alive) - retained)
         self._tags = {tag: v for v in self.expired for tag in self.ledger.alive[v].tags}
+        copies = self.ledger.copies
+        await self._release(sorted(copies - retained))
         expiring: list[int] = []
-        for version in sorted(self.ledger.alive):
+        for version in sorted(self.ledger.alive.keys() - copies):
             if version not in retained:
                 expiring.append(version)
-            elif expiring:  # every run of versions ends here, because the newest version is always retained
+            elif expiring:  # every run of versions ends here, because the head is always retained
                 await self._release(expiring, version)
                 expiring = []
         self.ledger = self.ledger.without(self.expired)
@@ -188,11 +191,8 @@ class _Plan:
         needed = _roots_of([*self.ledger.alive, self.base])
         self._roots = [root_key(version) for version in sorted(_roots_of(self.expired) - needed)]
 
-    async def _release(self, expired: Sequence[int], next_living: int) -> None:
-        """Release the objects of consecutive expired versions.
-
-        The objects that the next living version needs become its dependencies.
-        """
+    async def _release(self, expired: Sequence[int], next_living: int | None = None) -> None:
+        """Release what expired copies, or consecutive other versions, wrote or needed; `next_living` inherits."""
         entries = [self.ledger.alive[v] for v in expired]
         written = await together(lambda e: self._objects(e.transaction), entries)
         for entry, keys in zip(entries, written, strict=True):
@@ -201,7 +201,7 @@ class _Plan:
             # filtered, because a forged record may name any key
             for key in filter(is_transaction_object, (*keys, *entry.dependencies)):
                 self._released.setdefault(owner_of(key), set()).add(key)
-        if self.ledger.alive[next_living].standalone:
+        if next_living is None or self.ledger.alive[next_living].standalone:
             return  # the ledger has all dependencies of a standalone version
         # the next living version needs no object of the entries before the last standalone one
         last_standalone = max((i for i, e in enumerate(entries) if e.standalone), default=0)

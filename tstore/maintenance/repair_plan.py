@@ -3,9 +3,10 @@
 1. Voided versions expire if the last collection lists them as living.
 2. If a garbage collection was voided, the versions that it had expired are alive again, except for those that lack
    an object, or need one that it had condemned: it may still be deleting.
-3. What an expired version wrote or needed becomes a dependency of the next living version.
-4. The newest version must be living. If the version whose state is the newest has expired, it is alive again,
-   unless it lacks data. Then the repair has to commit another state (`lacks_newest`).
+3. What an expired version wrote or needed becomes a dependency of the next living version. Copies are apart: no
+   later version needs what only a copy needed.
+4. The head must be living. If the version whose state it has has expired, it is alive again, unless it lacks data.
+   Then the repair has to commit another state (`lacks_newest`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Collection, Record
 from tstore.format.tree.retention import Condemned, Ledger, packs_of
 from tstore.format.tree.tree import Tree
-from tstore.log.expiry import changes_nothing, ledger_at
+from tstore.log.expiry import head_as_of, ledger_at, state_of
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import incomplete_versions
 from tstore.maintenance.gc import Overtaken
@@ -63,7 +64,7 @@ class RepairPlan:
     def add(self, version: int, other: Record) -> None:
         """Add a newer commit; raise `Overtaken` if it requires another plan."""
         removed = {*self._voided, *self.expired}
-        reuses = not removed.isdisjoint(other.tagged.values()) or any(map(self._revoked.includes, other.reused))
+        reuses = not removed.isdisjoint(other.named_versions) or any(map(self._revoked.includes, other.reused))
         if other.collection is not None or other.voids or reuses:
             raise Overtaken
         self._ledger.add(version, other)
@@ -80,8 +81,8 @@ class RepairPlan:
         )
 
     async def newest_complete(self) -> Tree:
-        """Return the tree of the newest living version that lacks nothing; an empty tree if there is none."""
-        versions = sorted(self._ledger.alive)
+        """Return the tree of the newest living version, not a copy, that lacks nothing; else an empty tree."""
+        versions = sorted(self._ledger.alive.keys() - self._ledger.copies)
         incomplete = await incomplete_versions(self._log, versions)
         for version in reversed(versions):
             if version not in incomplete:
@@ -94,15 +95,16 @@ class RepairPlan:
         log, voided = self._log, self._voided
         ledger, previous = await ledger_at(log, self._base)
         remaining = sorted(ledger.alive.keys() - set(voided))
-        # a collection keeps the newest version
-        incomplete = await incomplete_versions(log, [v for v in remaining if v < gc][:-1])
+        older = [version for version in remaining if version < gc]
+        head = max(set(older) - ledger.copies, default=0)  # a collection keeps it
+        incomplete = await incomplete_versions(log, [version for version in older if version != head])
         needing = await self._needing_revoked(remaining)
         self.expired = sorted({*ledger.alive.keys() & voided, *incomplete, *needing})
         self._ledger = ledger
         if not self.expired:
             return
-        kept = sorted(ledger.alive.keys() - set(self.expired))
-        entries = [ledger.alive[version] for version in self.expired]
+        kept = sorted(ledger.alive.keys() - set(self.expired) - ledger.copies)
+        entries = [ledger.alive[version] for version in self.expired if version not in ledger.copies]
         written = await together(lambda entry: _transaction_objects(log, entry.transaction), entries)
         released: dict[int, list[str]] = {}  # what expired versions wrote or needed, by the next living version
         orphaned: list[str] = []  # what expired versions above all living ones needed
@@ -132,10 +134,13 @@ class RepairPlan:
         needing, manifest_gone, candidates = [], False, set(versions)
         async for version, record in self._log.each_record(range(1, versions[-1] + 1)):
             manifests = [m.key for m in record.manifests if isinstance(m, ObjectRef)]
-            manifest_gone = (manifest_gone and not record.replaces) or any(map(condemned.includes, manifests))
+            own_gone = any(map(condemned.includes, manifests))
+            if not record.source:
+                manifest_gone = (manifest_gone and not record.replaces) or own_gone
             if version not in candidates:
                 continue
-            gone = manifest_gone or any(condemned.includes(f"txn/{name}/") for name in record.transactions)
+            gone = own_gone if record.source else manifest_gone
+            gone = gone or any(condemned.includes(f"txn/{name}/") for name in record.transactions)
             with contextlib.suppress(*UNREADABLE):
                 gone = gone or any(map(condemned.includes, await run(packs_of, await self._log.tree(version))))
             if gone:
@@ -147,11 +152,11 @@ class RepairPlan:
 
         It depends on the objects `needed`, and on the packs to which its tree refers.
         """
-        log, version = self._log, self._base
-        while version and changes_nothing(record := await log.record(version)):
-            version -= 1
+        log = self._log
+        version = await state_of(log, await head_as_of(log, self._base))
         if version == 0 or version in self._ledger.alive:
             return True
+        record = await log.record(version)
         try:
             await log.objects.manifests(version, record)
             packs = await run(packs_of, await log.tree(version))

@@ -50,7 +50,7 @@ class Replay:
 
     async def fault(self, version: int, record: Record) -> str:
         """Return why a living version is not what its writer committed; "" if it is, or if that is not known."""
-        if changes_nothing(record) or record.replaces or not self._living(version):
+        if changes_nothing(record) or record.replaces or record.source or not self._living(version):
             return ""
         await self._advance(version)
         if self._tree is None:
@@ -74,7 +74,7 @@ class Replay:
         name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
         try:
             root = await self._log.objects.whole_root(version)
-            tree = Tree(version, Nodes(), root.tags)
+            tree = Tree(version, Nodes(), root.tags, root.copies)
             if self._nodes_known and self._tree is not None:
                 # over the nodes that the records have, which readers use too if the parent of the root is missing
                 tree = Tree.from_root(root, self._log.objects.pages, self._tree)
@@ -104,7 +104,7 @@ class Replay:
         if record is None or not any(manifest.merges for manifest in manifests):
             return ""
         await self._advance(version - 1)
-        if self._tree is not None and self._nodes_known:
+        if self._tree is not None and (self._nodes_known or record.source):
             try:
                 await run(run_steps, check_merges(record, manifests, self._tree.nodes))
             except UNREADABLE as error:
@@ -124,7 +124,7 @@ class Replay:
                     self._nodes_known = True
                 manifests: list[Manifest] = []
                 if number >= first and self._nodes_known:
-                    manifests = await self._manifests(number, record, self._tree.nodes)
+                    manifests = await self._manifests(number, record.of_head, self._tree.nodes)
                 if number in self._unfounded:
                     record = replace(record, deleted=())
                 record = await log.records.with_collection(number, record)

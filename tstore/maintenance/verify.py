@@ -227,7 +227,7 @@ class _Verification:
             return []
         if self._damaged[-1:] == [version - 1] == [record.collected]:
             self._unlisted.discard(version - 1)  # the damaged version is a garbage collection: it has no chunks
-        if changes_nothing(record):
+        if changes_nothing(record) or record.source:  # a copy has no chunks but those that it lists
             return []
         if self._known.expired(version):
             self._unlisted.add(version)

@@ -26,7 +26,7 @@ _KINDS = ("", "changed", "added", "removed")
 async def load(query: Query) -> Document:
     """Return the arrays that differ between two versions, those of one page in the order asked for.
 
-    `after` is a version or a tag, by default the newest; `before` by default the source of a quantized copy, the
+    `after` is a version or a tag, by default the head; `before` by default the source of a quantized copy, the
     step before a step, or the version before. `budget` is how many bytes of values to compare, `sort` one of the
     columns, `only` a kind of change, `find` a part of a path, and `first` the number of the first row.
     """

@@ -32,18 +32,17 @@ async def load(query: Query) -> Document:
 
 async def _load(query: Query) -> Document:
     started = time.monotonic()
-    snapshot = await query.store.snapshot()
+    tags = await query.store.tags()
     log = query.store.log.reader
     under_way = await hosts_under_way(log)
     chosen = sorted(under_way.items(), key=lambda item: (not item[1]["alive"], item[0]))[:_MOST_TRANSACTIONS]
     described = [await describe_pending(log, transaction, hosts) for transaction, hosts in sorted(chosen)]
-    tags = snapshot.tags
     pending = [_describe(transaction, tags.get(transaction.name)) for transaction in described]
     seconds = time.monotonic() - started
     return {
         "command": shell_command("ls", [query.address], ["--pending"]),
         "python": f"import tstore.sync as tstore\n\nprint(tstore.open({query.address!r}, 'r').pending())",
-        "version": snapshot.version,
+        "version": await log.newest(),
         "pending": pending,
         "more": len(under_way) - len(pending),
         "poll_seconds": round(min(_LONGEST_POLL, max(_SHORTEST_POLL, _SHARE * seconds)), 1),

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from tstore.errors import Corrupt, InvalidArgument, NotFound
@@ -19,7 +19,7 @@ from tstore.maintenance.contents import detailed_listing
 from tstore.page.views import Document, Query, natural_order, shell_command
 from tstore.quantization.report import read_report
 from tstore.runtime.pool import run
-from tstore.steps import QUANTIZED, steps_of
+from tstore.steps import steps_of
 from tstore.store import Store
 
 __all__ = ["load", "load_version"]
@@ -38,10 +38,10 @@ async def load(query: Query) -> Document:
     A store without steps has its versions in their place. Rows and other commits are those of one page: the newest
     by default, or those before the version `before`; series have all.
     """
-    snapshot = await query.store.snapshot()
+    newest = await query.store.log.reader.newest()
     before: _History | None = query.results.newest("history")
     found = await query.results.get(
-        "history", (query.store, snapshot.version), lambda: _history(query.store, before), most=1
+        "history", (query.store, newest), lambda: _history(query.store, before), most=1
     )
     rows = found.rows
     keep = _keep(query)
@@ -52,16 +52,20 @@ async def load(query: Query) -> Document:
     shown = page[-_ROWS:][::-1]
     main = {row.version for row in rows} | {copy["version"] for row in rows for copy in row.copies}
     entries = [commit.entry for commit in found.commits]
-    others = [entry for entry in entries if entry["version"] not in main and entry["version"] < below]
+    others = [
+        entry | {"expiring": entry["version"] in expiring}
+        for entry in entries
+        if entry["version"] not in main and entry["version"] < below
+    ]
     return {
         "command": shell_command("log", [query.address])
         if removed is None
         else shell_command("gc", [query.address], [*_options(query), "--dry-run"]),
         "python": _python(query, keep),
-        "version": snapshot.version,
+        "version": newest,
         "unit": "version" if not rows or rows[0].step is None else "step",
         "count": len(rows),
-        "rows": [row.document() | {"expiring": row.version in expiring} for row in shown],
+        "rows": [row.document(expiring) for row in shown],
         "older": shown[-1].version if len(page) > len(shown) else None,
         "newer": None if math.isinf(below) else True,
         "series": _series(rows),
@@ -120,10 +124,11 @@ class _Row(NamedTuple):
         version: int = self.commit.entry["version"]
         return version
 
-    def document(self) -> Document:
-        """Return the row as JSON values."""
-        copies = list(self.copies)
-        return {**self.commit.entry, "step": self.step, "seconds": self.seconds, "copies": copies}
+    def document(self, expiring: Set[int]) -> Document:
+        """Return the row as JSON values, with what retention would remove."""
+        copies = [copy | {"expiring": copy["version"] in expiring} for copy in self.copies]
+        own = {"step": self.step, "seconds": self.seconds, "expiring": self.version in expiring, "copies": copies}
+        return {**self.commit.entry, **own}
 
 
 class _History(NamedTuple):
@@ -148,7 +153,7 @@ async def _history(store: Store, before: _History | None) -> _History:
                 break
             if commit.transaction.startswith(REPAIR):  # it has replaced earlier records
                 known, newest = [], 0
-            commits.append(_Commit(_entry(commit, tags), commit.time, _source(commit), commit.tags))
+            commits.append(_Commit(_entry(commit, tags), commit.time, commit.source, commit.tags))
     commits += [_with_tags(commit, tags) for commit in known]
     return _History(store, collection, commits, await run(_rows, commits, tags))
 
@@ -162,13 +167,14 @@ def _with_tags(commit: _Commit, tags: dict[str, int]) -> _Commit:
 def _rows(commits: Sequence[_Commit], tags: dict[str, int]) -> list[_Row]:
     """Return a row for each step, the oldest first, with its quantized copies; without steps, for each commit."""
     steps = steps_of(tags)
-    by_version: dict[int, _Commit] = {}
+    by_version = {commit.entry["version"]: commit for commit in commits}
     by_tag = {tag: commit for commit in reversed(commits) for tag in commit.tags}
     copies: dict[int, list[Document]] = {}
-    for commit in commits:
-        by_version[commit.entry["version"]] = commit
+    origins: dict[int, int] = {}  # the version from which a copy was made, perhaps through other copies
+    for commit in reversed(commits):
         if commit.source is not None:
-            copies.setdefault(commit.source, []).append(commit.entry)
+            origin = origins[commit.entry["version"]] = origins.get(commit.source, commit.source)
+            copies.setdefault(origin, []).append(commit.entry)
     chosen: list[tuple[int | None, _Commit]]
     if steps:
         tagged = [(step, tags[f"step/{step}"]) for step in steps]
@@ -183,16 +189,9 @@ def _rows(commits: Sequence[_Commit], tags: dict[str, int]) -> list[_Row]:
     previous: _Commit | None = None
     for step, commit in chosen:
         seconds = None if previous is None else (commit.time - previous.time).total_seconds()
-        beside = sorted(copies.get(commit.entry["version"], ()), key=lambda copy: copy["version"])
-        rows.append(_Row(step, commit, seconds, beside or ()))
+        rows.append(_Row(step, commit, seconds, copies.get(commit.entry["version"], ())))
         previous = commit
     return sorted(rows, key=lambda row: row.version)
-
-
-def _source(commit: Commit) -> int | None:
-    """Return the version from which a copy was quantized; None for other commits, whatever their metadata say."""
-    source = commit.metadata.get(QUANTIZED)
-    return source if type(source) is int and 0 < source < commit.version else None
 
 
 def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
@@ -206,6 +205,7 @@ def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
         "tagged": dict(itertools.islice(commit.tagged.items(), _MOST_ENTRIES)),
         "dropped": list(commit.dropped[:_MOST_ENTRIES]),
         "bytes_added": commit.bytes_added,
+        "source": commit.source,
         "expired": commit.expired,
         "metrics": _first_metrics(numbers),
         "metric_count": len(numbers),
@@ -243,7 +243,7 @@ def _series(rows: Sequence[_Row]) -> Document:
     }
 
 
-_RULES = ("keep_last", "keep_every", "keep_best", "keep_tags", "keep_days")
+_RULES = ("keep_last", "keep_every", "keep_best", "keep_tags", "keep_days", "keep_copies")
 
 
 def _keep(query: Query) -> Keep | None:
@@ -265,6 +265,7 @@ def _keep(query: Query) -> Keep | None:
         best=best,
         newer_than=None if days is None else datetime.timedelta(days=min(days, 100_000)),
         tags=tags,
+        copies=query.number("keep_copies"),
     )
 
 
@@ -278,7 +279,7 @@ async def _removed(store: Store, keep: Keep) -> Document:
 def _options(query: Query) -> list[str]:
     """Return the rules as options of `tstore gc`."""
     options = []
-    for name in ("keep_last", "keep_every", "keep_best"):
+    for name in ("keep_last", "keep_every", "keep_best", "keep_copies"):
         if text := query.text(name):
             options += [f"--{name.replace('_', '-')}", text]
     for tag in query.text("keep_tags").split(","):
@@ -293,7 +294,7 @@ def _python(query: Query, keep: Keep | None) -> str:
     opening = f"import tstore.sync as tstore\n\nstore = tstore.open({query.address!r}, 'r')\n"
     if keep is None:
         return opening + "for commit in store.history():\n    print(commit)"
-    rules = {name: value for name, value in vars(keep).items() if value}
+    rules = {name: value for name, value in vars(keep).items() if value not in (None, ())}
     arguments = ", ".join(f"{name}={value!r}" for name, value in rules.items())
     imports = "import datetime\n" if "newer_than" in rules else ""
     return f"{imports}{opening}print(store.collect(tstore.Keep({arguments}), dry_run=True))"

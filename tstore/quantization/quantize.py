@@ -44,7 +44,7 @@ from tstore.quantization.studied_plan import StudiedPlan
 from tstore.quantization.values import MEMORY
 from tstore.quantization.work import BatchWork, ProgressCallback
 from tstore.snapshot import Snapshot
-from tstore.steps import QUANTIZED, source_snapshot, steps_of
+from tstore.steps import copy_snapshot, source_snapshot, steps_of
 from tstore.storage.objects import Durability
 from tstore.store import Store, opened
 from tstore.transactions.transaction import Transaction, staging_of
@@ -83,7 +83,8 @@ async def quantize(
 ) -> QuantizeReport:
     """Commit a copy of a version with its float arrays in low-bit formats, and return a report of its errors.
 
-    The source version is unchanged. The store must exist.
+    The source version and the head are unchanged: the copy is read by its tag or version, and garbage collection
+    removes it with its source unless a rule of `Keep` says otherwise. The store must exist.
 
     Integers, arrays of fewer than 64 values, and arrays with NaN or infinity get no eXmY format, and the report
     says why. Nor do one-dimensional arrays, unless the last part of a rule's pattern has characters other than
@@ -119,8 +120,8 @@ async def quantize(
         model; it is called once for each array, with noise of 10 % in that array, whose weight is the growth of
         the loss.
     at
-        A version or tag; by default the newest step, or without steps the newest version that is not a
-        quantized copy. If garbage collection removes that version meanwhile, the newest one by then is quantized.
+        A version or tag; by default the newest step, or without steps the head. If garbage collection removes that
+        version meanwhile, the newest one by then is quantized.
     tag
         The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
         the formats, such as "step/100/8bits".
@@ -210,9 +211,9 @@ class _Job(NamedTuple):
             raise AlreadyExists(
                 f"{store.url}: the tag {name!r} names version {existing} already; pass another one as tag=…"
             )
-        async with store.transaction(message, name, metadata={QUANTIZED: source.version}) as tx:
+        async with store.transaction(message, name) as tx:
             staging = staging_of(tx)
-            await staging.replace_all(b"")  # no structure check, because no other host takes part
+            await staging.replace_all(b"", source.version)  # no structure check: no other host takes part
             work = BatchWork(store, source, tx.id, Durability.FSYNC, self.executor, self.progress, self.memory)
             plan, encoded = await self._encode(work, arrays)
             encoded = await work.without_unused(encoded)
@@ -294,9 +295,9 @@ async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, Encode
 
 
 async def quantize_report(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
-    """Return the report of a version or tag; raise `NotFound` if the version is not a quantized copy."""
+    """Return the report of a quantized copy, by default the newest; raise `NotFound` if the version is not one."""
     async with opened(store, "r") as source:
-        return read_report(await source.snapshot(at))
+        return read_report(await copy_snapshot(source, at))
 
 
 def _default_tag(source: Snapshot, request: Request) -> str:

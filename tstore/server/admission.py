@@ -9,7 +9,8 @@ creates of one version, exactly one succeeds.
    (`format.retention`).
 2. A record that names missing objects needs the scope ADMIN: a copy of a history lacks those of expired versions.
 3. The record of a repair needs the scope ADMIN: readers forget the versions that a repair voids.
-4. A record tags only living versions; with the scope ADMIN, as in a copy of a history, also voided ones.
+4. A record tags only living versions, and is a copy only of one; with the scope ADMIN, as in a copy of a history,
+   also of a voided one.
 5. A root must have exactly the bytes that the server derives from its log.
 
 The manifests of one record, with their segments, have a bounded number of bytes (`manifests`). The manifests of
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import hashlib
 import logging
 import math
@@ -112,8 +114,8 @@ class Admission:
             subject = f"copying a repair, whose transaction has an id that starts with {REPAIR!r},"
             raise admin_refusal(subject, scope)
         await self._check_last_collection(state, record, scope)
-        if record.tagged:
-            await self._check_tagged(state, version, record, scope)
+        if record.named_versions:
+            await self._check_named(state, version, record, scope)
         if (committed := state.committed_as(record)) is not None:
             raise Corrupt(f"its transaction is committed already, as version {committed}")
         state.check_not_condemned(f"txn/{transaction}" for transaction in record.transactions)
@@ -124,7 +126,7 @@ class Admission:
         if (metrics := len(record.metadata.get("metrics", ()))) > MAX_METRICS:
             raise Corrupt(f"it has {metrics:,} metrics; a commit has at most {MAX_METRICS:,}")
         total = bytes_to_read(record)
-        if not (state.loaded.complete or record.replaces or scope >= Scope.ADMIN):
+        if not (state.loaded.complete or record.replaces or record.source or scope >= Scope.ADMIN):
             state = await self._recheck_objects(state)
         state = copy.copy(state)  # the original may advance meanwhile
         tree = state.loaded.tree
@@ -235,15 +237,19 @@ class Admission:
         if named != last:
             raise Corrupt(f"it names version {record.collected} as the last garbage collection; expected {last}")
 
-    async def _check_tagged(self, state: LogState, version: int, record: Record, scope: Scope) -> None:
-        """Raise `Corrupt` if a record tags a version that is neither living nor, with the scope ADMIN, voided."""
-        not_living = await state.not_living(self._storage, record.tagged.values())
+    async def _check_named(self, state: LogState, version: int, record: Record, scope: Scope) -> None:
+        """Raise `Corrupt` if a record tags, or is a copy of, a version that is not alive.
+
+        With the scope ADMIN, the version may be voided.
+        """
+        not_living = await state.not_living(self._storage, record.named_versions)
         while scope >= Scope.ADMIN and not_living and (await self._record(not_living[-1])).was_voided:
             not_living.pop()
         if state.version != version - 1:
             raise AlreadyExists(f"{commit_key(version)} was created meanwhile")
         if not_living:
-            raise Corrupt(f"it tags version {not_living[-1]}, which is not alive")
+            what = "tags" if record.tagged else "is a copy of"
+            raise Corrupt(f"it {what} version {not_living[-1]}, which is not alive")
 
     async def _admit_collection(self, state: LogState, version: int, record: Record, scope: Scope) -> NextVersion:
         if scope < Scope.ADMIN:
@@ -289,8 +295,8 @@ class Admission:
         version, before = state.version + 1, state.loaded
         manifests, complete, added, absent = await self._manifests.read(record, sender.client)
         _check_present(absent, sender.scope)
-        memory = before.memory_after(record, added)
-        complete = complete and (before.complete or record.replaces)
+        memory = before.memory_after(record, 0 if record.source else added)
+        complete = complete and (before.complete or record.replaces or record.source > 0)
 
         def check() -> Steps[dict[str, int]]:
             if complete:  # first, since one comparison refuses a record that lists 10^5 packs without reusing them
@@ -305,10 +311,12 @@ class Admission:
 
         def apply() -> Steps[LoadedTree]:
             if not complete:
-                return LoadedTree(before.tree.after(version, record, []), False, memory)
+                is_complete = before.complete and record.source > 0
+                return LoadedTree(before.tree.after(version, record, []), is_complete, memory)
             if sender.scope < Scope.ADMIN:  # an administrator may copy merges of what a repair has voided since
                 yield from check_merges(record, manifests, before.tree.nodes)
-            return _loaded_within_memory((yield from next_tree(version, record, manifests, before.tree)), memory)
+            tree = yield from next_tree(version, record, manifests, before.tree)
+            return before._replace(tree=tree, memory=memory) if record.source else _within_memory(tree, memory)
 
         small &= memory <= MAX_MEMORY  # otherwise the memory is counted exactly, which takes long
         after = run_steps(apply()) if small else await self._turns.complete(sender.client, apply())
@@ -326,7 +334,7 @@ class Admission:
         if below and await self._storage.head(root_key(below)) is None:
             raise Corrupt(f"the server can't derive it, because {root_key(below)} is missing")
         try:
-            return await LogReader.strict(self._storage).tree(version)
+            return await LogReader.strict(self._storage).head(version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             _log.warning("the tree of version %d can't be derived: %s", version, error)
             raise Corrupt(f"version {version} can't be read on the server") from error
@@ -346,7 +354,7 @@ def _unreadable(version: int) -> Corrupt:
     )
 
 
-def _loaded_within_memory(tree: Tree, memory: int) -> LoadedTree:
+def _within_memory(tree: Tree, memory: int) -> LoadedTree:
     """Return a complete tree; raise `Corrupt` if both its estimated `memory` and an exact count are too large."""
     if memory <= MAX_MEMORY:
         return LoadedTree(tree, True, memory)
@@ -354,7 +362,7 @@ def _loaded_within_memory(tree: Tree, memory: int) -> LoadedTree:
     memory = manifest_memory(manifest) + tags_memory(tree.tags)
     if memory > MAX_MEMORY:
         raise too_large(memory)
-    return LoadedTree(Tree(tree.version, tree.nodes.compacted(), tree.tags), True, memory)
+    return LoadedTree(dataclasses.replace(tree, nodes=tree.nodes.compacted()), True, memory)
 
 
 def _hash(data: bytes) -> bytes:

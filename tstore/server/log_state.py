@@ -41,7 +41,7 @@ _CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 
 
 class LoadedTree(NamedTuple):
-    """The tree of a version, loaded into memory; it takes at most about `memory` bytes there.
+    """The tree of the head as of a version, loaded into memory; it takes at most about `memory` bytes there.
 
     If it is not `complete`, some of its objects are missing, as in a copy of a history whose versions were
     collected; then only its tags are valid.
@@ -94,7 +94,7 @@ class LogState:
             state._remember(number, record)
         await state._read_collections(log)
         try:
-            tree = await log.tree(version)
+            tree = await log.head(version)
             await run(tree.nodes.load)  # the records that follow are compared with all nodes
             memory = manifest_memory(await run(tree.manifest)) + tags_memory(tree.tags)
             state.loaded = LoadedTree(tree, complete=True, memory=memory)
@@ -124,7 +124,7 @@ class LogState:
                 return False
             manifests: list[Manifest] | None = None
             with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):
-                manifests = await log.objects.manifests(number, record)
+                manifests = await log.objects.manifests(number, record.of_head)
             record = await log.records.with_collection(number, record)
             if number == self.version + 1:  # otherwise a concurrent task has advanced already
                 complete = manifests is not None and (self.loaded.complete or record.replaces)

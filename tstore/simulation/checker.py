@@ -7,7 +7,7 @@
     withdrawn      a cooperative transaction that one of its hosts has withdrawn is not committed (checked by
                    `tstore.simulation.judge`)
     atomic         every version has the state that replaying its attempts on the model yields: none is applied
-                   in part, no two are mixed, no update is lost
+                   in part, no two are mixed, no update is lost, and no copy is in the head
     isolated       no two concurrent commits wrote the same chunk, node or tag (except that a write of a part of a
                    chunk, and an append, are re-applied to the newer version)
     serializable   the values that a serializable transaction read are unchanged in the version before its own
@@ -36,7 +36,6 @@ from tstore.simulation.history import (
     Append,
     Attempt,
     Clear,
-    CopyVersion,
     Create,
     Delete,
     History,
@@ -67,7 +66,8 @@ class _WriteSet(NamedTuple):
     """The write set of a transaction.
 
     It has the numbers of the chunks written entirely and in part, by path; the nodes that were created or resized,
-    those that were deleted, and those that were only appended to; and whether the whole tree was replaced.
+    those that were deleted, and those that were only appended to; and whether the whole tree was replaced. That of
+    a copy is empty.
     """
 
     whole_chunks: dict[str, set[int]]
@@ -79,7 +79,7 @@ class _WriteSet(NamedTuple):
 
     @staticmethod
     def from_ops(ops: Iterable[Op]) -> _WriteSet:
-        writes = _WriteSet({}, {}, set(), set(), set(), any(isinstance(op, Clear | CopyVersion) for op in ops))
+        writes = _WriteSet({}, {}, set(), set(), set(), any(isinstance(op, Clear) for op in ops))
         for op in ops:
             match op:
                 case Create(path) | Resize(path):
@@ -142,9 +142,11 @@ def find_violations(
     violations += _check_outcomes(by_transaction, history)
     violations += _check_isolation(log, history)
     violations += _check_steps(log)
+    copies = {version for version, commit in log.items() if commit.record.source}
+    of_heads = [(time, version, name) for time, version, name in history.acknowledged if version not in copies]
     for read in history.reads:
-        violations += _check_read(read, states, tags, history.acknowledged)
-    acknowledged = [] if history.lagging else history.acknowledged
+        violations += _check_read(read, states, tags, of_heads)
+    acknowledged = [] if history.lagging else of_heads
     for listing in history.listings:
         violations += _check_listing(listing, states, acknowledged)
     return violations
@@ -184,11 +186,12 @@ def _replay(
 ) -> tuple[dict[int, State], dict[int, Mapping[str, int]]]:
     """Replay all versions on the model; return the state and tags of each, and append to `violations`."""
     start = history.start
-    states: dict[int, State] = {start: initial.state or {}}
+    head = initial.state or {}  # the state of the newest version that is not a copy
+    states: dict[int, State] = {start: head}
     tags: dict[int, Mapping[str, int]] = {start: initial.tags}
     expired: set[int] = set()
     for version, commit in log.items():
-        state, current_tags = states[version - 1], dict(tags[version - 1])
+        state, current_tags = head, dict(tags[version - 1])
         for attempt in _attempts(commit, history):
             violations += _changed_since_read(version, state, attempt)
             faults = [f"created the tag {t}, which exists" for t in attempt.created_tags if t in current_tags]
@@ -208,6 +211,7 @@ def _replay(
         if commit.state is not None and commit.tags != current_tags:
             violations.append(f"version {version} has the tags {commit.tags}, expected {current_tags}")
         states[version], tags[version] = state, current_tags
+        head = head if commit.record.source else state
     return states, tags
 
 
@@ -284,12 +288,19 @@ def _check_steps(log: Mapping[int, CommittedVersion]) -> Iterator[str]:
 
 
 def versions_to_keep(
-    keep: Keep, alive: set[int], tags: Mapping[str, int], metrics: Mapping[int, Mapping[str, float]]
+    keep: Keep,
+    alive: set[int],
+    tags: Mapping[str, int],
+    metrics: Mapping[int, Mapping[str, float]],
+    sources: Mapping[int, int],
 ) -> set[int]:
-    """Return the living versions that a rule without `newer_than` keeps, including the newest version and step."""
+    """Return the living versions that a rule without `newer_than` keeps, including the head and the newest step.
+
+    `sources` has the version of which each copy was made.
+    """
     steps = {int(tag[5:]): v for tag, v in tags.items() if tag.startswith("step/") and v in alive}
     order = sorted(steps)
-    result = {max(alive), *(steps[s] for s in order[-1:])}
+    result = {max(alive - sources.keys()), *(steps[s] for s in order[-1:])}
     if keep.last is not None:
         result |= {steps[s] for s in order[-keep.last :]}
     if keep.every is not None:
@@ -299,7 +310,12 @@ def versions_to_keep(
         sign = -1 if direction == ["max"] else 1
         rated = {v: metrics[v][name] for v in steps.values() if name in metrics.get(v, {})}
         result |= set(sorted(rated, key=lambda v: (sign * rated[v], -v))[:count])
-    return result | {v for tag in keep.tags if (v := tags.get(tag, 0)) in alive}
+    result |= {v for tag in keep.tags if (v := tags.get(tag, 0)) in alive}
+    for version in sorted(alive):  # its copies come after it
+        copies = sorted(v for v in alive if sources.get(v) == version)
+        if version in result:
+            result |= set(copies if keep.copies is None else copies[::-1][: keep.copies])
+    return result
 
 
 def _check_retention(
@@ -309,6 +325,7 @@ def _check_retention(
     rules = {gc.version: gc.keep for gc in history.gcs}
     alive_as_of = {history.start: set(range(1, history.start + 1))}
     metrics: dict[int, Mapping[str, float]] = {}
+    sources = {version: commit.record.source for version, commit in log.items() if commit.record.source}
     for version, commit in log.items():
         alive = set(alive_as_of[version - 1])
         collection = commit.record.collection
@@ -323,7 +340,7 @@ def _check_retention(
             for target in set(collection.expired).intersection(a.target for a in newer if a.target is not None):
                 yield f"version {version}, based on {base}, expired version {target}, which had been tagged since"
             if keep is not None and keep.newer_than is None and base >= history.start:
-                kept = versions_to_keep(keep, alive_as_of[base], tags[base], metrics)
+                kept = versions_to_keep(keep, alive_as_of[base], tags[base], metrics, sources)
                 expired, expected = sorted(set(collection.expired)), sorted(alive_as_of[base] - kept)
                 if expired != expected:
                     yield f"version {version} expired {expired} by {keep}, expected {expected}"

@@ -116,18 +116,19 @@ async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: as
 
 async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt, began: float) -> int | None:
     """Apply a few operations and commit; sometimes abort instead, and return None."""
-    attempt.bases[0] = (await staging_of(tx).base()).version
+    base = await staging_of(tx).base()
+    attempt.bases[0] = base.version
     if attempt.bases[0] < client.history.start:  # stale listings or sizes hide the newest versions
         attempt.aborted = True
         await tx.abort()
         return None
     paths = frozenset(await tx.paths())
-    client.history.listings.append(Listing(client.host.name, began, attempt.bases[0], paths))
+    client.history.listings.append(Listing(client.host.name, began, base.head, paths))
     attempt.transaction_reads.append(TransactionRead((), None, paths))
     if attempt.tags and client.random.random() < _EARLIER:
         attempt.target = await staging_of(tx).tag_version(client.random.randint(1, max(1, attempt.bases[0])))
     for _ in range(client.random.randint(1, 3)):
-        await _edit_array(client, tx, attempt)
+        await _edit_array(client, tx, attempt, base.head)
         if client.random.random() < 0.3:
             await asyncio.sleep(client.random.expovariate(1))
     if client.random.random() < 0.05:
@@ -137,8 +138,11 @@ async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt, be
     return await tx.commit()
 
 
-async def _edit_array(client: Client, tx: Transaction, attempt: Attempt) -> None:
-    """Apply one operation to a random array: create it if it does not exist, else read or change it."""
+async def _edit_array(client: Client, tx: Transaction, attempt: Attempt, head: int) -> None:
+    """Apply one operation to a random array: create it if it does not exist, else read or change it.
+
+    `head` is the version on which the transaction is based.
+    """
     ops = attempt.ops[0]
     path = client.random.choice(PATHS)
     exists = path in await tx.paths()
@@ -153,7 +157,7 @@ async def _edit_array(client: Client, tx: Transaction, attempt: Attempt) -> None
     elif draw < (0.5 if attempt.serializable else 0.3):
         array = await tx.array(path)
         seen = {path: cells_of(path, await array.read())}
-        read = Read(client.host.name, 0, attempt.bases[0], seen, own_ops=tuple(ops), partial=True)
+        read = Read(client.host.name, 0, head, seen, own_ops=tuple(ops), partial=True)
         client.history.reads.append(read)
         attempt.transaction_reads.append(TransactionRead(tuple(ops), path, seen[path]))
     elif draw > 0.9 and path in _RESIZABLE:

@@ -98,7 +98,7 @@ class Clear(NamedTuple):
 
 
 class CopyVersion(NamedTuple):
-    """Replace all arrays with those of an earlier version."""
+    """Become a copy of an earlier version, which leaves the head as it is."""
 
     version: int
 

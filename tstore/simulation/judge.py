@@ -14,6 +14,7 @@ from tstore.errors import Conflict, NotAStore, NotFound, SnapshotExpired, TStore
 from tstore.format.layout import MARKER, commit_key
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.segments import SEGMENT_ROW
+from tstore.log.expiry import head_as_of
 from tstore.simulation.checker import CommittedVersion, find_violations
 from tstore.simulation.client import SimulatedStore, read_state
 from tstore.simulation.edits import create
@@ -45,12 +46,15 @@ async def judge_store(
             return [*history.violations, f"versions are missing: {keys}"], {}
         with _errors_as_violations(violations):
             store = await tstore.open(HostStorage(storage, host))
-            if (seen := (await store.snapshot()).version) != newest:
-                violations.append(f"the newest version is {newest}, but {seen} was returned")
+            if (found := await store.log.reader.newest()) != newest:
+                violations.append(f"the newest version is {newest}, but {found} was returned")
             for version in range(start + 1, newest + 1):
                 log[version] = await read_committed(store, version)
-            if newest > start and log[newest].state is None:
-                violations.append(f"the newest version {newest} has expired")
+            head = max((v for v, commit in log.items() if not commit.record.source), default=start)
+            if (seen := (await store.snapshot()).version) != head:
+                violations.append(f"the head is version {head}, but {seen} was returned")
+            if head > start and log[head].state is None:
+                violations.append(f"the head, version {head}, has expired")
             violations += await _find_faults(store)
             violations += _find_withdrawn(storage, log)
             commits = [c async for c in store.history() if c.version > start]
@@ -66,15 +70,17 @@ async def judge_store(
 
 
 async def finish_copy(new_host: NewHost, source: SharedObjects, mirror: SharedObjects) -> None:
-    """Copy again if the newest version of the copy has expired in the source, as users of the copy must.
+    """Copy again if the newest version of the copy, or its head, has expired in the source, as its users must.
 
     Do nothing if there is no copy, or if the copy has diverged.
     """
     with new_host("copier") as host, contextlib.suppress(NotAStore, NotFound, Conflict):
         store, target = await tstore.open(HostStorage(source, host), "r"), HostStorage(mirror, host)
-        newest = await (await tstore.open(target, "r")).log.reader.newest()
+        log = (await tstore.open(target, "r")).log.reader
+        newest = await log.newest()
         try:
             await store.snapshot(newest)
+            await store.snapshot(await head_as_of(log, newest))
         except SnapshotExpired:
             host.log(f"copies up to version {(await copy_to(store, target)).version}, again")
 
@@ -121,7 +127,7 @@ async def judge_power_failure(
     storage = simulated.image.after_power_failure(rng)
     with new_host("power failure's judge") as host, _errors_as_violations(violations):
         store = await tstore.open(HostStorage(storage, host))
-        newest = (await store.snapshot()).version
+        newest = await store.log.reader.newest()
         if newest < simulated.image_version:
             violations.append(f"version {newest} is the newest, though {simulated.image_version} was acknowledged")
         for version in (v for v in log if v <= newest):

@@ -36,6 +36,8 @@ _RETENTION_RULES = (
     Keep(tags=("best",)),
     Keep(best=(1, METRIC)),
     Keep(last=1, best=(2, METRIC, "max")),
+    Keep(last=2, copies=1),
+    Keep(last=1, copies=0),
 )
 
 
@@ -99,16 +101,16 @@ async def _collect(client: Client) -> None:
 
 
 async def _quantize(client: Client) -> None:
-    """Quantize a step; its values stay the same: integers are not quantized, and floats are powers of two."""
+    """Quantize a step or a copy; its values stay the same: integers, and floats that are powers of two."""
     number = client.history.new_value()
     # AlreadyExists: a create was repeated after its response was lost
     outcomes = (Unavailable, AlreadyExists, CommitOutcomeUnknown, Conflict, SnapshotExpired)
     with client.expecting("quantize", *outcomes):
-        tags = (await client.store.snapshot()).tags
-        steps = sorted(tag for tag in tags if tag.startswith("step/"))
-        if not steps:
+        tags = await client.store.tags()
+        sources = sorted(tag for tag in tags if tag.startswith(("step/", "quantized/")))
+        if not sources:
             return
-        source = tags[client.random.choice(steps)]
+        source = tags[client.random.choice(sources)]
         message, tag = f"quantized copy {number}", f"quantized/{number}"
         attempt = Attempt(message, (tag,), 1)
         attempt.message = message

@@ -33,6 +33,7 @@ from tstore.statistics.reading import (
     sample_of,
 )
 from tstore.statistics.strips import StripSums
+from tstore.steps import copy_snapshot
 from tstore.store import Store, opened
 
 __all__ = ["OtherFormat", "QuantizationLoss", "StripLoss", "quantization_loss"]
@@ -169,7 +170,7 @@ async def quantization_loss(
     Parameters
     ----------
     path, at
-        The array, and the version or tag of the quantized copy, by default the newest version.
+        The array, and the version or tag of the quantized copy, by default the newest copy.
     budget
         Bytes of values of the array to read, by default 8 MiB, and as many values of the source; None reads all.
 
@@ -181,7 +182,7 @@ async def quantization_loss(
     budget = checked_budget(budget)
     path = checked_path(path)
     async with opened(store, "r") as target:
-        after = await target.snapshot(at)
+        after = await copy_snapshot(target, at)
         report = read_report(after)
         view = await after.array(path)
         row = next((row for row in report.arrays if row.path == path), None)

@@ -381,7 +381,7 @@ class Snapshot:
 
     @property
     def tags(self) -> dict[str, int]:
-        """All tags as of this version, with the version that each names."""
+        """All tags as of this version, of the head as of when it was opened, with the version that each names."""
 
     def paths(self) -> list[str]:
         """Return the paths of all arrays, sorted."""
@@ -463,10 +463,10 @@ class Store:
         `Misuse` if this host already has the same transaction open in this `Store`."""
 
     def snapshot(self, at: Moment | None = None) -> Snapshot:
-        """Return the state at a version, a tag or a time; by default the newest.
+        """Return the state at a version, a tag or a time; by default the head, the newest version that is no copy.
 
-        Raise `NotFound` if there is no such version or tag, or nothing was committed by that time, and its
-        subclass `SnapshotExpired` if garbage collection removed the version."""
+        A time names the head of that time. Raise `NotFound` if there is no such version or tag, or nothing was
+        committed by that time, and its subclass `SnapshotExpired` if garbage collection removed the version."""
 
     def tags(self) -> dict[str, int]:
         """Return every tag with the version that it names."""
@@ -634,9 +634,9 @@ class Transaction:
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None: ...
 
 def baseline(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> int:
-    """Return the version with which to compare another, by default the newest.
+    """Return the version with which to compare another, by default the head.
 
-    It is the source of a quantized copy, the step before a step, and the living version before any other. If the
+    It is the source of a copy, the step before a step, and the living version before any other, not a copy. If the
     source has expired, its number is returned all the same. Raise `NotFound` if there is no version before."""
 
 def copy(
@@ -749,7 +749,7 @@ def quantization_loss(
     Parameters
     ----------
     path, at
-        The array, and the version or tag of the quantized copy, by default the newest version.
+        The array, and the version or tag of the quantized copy, by default the newest copy.
     budget
         Bytes of values of the array to read, by default 8 MiB, and as many values of the source; None reads all.
 
@@ -779,7 +779,8 @@ def quantize(
 ) -> QuantizeReport:
     """Commit a copy of a version with its float arrays in low-bit formats, and return a report of its errors.
 
-    The source version is unchanged. The store must exist.
+    The source version and the head are unchanged: the copy is read by its tag or version, and garbage collection
+    removes it with its source unless a rule of `Keep` says otherwise. The store must exist.
 
     Integers, arrays of fewer than 64 values, and arrays with NaN or infinity get no eXmY format, and the report
     says why. Nor do one-dimensional arrays, unless the last part of a rule's pattern has characters other than
@@ -815,8 +816,8 @@ def quantize(
         model; it is called once for each array, with noise of 10 % in that array, whose weight is the growth of
         the loss.
     at
-        A version or tag; by default the newest step, or without steps the newest version that is not a
-        quantized copy. If garbage collection removes that version meanwhile, the newest one by then is quantized.
+        A version or tag; by default the newest step, or without steps the head. If garbage collection removes that
+        version meanwhile, the newest one by then is quantized.
     tag
         The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
         the formats, such as "step/100/8bits".
@@ -842,7 +843,7 @@ def quantize(
     After an error other than `CommitOutcomeUnknown` nothing is committed."""
 
 def quantize_report(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
-    """Return the report of a version or tag; raise `NotFound` if the version is not a quantized copy."""
+    """Return the report of a quantized copy, by default the newest; raise `NotFound` if the version is not one."""
 
 def restore(
     store: str | os.PathLike[str] | Store,

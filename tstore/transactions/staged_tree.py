@@ -35,12 +35,16 @@ _has_segments = operator.attrgetter("has_segments")
 
 
 class StagedTree:
-    """The changes on top of `base`; if `replaces`, they are the whole tree. `origin` names the base in errors."""
+    """The changes on top of `base`; if `replaces`, they are the whole tree. `origin` names the base in errors.
+
+    If there is a `source`, the tree is a copy of that version, which leaves the head as it is.
+    """
 
     def __init__(self, base: Tree, origin: str) -> None:
         self.base = base
         self.origin = origin
         self.replaces = False
+        self.source = 0
         self.reads = ReadSet()
         self.arrays: dict[str, StagedArray] = {}
         self.deleted: dict[str, None] = {}  # the paths at the top of what was deleted, in order
@@ -74,9 +78,9 @@ class StagedTree:
         self._groups[path] = group_document(attributes, reserved)
         self._occupy(path)
 
-    def replace_all(self) -> None:
-        """Drop everything in the base."""
-        self.replaces = True
+    def replace_all(self, source: int = 0) -> None:
+        """Drop everything in the base, for a copy of version `source` if that is not 0."""
+        self.replaces, self.source = True, source
 
     def keep_array(self, path: str, meta: ArrayMeta, tables: tuple[Table, ...]) -> None:
         """Stage an array that consists of existing chunks; `tables` are as those of a `Node`."""
@@ -261,6 +265,8 @@ class StagedTree:
 
     def changes(self, tags: TagEdits) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
+        if self.source:
+            return Changes({}, tags=tags.assigned, dropped=tags.dropped)
         nodes = {path: NodeChange(True, NO_NUMBERS) for path in self._written_groups}
         for path, staged in self.arrays.items():
             nodes[path] = staged.change

@@ -34,7 +34,7 @@ from tstore.format.objects.segments import MIN_SEGMENTED
 from tstore.format.paths import checked_path, parents
 from tstore.format.tree.node import Node
 from tstore.format.tree.tree import Changes, Tree
-from tstore.log.expiry import changes_nothing, check_alive, guard_expiry, newest_tree
+from tstore.log.expiry import check_alive, guard_expiry, newest_tree, state_of
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
 from tstore.log.pages import read_pages
@@ -124,16 +124,14 @@ class Staging:
     async def tag_version(self, version: int) -> int:
         """Make the transaction's tags point to an earlier version, and return that version.
 
-        Only a transaction of one host may do so. In place of a version that changed nothing, such as a garbage
-        collection, the one before it is tagged. Raise `NotFound` if the base has no such version or no commit up
-        to it, `SnapshotExpired` if the version has expired.
+        Only a transaction of one host may do so. In place of a version that changed nothing, such as a gc, the
+        head before it is tagged. Raise `NotFound` if there is no such version or commit, or `SnapshotExpired`.
         """
         async with self.operation() as staged:
             if version > staged.base.version:
                 raise NotFound(f"{staged.origin}: there is no version {version} to tag")
             await check_alive(self.reader, version, staged.base.version)
-            while version and changes_nothing(await self.reader.record(version)):
-                version -= 1
+            version = await state_of(self.reader, version)
             if version == 0:
                 raise NotFound(f"{self.log.storage.url} has no commit to tag; save one first")
             self.tags = self.tags._replace(target=version)
@@ -158,10 +156,12 @@ class Staging:
             await self.read_around(staged, [path])
             staged.delete(path)
 
-    async def replace_all(self, structure_check: bytes) -> None:
-        """Drop the base: the staged nodes are the whole tree."""
+    async def replace_all(self, structure_check: bytes, source: int = 0) -> None:
+        """Drop the base: the staged nodes are the whole tree, or that of a copy of `source`, if that is alive."""
         async with self.operation() as staged:
-            staged.replace_all()
+            if source:
+                await check_alive(self.reader, source, staged.base.version)
+            staged.replace_all(source)
             self.structure_check = structure_check
 
     async def write_arrays(self, jobs: Sequence[WriteJob]) -> None:
@@ -297,7 +297,7 @@ class Staging:
 
     @property
     def base_version(self) -> int:
-        """The version of the base; 0 before the first use of the transaction."""
+        """The newest version as of the first use of the transaction, perhaps a copy; 0 before it."""
         return 0 if self._staged is None else self._staged.base.version
 
     @property
@@ -391,9 +391,9 @@ class Staging:
         return staged
 
     async def _staged_tree(self) -> StagedTree:
-        """Return the staged tree, with the newest version as its base if this is the first use."""
+        """Return the staged tree, with the head as its base if this is the first use."""
         if self._staged is None:
             tree = await newest_tree(self.reader)
             if self._staged is None:  # two concurrent first uses must see one base
-                self._staged = StagedTree(tree, f"{self.log.storage.url} at version {tree.version}")
+                self._staged = StagedTree(tree, f"{self.log.storage.url} at version {tree.head}")
         return self._staged

@@ -1,6 +1,7 @@
 """A transaction: changes staged on top of a snapshot, which become one commit or nothing.
 
-1. The first use fixes the base version, which all reads of the transaction see, with its writes on top.
+1. The first use fixes the base, the head of that moment: all reads of the transaction see it, with its writes on
+   top.
 2. Whole chunks go into packs under `txn/<id>/` as they are written; parts of chunks are kept as patches.
 3. The commit applies the patches, makes the packs durable, writes the manifest, and appends the record
    (`log.log`).
@@ -299,7 +300,7 @@ class Transaction:
             time=world.now(),
             message=self._message,
             tags=tags.assigned if tags.target is None else (),
-            replaces=staged.replaces,
+            replaces=staged.replaces and not staged.source,
             deleted=staged.deleted_paths,
             manifests=(manifest,),
             bytes_added=self._staging.bytes_added,
@@ -308,6 +309,7 @@ class Transaction:
             reused=self._staging.reused,
             dropped=tags.dropped,
             tagged={} if tags.target is None else dict.fromkeys(tags.assigned, tags.target),
+            source=staged.source,
         )
 
 

@@ -32,6 +32,7 @@ from tstore.format.bounds import (
 from tstore.format.frame import (
     CHAINED,
     COLLECTING,
+    COPYING,
     EXTENDING,
     PAGED,
     PLAIN,
@@ -50,7 +51,7 @@ __all__ = ["collection_excess_message", "decode", "decode_record", "encode", "ma
 
 T = TypeVar("T", bound=Body)
 
-_TRAILING_DEFAULTS: dict[int, tuple[Any, ...]] = {17: ({},), 16: ((),), 15: ((),), 12: (0, (), None)}
+_TRAILING_DEFAULTS: dict[int, tuple[Any, ...]] = {18: (0,), 17: ({},), 16: ((),), 15: ((),), 12: (0, (), None)}
 """Trailing fields of a record that are omitted if they have these values, by the index of the first field."""
 
 _NOT_CONVERTED = (bytes, bytearray, memoryview, date, datetime, time, timedelta, Decimal, UUID)
@@ -233,6 +234,8 @@ def encode(body: Body) -> bytes:
     if isinstance(body, Record):
         retags = body.dropped or body.tagged
         frame_version = RETAGGING if retags else PLAIN if body.collection is None else COLLECTING
+        if body.source:
+            frame_version = COPYING
         fields = msgspec.structs.astuple(body)
         for index, defaults in _TRAILING_DEFAULTS.items():
             if fields[index:] != defaults:

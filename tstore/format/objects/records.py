@@ -6,27 +6,22 @@ manifests to be checked at their first use. `validation` checks a record against
 
 from __future__ import annotations
 
-import datetime
-import functools
-import math
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from tstore.errors import Corrupt
-from tstore.format.bounds import MAX_ALIVE, MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
+from tstore.format.arguments import STEP_TAG
+from tstore.format.bounds import MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
 from tstore.format.layout import (
-    is_collectable,
-    is_transaction_object,
     owner_of,
     parent_root,
     root_key,
 )
+from tstore.format.objects.collection import Collection, LivingVersion
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.references import Body, Checksum, Manifest, Message, Names, Natural
 from tstore.format.wellformed import (
-    check_ascending,
-    check_keys,
     check_metadata,
     check_packs,
     check_paths,
@@ -48,7 +43,6 @@ __all__ = [
     "Record",
     "Root",
     "StoredRecord",
-    "date_of",
 ]
 
 INLINE_MANIFEST_BYTES = 16 << 10
@@ -89,65 +83,6 @@ class Part(Body, frozen=True):
         check_metadata(self.metadata)
 
 
-class LivingVersion(Body, frozen=True):
-    """What garbage collection must know about a living version.
-
-    `dependencies` are objects of other transactions that the version needs: packs that its record reuses, and
-    objects inherited from expired versions. A `standalone` version needs only its own objects and these.
-    """
-
-    version: Natural
-    transaction: str
-    time: float
-    tags: Names
-    standalone: bool
-    metrics: dict[str, float]
-    dependencies: Names
-
-
-class Collection(Body, dict=True, frozen=True):
-    """What a garbage collection decided: the versions that stay alive, and what it condemned.
-
-    `expired` are the versions that it removed, `tags` their tags. `transactions` are condemned with all of their
-    objects; `objects` are condemned one by one. A condemned object may be deleted once the record exists. A
-    transaction that is condemned or reuses a condemned pack can no longer be committed.
-    """
-
-    alive: Annotated[tuple[LivingVersion, ...], msgspec.Meta(max_length=MAX_ALIVE)]
-    expired: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_NAMES)]
-    tags: Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_NAMES)]
-    transactions: Names
-    objects: Names
-
-    def validate(self) -> None:
-        """Raise `Corrupt` for invalid values."""
-        versions = [entry.version for entry in self.alive]
-        check_ascending(versions, "living")
-        check_ascending(self.expired, "expired")
-        if not self.versions.isdisjoint(self.expired):
-            raise Corrupt("a version is both alive and expired")
-        living = {entry.transaction for entry in self.alive}
-        check_transactions((*living, *self.transactions))
-        check_tags(tag for entry in self.alive for tag in entry.tags)
-        for entry in self.alive:
-            check_time(entry.time)
-            if entry.dependencies:
-                check_keys(entry.dependencies, is_transaction_object, "an object of a transaction")
-            if entry.metrics and not all(map(math.isfinite, entry.metrics.values())):
-                raise Corrupt(f"a metric of version {entry.version} is not finite")
-        check_tags(self.tags)
-        if not set(self.tags.values()) <= set(self.expired):
-            raise Corrupt("a tag expired although its version did not")
-        check_keys(self.objects, is_collectable, "an object that a garbage collection may delete")
-        if not living.isdisjoint((*self.transactions, *map(owner_of, self.objects))):
-            raise Corrupt("it condemns an object of a living version")
-
-    @functools.cached_property
-    def versions(self) -> frozenset[int]:
-        """The living versions."""
-        return frozenset(a.version for a in self.alive)
-
-
 class Record(Body, frozen=True):
     """One commit. Its bytes do not depend on its version, except through `collected`.
 
@@ -158,7 +93,8 @@ class Record(Body, frozen=True):
     failure. `collected` is the version of the newest garbage collection before it, 0 for none. `reused` are the
     packs of other transactions to which its manifests refer. The record of a garbage collection has a `collection`
     and does not change the tree. `parts` are the transactions that share the record, if there are several;
-    `transaction` is then another id.
+    `transaction` is then another id. `source` is the version of which this one is a copy, such as a quantized
+    checkpoint, 0 for none: the tree of a copy consists of its nodes only, and the head keeps its own.
     """
 
     transaction: str
@@ -179,6 +115,7 @@ class Record(Body, frozen=True):
     parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_PARTS_READ)] = ()
     dropped: Names = ()
     tagged: TagTargets = msgspec.field(default_factory=dict)
+    source: Natural = 0
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
@@ -208,12 +145,15 @@ class Record(Body, frozen=True):
             check_packs(self.reused)
         if self.parts:
             self._check_parts()
+        if self.source:
+            self._check_copy()
         if self.collection is not None:
             self.collection.validate()
         if self.void or self.collection is not None:
             tags = self.tags or self.dropped or self.tagged
             listed = tags or self.deleted or self.manifests or self.reused or self.parts
-            if listed or self.replaces or self.bytes_added or (self.void and self.collection is not None):
+            replaces = self.replaces or self.source
+            if listed or replaces or self.bytes_added or (self.void and self.collection is not None):
                 raise Corrupt("a void record, or that of a garbage collection, changes nodes or tags")
         if self.void and not (self.transaction.endswith(VOID) or self.was_voided):
             raise Corrupt("a void record has the id of a transaction, whose writer could believe it was committed")
@@ -229,6 +169,14 @@ class Record(Body, frozen=True):
         others = self.replaces or self.dropped or self.tagged or self.message or self.metadata or self.reused
         if others or self.bytes_added != sum(part.bytes_added for part in self.parts):
             raise Corrupt("a record has changes or bytes that are not those of its transactions")
+
+    def _check_copy(self) -> None:
+        if self.source > self.base:
+            raise Corrupt("it is a copy of a version that does not exist as of its base")
+        if self.replaces or self.deleted or self.parts:
+            raise Corrupt("a copy changes nodes of the head")
+        if any(map(STEP_TAG.fullmatch, self.tags)):
+            raise Corrupt("a copy has the tag of a step")
 
     def check_number(self, version: int) -> None:
         """Raise `Corrupt` if the record refers to its own version or a later one: that could form a loop.
@@ -254,6 +202,16 @@ class Record(Body, frozen=True):
             case (ObjectRef(pages=[_, *_]) as reference,):
                 return reference
         return None
+
+    @property
+    def of_head(self) -> Record:
+        """The record as it changes the head: that of a copy sets tags, but has no nodes."""
+        return msgspec.structs.replace(self, manifests=()) if self.source else self
+
+    @property
+    def named_versions(self) -> set[int]:
+        """The earlier versions that the record tags, and the one of which it is a copy."""
+        return {*self.tagged.values(), *([self.source] if self.source else ())}
 
     @property
     def is_plain(self) -> bool:
@@ -348,7 +306,7 @@ class Root(Body, frozen=True):
 
     The nodes are those of `manifest`, which may be in pages before the root in the same object. Others, except at
     the paths in `deleted`, are those of `base`, an earlier commit's manifest in pages, or those as of the version
-    `parent`, which has a root.
+    `parent`, which has a root. The last `copies` versions are copies; the tree is that of the head before them.
     """
 
     version: Natural
@@ -358,6 +316,7 @@ class Root(Body, frozen=True):
     base: ObjectRef | None = None
     deleted: Names = ()
     parent: Natural = 0
+    copies: Natural = 0
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
@@ -381,12 +340,5 @@ class Root(Body, frozen=True):
                 raise Corrupt("the base of a root has no pages")
         elif self.deleted and not self.parent:
             raise Corrupt("a root without a base deletes nodes")
-
-
-def date_of(time: float) -> datetime.datetime:
-    """Return the date of a record's time, or the nearest date if the time is outside of the calendar."""
-    try:
-        return datetime.datetime.fromtimestamp(time, datetime.UTC)
-    except (ValueError, OverflowError, OSError):
-        nearest = datetime.datetime.max if time > 0 else datetime.datetime.min
-        return nearest.replace(tzinfo=datetime.UTC)
+        if self.copies >= max(self.version, 1):
+            raise Corrupt("a root has no head, only copies")

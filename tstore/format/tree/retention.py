@@ -44,12 +44,14 @@ Best = tuple[int, str] | tuple[int, str, Literal["min", "max"]]
 
 @dataclass(frozen=True)
 class Keep:
-    """Which versions to keep: those that match any rule, and always the newest version and the highest step.
+    """Which versions to keep: those that match any rule, and always the head and the highest step.
 
     `last`: this number of the highest steps. `every`: the steps that are multiples of this number. `best`: this
     number of steps with the lowest value of a metric, `(3, "loss")`, or the highest, `(3, "accuracy", "max")`.
     `newer_than`: the versions younger than this, by the clocks of their writers and of this host; add another rule
     if any of these clocks may be wrong. `tags`: the versions that these tags name.
+    A copy, such as a quantized checkpoint, is kept with the version of which it was made. `copies`: this number of
+    the newest copies of each kept version, by default all; other copies are kept only if they match a rule.
     Raise `InvalidArgument` for an invalid rule, or without any rule.
     """
 
@@ -58,12 +60,13 @@ class Keep:
     best: Best | None = None
     newer_than: datetime.timedelta | None = None
     tags: tuple[str, ...] = ()
+    copies: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("last", "every"):
+        for name, least in (("last", 1), ("every", 1), ("copies", 0)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidArgument(f"Keep({name}={quote(value)}): expected an integer of at least 1")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise InvalidArgument(f"Keep({name}={quote(value)}): expected an integer of at least {least}")
         match self.best:
             case None:
                 pass
@@ -87,7 +90,7 @@ class Keep:
             step: entry for entry in alive.values() for tag in entry.tags if (step := step_of([tag])) is not None
         }
         order = sorted(steps)
-        versions = {max(alive)} if alive else set()
+        versions = {max((version for version, entry in alive.items() if not entry.source), default=0)} - {0}
         versions |= {steps[step].version for step in order[-(self.last or 1) :]}  # without `last`, the highest
         if self.every is not None:
             versions |= {steps[step].version for step in order if step % self.every == 0}
@@ -97,7 +100,19 @@ class Keep:
             oldest = now - self.newer_than.total_seconds()
             versions |= {version for version, entry in alive.items() if entry.time > oldest}
         tags = set(self.tags)
-        return versions | {version for version, entry in alive.items() if not tags.isdisjoint(entry.tags)}
+        versions |= {version for version, entry in alive.items() if not tags.isdisjoint(entry.tags)}
+        return versions | self._copies_of(versions, alive)
+
+    def _copies_of(self, versions: Set[int], alive: Mapping[int, LivingVersion]) -> set[int]:
+        """Return the copies of these versions that are kept with them, and the copies of these copies."""
+        copies: dict[int, list[int]] = {}  # by source, the newest first
+        for version in sorted(alive, reverse=True):
+            copies.setdefault(alive[version].source, []).append(version)
+        kept = set(versions)
+        for source in sorted(copies):  # a copy comes after its source, which may be a copy too
+            if source in kept:
+                kept.update(copies[source][: self.copies])
+        return kept
 
     def check(self, alive: Mapping[int, LivingVersion]) -> None:
         """Raise `NotFound` for a tag that no living version has, or a metric that no step has: a misspelt name."""
@@ -161,8 +176,16 @@ class Ledger:
         self._set_tags({tag: number for tag, number in record.tagged.items() if number in self.alive})
         self._tags |= dict.fromkeys(record.tags, version)
         metrics = _metrics(record.metadata)
+        standalone = record.replaces or record.source > 0
         self.alive[version] = LivingVersion(
-            version, record.transaction, record.time, record.tags, record.replaces, metrics, record.reused
+            version,
+            record.transaction,
+            record.time,
+            record.tags,
+            standalone,
+            metrics,
+            record.reused,
+            record.source,
         )
 
     def _drop_tags(self, tags: Iterable[str]) -> None:
@@ -198,6 +221,11 @@ class Ledger:
         return Ledger(entry for version, entry in self.alive.items() if version not in removed)
 
     @property
+    def copies(self) -> set[int]:
+        """The living versions that are copies of others."""
+        return {version for version, entry in self.alive.items() if entry.source}
+
+    @property
     def transactions(self) -> set[str]:
         """The transactions whose commits are the living versions."""
         return {entry.transaction for entry in self.alive.values()}
@@ -221,7 +249,7 @@ def refuse_condemned(url: str, record: Record, version: int, collection: Collect
     """Raise `Conflict` if the garbage collection recorded as `version` condemned a record's transaction.
 
     Raise `SourceCondemned` if it condemned packs that the transaction reuses, `SnapshotExpired` if it removed a
-    version that the transaction tags.
+    version that the transaction tags, or of which it is a copy.
     """
     if record.transaction in collection.transactions:
         raise Conflict(
@@ -238,10 +266,10 @@ def refuse_condemned(url: str, record: Record, version: int, collection: Collect
             "transaction reuses, so it cannot be committed; read again and repeat it",
             removed,
         )
-    if expired := set(record.tagged.values()).intersection(collection.expired):
+    if expired := record.named_versions.intersection(collection.expired):
         raise SnapshotExpired(
             f"{url}: version {min(expired)} was removed by the garbage collection recorded as version "
-            f"{version}, so it cannot be tagged; tag a living version (tstore log lists them)"
+            f"{version}, so it cannot be tagged or copied; choose a living version (tstore log lists them)"
         )
 
 
@@ -281,9 +309,10 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     # If a repair voids a garbage collection, the versions that this collection expired are alive again in the
     # ledger. A record written before that repair lacks them.
     forgotten = before - expired - collection.versions if record.collected in voided else set()
-    newest = max((before - voided) | (collection.versions & voided), default=0)
-    if newest in expired or newest in forgotten:
-        raise Corrupt(f"it expires the newest version, {newest}")
+    copies = {entry.version for entry in (*ledger.alive.values(), *collection.alive) if entry.source}
+    head = max(((before - voided) | (collection.versions & voided)) - copies, default=0)
+    if head in expired or head in forgotten:
+        raise Corrupt(f"it expires the head, version {head}")
     expected = (before | (collection.versions & voided)) - expired - forgotten
     # a repair that voids the newest living version may make the version before it alive again
     revived = collection.versions - expected
@@ -295,7 +324,7 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     if not set(collection.tags.values()) <= expired or not tags.items() <= collection.tags.items():
         raise Corrupt("its expired tags are not those of the expired versions")
     # in a copy of a history, the state before a version voided since may have been collected while that was alive
-    _check_unneeded(collection, set() if newest in voided else set(used))
+    _check_unneeded(collection, set() if head in voided else set(used))
 
 
 def _check_living(collection: Collection, ledger: Ledger, expected: Set[int], voided: Set[int]) -> None:

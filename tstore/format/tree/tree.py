@@ -30,6 +30,8 @@ The outcomes for a transaction when another commit was added after its base:
     dropped the tag of any step    set the tag of any step                        Conflict
     touched any node               replaced the whole tree (a checkpoint)         Conflict
     replaced the whole tree        changed any node                               the change is replaced too
+    changed any node               is a copy                                      both remain
+    is a copy                      changed any node                               both remain
     read (serializable)            changed what was read                          Conflict (`read_set`)
 """
 
@@ -76,16 +78,26 @@ RESERVED_ATTRIBUTE = "tstore"
 
 @dataclass(eq=False, repr=False)
 class Tree:
-    """All nodes by path, and all tags, as of `version`; immutable."""
+    """All nodes by path, and all tags, as of `version`; immutable.
+
+    The last `copies` versions up to this one are copies; the nodes are those of the head before them.
+    """
 
     version: int
     nodes: Nodes
     tags: Mapping[str, int]
+    copies: int = 0
+
+    @property
+    def head(self) -> int:
+        """The newest version up to this one that is not a copy."""
+        return self.version - self.copies
 
     def after(self, version: int, record: Record, manifests: Sequence[Manifest] | Nodes) -> Tree:
-        """Return this tree after a commit; raise `Corrupt` if it then has too many tags.
+        """Return this tree, that of the head, after a commit; raise `Corrupt` if it then has too many tags.
 
-        In place of the manifests, pass the nodes if the commit replaces the whole tree, or this tree is empty.
+        In place of the manifests, pass the nodes if the commit replaces the whole tree, or this tree is empty. The
+        manifests of a copy are ignored.
         """
         tags = self.tags  # of the record, `tags` name this version, and `tagged` earlier ones
         if record.tags or record.dropped or record.tagged:
@@ -98,7 +110,7 @@ class Tree:
         if record.collection is not None:
             living = record.collection.versions | {version}
             tags = {t: v for t, v in tags.items() if v in living}
-        if record.void or record.collection is not None:
+        if record.void or record.collection is not None or record.source:
             nodes = self.nodes
         elif isinstance(manifests, Nodes):
             nodes = manifests
@@ -107,7 +119,8 @@ class Tree:
             if record.deleted and not record.replaces:
                 nodes = nodes.without(record.deleted)
             nodes = nodes.after(manifests, record.paged_manifest)
-        return Tree(version, nodes if version % ROOT_EVERY else nodes.sealed(version), tags)
+        copies = self.copies + 1 if record.source else 0
+        return Tree(version, nodes if version % ROOT_EVERY else nodes.sealed(version), tags, copies)
 
     def after_writes(self, version: int, manifests: Sequence[Manifest]) -> Tree:
         """Return this tree after the commits up to `version`, which only wrote chunks; that one has no root."""
@@ -127,7 +140,7 @@ class Tree:
         parent = self.nodes.parent_of(self.version)
         manifest, deleted = self.nodes.changes(parent)
         base = None if parent else self.nodes.base
-        return stored_root(Root(self.version, record_check, tags, manifest, base, deleted, parent))
+        return stored_root(Root(self.version, record_check, tags, manifest, base, deleted, parent, self.copies))
 
     @staticmethod
     def empty() -> Tree:
@@ -135,9 +148,10 @@ class Tree:
         return Tree(0, Nodes(), {})
 
     def differences(self, other: Tree, nodes: bool) -> list[str]:
-        """Return the tags, and with `nodes` the paths of nodes, that differ in another tree of this version."""
+        """Return what differs in another tree of this version: tags, and with `nodes` the paths of nodes."""
         names = self.tags.keys() | other.tags.keys()
         differing = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
+        differing += ["the number of copies"] if self.copies != other.copies else []
         if nodes:
             paths = self.nodes.keys() | other.nodes.keys()
             differing += sorted(p for p in paths if differs(self.nodes.get(p), other.nodes.get(p)))
@@ -156,7 +170,7 @@ class Tree:
         else:
             nodes = Nodes() if root.base is None else Nodes.from_pages(root.base, source)
         nodes = nodes.with_root(root.version, _stored(root.manifest, source), root.deleted)
-        return Tree(root.version, nodes, root.tags)
+        return Tree(root.version, nodes, root.tags, root.copies)
 
 
 def _stored(manifest: ObjectRef | Manifest, source: PageSource) -> StoredNodes | None:

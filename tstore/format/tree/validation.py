@@ -170,14 +170,14 @@ def _each_row(table: ChunkTable) -> Iterator[ChunkRow]:
 
 
 def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:
-    """Return the tree after a record; raise `Corrupt` for a record that no transaction could have made."""
+    """Return the tree of the head after a record; raise `Corrupt` for one that no transaction could have made."""
     if not record.parts:  # the base of a shared record is the lowest base of its parts, so a tag may be newer
         for tag in (*record.tags, *record.dropped, *record.tagged):
             if tree.tags.get(tag, 0) > record.base:
                 raise Corrupt(
                     f"version {tree.tags[tag]} set the tag {tag!r} after the base of the record, {record.base}"
                 )
-    base = Nodes() if record.replaces else tree.nodes.without(record.deleted)
+    base = Nodes() if record.replaces or record.source else tree.nodes.without(record.deleted)
     documents: dict[str, Document] = {}
     for manifest in manifests:
         yield from _check_nodes(manifest, base, documents)
@@ -185,18 +185,19 @@ def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree:
     result = tree.after(version, record, manifests)
     yield
     if any(path not in base or base[path].is_array != after.is_array for path, after in documents.items()):
-        _check_nesting(result.nodes)
+        _check_nesting(Nodes().after(manifests) if record.source else result.nodes)
     return result
 
 
 def check_merges(record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node]) -> Steps[None]:
     """Raise `Corrupt` if a merge in a record's manifests changes chunks of the nodes before it; reads segments.
 
-    A merge of which segments are missing, as in a copy of a collected store, can't be checked.
+    A derived copy has none. A merge of which segments are missing, as in a copy of a collected store, can't be
+    checked.
     """
     for manifest in manifests:
         for path, merge in manifest.merges_by_path().items():
-            if len(record.manifests) > 1 or path not in nodes:
+            if len(record.manifests) > 1 or record.source or path not in nodes:
                 raise Corrupt(f"it has a merge of references of {path!r} that no transaction makes")
             present = 0
             for table in merge.table.tables():
