@@ -214,6 +214,28 @@ def test_a_collection_past_its_deadline_is_abandoned(url: str, monkeypatch: pyte
     assert blocking.steps(url) == [1]
 
 
+def test_a_closed_checkpointer_saves_no_more(url: str) -> None:
+    with Checkpointer(url) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(2)})
+    with pytest.raises(Misuse, match="Checkpointer is closed; make another one to save step 2"):
+        checkpoints.save(2, {"w": np.ones(2)})
+    assert checkpoints.latest() == 1
+    assert checkpoints.restore_latest()["w"].tolist() == [1, 1]
+
+
+def test_a_wrong_order_is_told_at_the_call_that_has_it(url: str) -> None:
+    blocking.save(url, {}, 10)
+    with Checkpointer(url) as checkpoints:
+        with pytest.raises(InvalidArgument, match="step 9 comes before step 10"):
+            checkpoints.save(9, {})
+        saved = [checkpoints.save(step, {}) for step in (11, 12)]
+        with pytest.raises(InvalidArgument, match="step 11 comes before step 12"):
+            checkpoints.save(11, {})
+        assert [save.wait() for save in saved] == [2, 3]
+        checkpoints.rollback(10)
+        assert checkpoints.save(11, {}).wait() == 5
+
+
 # ---- policies
 
 leaves = st.one_of(
@@ -469,8 +491,9 @@ async def test_a_save_whose_caller_is_cancelled_once_it_is_staged_is_known(
         await asyncio.to_thread(commits.wait)
         return await saved(*arguments)
 
-    monkeypatch.setattr(Checkpoint, "save", save)
     checkpoints = tstore.Checkpointer(url)
+    await (await checkpoints.save(0, {})).committed  # the next save need not read which steps there are
+    monkeypatch.setattr(Checkpoint, "save", save)
     call = asyncio.create_task(checkpoints.save(1, {"w": np.zeros(3)}))
     await asyncio.sleep(0)
     assert staged.wait(30)  # which this loop has not seen yet
@@ -482,7 +505,7 @@ async def test_a_save_whose_caller_is_cancelled_once_it_is_staged_is_known(
     finally:
         commits.set()
         await checkpoints.close()
-    assert await tstore.steps(url) == [1]
+    assert await tstore.steps(url) == [0, 1]
 
 
 def test_the_signal_comes_to_the_one_that_is_open(url: str) -> None:

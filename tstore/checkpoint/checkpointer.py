@@ -25,7 +25,7 @@ from tstore.checkpoint.background import (
 )
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
-from tstore.checkpoint.rollback import check_newest, next_attempt, roll_back
+from tstore.checkpoint.rollback import check_newest, check_order, next_attempt, roll_back
 from tstore.checkpoint.save import checked_order, checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
@@ -116,6 +116,7 @@ class Checkpointer:
         self._last_time = time.monotonic()
         self._preemption_agreed = False  # whether any host had received the signal when the hosts last agreed
         self._preemption_saved = False
+        self._closed = False
         self._collect_lock = asyncio.Lock()
         self._collect_error: BaseException | None = None
         self._signal = PreemptionSignal(self._policy.signals)
@@ -165,10 +166,12 @@ class Checkpointer:
     ) -> BackgroundSave:
         """Begin to save a tree as a step, as `save_async` does, even if no policy asks for it.
 
-        Raise what `save_async` raises. Raise the error of an earlier save once this one has begun, which goes on.
-        The save of a step before the newest one fails with `InvalidArgument`: call `rollback` first.
+        Raise what `save_async` raises, `InvalidArgument` for a step before the newest one (call `rollback` first),
+        and `Misuse` after `close`. Raise the error of an earlier save once this one has begun, which goes on.
         """
         step = checked_order(step, tree)
+        if self._closed:
+            raise Misuse(f"{quote(self._store)}: the Checkpointer is closed; make another one to save step {step}")
         store = self._background_store = self._background_store or BackgroundStore(self._store)
         attempt = self._next_attempt(store.url, step)  # every host counts this call, even if it raises below
         self._check_process()
@@ -186,6 +189,8 @@ class Checkpointer:
             timeout=self._timeout,
             overwrite=overwrite,
         )
+        self._forget_failed_step()
+        await check_order(self._store, step, self._last_step)
         preempted = self._preemption_agreed if self._agree is not None else self._signal.received
         checkpoint = checkpoint._replace(
             check_tags=lambda tags: check_newest(store.url, step, tags), on_given_up=withdraw
@@ -273,10 +278,11 @@ class Checkpointer:
         """Wait as `wait` does, free the memory for copies, and restore the previous signal handlers.
 
         A save that is under way after `timeout` seconds is abandoned, unless its commit has begun: the store does
-        not change, and `DeadlineExceeded` is raised. The `Checkpointer` can be used again afterwards.
+        not change, and `DeadlineExceeded` is raised. Afterwards the `Checkpointer` restores, but saves no more.
         """
         if os.getpid() != self._process:  # a forked child has none of the saves
             return
+        self._closed = True
         try:
             if not await self._wait_ended(timeout):
                 reason = f"{self._unfinished()} after {timeout:g} s, so it was abandoned"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tstore.errors import DeadlineExceeded, InvalidArgument
-from tstore.steps import chosen_snapshot, steps_of
+from tstore.errors import DeadlineExceeded, InvalidArgument, NotAStore, Unavailable
+from tstore.steps import chosen_snapshot, step_tag, steps_of
 from tstore.storage.watch import Watch
-from tstore.store import Store
+from tstore.store import Store, opened
 from tstore.tags import last_removal, later_steps, remove_steps_after
 
-__all__ = ["Rollback", "check_newest", "next_attempt", "roll_back"]
+__all__ = ["Rollback", "check_newest", "check_order", "next_attempt", "roll_back"]
 
 _MIN_POLL, _MAX_POLL = 0.05, 2.0  # seconds between looks for the commit of host 0
 
@@ -71,6 +73,20 @@ def next_attempt(token: str, last_rollback: int | None, url: str, host: int, ste
     key = (url, host, step, token)
     count = _save_counts[key] = _save_counts[key] + 1
     return token if count == 1 else f"{token}.try.{count}"
+
+
+async def check_order(store: str | os.PathLike[str] | Store, step: int, last: int | None) -> None:
+    """Raise what `check_newest` raises, before a step is saved; `last` is the step saved last, if any.
+
+    Only before the first save are the steps of the store read. The save reads them too, but beside its caller,
+    which would learn of the wrong order at its next call.
+    """
+    tags = {} if last is None else {step_tag(last): 0}
+    if last is None:
+        with contextlib.suppress(NotAStore, Unavailable):  # the save creates the store, or raises the error
+            async with opened(store, "r") as source:
+                tags = await source.tags()
+    check_newest(store.url if isinstance(store, Store) else os.fspath(store), step, tags)
 
 
 def check_newest(url: str, step: int, tags: Mapping[str, int]) -> None:

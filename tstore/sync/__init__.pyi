@@ -322,8 +322,8 @@ class Checkpointer:
     ) -> BackgroundSave:
         """Begin to save a tree as a step, as `save_async` does, even if no policy asks for it.
 
-        Raise what `save_async` raises. Raise the error of an earlier save once this one has begun, which goes on.
-        The save of a step before the newest one fails with `InvalidArgument`: call `rollback` first."""
+        Raise what `save_async` raises, `InvalidArgument` for a step before the newest one (call `rollback` first),
+        and `Misuse` after `close`. Raise the error of an earlier save once this one has begun, which goes on."""
 
     def latest(self) -> int | None:
         """Wait for saves under way; return the newest step, None if there is no step or no store."""
@@ -367,7 +367,7 @@ class Checkpointer:
         """Wait as `wait` does, free the memory for copies, and restore the previous signal handlers.
 
         A save that is under way after `timeout` seconds is abandoned, unless its commit has begun: the store does
-        not change, and `DeadlineExceeded` is raised. The `Checkpointer` can be used again afterwards."""
+        not change, and `DeadlineExceeded` is raised. Afterwards the `Checkpointer` restores, but saves no more."""
 
     def __enter__(self) -> Checkpointer: ...
     def __exit__(self, *_: object) -> None: ...
