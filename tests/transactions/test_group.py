@@ -239,6 +239,28 @@ async def test_similar_attempts_and_names_are_distinct(url: str) -> None:
 # ---- hosts that disagree
 
 
+async def test_a_repeated_save_of_an_attempt_is_compared_with_what_it_saved(url: str) -> None:
+    """Another start of the job with the same attempt must not be told that its values are saved."""
+    calls = [save(url, h, 5, hosts=2, metrics={"loss": np.nan}) for h in range(2)]
+    assert await asyncio.gather(*calls) == [1, 1]
+    again = {"hosts": 2, "metrics": {"loss": np.nan}}
+    assert await asyncio.gather(*(save(url, h, 5, **again) for h in range(2))) == [1, 1]
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"tree": tree(1, 5, 2) | {"w": tree(1, 6, 2)["w"]}}, "values of this host"),
+        ({"tree": tree(1, 5, 2) | {"step": 6}}, "structure of the tree"),
+        ({"tree": tree(1, 5, 2) | {"more": np.zeros(3)}}, "more"),
+        ({"tree": tree(1, 5, 2) | {"b": np.zeros(4)}}, "b"),
+        ({"metrics": {"loss": 0.5}}, "the metrics"),
+    ]
+    for change, told in changes:
+        with pytest.raises(Inconsistent, match=r"saved step 1 already, as version 1.*another attempt=") as caught:
+            await save(url, 1, 5, **again | change)
+        assert any(told in path for path in caught.value.paths)
+    store = await tstore.open(url)
+    assert (await store.snapshot()).version == 1
+    assert (await store.verify()).ok
+
+
 async def test_hosts_that_pass_different_metrics_are_told(url: str) -> None:
     metrics = [{"loss": 0.5, "nan": np.nan}, {"nan": np.nan, "loss": 0.5}, {"loss": 0.25, "nan": np.nan}, None]
     for step, others in enumerate((metrics[2], metrics[3])):

@@ -6,6 +6,8 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from tstore.data.writer import WriteJob
 from tstore.errors import (
     AlreadyExists,
@@ -17,6 +19,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
+from tstore.format.tree.tree import group_document
 from tstore.runtime.pool import give_way, run_to_end
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.steps import step_tag, steps_of
@@ -106,7 +109,9 @@ class Checkpoint(NamedTuple):
         try:
             base = await staging_of(tx).base()  # first, so that a concurrent save of this step conflicts
             version = self._other_save(base.tags, replaced)
-            if version is not None and await self._confirm_repeated(store, version, tx.id):
+            if version is not None and (await store.log.reader.record(version)).transaction == tx.id:
+                await tx.abort()
+                await self._confirm_repeated(store, version)
                 return version
             self.check_tags(base.tags)
             if version is not None:
@@ -194,12 +199,35 @@ class Checkpoint(NamedTuple):
         version = tags.get(step_tag(self.step))
         return None if version == replaced else version
 
-    async def _confirm_repeated(self, store: Store, version: int, transaction: str) -> bool:
-        """Make the version of the step durable if this transaction made it; return whether it did."""
-        if (await store.log.reader.record(version)).transaction != transaction:
-            return False
+    async def _confirm_repeated(self, store: Store, version: int) -> None:
+        """Make the version of the step durable, which this attempt has saved already.
+
+        Raise `Inconsistent` if this host passes other data than is saved there, as another start of the job would.
+        """
+        saved = await store.snapshot(version)
+        await saved.read_nodes()
+        documents = {path: node.document for path, node in saved.tree.nodes.items() if node.is_array}
+        passed = {job.path: job.meta.document for job in self.jobs}
+        differing = sorted(path for path in documents | passed if documents.get(path) != passed.get(path))
+        if saved.tree.nodes[""].document != group_document(self.attributes, self.reserved):
+            differing.append("the attributes, or the structure of the tree")
+        if _packed((await store.log.reader.record(version)).metadata) != _packed(self.metadata):
+            differing.append("the metrics")
+        if not differing:
+            comparison = store.transaction()
+            try:
+                await self._write(staging_of(comparison), saved)  # refers to the chunks that are equal
+                if staging_of(comparison).bytes_added:
+                    differing.append("values of this host")
+            finally:
+                await comparison.abort()
+        if differing:
+            raise Inconsistent(
+                f"{store.url}: this attempt saved step {self.step} already, as version {version}, with other data "
+                f"than host {self.host} passes; another start of the job needs another attempt=…",
+                differing,
+            )
         await store.log.make_durable(version, checked_durability(self.durability))
-        return True
 
     def _saved_already(self, store: Store, version: int) -> AlreadyExists | Conflict:
         if self.overwrite:
@@ -224,6 +252,10 @@ async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Sn
 
 async def _no_prior(store: Store, tags: Mapping[str, int], newest: int) -> None:
     """Return None, so that every chunk is written."""
+
+
+def _packed(metadata: Mapping[str, Any]) -> bytes:
+    return msgspec.msgpack.encode(metadata, order="sorted")  # NaN equals NaN
 
 
 def _set_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> None:
