@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from yarl import URL
-
 __all__ = ["without_leaks"]
 
 _HARMLESS = {"host", "accept", "accept-encoding", "connection", "range", "user-agent"}
@@ -19,13 +17,14 @@ _HARMLESS = {"host", "accept", "accept-encoding", "connection", "range", "user-a
 def without_leaks(file_system: Any, url: str) -> Any:
     """Return the file system of a URL with this rule if it is fsspec's for HTTP, or a cache of it."""
     from fsspec.implementations.cached import CachingFileSystem
-    from fsspec.implementations.http import HTTPFileSystem
 
     if isinstance(file_system, CachingFileSystem):
         file_system.fs = without_leaks(file_system.fs, url.rpartition("::")[2])
         return file_system
-    if not isinstance(file_system, HTTPFileSystem):
+    if "http" not in file_system.protocol:
         return file_system
+    from yarl import URL
+
     origin = URL(url).origin()
 
     async def drop_headers(request: Any, handler: Any) -> Any:

@@ -39,7 +39,10 @@ class ReadOnlyStorage(Wrapper):
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
         """Make a read; take a forbidden object for absent by rule 1. Refuse a write."""
         if request.operation in ("create", "replace", "delete", "sweep"):
-            raise Denied(f"{self.url}: {request.key} can't be written: the store was opened for reading")
+            raise Denied(
+                f"{self.url}: {request.key} can't be written: the store was opened for reading, with mode='r' or "
+                "since the storage permits no writes or does not create exclusively; write elsewhere"
+            )
         try:
             return await call()
         except Denied as error:

@@ -126,7 +126,7 @@ class S3Storage(Storage):
             "config_kwargs": {**_CONFIG, **(config_kwargs or {}), "read_timeout": None},
         }
         self._profile = profile
-        self._idle_seconds = float((config_kwargs or {}).get("read_timeout", IDLE_SECONDS))
+        self._idle_seconds = float((config_kwargs or {}).get("read_timeout") or IDLE_SECONDS)
         self._connections = PerLoop(_Connection)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
