@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import zarr
 
 import tstore
 import tstore.sync as blocking
+from tests.support.http_server import ADMIN, everybody
 from tstore.cli import main
 from tstore.errors import Conflict, InvalidArgument, NotFound, SnapshotExpired
 from tstore.format.layout import ROOT_EVERY
+from tstore.server import Server
+from tstore.storage.connect import storage_at
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.remote import RemoteStorage
 from tstore.tags import drop_tag, move_tag, set_tag
@@ -29,11 +33,21 @@ Connect = Callable[[], Any]
 W = np.random.default_rng(0).normal(size=(64, 64)).astype("f4")
 
 
-@pytest.fixture(params=["local", "remote"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
-    """Return another storage of the same store, as another process has one."""
-    name = str(uuid.uuid4())
-    return lambda: tmp_path / "store" if request.param == "local" else RemoteStorage(MemoryStorage(name))
+@pytest.fixture(params=["local", "remote", "server"])
+async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
+    """Another storage of the same store, as another process has one."""
+    name, store = str(uuid.uuid4()), tmp_path / "store"
+    if request.param != "server":
+        yield lambda: store if request.param == "local" else RemoteStorage(MemoryStorage(name))
+        return
+    async with Server(store, access=everybody()) as server, contextlib.AsyncExitStack() as stack:
+
+        def storage() -> Any:
+            made = storage_at(server.url, {"token": ADMIN})
+            stack.push_async_callback(made.close)
+            return made
+
+        yield storage
 
 
 async def first(connect: Connect) -> tstore.Store:
@@ -288,6 +302,28 @@ async def test_copies_live_with_their_source(connect: Connect, keep: tstore.Keep
     await store.collect(tstore.Keep(last=1, copies=0))
     assert {c.version async for c in store.history() if not c.expired and c.message[:2] != "gc"} == {5, tx.version}
     assert (await (await tstore.open(connect(), "r")).verify()).ok
+
+
+async def test_a_copy_that_outlives_its_source_takes_nothing_from_the_head(
+    tmp_path: Path, connect: Connect
+) -> None:
+    """The head wrote a part over the source, which has expired; the copy between them needs none of its chunks."""
+    store = await first(connect)
+    await quantized(store, "q4")
+    low = await w_of(store, "q4")
+    async with store.transaction() as tx:
+        await (await tx.array("n"))[0].write(1)
+    assert (await store.collect(tstore.Keep(tags=("q4",)))).versions == [1]
+    await tstore.copy(store, tmp_path / "other")
+    for each in (store, await tstore.open(connect(), "r"), await tstore.open(tmp_path / "other", "r")):
+        assert await is_exact(each)
+        assert np.array_equal(await w_of(each, "q4"), low)
+        assert (await each.verify()).ok
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[0].write(2)
+    assert (await store.collect(tstore.Keep(newer_than=datetime.timedelta(0)))).versions == [2, 3]
+    assert np.array_equal((await w_of(store))[1:], W[1:])
+    assert (await store.verify()).ok
 
 
 async def test_an_array_copied_out_of_a_copy_outlives_it(tmp_path: Path) -> None:

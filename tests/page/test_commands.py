@@ -75,6 +75,7 @@ async def from_python(document: dict[str, Any]) -> list[Any]:
         ({"keep_last": 1, "keep_tags": "good"}, [1]),
         ({"keep_last": 1, "keep_tags": "good, step/10"}, []),
         ({"keep_last": 1, "keep_days": 3}, []),
+        ({"keep_last": 1, "keep_copies": 0}, [1, 2]),
     ],
 )
 async def test_retention(

@@ -84,6 +84,29 @@ async def test_retention_is_shown_and_nothing_is_removed(server: Server, store: 
     assert files(store) == before
 
 
+async def test_copies_that_retention_would_remove_are_marked(server: Server, store: Path) -> None:
+    await tstore.quantize(store, {"**/w": "e4m3"}, at="step/10", tag="old")
+    await tstore.quantize(store, {"**/w": "e4m3"}, at="old", tag="older")
+    assert (await document(server, ""))["version"] == 4
+    await tstore.quantize(store, {"**/w": "e4m3"}, tag="new")
+
+    async def marked(**rules: Any) -> dict[str, bool]:
+        run = await document(server, "", **rules)
+        assert [commit["version"] for commit in run["others"]] == []
+        return {copy["tags"][0]: copy["expiring"] for row in run["rows"] for copy in row["copies"]}
+
+    assert await marked() == {"old": False, "older": False, "new": False}
+    assert await marked(keep_last=1) == {"old": True, "older": True, "new": False}
+    assert await marked(keep_last=1, keep_tags="older", keep_copies=0) == {
+        "old": True,
+        "older": False,
+        "new": True,
+    }
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/?keep_last=1", Accept="text/html")).body.decode()
+    assert page.count("would be removed</span>") == 3  # step 10 and its copies
+
+
 async def test_pages_of_a_long_run_follow_each_other(tmp_path: Path) -> None:
     async with await tstore.open(tmp_path / "long") as store:
         for step in range(120):
