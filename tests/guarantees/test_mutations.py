@@ -73,6 +73,15 @@
     gc does not look for records above a gap     test_collect.py: a gap in the log prevents the collection
     a writer does not look for records far above test_log.py: a gap in the log is not filled
     a server lets a gc ignore later records      test_server_records.py: a collection below later records
+    a transaction on a voided version commits    test_repair_dependents.py: what was open conflicts
+    finish commits what was voided               test_repair_dependents.py: finish never commits again
+    writes over other metadata are read          test_repair_dependents.py: what rests on it is named
+    a repair ignores what rests on a version     test_repair_dependents.py: it is not voided alone
+    trees of voided versions are kept            test_repair_dependents.py: an open store forgets them
+    a repair drops a tag set meanwhile           test_repair_dependents.py: a tag set during the repair
+    a copy mixes what a repair separated         test_repair_dependents.py: a copy made before a repair
+    a voided gc goes on                          test_repair_dependents.py: its gc ends
+    what a voided gc condemned is alive again    test_repair_dependents.py: a gc that is still deleting
 
 Each fault is applied for one run of its test, which must fail.
 """
@@ -101,6 +110,7 @@ ADMISSION, RECORDS = "tstore.server.admission:Admission.", "attacks/test_server_
 CHUNKS = "tstore.server.chunk_checks:ChunkChecks."
 POISONED = "attacks/test_poisoned_chunks.py::"
 PLUGINS = "pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesis_pytestplugin"
+REPAIRS = "maintenance/test_repair_dependents.py::"
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
 MUTATIONS: dict[str, tuple[str, Edit]] = {
@@ -461,6 +471,46 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a server lets a gc ignore later records": (
         RECORDS + "test_a_collection_below_later_records_is_refused",
         Edit("tstore.server.log_state:LogState.ledger_at_end", "missing := await", "missing := () and await"),
+    ),
+    "a transaction on a voided version commits": (
+        REPAIRS + "test_a_transaction_that_has_not_read_the_voided_record_conflicts",
+        Edit("tstore.log.log:refuse_voided", "if voided and", "if False and"),
+    ),
+    "finish commits what was voided": (
+        REPAIRS + "test_finish_never_commits_again_what_was_voided",
+        Edit(COOPERATIVE + "append", "if other.voids or other.was_voided:", "if False:"),
+    ),
+    "writes over other metadata are read": (
+        REPAIRS + "test_a_version_that_rests_on_a_damaged_one_is_named",
+        Edit("tstore.format.tree.levels:Layer.check_above", "raise unfounded(path)", "pass"),
+    ),
+    "a repair ignores what rests on a version": (
+        REPAIRS + "test_an_intact_version_on_which_a_later_one_rests_is_not_voided_alone",
+        Edit("tstore.maintenance.repair:_check_consequences", "if after:", "if False:"),
+    ),
+    "trees of voided versions are kept": (
+        REPAIRS + "test_an_open_store_forgets_trees_of_voided_versions",
+        Edit("tstore.log.trees:Trees.drop_voided", "self._cached.drop_from(version)", "pass"),
+    ),
+    "a repair drops a tag set meanwhile": (
+        REPAIRS + "test_a_tag_set_during_the_repair_is_not_dropped",
+        Edit("tstore.maintenance.repair:_append", "isdisjoint(record.dropped)", "isdisjoint(())"),
+    ),
+    "a copy mixes what a repair separated": (
+        REPAIRS + "test_a_copy_made_before_a_repair_is_not_mixed_with_it",
+        Edit(
+            "tstore.copying.destination:Destination.create_records",
+            "voids := decode(data, Record).voids",
+            "voids := ()",
+        ),
+    ),
+    "a voided gc goes on": (
+        REPAIRS + "test_a_gc_whose_record_was_damaged_and_voided_ends",
+        Edit("tstore.maintenance.gc:_delete", "if version is not None:", "if False:"),
+    ),
+    "what a voided gc condemned is alive again": (
+        REPAIRS + "test_a_gc_that_is_still_deleting_while_its_record_is_voided",
+        Edit("tstore.maintenance.repair_plan:RepairPlan._needing_revoked", "if gone:", "if False:"),
     ),
 }
 

@@ -452,6 +452,11 @@ def test_a_fault_in_the_protocol_is_detected(name: str, monkeypatch: pytest.Monk
     assert detected, f"no run of {TRIED} detects it: look for another seed for QUICK, with TSTORE_SEEDS=1000"
 
 
+@pytest.mark.parametrize("seed", [1651, 2384, 1053, 1076])
+def test_a_repair_beside_everything(seed: int) -> None:
+    assert simulate(seed).violations == []
+
+
 def test_the_table_above_lists_the_faults() -> None:
     assert __doc__ is not None
     rows = [line[4:48].strip() for line in __doc__.splitlines() if line.startswith("    ")]

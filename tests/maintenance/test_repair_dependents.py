@@ -257,6 +257,20 @@ async def test_a_transaction_open_across_a_repair_conflicts(name: str, *, same: 
     assert np.array_equal(await a.read(), np.arange(16).reshape(4, 4))
 
 
+async def test_a_transaction_that_has_not_read_the_voided_record_conflicts() -> None:
+    """It has read a root above the voided version, so no record that it knows has changed."""
+    store = await new_store()
+    for i in range(70):
+        async with store.transaction(durability="none") as tx:
+            await tx.create_group(f"g{i}", {"i": i})
+    tx = (await tstore.open(store.url)).transaction()
+    await tx.create_group("g70")
+    await (await tstore.open(store.url)).repair(void_intact=[5])
+    with pytest.raises(Conflict, match="a repair voided version 5"):
+        await tx.commit()
+    assert (await (await tstore.open(store.url)).snapshot()).version == 71
+
+
 async def test_concurrent_commits_of_one_process_conflict_each_by_its_own_base() -> None:
     """One began before the repair, the others after it; they would share a record."""
     store = await new_store()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from tstore.errors import AlreadyExists, Corrupt, NotFound, TStoreError
+from tstore.errors import AlreadyExists, Corrupt, NotFound, TimelineChanged, TStoreError
 from tstore.format.layout import HINT, root_chain, root_key
 from tstore.format.objects.roots import StoredRoot
 from tstore.format.tree.tree import Tree
@@ -30,6 +30,9 @@ async def write_root(log: LogReader, version: int) -> None:
                 stored = await run((await log.head(earlier)).root, (await log.stored(earlier)).check)
                 await _create_root(log, stored)
         is_stored = await _create_root(log, StoredRoot(root, data))
+        if await _was_repaired(log):  # the repair may have deleted what contains voided changes before this root
+            await log.storage.delete(root_key(version))
+            return
     except TStoreError:
         return
     # the new tree has one chunk table per array, not one per commit; its pages may be those of the root
@@ -37,6 +40,15 @@ async def write_root(log: LogReader, version: int) -> None:
         log.trees.replace(Tree.from_root(root, log.objects.pages, tree))
     with contextlib.suppress(TStoreError):
         await log.storage.replace(HINT, str(version).encode())
+
+
+async def _was_repaired(log: LogReader) -> bool:
+    """Return whether a repair has voided versions since the tree was read."""
+    try:
+        await log.newest()
+    except TimelineChanged:
+        return True
+    return bool(log.records.voided)
 
 
 async def _create_root(log: LogReader, root: StoredRoot) -> bool:

@@ -197,12 +197,12 @@ class Trees:
             roots = range(-(-versions[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
             await run(_forget_all, self._objects.storage, [*map(commit_key, versions), *map(root_key, roots)])
             for version in versions:
-                voided.discard(version)
+                self._cached.drop_from(version)
+                self._copies.drop_from(version)
                 cached = self._records.cached(version)
                 if cached is not None and not cached.record.void:
                     await self._records.refetch(version, cached.check)
-                self._cached.drop_from(version)
-                self._copies.drop_from(version)
+                voided.discard(version)  # last: if the storage does not respond, the next call tries again
 
     async def root(self, version: int) -> Root | None:
         """Return the root of a version, not yet compared with its record, or None if it cannot be read."""

@@ -15,6 +15,7 @@ storage. A version N is voided in the following steps, which can be repeated aft
    that may be in use is deleted. If there is none, the newest state is that of a version before N, which may have
    expired. Unless it lacks data, that version is alive again and inherits what N needed, as later commits need it.
 5. Delete the roots of N and later versions again: until that commit, open stores may have written stale roots.
+   A store that writes one later notices the repair, and deletes it (`log.roots`).
 
 The data of N is collected a week later, like that of any transaction that did not commit. After step 4, no
 transaction that is based on N or a later version can be committed any more, nor one that may be N itself

@@ -25,7 +25,7 @@ The model is in `tstore.simulation.history`; it has no packs, records or request
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded, Inconsistent
@@ -33,20 +33,16 @@ from tstore.format.objects.records import Record
 from tstore.format.tree.retention import Keep
 from tstore.log.history import Commit
 from tstore.simulation.history import (
-    Append,
     Attempt,
-    Clear,
-    Create,
-    Delete,
     History,
     Listing,
-    Op,
-    Put,
     Read,
-    Resize,
+    Repaired,
     State,
     apply,
 )
+from tstore.simulation.repairs import agrees
+from tstore.simulation.write_sets import WriteSet
 
 __all__ = ["CommittedVersion", "find_violations", "versions_to_keep"]
 
@@ -62,70 +58,6 @@ class CommittedVersion(NamedTuple):
     tags: Mapping[str, int]
 
 
-class _WriteSet(NamedTuple):
-    """The write set of a transaction.
-
-    It has the numbers of the chunks written entirely and in part, by path; the nodes that were created or resized,
-    those that were deleted, and those that were only appended to; and whether the whole tree was replaced. That of
-    a copy is empty.
-    """
-
-    whole_chunks: dict[str, set[int]]
-    partial_chunks: dict[str, set[int]]
-    reshaped: set[str]
-    deleted: set[str]
-    appended: set[str]
-    replaces_tree: bool
-
-    @staticmethod
-    def from_ops(ops: Iterable[Op]) -> _WriteSet:
-        writes = _WriteSet({}, {}, set(), set(), set(), any(isinstance(op, Clear) for op in ops))
-        for op in ops:
-            match op:
-                case Create(path) | Resize(path):
-                    writes.reshaped.add(path)
-                case Delete(path):
-                    writes.deleted.add(path)
-                    writes.reshaped.discard(path)
-                    writes.appended.discard(path)
-                    writes.whole_chunks.pop(path, None)
-                    writes.partial_chunks.pop(path, None)
-                case Put(path):
-                    writes.whole_chunks.setdefault(path, set()).update(op.whole_chunks)
-                    writes.partial_chunks.setdefault(path, set()).update(op.touched_chunks - op.whole_chunks)
-                case Append(path):
-                    writes.appended.add(path)
-        # an append beside other changes of the array is a resize
-        writes.reshaped.update(writes.appended & (writes.whole_chunks.keys() | writes.partial_chunks.keys()))
-        return writes
-
-    def written_nodes(self) -> set[str]:
-        return self.reshaped | self.appended | self.whole_chunks.keys() | self.partial_chunks.keys()
-
-    def conflict(self, newer: _WriteSet, *, reapplied: bool) -> str | None:
-        """Return what conflicts between this transaction and a commit newer than its base, or None.
-
-        A transaction that replaces the whole tree conflicts with no commit. With `reapplied`, this transaction's
-        writes of parts of chunks do not conflict, because a commit re-applies them to the newer version.
-        """
-        if self.replaces_tree:
-            return None
-        if newer.replaces_tree:
-            return "the whole tree" if self.written_nodes() | self.deleted else None
-        nodes = self.written_nodes() & (newer.reshaped | newer.deleted)
-        nodes |= newer.written_nodes() & (self.reshaped | self.deleted)
-        if nodes:
-            return f"the nodes {sorted(nodes)}"
-        for path in self.written_nodes() & newer.written_nodes():
-            theirs = newer.whole_chunks.get(path, set()) | newer.partial_chunks.get(path, set())
-            mine = self.whole_chunks.get(path, set())
-            if not reapplied:
-                mine = mine | self.partial_chunks.get(path, set())
-            if shared := mine & theirs:
-                return f"the chunks {sorted(shared)} of {path}"
-        return None
-
-
 def find_violations(
     initial: CommittedVersion, log: Mapping[int, CommittedVersion], commits: Sequence[Commit], history: History
 ) -> list[str]:
@@ -137,7 +69,10 @@ def find_violations(
     violations = list(history.violations)
     by_transaction = _versions_by_transaction(log, history, violations)
     states, tags = _replay(initial, log, history, violations)
-    violations += _check_retention(log, tags, history)
+    if history.repaired is None:  # it also decides what expires
+        violations += _check_retention(log, tags, history)
+    else:
+        violations += _check_bases(log, history, history.repaired)
     violations += _check_descriptions(commits, history)
     violations += _check_outcomes(by_transaction, history)
     violations += _check_isolation(log, history)
@@ -145,9 +80,11 @@ def find_violations(
     copies = {version for version, commit in log.items() if commit.record.source}
     of_heads = [(time, version, name) for time, version, name in history.acknowledged if version not in copies]
     for read in history.reads:
-        violations += _check_read(read, states, tags, of_heads)
+        violations += _check_read(read, states, tags, of_heads, history.repaired)
     acknowledged = [] if history.lagging else of_heads
     for listing in history.listings:
+        if history.repaired is not None and history.repaired.rests(listing.base):
+            continue
         violations += _check_listing(listing, states, acknowledged)
     return violations
 
@@ -167,7 +104,7 @@ def _versions_by_transaction(
             if name in by_transaction:
                 violations.append(f"transaction {name} is both version {by_transaction[name]} and {version}")
             is_known = name in history.attempts or commit.record.message in history.attempts_by_message
-            if not is_known and commit.record.collection is None:
+            if not is_known and commit.record.collection is None and not commit.record.by_repair:
                 violations.append(f"version {version} commits transaction {name}, which no host began")
             by_transaction.setdefault(name, version)
     return by_transaction
@@ -190,13 +127,19 @@ def _replay(
     states: dict[int, State] = {start: head}
     tags: dict[int, Mapping[str, int]] = {start: initial.tags}
     expired: set[int] = set()
+    repaired = history.repaired
+    voided = set() if repaired is None else repaired.values(history)
     for version, commit in log.items():
         state, current_tags = head, dict(tags[version - 1])
+        rests = repaired is not None and repaired.rests(version)
         for attempt in _attempts(commit, history):
-            violations += _changed_since_read(version, state, attempt)
+            if not rests:
+                violations += _changed_since_read(version, state, attempt)
             faults = [f"created the tag {t}, which exists" for t in attempt.created_tags if t in current_tags]
             faults += [f"dropped the missing tag {t}" for t in attempt.dropped_tags if t not in current_tags]
-            if attempt.serializable or not attempt.dropped_tags:  # concurrent drops of one tag do not conflict
+            if repaired is None and (
+                attempt.serializable or not attempt.dropped_tags
+            ):  # concurrent drops of one tag do not conflict
                 violations += [f"version {version} {fault}" for fault in faults]
             state = apply(state, attempt.all_ops, states)
             current_tags = {t: v for t, v in current_tags.items() if t not in attempt.dropped_tags}
@@ -206,8 +149,13 @@ def _replay(
         if commit.record.collection is not None:
             expired.update(commit.record.collection.expired)
             current_tags = {t: v for t, v in current_tags.items() if v not in expired}
-        if commit.state is not None and commit.state != state:
+        restates = commit.record.by_repair and commit.record.replaces  # an older state, or none
+        if repaired is not None and (restates or any(map(repaired.copies, _attempts(commit, history)))):
+            state = dict(commit.state or {})
+        if commit.state is not None and not agrees(commit.state, state, voided):
             violations.append(f"version {version} is {_format(commit.state)}, expected {_format(state)}")
+        if commit.state is not None and repaired is not None:
+            state, current_tags = dict(commit.state), dict(commit.tags)
         if commit.state is not None and commit.tags != current_tags:
             violations.append(f"version {version} has the tags {commit.tags}, expected {current_tags}")
         states[version], tags[version] = state, current_tags
@@ -226,8 +174,21 @@ def _changed_since_read(version: int, before: State, attempt: Attempt) -> Iterat
             yield f"version {version} is serializable, but {path or 'the paths'} changed after it read {result}"
 
 
+def _check_bases(log: Mapping[int, CommittedVersion], history: History, repaired: Repaired) -> Iterator[str]:
+    """Check that nothing was committed after the repair that may rest on what it voided, or be that."""
+    for version, commit in log.items():
+        for attempt in _attempts(commit, history) if version > repaired.version else ():
+            if any(map(repaired.rests, attempt.bases.values())):
+                yield f"version {version} is based on {attempt.bases}, but {repaired.voided.keys()} were voided"
+            if attempt in repaired.attempts(history):
+                yield f"version {version} commits {attempt.transaction} again, which was voided"
+
+
 def _check_outcomes(by_transaction: Mapping[str, int], history: History) -> Iterator[str]:
+    voided = [] if history.repaired is None else history.repaired.attempts(history)
     for name, attempt in history.attempts.items():
+        if attempt in voided:
+            continue
         version = next((by_transaction[t] for t in attempt.ids if t in by_transaction), None)
         if attempt.aborted and version is not None:
             yield f"{name} was aborted, but is version {version}"
@@ -259,11 +220,11 @@ def _check_descriptions(commits: Sequence[Commit], history: History) -> Iterator
 
 
 def _check_isolation(log: Mapping[int, CommittedVersion], history: History) -> Iterator[str]:
-    write_sets: dict[int, list[tuple[Attempt, _WriteSet]]] = {}
+    write_sets: dict[int, list[tuple[Attempt, WriteSet]]] = {}
     for version, commit in log.items():
         write_sets[version] = []
         for attempt in _attempts(commit, history):
-            mine = _WriteSet.from_ops(attempt.all_ops)
+            mine = WriteSet.from_ops(attempt.all_ops)
             tags, dropped = set(attempt.tags), set(attempt.dropped_tags)
             base = min(attempt.bases.values(), default=version - 1)
             for newer in range(base + 1, version + 1):
@@ -348,9 +309,15 @@ def _check_retention(
 
 
 def _check_read(
-    read: Read, states: Mapping[int, State], tags: Mapping[int, Mapping[str, int]], acknowledged: Acknowledged
+    read: Read,
+    states: Mapping[int, State],
+    tags: Mapping[int, Mapping[str, int]],
+    acknowledged: Acknowledged,
+    repaired: Repaired | None,
 ) -> Iterator[str]:
     version = read.version
+    if repaired is not None and (read.tag is not None or repaired.rests(read.version or 0)):
+        return  # it may have been read before the repair
     if read.tag is not None:  # a step saved again after it expired has several versions
         tagged = sorted({names[read.tag] for names in tags.values() if read.tag in names})
         version = next((v for v in tagged if states.get(v) == read.state), tagged[-1] if tagged else None)

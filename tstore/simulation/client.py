@@ -7,7 +7,14 @@ import contextlib
 from collections.abc import Awaitable, Iterator
 
 import tstore
-from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded, SourceCondemned, TStoreError, Unavailable
+from tstore.errors import (
+    CommitOutcomeUnknown,
+    DeadlineExceeded,
+    SourceCondemned,
+    TimelineChanged,
+    TStoreError,
+    Unavailable,
+)
 from tstore.simulation.history import Attempt, History, cells_of
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import NO_FAULTS, Host
@@ -47,6 +54,12 @@ class Client:
         self._simulated = simulated
         self.random = host.random
         self.loop = asyncio.get_running_loop()
+
+    async def follow_repair(self) -> None:
+        """Open the store again if a repair has changed its history."""
+        if self.store.log.reader.records.replaced:
+            with self.expecting("open again", Unavailable):
+                self.store = await tstore.open(HostStorage(self.storage, self.host), "a")
 
     @classmethod
     async def open(cls, host: Host, simulated: SimulatedStore, cache: Cache | None) -> Client:
@@ -115,7 +128,7 @@ class Client:
         """Query and record the version of an attempt. If it has none, record nothing: it may still get one."""
         try:
             version = await self.store.outcome(attempt.transaction)
-        except Unavailable:
+        except (Unavailable, TimelineChanged):
             return
         if version is not None:
             self.history.reported.setdefault(attempt.transaction, []).append(version)
@@ -128,6 +141,9 @@ class Client:
         except errors as error:
             self.host.log(f"{action}: {type(error).__name__}: {error}")
         except TStoreError as error:
+            if self.history.repairing or (self.history.repaired and isinstance(error, TimelineChanged)):
+                self.host.log(f"{action}, at a repair: {type(error).__name__}: {error}")
+                return
             self.history.add_violation(f"{self.host.name} could not {action}: {type(error).__name__}: {error}")
 
 

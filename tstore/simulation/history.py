@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from tstore.format.objects.records import Record
 from tstore.format.tree.retention import Keep
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Op",
     "Put",
     "Read",
+    "Repaired",
     "Resize",
     "State",
     "TransactionRead",
@@ -223,6 +225,35 @@ class CompletedGc(NamedTuple):
     keep: Keep
 
 
+class Repaired(NamedTuple):
+    """A completed repair: the versions that it voided, with their former records, and its commit."""
+
+    voided: dict[int, Record]
+    version: int
+
+    def rests(self, version: int) -> bool:
+        """Return whether a version is one of those that may have been based on what was voided."""
+        return min(self.voided) <= version < self.version
+
+    def attempts(self, history: History) -> list[Attempt]:
+        """Return the attempts that the voided versions had committed."""
+        found = []
+        for record in self.voided.values():
+            found += [history.attempts[name] for name in record.transactions if name in history.attempts]
+            if record.message in history.attempts_by_message:
+                found.append(history.attempts_by_message[record.message])
+        return found
+
+    def copies(self, attempt: Attempt) -> bool:
+        """Return whether an attempt copies a version that may have rested on what was voided."""
+        return any(isinstance(op, CopyVersion) and self.rests(op.version) for op in attempt.all_ops)
+
+    def values(self, history: History) -> set[int]:
+        """Return the values that the voided versions wrote."""
+        ops = [op for attempt in self.attempts(history) for op in attempt.all_ops]
+        return {op.value for op in ops if isinstance(op, Put | Append)}
+
+
 class History:
     """Everything recorded in one run."""
 
@@ -237,6 +268,8 @@ class History:
         self.start = start  # the version from which the run began
         self.attempts_by_message: dict[str, Attempt] = {}  # those whose transaction ids are not known
         self.lagging = lagging  # whether an older version may be returned as the newest
+        self.repairing = False  # whether a repair is under way, during which versions may be damaged
+        self.repaired: Repaired | None = None
         self._values = 0
 
     def new_value(self) -> int:

@@ -32,6 +32,7 @@ from tstore.simulation.judge import (
     judge_store,
     read_committed,
 )
+from tstore.simulation.repairs import repair_once
 from tstore.simulation.scenario import Layout, Scenario, override_constants
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import FaultFreeHost, Host, Stuck, VirtualLoop
@@ -42,6 +43,8 @@ __all__ = ["BatchResult", "Outcome", "simulate", "simulate_many"]
 
 _DEADLINE = 3_600.0  # virtual seconds within which every host must end
 _BATCH = 25  # runs per task of a process
+_FIRST_REPAIRED = 1000
+_REPAIRED = 0.25  # the share of runs with a repair, if nothing else excludes it
 _DRAIN = 60.0  # virtual seconds after which all late requests have arrived
 
 
@@ -69,6 +72,10 @@ class _Run:
         storages = SharedObjects(objects, strict=strict), SharedObjects({}, "mirror", strict=strict)
         self.primary, self.mirror = (SimulatedStore(s, self.start, lagging=lagging) for s in storages)
         self.mirror.history.skip_values()
+        # Drawn apart, like the layout; the seeds below are those of known faults, whose runs stay what they were.
+        # Copies of a repaired store have diverged, and power fails elsewhere.
+        draw = 1.0 if seed < _FIRST_REPAIRED else random.Random(f"repair {seed}").random()
+        self.repairs = draw < _REPAIRED and not (scenario.mirrored or lagging or scenario.rates.stale_lists)
         self.caches = contextlib.ExitStack()  # the temporary folders of the hosts' caches
 
     async def run(self) -> tuple[list[str], Counter[str]]:
@@ -87,6 +94,8 @@ class _Run:
             self._start(self._run_cooperation(number))
         if scenario.mirrored and self.rng.random() < 0.6:
             self._start(self._failover())
+        if self.repairs:
+            self._start(self._repair())
         while pending := [t for t in self.tasks if not t.done()]:
             if loop.time() > _DEADLINE:
                 self.primary.history.add_violation(f"{len(pending)} hosts had not ended after {_DEADLINE:g} s")
@@ -97,7 +106,7 @@ class _Run:
         await asyncio.sleep(_DRAIN)
         await finish_copy(self._fault_free_host, storage, self.mirror.storage)
         violations, log = await judge_store(self._fault_free_host, storage, initial, self.primary.history)
-        if not violations:
+        if not violations and not self.repairs:
             violations = await judge_power_failure(self._fault_free_host, self.primary, log, self.rng)
         if not violations and scenario.mirrored:
             violations = await judge_copy(self._fault_free_host, self.mirror, initial, self.primary, log, self.rng)
@@ -149,6 +158,13 @@ class _Run:
             if "tstore.json" in self.mirror.storage.objects:
                 await self._run_host("failover", self.mirror, 4)
                 return
+
+    async def _repair(self) -> None:
+        """Void a version while the others work."""
+        rng = random.Random(f"repair of {self.seed}")
+        await asyncio.sleep(rng.uniform(1, 20))
+        with self._fault_free_host("repair") as host:
+            await repair_once(HostStorage(self.primary.storage, host), self.primary.history, rng)
 
     async def _run_cooperation(self, number: int) -> None:
         """Run the attempts of a cooperative transaction, sequentially or concurrently."""

@@ -78,7 +78,9 @@ async def _verify(client: Client) -> None:
     """Verify the store, which must be valid at any time, except for roots that the scenario damaged."""
     with client.expecting("verify", Unavailable):
         for fault in (await client.store.verify()).faults:
-            if "roots/" not in fault and not client.history.lagging:  # stale sizes make objects seem absent
+            if "roots/" not in fault and not (
+                client.history.lagging or client.history.repairing
+            ):  # stale sizes make objects seem absent
                 client.history.add_violation(f"{client.host.name} verified: {fault}")
 
 
@@ -176,6 +178,7 @@ async def run_workload(client: Client, rounds: int, mix: str, mirror: SharedObje
     async def run_task() -> None:
         for _ in range(min(rounds, 12 // tasks)):
             await asyncio.sleep(client.random.expovariate(2))
+            await client.follow_repair()
             [name] = client.random.choices(list(weights), list(weights.values()))
             await operations[name](client)
 

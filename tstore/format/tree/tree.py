@@ -124,7 +124,9 @@ class Tree:
 
     def after_writes(self, version: int, manifests: Sequence[Manifest]) -> Tree:
         """Return this tree after the commits up to `version`, which only wrote chunks; that one has no root."""
-        return Tree(version, self.nodes.after(manifests), self.tags) if manifests else self
+        if version == self.version:
+            return self
+        return Tree(version, self.nodes.after(manifests) if manifests else self.nodes, self.tags)
 
     def manifest(self) -> Manifest:
         """Return one manifest of all nodes and their chunks; all have `replaces_node` set."""

@@ -1,0 +1,57 @@
+"""A repair beside the other work of a run, and what it changes in the history that the checker expects.
+
+A repair voids one version of the run while others write, collect and copy; if later versions rest on it, it is
+refused. Later versions may have taken over values that the voided one wrote: those of a chunk of which they wrote
+another part. Everything else must be as if the voided version had never been.
+"""
+
+from __future__ import annotations
+
+import random
+
+from tstore.errors import InvalidArgument, TStoreError
+from tstore.format.layout import commit_key
+from tstore.format.objects.encoding import decode
+from tstore.format.objects.records import Record
+from tstore.maintenance.repair import repair_store
+from tstore.simulation.history import History, Repaired, State
+from tstore.simulation.storage import HostStorage
+
+__all__ = ["agrees", "repair_once"]
+
+
+async def repair_once(storage: HostStorage, history: History, rng: random.Random) -> None:
+    """Void a version of the run, and those that a concurrent commit has based on it meanwhile."""
+    newest = sum(key.startswith("commits/") for key in storage.storage.objects)
+    if newest <= history.start:
+        return
+    wanted = [rng.randint(history.start + 1, newest)]
+    voided: dict[int, Record] = {}
+    history.repairing = True
+    try:
+        while wanted:
+            voided |= {v: decode(storage.storage.objects[commit_key(v)], Record) for v in wanted}
+            try:
+                report = await repair_store(storage, [], wanted)
+            except InvalidArgument as error:
+                storage.host.log(f"repair: {error}")
+                if len(voided) > len(wanted):
+                    history.add_violation(f"what was damaged by a repair could not be voided: {error}")
+                return
+            storage.host.log(f"voids {wanted} by version {report.version}: {report}, restated {report.restated}")
+            assert report.version is not None
+            history.repaired = Repaired(voided, report.version)
+            wanted = [damage.version for damage in report.damaged if damage.version not in voided]
+    except TStoreError as error:
+        history.add_violation(f"a repair failed: {type(error).__name__}: {error}")
+    finally:
+        history.repairing = False
+
+
+def agrees(actual: State, expected: State, voided: set[int]) -> bool:
+    """Return whether two states are equal, except for cells with values that a voided version wrote."""
+    return actual.keys() == expected.keys() and all(
+        len(cells) == len(expected[path])
+        and all(a == b or a in voided for a, b in zip(cells, expected[path], strict=True))
+        for path, cells in actual.items()
+    )
