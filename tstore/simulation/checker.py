@@ -77,10 +77,11 @@ def find_violations(
     violations += _check_outcomes(by_transaction, history)
     violations += _check_isolation(log, history)
     violations += _check_steps(log)
-    copies = {version for version, commit in log.items() if commit.record.source}
+    # a version that was voided may have been a copy too
+    copies = {version for version, commit in log.items() if commit.record.source or commit.record.was_voided}
     of_heads = [(time, version, name) for time, version, name in history.acknowledged if version not in copies]
     for read in history.reads:
-        violations += _check_read(read, states, tags, of_heads, history.repaired)
+        violations += _check_read(read, states, tags, of_heads, history)
     acknowledged = [] if history.lagging else of_heads
     for listing in history.listings:
         if history.repaired is not None and history.repaired.rests(listing.base):
@@ -313,9 +314,9 @@ def _check_read(
     states: Mapping[int, State],
     tags: Mapping[int, Mapping[str, int]],
     acknowledged: Acknowledged,
-    repaired: Repaired | None,
+    history: History,
 ) -> Iterator[str]:
-    version = read.version
+    version, repaired = read.version, history.repaired
     if repaired is not None and (read.tag is not None or repaired.rests(read.version or 0)):
         return  # it may have been read before the repair
     if read.tag is not None:  # a step saved again after it expired has several versions
@@ -325,8 +326,9 @@ def _check_read(
         yield f"{read.host} read version {version} (tag {read.tag}), which does not exist"
         return
     expected = apply(states[version], read.own_ops)
-    expected_part = {p: expected.get(p) for p in read.state} if read.partial else expected
-    if read.state != expected_part:
+    expected_part = {p: expected.get(p, ()) for p in read.state} if read.partial else expected
+    voided = set() if repaired is None else repaired.values(history)
+    if not agrees(read.state, expected_part, voided):
         yield (
             f"{read.host} read {_format(read.state)} at version {version} (with {list(read.own_ops)}), "
             f"expected {_format(expected)}"
