@@ -174,6 +174,23 @@ def test_log_shows_the_first_line_of_a_message(tmp_path: Path, call: Call) -> No
     ]
 
 
+def test_log_lists_as_many_commits_as_asked_for(tmp_path: Path, call: Call) -> None:
+    store = blocking.open(tmp_path / "s", "a")
+    for _ in range(52):
+        with store.transaction() as tx:
+            tx.create_group(f"g{store.snapshot().version}")
+
+    def versions(*options: str) -> list[int]:
+        return [c["version"] for c in json.loads(call("log", tmp_path / "s", "--json", *options)[1])["commits"]]
+
+    assert versions() == list(range(52, 2, -1))
+    assert versions("--limit", "3") == [52, 51, 50]
+    assert versions("--all") == versions("--limit", "52") == list(range(52, 0, -1))
+    assert "There are older commits" in call("log", tmp_path / "s", "--limit", "51")[1]
+    assert "older" not in call("log", tmp_path / "s", "--limit", "52")[1]
+    assert call("log", tmp_path / "s", "--limit", "0")[0] == 2
+
+
 def test_ls(store: Path, call: Call) -> None:
     code, out, err = call("ls", store)
     assert (code, err) == (0, "")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -68,3 +70,16 @@ async def test_other_storage_reports_nothing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Other())
     async with Watch(LocalStorage(tmp_path), ".") as watch:
         assert not watch.notified
+
+
+@linux
+async def test_few_descriptors_outlive_their_watches(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        paths = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return sum("inotify" in os.readlink(path) for path in paths if os.path.islink(path))
+
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(32):
+            await stack.enter_async_context(Watch(LocalStorage(tmp_path), "."))
+        assert descriptors() >= 32
+    assert descriptors() <= 4

@@ -43,6 +43,8 @@ def show_log(log: Document) -> None:
     print_rows(table, commits)
     if not commits:
         print(escape(f"{log['store']}: no commits yet"))
+    if log["has_older"]:
+        print("There are older commits: list more with --limit, or all with --all")
 
 
 def show_diff(diff: Document) -> None:

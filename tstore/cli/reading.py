@@ -20,15 +20,24 @@ __all__ = ["diff", "log", "ls", "show"]
 
 @click.command("log")
 @store_argument
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="How many of the newest commits."
+)
+@click.option("--all", "list_all", is_flag=True, help="List all commits.")
 @json_option
-def log(store: str, as_json: bool) -> int:
-    """List the commits, newest first."""
+def log(store: str, limit: int, list_all: bool, as_json: bool) -> int:
+    """List the newest commits, newest first."""
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"reading the history of {store}")
         async with await tstore.open(store, "r") as opened:
-            commits = [{**c._asdict(), "time": c.time.isoformat()} async for c in opened.history()]
-        return {"store": opened.url, "commits": commits}
+            commits: list[Document] = []
+            has_older = False
+            async for c in opened.history():
+                if has_older := len(commits) == limit and not list_all:
+                    break
+                commits.append({**c._asdict(), "time": c.time.isoformat()})
+        return {"store": opened.url, "commits": commits, "has_older": has_older}
 
     return run(work, show_log, as_json)
 

@@ -5,7 +5,7 @@
    impossible: too many watches, another operating system, an event loop that can't wait for descriptors, a storage
    that is not a local folder. So a notification only ends a wait early; callers also poll.
 3. Temporary names (`atomic_file`) are ignored.
-4. Descriptors are kept for the next watch, because closing a descriptor of inotify may take 10 ms.
+4. A few descriptors are kept for the next watches, because closing a descriptor of inotify may take 10 ms.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ __all__ = ["Watch"]
 _CREATED, _MOVED_TO = 0x100, 0x80  # IN_CREATE, IN_MOVED_TO
 _EVENT = struct.Struct("iIII")  # struct inotify_event without the name: watch, mask, cookie, size of the name
 _READ = 16 << 10  # bytes of events in one system call
+
+_MAX_FREE = 4
 
 _free_descriptors: list[int] = []  # of inotify, without a watch
 
@@ -72,14 +74,17 @@ class Watch:
                 self._loop.add_reader(inotify.fd, self._on_readable, inotify.fd)
                 self._inotify = inotify
             except NotImplementedError:
-                _stop(inotify)
+                await run(_stop, inotify)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         inotify, self._inotify = self._inotify, None
         if inotify is not None:
             self._loop.remove_reader(inotify.fd)
-            _stop(inotify)
+            if len(_free_descriptors) < _MAX_FREE:
+                _stop(inotify)
+            else:
+                await run(os.close, inotify.fd)
 
     def _on_readable(self, fd: int) -> None:
         if not all(name.startswith(b".") for name in _names(fd)):
