@@ -16,8 +16,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tstore.errors import InvalidArgument, NotFound, name_list
-from tstore.format.arguments import checked_step
-from tstore.format.tree.retention import step_of
+from tstore.format.arguments import checked_step, step_number
 from tstore.format.wellformed import date_of
 from tstore.log.expiry import changes_nothing, ledger_at, living_versions, state_of
 from tstore.snapshot import Snapshot, snapshot_of
@@ -43,7 +42,7 @@ def step_tag(step: int) -> str:
 
 def steps_of(tags: Iterable[str]) -> list[int]:
     """Return the steps among the tags, in increasing order."""
-    return sorted(step for tag in tags if (step := step_of([tag])) is not None)
+    return sorted(step for tag in tags if (step := step_number(tag)) is not None)
 
 
 async def steps(store: str | os.PathLike[str] | Store) -> list[int]:

@@ -8,6 +8,7 @@ of every parser.
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 import operator
 import re
@@ -27,7 +28,6 @@ from tstore.format.bounds import (
 )
 
 __all__ = [
-    "STEP_TAG",
     "checked_attributes",
     "checked_budget",
     "checked_duration",
@@ -41,10 +41,10 @@ __all__ = [
     "checked_tag",
     "checked_text",
     "quote",
+    "step_number",
 ]
 
-STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
-"""Matches the tag of a checkpoint; group 1 of the match is the step."""
+_STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
 
 _NAME_BYTES = 1024
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
@@ -88,12 +88,19 @@ def checked_tag(argument: str, value: Any) -> str:
         raise InvalidArgument(
             f"{argument}={quote(tag)}: expected text that is not a number and has no spaces at its ends"
         )
-    if tag.startswith("step/") and not STEP_TAG.fullmatch("/".join(tag.split("/")[:2])):
+    if tag.startswith("step/") and not _STEP_TAG.fullmatch("/".join(tag.split("/")[:2])):
         raise InvalidArgument(
             f"{argument}={quote(tag)}: a tag that begins with 'step/' names a checkpoint's step; expected a "
             "number of up to 18 digits without leading zeros after it, such as 'step/7', or another tag"
         )
     return tag
+
+
+@functools.lru_cache(1 << 16)  # each save looks at all tags
+def step_number(tag: str) -> int | None:
+    """Return the step whose checkpoint has the tag, or None if the tag is not `step/<number>`."""
+    match = _STEP_TAG.fullmatch(tag)
+    return None if match is None else int(match[1])
 
 
 def checked_step(step: Any) -> int:

@@ -71,6 +71,7 @@ class Staging:
         self.reader = log.reader
         self.tags = tags
         self._checks_tags = bool(tags.assigned or tags.dropped)
+        self._checked_base: Tree | None = None  # the version that permits the tags
         self.isolation = isolation
         self._durability = durability
         self._segments = log.reader.objects.segments
@@ -386,8 +387,9 @@ class Staging:
     async def _checked_tree(self) -> StagedTree:
         """Return the staged tree; raise if its base does not permit the transaction's tags."""
         staged = self._staged or await self._staged_tree()
-        if self._checks_tags:
+        if self._checks_tags and self._checked_base is not staged.base:
             self.tags.check(staged.base.tags, self.log.storage.url)
+            self._checked_base = staged.base
         return staged
 
     async def _staged_tree(self) -> StagedTree:

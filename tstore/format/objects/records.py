@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from tstore.errors import Corrupt
-from tstore.format.arguments import STEP_TAG
+from tstore.format.arguments import step_number
 from tstore.format.bounds import MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
 from tstore.format.layout import (
     owner_of,
@@ -175,7 +175,7 @@ class Record(Body, frozen=True):
             raise Corrupt("it is a copy of a version that does not exist as of its base")
         if self.replaces or self.deleted or self.parts:
             raise Corrupt("a copy changes nodes of the head")
-        if any(map(STEP_TAG.fullmatch, self.tags)):
+        if any(step_number(tag) is not None for tag in self.tags):
             raise Corrupt("a copy has the tag of a step")
 
     def check_number(self, version: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import replace
 
 from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SnapshotExpired, SourceCondemned
-from tstore.format.arguments import STEP_TAG, checked_duration, quote
+from tstore.format.arguments import checked_duration, quote, step_number
 from tstore.format.layout import is_transaction_object, owner_of
 from tstore.format.objects.records import Collection, LivingVersion, Record
 from tstore.format.tree.tree import Tree
@@ -155,7 +155,7 @@ def _best(best: Best, steps: Iterable[LivingVersion]) -> set[int]:
 
 def step_of(tags: Iterable[str]) -> int | None:
     """Return the step of the first tag of the form `step/<number>`, without leading zeros, or None."""
-    return next((int(m[1]) for tag in tags if (m := STEP_TAG.fullmatch(tag))), None)
+    return next((step for tag in tags if (step := step_number(tag)) is not None), None)
 
 
 class Ledger:

@@ -46,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.arguments import STEP_TAG, checked_attributes
+from tstore.format.arguments import checked_attributes, step_number
 from tstore.format.bounds import MAX_NAMES, json_excess_message
 from tstore.format.layout import ROOT_EVERY
 from tstore.format.objects.chunk_refs import ChunkTable
@@ -347,7 +347,7 @@ class Changes(NamedTuple):
 
 
 def _is_step(tag: str) -> bool:
-    return STEP_TAG.fullmatch(tag) is not None
+    return step_number(tag) is not None
 
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
