@@ -78,14 +78,15 @@ def next_attempt(token: str, last_rollback: int | None, url: str, host: int, ste
 async def check_order(store: str | os.PathLike[str] | Store, step: int, last: int | None) -> None:
     """Raise what `check_newest` raises, before a step is saved; `last` is the step saved last, if any.
 
-    Only before the first save are the steps of the store read. The save reads them too, but beside its caller,
-    which would learn of the wrong order at its next call.
+    The steps of the store are read only before the first save, and for the error. The save reads them too, but
+    beside its caller, which would learn of the wrong order at its next call.
     """
+    if last is not None and step >= last:
+        return
     tags = {} if last is None else {step_tag(last): 0}
-    if last is None:
-        with contextlib.suppress(NotAStore, Unavailable):  # the save creates the store, or raises the error
-            async with opened(store, "r") as source:
-                tags = await source.tags()
+    with contextlib.suppress(NotAStore, Unavailable):  # the save creates the store, or raises the error
+        async with opened(store, "r") as source:
+            tags = {**tags, **await source.tags()}
     check_newest(store.url if isinstance(store, Store) else os.fspath(store), step, tags)
 
 

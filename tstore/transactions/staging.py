@@ -71,7 +71,6 @@ class Staging:
         self.reader = log.reader
         self.tags = tags
         self._checks_tags = bool(tags.assigned or tags.dropped)
-        self._checked_base: Tree | None = None  # the version that permits the tags
         self.isolation = isolation
         self._durability = durability
         self._segments = log.reader.objects.segments
@@ -195,8 +194,7 @@ class Staging:
     async def array_with_chunks(self, path: str) -> Node:
         """Return an array with its chunks as the transaction sees them, patches applied."""
         async with self.operation() as staged:
-            meta = staged.meta(path)
-            return await self._patched_node(staged, path, meta, whole(meta.shape))
+            return await self._patched_node(staged, path, meta := staged.meta(path), whole(meta.shape))
 
     async def read_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
@@ -386,16 +384,16 @@ class Staging:
 
     async def _checked_tree(self) -> StagedTree:
         """Return the staged tree; raise if its base does not permit the transaction's tags."""
-        staged = self._staged or await self._staged_tree()
-        if self._checks_tags and self._checked_base is not staged.base:
+        staged = await self._staged_tree()
+        if self._checks_tags:
             self.tags.check(staged.base.tags, self.log.storage.url)
-            self._checked_base = staged.base
+        self._checks_tags = False  # the base stays
         return staged
 
     async def _staged_tree(self) -> StagedTree:
         """Return the staged tree, with the head as its base if this is the first use."""
         if self._staged is None:
             tree = await newest_tree(self.reader)
-            if self._staged is None:  # two concurrent first uses must see one base
-                self._staged = StagedTree(tree, f"{self.log.storage.url} at version {tree.head}")
+            staged = StagedTree(tree, f"{self.log.storage.url} at version {tree.head}")
+            self._staged = self._staged or staged  # two concurrent first uses must see one base
         return self._staged
