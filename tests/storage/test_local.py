@@ -315,3 +315,17 @@ async def test_short_objects_read_in_one_call_are_those_read_one_by_one(
     assert kernels.read_leading(os.path.join, str(tmp_path), iter(["no", "such"])) == ([], None)
     with pytest.raises(InvalidArgument):
         await LocalStorage(tmp_path).leading(["commits/../1"])
+
+
+async def test_a_store_inside_a_store_is_refused(tmp_path: Path) -> None:
+    """Also by a copy, through a link, and if a folder between the two does not exist yet."""
+    outer, other = await tstore.open(tmp_path / "runs"), await tstore.open(tmp_path / "other")
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    for inner in (tmp_path / "runs" / "a", tmp_path / "runs" / "a" / "b", tmp_path / "link" / "c"):
+        with pytest.raises(InvalidArgument, match="is inside the store"):
+            await tstore.open(inner)
+        with pytest.raises(InvalidArgument, match="is inside the store"):
+            await tstore.copy(other, inner)
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["tstore.json"]
+    assert (await outer.verify()).ok
+    await tstore.open(tmp_path / "beside")

@@ -11,7 +11,7 @@ from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotFound
 from tstore.format.layout import MARKER, commit_key, is_record, version_of
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import REPAIR, Record
-from tstore.log.marker import Marker, read_marker
+from tstore.log.marker import Marker, check_not_nested, read_marker
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
 from tstore.storage.base import Storage
@@ -47,6 +47,7 @@ class Destination:
         if not self.storage.capabilities.conditional_create:  # known after the first response
             await check_exclusive(self.storage)
         if marker is None:
+            await check_not_nested(self.storage)
             return None
         self._check_marker(marker)
         newest = await LogReader(self.storage).newest()

@@ -8,14 +8,14 @@ from uuid import UUID
 import msgspec
 import xxhash
 
-from tstore.errors import Corrupt, NotAStore, NotFound, UnsupportedFormat
+from tstore.errors import Corrupt, InvalidArgument, NotAStore, NotFound, UnsupportedFormat
 from tstore.format.bounds import MARKER_BYTES
 from tstore.format.layout import MARKER
 from tstore.runtime import world
 from tstore.storage.base import Storage
 from tstore.storage.probe import check_exclusive, race
 
-__all__ = ["FORMAT_VERSION", "Marker", "create_marker", "read_marker", "require_marker"]
+__all__ = ["FORMAT_VERSION", "Marker", "check_not_nested", "create_marker", "read_marker", "require_marker"]
 
 FORMAT_VERSION = 1
 
@@ -97,6 +97,15 @@ async def _zarr_hint(storage: Storage) -> str:
     )
 
 
+async def check_not_nested(storage: Storage) -> None:
+    """Raise `InvalidArgument` if there is a store around the location of a new one."""
+    if outer := await storage.enclosing(MARKER):
+        raise InvalidArgument(
+            f"{storage.url} is inside the store {outer}, whose verify and copy would ignore a store there; choose "
+            "a folder beside that one (to hold several runs, give each its own store in a plain folder)"
+        )
+
+
 async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
@@ -109,6 +118,7 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
         raise NotAStore(
             f"{storage.url} is not a folder, so no store can be created there; choose another path"
         ) from error
+    await check_not_nested(storage)
     if not empty and await read_marker(storage) is None:  # another host may just have created the marker
         raise NotAStore(
             f"{storage.url} contains other files but no {MARKER}, so no store can be created there; "

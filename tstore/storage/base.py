@@ -241,6 +241,10 @@ class Storage(abc.ABC):
         pages = checked_pages(self.pages(prefix), prefix, self.url)
         return [entry async for page in pages for entry in page.entries]
 
+    async def enclosing(self, key: str) -> str | None:
+        """Return the nearest folder above the URL that has an object of this key, None if none is known."""
+        return None
+
     async def list(self, prefix: str) -> Keys:
         """Return the keys that start with the prefix, sorted."""
         pages = checked_pages(self.pages(prefix), prefix, self.url)

@@ -89,6 +89,9 @@ class Wrapper(Storage):
             return await super().empty()
         return await self.around(Request("empty", ""), self.inner.empty)
 
+    async def enclosing(self, key: str) -> str | None:
+        return await self.inner.enclosing(key)
+
     async def list(self, prefix: str) -> Keys:
         if not self.capabilities.native_io:
             return await super().list(prefix)

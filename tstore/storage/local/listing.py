@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from tstore.errors import NotFound
@@ -44,6 +45,11 @@ class Listing:
         self._path_of = path_of
         self._cached: OrderedDict[str, _CachedNames] = OrderedDict()
         self._lock = threading.Lock()
+
+    def enclosing(self, key: str) -> str | None:
+        """Return the nearest folder above this one, links resolved, that has a file of this name."""
+        folders = Path(os.path.realpath(self._root)).parents
+        return next((str(folder) for folder in folders if os.path.isfile(folder / key)), None)
 
     def keys(self, prefix: str) -> Keys:
         """Return the keys that start with the prefix, sorted."""

@@ -154,6 +154,9 @@ class LocalStorage(Storage):
     async def empty(self) -> bool:
         return await run(self._listing.empty)
 
+    async def enclosing(self, key: str) -> str | None:
+        return await run(self._listing.enclosing, key)
+
     async def list(self, prefix: str) -> Keys:
         return await run(self._listing.keys, prefix)
 
