@@ -22,6 +22,7 @@ from tests.support import processes
 from tests.support.documents import DOCUMENTS, README, ROOT, Document
 from tests.support.weights import real_weights
 from tstore.cli.commands import cli
+from tstore.simulation.scenario import override_constants
 
 SHELL = [document for document in DOCUMENTS if document.of_language("sh")]
 PYTHON = [d for d in DOCUMENTS if d.of_language("python") and (d is README or d not in SHELL)]
@@ -108,10 +109,13 @@ def test_the_documented_layout_matches_a_store(tmp_path: Path) -> None:
     layout = README.of_language("text")[1]
     names = {re.split(r"[/<]", line.split()[0])[0] for line in layout.splitlines()}
     tree = {f"w{i}": [float(i)] * 10 for i in range(3)}
-    for step in range(64):
-        tstore.sync.save(tmp_path / "store", tree, step, durability="none")
+    with override_constants(ARCHIVE_EVERY=8):
+        for step in range(72):
+            tstore.sync.save(tmp_path / "store", tree, step, durability="none")
+        with tstore.sync.open(tmp_path / "store") as store:
+            store.collect(tstore.sync.Keep(last=1))
     assert {path.name for path in (tmp_path / "store").iterdir()} <= names
-    assert names == {"tstore.json", "commits", "roots", "txn", "latest"}
+    assert names == {"tstore.json", "archives", "commits", "roots", "txn", "latest"}
 
 
 def test_the_readme_is_short() -> None:

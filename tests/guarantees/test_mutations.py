@@ -82,6 +82,11 @@
     a copy mixes what a repair separated         test_repair_dependents.py: a copy made before a repair
     a voided gc goes on                          test_repair_dependents.py: its gc ends
     what a voided gc condemned is alive again    test_repair_dependents.py: a gc that is still deleting
+    readers prefer an object to its archive      test_archives.py: readers ignore an object beside the archive
+    records are deleted as they are archived     test_archives.py: nothing is deleted by what archives
+    a server does not look after a create        test_archives.py: a server looks after a create
+    a server takes any archive                   test_archives.py: only archives of its own records
+    a server deletes any record                  test_archives.py: only archives of its own records
 
 Each fault is applied for one run of its test, which must fail.
 """
@@ -107,6 +112,7 @@ COOPERATIVE, STAGING = (
 )
 DECISION, WITHDRAWAL = "tstore.transactions.decision:Decision.", "transactions/test_withdrawal.py::"
 ADMISSION, RECORDS = "tstore.server.admission:Admission.", "attacks/test_server_records.py::"
+COMMITS = "tstore.log.commits:CommitObjects."
 CHUNKS = "tstore.server.chunk_checks:ChunkChecks."
 POISONED = "attacks/test_poisoned_chunks.py::"
 PLUGINS = "pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesis_pytestplugin"
@@ -130,7 +136,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "guarantees/test_power.py::test_a_power_failure_after_a_commit_above_two_concurrent_copies",
         Edit(
             "tstore.copying.destination:Destination.create_records",
-            "await together(lambda version: staged[version].write(commit_key(version)), staged)",
+            "await together(lambda version: staged[version].write(version), staged)",
             "pass",
         ),
     ),
@@ -511,6 +517,30 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "what a voided gc condemned is alive again": (
         REPAIRS + "test_a_gc_that_is_still_deleting_while_its_record_is_voided",
         Edit("tstore.maintenance.repair_plan:RepairPlan._needing_revoked", "if gone:", "if False:"),
+    ),
+    "readers prefer an object to its archive": (
+        "log/test_archives.py::test_readers_ignore_an_object_beside_the_archive",
+        Edit(COMMITS + "short_objects", "v: r if len(r) <= SHORT_OBJECT else None", "v: found.get(v) or r"),
+    ),
+    "records are deleted as they are archived": (
+        "log/test_archives.py::test_nothing_is_deleted_by_the_collection_that_archives",
+        Edit(
+            "tstore.maintenance.compaction:compact",
+            "await _archive(log, end)",
+            "await _archive(log, end); await _delete(log, end, versions)",
+        ),
+    ),
+    "a server does not look after a create": (
+        "log/test_archives.py::test_a_server_looks_for_the_archive_after_it_has_created_a_record",
+        Edit(COMMITS + "create", "await self.check_not_archived(version)", "pass"),
+    ),
+    "a server takes any archive": (
+        "log/test_archives.py::test_a_server_accepts_only_archives_of_its_own_records",
+        Edit(ADMISSION + "check_archive", "!= data", "== b''"),
+    ),
+    "a server deletes any record": (
+        "log/test_archives.py::test_a_server_accepts_only_archives_of_its_own_records",
+        Edit(ADMISSION + "is_archived", "is not None", "is not Ellipsis"),
     ),
 }
 

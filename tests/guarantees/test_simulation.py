@@ -59,6 +59,11 @@ edits). `test_mutations.py` has the faults that the simulation detects seldom or
     a segment is lost                            chunks of an acknowledged commit lost
     a merge hides newer references               acknowledged chunks replaced by older ones
     references are merged in the wrong order     acknowledged chunks replaced by older ones
+    a create does not look for an archive        acknowledged commits that do not exist
+    readers ignore archives                      commits that are gone
+    a search ignores archives                    readers that miss acknowledged commits
+    a record is deleted without an archive       commits that are gone
+    an archive is not synced                     commits lost in a power failure
 """
 
 from __future__ import annotations
@@ -102,6 +107,7 @@ GC, QUEUE, ARRAY = (
     "tstore.log.group_commit:",
     "tstore.transactions.staged_array:StagedArray.",
 )
+COMMITS = "tstore.log.commits:"
 DECIDE = "await self._decide(version, error)"
 
 MUTATIONS: dict[str, list[Edit]] = {
@@ -283,7 +289,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "a copied record is not synced": [
         Edit(
             "tstore.copying.destination:Destination.create_records",
-            "await together(lambda version: staged[version].write(commit_key(version)), staged)",
+            "await together(lambda version: staged[version].write(version), staged)",
             "pass",
         )
     ],
@@ -330,6 +336,22 @@ MUTATIONS: dict[str, list[Edit]] = {
             "ChunkTable.overlay([*slab, between(rows, start, stop)])",
             "ChunkTable.overlay([between(rows, start, stop), *slab])",
         )
+    ],
+    "a create does not look for an archive": [
+        Edit(COMMITS + "StagedRecord.create", "await self._commits.check_not_archived(version)", "pass")
+    ],
+    "readers ignore archives": [
+        Edit(COMMITS + "CommitObjects.get", "if archive is not None:", "if own is None:"),
+    ],
+    "a search ignores archives": [
+        Edit(COMMITS + "CommitObjects.existing", "or archive_key(archive_end(version)) in sizes", "")
+    ],
+    "a record is deleted without an archive": [
+        Edit("tstore.maintenance.compaction:compact", "if archive_key(end) in archived:", "if True:"),
+        Edit("tstore.maintenance.compaction:_delete", "if archive is not None:", "if True:"),
+    ],
+    "an archive is not synced": [
+        Edit("tstore.maintenance.compaction:_archive", "Durability.FSYNC", "Durability.NONE")
     ],
 }
 
@@ -387,8 +409,13 @@ QUICK = {
     "a root of another version is read": 8,
     "pages of another store's root are read": 701,
     "a segment is lost": 19,
-    "a merge hides newer references": 51,
+    "a merge hides newer references": 223,
     "references are merged in the wrong order": 6,
+    "a create does not look for an archive": 2106,
+    "readers ignore archives": 2010,
+    "a search ignores archives": 2029,
+    "a record is deleted without an archive": 2010,
+    "an archive is not synced": 2010,
 }
 """The seed of a run that detects each fault. A change of the protocol may make one stale."""
 

@@ -104,27 +104,30 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
     rounds = Rounds(MemoryStorage(name))
     storage = RemoteStorage(rounds)
     store = await rounds.expect(tstore.open(storage), 2)  # the marker and the hint
-    restored = await rounds.expect(tstore.restore(store), 3, 1)  # the numbers 1, 2 and 4; the pack
+    restored = await rounds.expect(tstore.restore(store), 4, 1)  # the numbers 1, 2 and 4, an archive; the pack
     assert np.array_equal(restored["w0003"], tree(10, 20_000)["w0003"])
-    await rounds.expect(tstore.restore(store), 2, 1)  # the newest record again and the next number; the pack
-    # the same; the pack; the newest record and the next two numbers; a first look far ahead; the record
-    await rounds.expect(tstore.save(store, tree(1, 100_000), step=2), 2, 1, 3, 16, 1)
-    await rounds.expect(small_commit(store, "z"), 2, 1)  # a recent commit has already read the next two numbers
+    await rounds.expect(
+        tstore.restore(store), 3, 1
+    )  # the newest record again, the next number, an archive; the pack
+    # the same; the pack; the newest record, the next two numbers, an archive; a first look far ahead, also in
+    # archives; the record; its archive
+    await rounds.expect(tstore.save(store, tree(1, 100_000), step=2), 3, 1, 4, 16 + 9, 1, 1)
+    await rounds.expect(small_commit(store, "z"), 3, 1, 1)  # a recent commit has already read the next two numbers
 
 
 @pytest.mark.parametrize(
     ("commits", "looks"),
     [
-        (0, [3]),
-        (1, [3]),
-        (2, [3, 1 + 2]),  # and two above
-        (3, [3, 1 + 2]),
-        (5, [3, 4, 3 + 2 + 1]),  # three between 4 and 8, two above, and the unknown one below 4
-        (12, [3, 4, 7 + 2 + 4]),
-        (64, [5]),  # the hint's version, its root, and three above
-        (65, [5]),
-        (67, [5, 1 + 2]),
-        (70, [5, 4, 3 + 2 + 1]),
+        (0, [3 + 1]),  # with each look at records, one at their archive
+        (1, [3 + 1]),
+        (2, [3 + 1, 1 + 2 + 1]),  # and two above
+        (3, [3 + 1, 1 + 2 + 1]),
+        (5, [3 + 1, 4 + 1, 3 + 2 + 1 + 1]),  # three between 4 and 8, two above, and the unknown one below 4
+        (12, [3 + 1, 4 + 1, 7 + 2 + 4 + 1]),
+        (64, [5 + 1]),  # the hint's version, its root, and three above
+        (65, [5 + 1]),
+        (67, [5 + 1, 1 + 2 + 1]),
+        (70, [5 + 1, 4 + 1, 3 + 2 + 1 + 1]),
     ],
 )
 async def test_opening_a_snapshot_needs_only_the_requests_for_the_newest_version(
@@ -145,11 +148,11 @@ async def test_new_commits_are_read_many_records_at_once() -> None:
     await small_commit(first, "first")
     rounds = Rounds(MemoryStorage(name))
     store = await rounds.expect(tstore.open(RemoteStorage(rounds)), 2)
-    await rounds.expect(store.snapshot(), 3)
+    await rounds.expect(store.snapshot(), 3 + 1)
     for i in range(40):
         await small_commit(first, f"a{i}")
     # the newest and the next; three more; up to 64 behind it; those between 34 and 66, two above, those below 34
-    snapshot = await rounds.expect(store.snapshot(), 2, 3, 4, 31 + 2 + 26)
+    snapshot = await rounds.expect(store.snapshot(), 2 + 1, 3 + 1, 4 + 1, 31 + 2 + 26 + 1)
     assert snapshot.version == 41
 
 
@@ -163,22 +166,23 @@ async def test_the_history_is_read_in_growing_batches() -> None:
     async def reopened() -> tstore.Store:
         store = await rounds.expect(tstore.open(RemoteStorage(rounds)), 2)
         # 64, its root and up to 68; up to 128; those between 80 and 96, two above, and the unknown ones below 80
-        await rounds.expect(store.log.reader.newest(), 5, 4, 15 + 2 + 11)
+        await rounds.expect(store.log.reader.newest(), 5 + 1, 4 + 1, 15 + 2 + 11 + 1)
         return store
 
     async def versions(store: tstore.Store) -> list[int]:
         return [commit.version async for commit in store.history()]
 
-    # the newest and the next; far ahead; of the last two, four, … those not known, and from 64 on all are
-    assert await rounds.expect(versions(await reopened()), 2, 16, 10, 32, 21) == list(range(84, 0, -1))
+    # with one look at their archive each: the newest and the next; far ahead; of the last two, four, … those not
+    # known, and from 64 on all are
+    assert await rounds.expect(versions(await reopened()), 3, 16 + 9, 11, 33, 22) == list(range(84, 0, -1))
     long_ago = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
     with pytest.raises(NotFound, match="no commit by"):
-        await rounds.expect((await reopened()).snapshot(long_ago), 2, 10, 32, 21)
+        await rounds.expect((await reopened()).snapshot(long_ago), 3, 11, 33, 22)
     # those that are known are looked at first, and then one, two, four …
-    assert await rounds.expect((await reopened()).outcome("nobody's"), 2, 1, 2, 4, 8, 16, 32) is None
+    assert await rounds.expect((await reopened()).outcome("nobody's"), 3, 2, 3, 5, 9, 17, 33) is None
     store = await reopened()
     # the hint; which is the newest; the other records; the root; the list of records, and its end
-    assert (await rounds.expect(store.verify(), 1, 5, 4, 28, 63, 1, 1, 1, 1, 1)).ok
+    assert (await rounds.expect(store.verify(), 1, 6, 5, 29, 64, 1, 1, 1, 1, 1)).ok
 
 
 async def test_an_abandoned_history_reads_no_further() -> None:

@@ -17,6 +17,7 @@
    the root is then omitted, since it only saves time.
 7. If the destination was not a store, create the marker.
 8. Write the `latest` hint.
+9. Archive the records of old versions (`compaction`), which were created one by one.
 
 The state of the destination after a copy was killed in one of these steps, until the copy is repeated:
 
@@ -27,6 +28,7 @@ The state of the destination after a copy was killed in one of these steps, unti
     6      if new: no marker, so no store. Otherwise: the whole copy; opening it takes more reads
     7      no marker, so no store
     8      the whole copy; opening it takes more reads
+    9      the whole copy
 
 For a version that the source has expired, the record is copied, but not the data. After a copy has created such a
 record, reading the newest version of the destination fails with `NotFound`, or with `Corrupt` where the manifest
@@ -66,14 +68,15 @@ from tstore.copying.inventory import (
 )
 from tstore.copying.source_records import SourceRecords
 from tstore.copying.transfer import DamagedPack, PackTransfer, is_intact
-from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.format.layout import HINT, MARKER, ROOT_EVERY, commit_key, owner_of, root_chain, root_key
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.roots import decode_root
 from tstore.log.expiry import guard_expiry, named_collection
 from tstore.log.marker import read_marker
 from tstore.log.reader import LogReader
-from tstore.maintenance.damage import checked_newest
+from tstore.maintenance.compaction import compact
+from tstore.maintenance.damage import checked_newest, listed_records
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -151,7 +154,7 @@ async def copy_to(
                 target, replace(marker, uuid=uuid.uuid5(marker.uuid, f"version {version} alone"))
             )
             return await guard_expiry(log, version, _copy_one(log, version, destination, progress))
-        newest = await checked_newest(log)
+        newest, _ = await checked_newest(log)
         try:
             return await _copy_all(log, newest, Destination(target, marker), progress)
         except (NotFound, Corrupt):
@@ -215,7 +218,7 @@ class _Copy:
         self._present = self._commits = 0
 
     async def run(self) -> CopyReport:
-        """Run steps 4 to 8 at the top of this file."""
+        """Run steps 4 to 9 at the top of this file."""
         partial_keys = await self._keys_of_partial_copy() if self._target_version is None else None
         await self._records.guard(self._copy_packs(partial_keys))
         await self._records.guard(self._copy_manifests(partial_keys))
@@ -228,6 +231,9 @@ class _Copy:
             await self._destination.create_marker()
         if self._target_version is None or self._commits:
             await self._target.replace(HINT, str(newest).encode())
+        with contextlib.suppress(Denied):  # as at a server, without the scope admin
+            log = LogReader(self._target)
+            await compact(log, newest, await listed_records(log))
         return CopyReport(newest, self._commits, self._destination.objects, self._destination.bytes, self._present)
 
     async def _keys_of_partial_copy(self) -> set[str] | None:

@@ -11,6 +11,7 @@ from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotFound
 from tstore.format.layout import MARKER, commit_key, is_record, version_of
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import REPAIR, Record
+from tstore.log.commits import CommitObjects
 from tstore.log.marker import Marker, check_not_nested, read_marker
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
@@ -30,6 +31,7 @@ class Destination:
 
     def __init__(self, storage: Storage, marker: Marker) -> None:
         self.storage = storage
+        self.commits = CommitObjects(storage)
         self.objects = self.bytes = 0
         self._marker = marker
 
@@ -52,7 +54,7 @@ class Destination:
         self._check_marker(marker)
         newest = await LogReader(self.storage).newest()
         common = min(newest, records.newest)
-        while common and await self.storage.size(commit_key(common)) is None:
+        while common and not await self.commits.existing([common]):
             common -= 1
         if common and not await self._agrees(records, common):
             version = await self._first_difference(records, common)
@@ -70,7 +72,8 @@ class Destination:
         for version in sizes.keys() & expected.keys():
             if sizes[version] != expected[version]:
                 await self._check_readable(version)
-        return [version for version in range(1, min(newest, records.newest) + 1) if version not in sizes]
+        unlisted = [version for version in range(1, min(newest, records.newest) + 1) if version not in sizes]
+        return sorted(set(unlisted) - await self.commits.existing(unlisted))
 
     async def check_same_records(self, records: SourceRecords, versions: Sequence[int]) -> None:
         """Raise `Conflict` if a record of these versions differs from the source's; lost records are ignored."""
@@ -104,11 +107,11 @@ class Destination:
         for version, data in batch:
             if REPAIR.encode() in data and (voids := decode(data, Record).voids):
                 await self.check_same_records(records, [v for v in voids if 0 < v < version])
-        staged = {version: self.storage.stage(data, Durability.NONE) for version, data in batch}
+        staged = {version: self.commits.stage(data, Durability.NONE) for version, data in batch}
         try:
-            await together(lambda version: staged[version].write(commit_key(version)), staged)
+            await together(lambda version: staged[version].write(version), staged)
             for version, data in batch:
-                creation = staged[version].create(commit_key(version))
+                creation = staged[version].create(version)
                 if not await self._count_created(creation, data) and not await self._has_record(version, data):
                     raise self._diverged(records, version)
         finally:
@@ -151,7 +154,7 @@ class Destination:
         """Raise `Corrupt` if a record is damaged."""
         key = commit_key(version)
         try:
-            decode(await self.storage.get(key), Record)
+            decode(await self.commits.get(version), Record)
         except Corrupt as error:
             raise Corrupt(
                 f"{self.storage.url}: {key} is damaged: {error}; delete it where it is stored, while nothing is "
@@ -166,7 +169,7 @@ class Destination:
         return True
 
     async def _has_record(self, version: int, data: bytes) -> bool:
-        return await self.storage.get(commit_key(version)) == data
+        return await self.commits.get(version) == data
 
     async def _first_difference(self, records: SourceRecords, version: int) -> int:
         """Return the first version whose records differ, found by bisection; the records of `version` differ."""

@@ -16,6 +16,7 @@ from tstore.errors import Conflict, Corrupt, NotFound
 from tstore.format.layout import commit_key
 from tstore.format.objects.encoding import decode, encode
 from tstore.format.objects.records import Record
+from tstore.log.commits import CommitObjects
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Storage
 from tstore.storage.objects import SHORT_OBJECT
@@ -33,6 +34,7 @@ class SourceRecords:
 
     def __init__(self, storage: Storage, base: int, anchor: bytes, own: Mapping[int, bytes] | None = None) -> None:
         self.storage = storage
+        self._commits = CommitObjects(storage)
         self.base = base
         self.own = {} if own is None else own
         self.newest = max([base, *self.own])
@@ -41,7 +43,7 @@ class SourceRecords:
     @staticmethod
     async def up_to(storage: Storage, base: int) -> SourceRecords:
         """Return the records of a source up to `base`; raise `Corrupt` if the last one is damaged or missing."""
-        return SourceRecords(storage, base, await _read(storage, base) if base else b"")
+        return SourceRecords(storage, base, await _read(CommitObjects(storage), base) if base else b"")
 
     def with_own(self, version: int, record: Record) -> SourceRecords:
         """Return the same records, but for this one of the destination, which may follow those of the source."""
@@ -50,7 +52,7 @@ class SourceRecords:
     async def read(self, version: int) -> bytes:
         """Return the bytes of one record; raise `Corrupt` if it is damaged or missing."""
         own = self.own.get(version)
-        return await _read(self.storage, version) if own is None else own
+        return await _read(self._commits, version) if own is None else own
 
     async def in_order(self, versions: Iterable[int]) -> AsyncGenerator[list[tuple[int, bytes]], None]:
         """Yield batches of versions with the bytes of their records; a long record is a batch by itself.
@@ -91,7 +93,7 @@ class SourceRecords:
     async def check_unchanged(self) -> None:
         """Raise `Conflict` if the history of the source has changed since the copy began."""
         try:
-            unchanged = not self.base or await self.storage.get(commit_key(self.base)) == self._anchor
+            unchanged = not self.base or await self._commits.get(self.base) == self._anchor
         except NotFound:
             unchanged = False
         if not unchanged:
@@ -102,12 +104,12 @@ class SourceRecords:
             )
 
 
-async def _read(storage: Storage, version: int) -> bytes:
+async def _read(commits: CommitObjects, version: int) -> bytes:
     try:
-        data = await storage.get(commit_key(version))
+        data = await commits.get(version)
         decode(data, Record)
     except (Corrupt, NotFound) as error:
         raise Corrupt(
-            f"{storage.url}: {commit_key(version)} can't be copied: {error}; restore it from a copy"
+            f"{commits.storage.url}: {commit_key(version)} can't be copied: {error}; restore it from a copy"
         ) from error
     return data

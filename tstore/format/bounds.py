@@ -5,6 +5,7 @@
     hint                         latest                      64
     record                       commits/<20 digits>         8 MiB
     record of a gc               commits/<20 digits>         32 MiB   (it lists the living versions)
+    archive of records           archives/<20 digits>        32 MiB   (longer records stay as they are)
     damaged record               damaged/…                   32 MiB   (set aside by `tstore repair`)
     root                         roots/<20 digits>           1 GiB
     manifest                     txn/<id>/manifest…          1 GiB
@@ -53,6 +54,7 @@ from tstore.format.layout import HINT, MARKER
 
 __all__ = [
     "ALIVE_VALUES",
+    "ARCHIVE_BYTES",
     "COLLECTION_BYTES",
     "COLLECTION_VALUES",
     "HEAD_BYTES",
@@ -84,6 +86,7 @@ MARKER_BYTES = 4 << 10
 HINT_BYTES = 64
 RECORD_BYTES = 8 << 20
 COLLECTION_BYTES = 32 << 20
+ARCHIVE_BYTES = 32 << 20
 ROOT_BYTES = 1 << 30
 MANIFEST_BYTES = 1 << 30
 FRAGMENT_BYTES = 8 << 20
@@ -107,7 +110,12 @@ HEAD_BYTES = 8
 """How many of a record's first bytes show whether a garbage collection wrote it."""
 
 _FILE_SIZES = {MARKER: MARKER_BYTES, HINT: HINT_BYTES}
-_FOLDER_SIZES = {"commits": COLLECTION_BYTES, "damaged": COLLECTION_BYTES, "roots": ROOT_BYTES}
+_FOLDER_SIZES = {
+    "archives": ARCHIVE_BYTES,
+    "commits": COLLECTION_BYTES,
+    "damaged": COLLECTION_BYTES,
+    "roots": ROOT_BYTES,
+}
 _TRANSACTION_SIZES = {
     "manifest": MANIFEST_BYTES,
     "part-": FRAGMENT_BYTES,

@@ -1,7 +1,7 @@
 """The frame around every metadata object: its kind, format version and checksum; pure, no I/O.
 
 b"tstore"      6 bytes
-kind           1 byte    R record, M manifest, F fragment, T root (a tree)
+kind           1 byte    R record, M manifest, F fragment, T root (a tree), A archive of records
 version        1 byte    the format version: 1; 2 for the record of a garbage collection; 3 for a record that drops
                          tags or tags earlier versions, 4 for an object with a manifest with segments, 5 for an
                          object that refers to one in pages, 6 for a root that refers to another or has pages, 7
@@ -14,7 +14,7 @@ check          16 bytes  xxh3-128, big-endian, of all bytes before it
 from __future__ import annotations
 
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.format.bounds import COLLECTION_BYTES, MANIFEST_BYTES, RECORD_BYTES, ROOT_BYTES
+from tstore.format.bounds import ARCHIVE_BYTES, COLLECTION_BYTES, MANIFEST_BYTES, RECORD_BYTES, ROOT_BYTES
 from tstore.format.checksums import CHECK_SIZE, digest
 
 __all__ = [
@@ -44,8 +44,14 @@ _HEADER = len(MAGIC) + 2
 SHORTEST_FRAME = _HEADER + CHECK_SIZE
 """The length of a frame with an empty body, in bytes."""
 
-_NAMES = {b"R": "a record", b"M": "a manifest", b"F": "a fragment", b"T": "a root"}
-_MAX_SIZES = {b"R": RECORD_BYTES, b"M": MANIFEST_BYTES, b"F": MANIFEST_BYTES, b"T": ROOT_BYTES}
+_NAMES = {b"R": "a record", b"M": "a manifest", b"F": "a fragment", b"T": "a root", b"A": "an archive"}
+_MAX_SIZES = {
+    b"R": RECORD_BYTES,
+    b"M": MANIFEST_BYTES,
+    b"F": MANIFEST_BYTES,
+    b"T": ROOT_BYTES,
+    b"A": ARCHIVE_BYTES,
+}
 
 
 def seal(kind: bytes, version: int, body: bytes) -> bytes:

@@ -3,6 +3,7 @@
 tstore.json                        the marker
 latest                             the hint to the newest version
 commits/<20 digits>                a record
+archives/<20 digits>               an archive: the records of `ARCHIVE_EVERY` versions, named by the last of them
 roots/<20 digits>                  a root: the tree of a version, as changes to an earlier root or to a manifest
 txn/<id>/<kind>…                   the objects of one transaction: packs (pack-…), manifests (manifest…), fragments
                                    (part-…), merged fragments (merge-…), claims (merging-…), heartbeats (alive-…)
@@ -12,16 +13,20 @@ damaged/<20 digits>-<32 hex>       a record that `tstore repair` voided, named b
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "ARCHIVE_EVERY",
     "HINT",
     "MARKER",
     "ROOT_EVERY",
     "TRANSACTIONS",
+    "archive_end",
+    "archive_key",
     "are_packs",
     "commit_key",
     "folder_of",
+    "is_archive",
     "is_collectable",
     "is_manifest",
     "is_object",
@@ -34,6 +39,7 @@ __all__ = [
     "parent_root",
     "root_chain",
     "root_key",
+    "roots_for",
     "version_of",
 ]
 
@@ -44,14 +50,18 @@ TRANSACTIONS = "txn/"
 ROOT_EVERY = 64
 """A commit whose version is a multiple of this also writes the version's root and renews the hint."""
 
+ARCHIVE_EVERY = 512
+"""The number of records in an archive, which ends at a version that is a multiple of this."""
+
 _FAN_OUT = 4  # of the tree that roots form: see `parent_root`
 
 _ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}")
 _RECORD = re.compile("commits/[0-9]{20}")
 _ROOT = re.compile("roots/[0-9]{20}")
+_ARCHIVE = re.compile("archives/[0-9]{20}")
 _TRANSACTION_OBJECT = re.compile(f"txn/{_ID.pattern}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
 _PACKS = re.compile(f"(?:txn/{_ID.pattern}/pack-[^/\n]+\n)*+")
-_OTHER_OBJECT = "(?:commits|roots)/[0-9]{20}|damaged/[0-9]{20}-[0-9a-f]{32}|latest|tstore[.]json"
+_OTHER_OBJECT = "(?:archives|commits|roots)/[0-9]{20}|damaged/[0-9]{20}-[0-9a-f]{32}|latest|tstore[.]json"
 _OBJECT = re.compile(f"{_OTHER_OBJECT}|{_TRANSACTION_OBJECT.pattern}")
 
 
@@ -63,6 +73,16 @@ def commit_key(version: int) -> str:
 def root_key(version: int) -> str:
     """Return the key of the root of a version."""
     return f"roots/{version:020d}"
+
+
+def archive_end(version: int) -> int:
+    """Return the last version of the archive that has, or will have, the record of a version."""
+    return -(-version // ARCHIVE_EVERY) * ARCHIVE_EVERY
+
+
+def archive_key(end: int) -> str:
+    """Return the key of the archive whose last version is `end`."""
+    return f"archives/{end:020d}"
 
 
 def parent_root(version: int) -> int:
@@ -87,8 +107,14 @@ def root_chain(version: int) -> list[int]:
     return chain[::-1]
 
 
+def roots_for(versions: Iterable[int]) -> set[int]:
+    """Return the versions of all roots from which the trees of these versions may be read."""
+    newest = {version - version % ROOT_EVERY for version in versions}
+    return {root for version in newest for root in root_chain(version)}
+
+
 def version_of(key: str) -> int:
-    """Return the version in the key of a record or root."""
+    """Return the version in the key of a record, archive or root."""
     return int(key.rpartition("/")[2])
 
 
@@ -105,6 +131,11 @@ def is_object(key: str) -> bool:
 def is_record(key: str) -> bool:
     """Return whether this is the key of a record."""
     return _RECORD.fullmatch(key) is not None
+
+
+def is_archive(key: str) -> bool:
+    """Return whether this is the key of an archive."""
+    return _ARCHIVE.fullmatch(key) is not None
 
 
 def is_root(key: str) -> bool:

@@ -14,11 +14,12 @@ The data that the record refers to is durable already. To append the record:
      transaction: `Conflict`.
    Otherwise the caller validates the transaction against all these records: it raises `Conflict`, or returns the
    record to continue with.
-2. Create the first absent number. (If a later number is found, the log has a hole: `Corrupt`.) If the creation
-   succeeds: done. The bytes are written and fsynced once, however many numbers are tried (`Storage.stage`). A
-   durable record requires a durable predecessor, so that all records below it are durable too: if the predecessor
-   was created with `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes were
-   durable before it appeared, and one fsync of the folder makes the names of both durable.
+2. Create the first absent number, then look whether an archive has it, so that it existed before (`commits`). (If
+   a later number is found, the log has a hole: `Corrupt`.) If the creation succeeds: done. The bytes are written
+   and fsynced once, however many numbers are tried (`Storage.stage`). A durable record requires a durable
+   predecessor, so that all records below it are durable too: if the predecessor was created with
+   `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes were durable before it
+   appeared, and one fsync of the folder makes the names of both durable.
 3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
    shortest one (2 ms, or as long as a quicker create) and three times the previous one. The longest pause shrinks
    with the number of attempts, so that no writer starves. It grows with the duration of an attempt (a server, many
@@ -57,17 +58,18 @@ from tstore.errors import (
     UnsupportedFormat,
 )
 from tstore.format.frame import check_of
-from tstore.format.layout import ROOT_EVERY, commit_key
+from tstore.format.layout import ROOT_EVERY
 from tstore.format.objects.encoding import encode, memory_of
 from tstore.format.objects.records import VOID, Record, StoredRecord
 from tstore.format.tree.retention import refuse_condemned
 from tstore.format.tree.tree import Changes
+from tstore.log.commits import CommitObjects, StagedRecord
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.log.reader import LogReader
 from tstore.log.repaired import check_unaffected, refuse_voided
 from tstore.log.roots import write_root
-from tstore.storage.base import StagedObject, Storage
+from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
 
 __all__ = ["Append", "Log", "check_against_collection"]
@@ -119,7 +121,7 @@ class Log:
 
         async def append_record(combined: Record, validate: Validate, on_retry: Callable[[Retry], object]) -> int:
             # `combined` is `record` itself, unless several commits share it
-            candidate = _CandidateRecord(self.storage, record, data, durability)
+            candidate = _CandidateRecord(self.reader.commits, record, data, durability)
             try:
                 return await Append(self.reader, combined, validate, on_retry, candidate, durability).run()
             finally:
@@ -327,7 +329,7 @@ class Append:
             collected=record.collected,
         )
         with contextlib.suppress(AlreadyExists):
-            await self._log.storage.create(commit_key(version), encode(void), self._durability)
+            await self._log.commits.create(version, encode(void), self._durability)
 
     def _outcome_unknown(self, cause: Exception) -> CommitOutcomeUnknown:
         transaction = self._record.transaction
@@ -347,10 +349,10 @@ class Append:
 class _CandidateRecord:
     """A record and its bytes (empty: not yet encoded), which are staged once for all numbers that are tried."""
 
-    def __init__(self, storage: Storage, record: Record, data: bytes, durability: Durability) -> None:
-        self._storage = storage
+    def __init__(self, commits: CommitObjects, record: Record, data: bytes, durability: Durability) -> None:
+        self._commits = commits
         self._durability = durability
-        self._staged: StagedObject | None = None
+        self._staged: StagedRecord | None = None
         self.record = record
         self.data = data
 
@@ -363,12 +365,12 @@ class _CandidateRecord:
             self.record, self.data, self._staged = record, encode(record), None
         if self._staged is None:
             self.data = self.data or encode(record)
-            self._staged = self._storage.stage(self.data, self._durability)
+            self._staged = self._commits.stage(self.data, self._durability)
 
     async def create(self, version: int) -> None:
         """Create the prepared record as a version."""
         assert self._staged is not None
-        await self._staged.create(commit_key(version))
+        await self._staged.create(version)
 
     async def discard(self) -> None:
         if self._staged is not None:

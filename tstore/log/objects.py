@@ -17,6 +17,7 @@ from tstore.format.objects.records import Fragment, Record, Root
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.roots import ROOT_TRAILER, decode_root, decode_root_at_end, frame_length, is_in_pages
 from tstore.format.tree.nodes import Nodes
+from tstore.log.commits import CommitObjects
 from tstore.log.pages import PageReader
 from tstore.log.ranges import read_range
 from tstore.log.segments import SegmentReader
@@ -42,6 +43,7 @@ class MetadataObjects:
 
     def __init__(self, storage: Storage, parse: Callable[[bytes], Record] = decode_record) -> None:
         self.storage = storage
+        self.commits = CommitObjects(storage)
         self._parse = parse
         self.segments = SegmentReader(storage)
         self.pages = PageReader(storage, self.segments)
@@ -53,22 +55,22 @@ class MetadataObjects:
         """The advice for a damaged or missing record."""
         return f"restore it from a copy of the store, or see tstore repair {self.storage.url}"
 
-    async def load(self, key: str, process: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
-        """Return the result of `process` for the bytes of an object.
+    async def load(self, version: int, process: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
+        """Return the result of `process` for the bytes of the record of a version.
 
-        `cached` returns that result if another task has loaded the object meanwhile, else None.
+        `cached` returns that result if another task has loaded the record meanwhile, else None.
         """
         try:
-            data = await self.storage.get(key, SHORT_OBJECT)
+            data = await self.commits.get(version, SHORT_OBJECT)
         except Corrupt:  # longer than `SHORT_OBJECT`, or damaged; if damaged, the next `get` raises it again
-            return await self.load_long(key, process, cached)
+            return await self.load_long(version, process, cached)
         return process(data)
 
-    async def load_long(self, key: str, process: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
-        """Do what `load` does for an object longer than `SHORT_OBJECT`; one at a time, to bound the memory."""
+    async def load_long(self, version: int, process: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
+        """Do what `load` does for a record longer than `SHORT_OBJECT`; one at a time, to bound the memory."""
         async with self._long_reads.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             value = cached()
-            return process(await self.storage.get(key)) if value is None else value
+            return process(await self.commits.get(version)) if value is None else value
 
     async def read(self, key: str, kind: type[T]) -> T:
         """Return the object at a key; raise `NotFound`, `Corrupt` or `UnsupportedFormat`."""

@@ -1,8 +1,8 @@
 """Reading a log: its newest version, the records above a version, and the version of a transaction.
 
 The search for the newest version (`search`) begins at the newest one that this process knows, or else at the
-`latest` hint if that version exists. Versions have no gaps, and records are never deleted, so the first
-absent number ends the log.
+`latest` hint if that version exists. Versions have no gaps, so the first absent number
+ends the log; old records lie in archives (`commits`).
 - On storage whose requests mostly wait for a server, a probe fetches the record. The first probes are sent
   together with a request for the root at the hint, the last probes with requests for the older records that the
   tree needs, so that the tree of a new version takes no further requests.
@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import Any, NamedTuple, TypeVar
 
 from tstore.errors import Corrupt, NotFound, Unavailable, UnsupportedFormat
-from tstore.format.layout import HINT, ROOT_EVERY, commit_key, version_of
+from tstore.format.layout import HINT, ROOT_EVERY, commit_key
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Collection, Record, StoredRecord
 from tstore.format.tree.tree import Tree
@@ -80,6 +80,7 @@ class LogReader:
         self.address = address
         """What the store was opened with, None if on a `Storage`."""
         self.objects = MetadataObjects(storage) if objects is None else objects
+        self.commits = self.objects.commits
         self.records = Records(self.objects)
         self.trees = Trees(self.objects, self.records)
         self._hint = hint
@@ -217,7 +218,7 @@ class LogReader:
     async def probe_above(self, version: int) -> set[int]:
         """Probe the numbers 2, 4, 8, … above a version, and return those that exist."""
         numbers = [version + (2 << i) for i in range(_FAR)]
-        existing = set(map(version_of, await self.storage.sizes(map(commit_key, numbers))))
+        existing = await self.commits.existing(numbers)
         self._search.highest = max(self._search.highest, *existing, 0)
         return existing
 
@@ -265,7 +266,7 @@ class LogReader:
     async def scan(self, transaction: str, above: int) -> tuple[int | None, int]:
         """Do what `find` does without a search for the newest version; return also the last version read."""
         version = above
-        while version + 1 in self.records or await self.storage.size(commit_key(version + 1)) is not None:
+        while version + 1 in self.records or await self.commits.existing([version + 1]):
             newer = (await self._read_above(version)).records
             if not newer:
                 break
@@ -281,8 +282,8 @@ class LogReader:
         newest, check = self.records.last
         records = self._cached_above(version)
         last, since = version + len(records), asyncio.get_running_loop().time()
-        numbers = range(max(1, last), version + _MAX_AHEAD + 2)  # `last` is read again, to compare
-        objects, hole, truncated = await self.storage.leading(map(commit_key, numbers))
+        # `last` is read again, to compare
+        objects, hole, truncated = await self.commits.leading(max(1, last), version + _MAX_AHEAD + 2)
         objects.reverse()  # each is popped below, so that it is freed as soon as it is decoded
         if last:
             self.records.confirm(last, objects.pop() if objects else None)
@@ -343,6 +344,5 @@ class LogReader:
     async def _probe(self, versions: Sequence[int]) -> list[bool]:
         if self.storage.tuning.latency_bound:
             return list(await asyncio.gather(*[self._exists(v) for v in versions]))
-        keys = {v: commit_key(v) for v in versions if v not in self.records}
-        existing = await self.storage.sizes(keys.values())
-        return [v not in keys or keys[v] in existing for v in versions]
+        existing = await self.commits.existing(v for v in versions if v not in self.records)
+        return [v in existing or v in self.records for v in versions]

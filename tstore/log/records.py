@@ -98,6 +98,7 @@ class Records:
     def __init__(self, objects: MetadataObjects) -> None:
         self._objects = objects
         self._storage = objects.storage
+        self._commits = objects.commits
         self._cached: VersionCache[StoredRecord] = VersionCache(CACHED_RECORDS, _CACHED_BYTES)
         self._collections: VersionCache[Collection] = VersionCache(_COLLECTIONS, _COLLECTIONS_BYTES)
         self.last: tuple[int, bytes] = (0, b"")
@@ -132,12 +133,11 @@ class Records:
         """Return the record of a version with its checksum; raise `NotFound` if there is none."""
         if (cached := self._cached.get(version)) is not None:
             return cached
-        key = commit_key(version)
         try:  # like `MetadataObjects.load`, but with one call fewer for each of thousands of records
-            data = await self._storage.get(key, SHORT_OBJECT)
+            data = await self._commits.get(version, SHORT_OBJECT)
         except Corrupt:  # longer than `SHORT_OBJECT`, or damaged
             return await self._objects.load_long(
-                key, lambda data: self.add_bytes(version, data), lambda: self._cached.get(version)
+                version, lambda data: self.add_bytes(version, data), lambda: self._cached.get(version)
             )
         return self.add_bytes(version, data)
 
@@ -148,12 +148,13 @@ class Records:
         """
         found = {version: self._cached.get(version) for version in versions}
         absent = [version for version, stored in found.items() if stored is None]
-        objects = await self._storage.short_objects(map(commit_key, absent)) if absent else []
+        objects = await self._commits.short_objects(absent) if absent else []
         objects.reverse()  # each is popped below, so that it is freed as soon as it is decoded
         for version in absent:
             if (data := objects.pop()) is not None:
                 with contextlib.suppress(Corrupt, UnsupportedFormat):
-                    found[version] = self.add_bytes(version, data)
+                    stored = self.add_bytes(version, data)
+                    found[version] = None if stored.is_long else stored  # at once, so that few are in memory
         return [None if stored is None or stored.is_long else stored for stored in found.values()]
 
     async def stored_or_none(self, version: int) -> StoredRecord | None:
@@ -185,7 +186,7 @@ class Records:
             self._without_collection(version, record, len(data))
             return record.collection
 
-        return await self._objects.load(commit_key(version), decode, lambda: self._collections.get(version))
+        return await self._objects.load(version, decode, lambda: self._collections.get(version))
 
     async def with_collection(self, version: int, record: Record) -> Record:
         """Return the record of a version with its garbage collection read, as `Tree.after` needs it."""
@@ -221,7 +222,7 @@ class Records:
                 raise self._timeline_changed(version, data)
 
         try:
-            await self._objects.load(commit_key(version), compare, lambda: None)
+            await self._objects.load(version, compare, lambda: None)
         except NotFound:
             raise self._timeline_changed(version, None) from None
 

@@ -141,6 +141,8 @@ class Trees:
             commits.append((before, record, manifests))
             before -= 1
             tree = self._cached.get(before)
+        if _may_lose_pages(tree, version):
+            return None
         writes: list[Manifest] = []  # of the last commits that only wrote chunks, which are applied together
         for number, record, manifests in reversed(commits):
             if tree.nodes.after_reads(manifests):
@@ -233,25 +235,26 @@ class Trees:
         """Return the nearest tree below `before` that is cached or has a root, and the records above it."""
         last = min(version, before - 1)
         usable = (v for v in self._cached.versions() if v <= last and lost.isdisjoint(root_chain(v)))
-        trees = [tree for tree in map(self._cached.get, usable) if tree is not None]
+        cached_trees = [tree for tree in map(self._cached.get, usable) if tree is not None]
+        trees = [tree for tree in cached_trees if not _may_lose_pages(tree, version)]
         nearest = max(trees, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
-        if len(cached) == version - nearest.version:
+        if len(cached) == version - nearest.version and (trees or not cached_trees):
             return nearest, [_drop_if_long(stored) for stored in cached if stored is not None]
         root_version, top = last - last % ROOT_EVERY, version
         records: list[_ReadAhead] = []
         while True:
             numbers = range(max(root_version, nearest.version) + 1, top + 1)
-            reads = [self._read_ahead(v, version) for v in numbers]
             stored = self._root_tree(root_version, version, nearest, lost)
-            tree, between = await asyncio.gather(stored, asyncio.gather(*reads))
+            tree, between = await asyncio.gather(stored, self._read_ahead(numbers, version))
             records[:0] = between
             if tree is not None:
                 return tree, records
             root_version, top = root_version - ROOT_EVERY, root_version
 
-    async def _read_ahead(self, version: int, newest: int) -> _ReadAhead:
-        return _drop_if_long(await self._records.stored_below(version, newest))
+    async def _read_ahead(self, versions: Sequence[int], newest: int) -> list[_ReadAhead]:
+        found = zip(versions, await self._records.short_records(versions), strict=True)
+        return [_drop_if_long(short or await self._records.stored_below(v, newest)) for v, short in found]
 
     async def _root_tree(self, version: int, newest: int, nearest: Tree, lost: set[int]) -> Tree | None:
         """Return `nearest` if it is as new as the root, else the tree of the root, None if that is unusable.
@@ -344,6 +347,14 @@ def _in_pages(reference: ObjectRef, nodes: dict[str, Node]) -> list[DerivedNodes
 def _is_of(root: Root, version: int, stored: StoredRecord | None) -> bool:
     """Return whether a root was written for exactly this record of this version."""
     return stored is not None and (root.version, root.record_check) == (version, stored.check)
+
+
+def _may_lose_pages(tree: Tree, version: int) -> bool:
+    """Return whether a tree reads pages of roots that a garbage collection may delete although it keeps `version`.
+
+    It keeps those from which a reader builds the tree of that version, from its last root on.
+    """
+    return tree.nodes.is_paged and tree.version < version - version % ROOT_EVERY
 
 
 def _only_writes(record: Record, manifests: Sequence[Manifest]) -> bool:

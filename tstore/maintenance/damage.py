@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
@@ -40,6 +40,7 @@ __all__ = [
     "incomplete_versions",
     "known_expiry",
     "last_readable_collection",
+    "listed_records",
     "missing_records",
 ]
 
@@ -238,13 +239,17 @@ class _Inherited:
         )
 
 
-async def checked_newest(log: LogReader) -> int:
-    """Return the newest version; raise `Corrupt` if the next record is missing although later ones exist."""
+async def checked_newest(log: LogReader) -> tuple[int, list[int]]:
+    """Return the newest version, and the versions whose records have objects of their own, if these can be listed.
+
+    Raise `Corrupt` if the record after the newest version is missing although later ones exist.
+    """
     while True:
         newest = await log.newest()
-        missing = await missing_records(log, newest)
+        listed = await listed_records(log)
+        missing = await _missing_among(log, newest, listed)
         if not missing:
-            return newest
+            return newest, listed
         if await log.records.stored_or_none(missing[0]) is None:  # the storage's listing and sizes may be stale
             raise log.records.missing_error(missing[0])
 
@@ -254,14 +259,22 @@ async def missing_records(log: LogReader, newest: int) -> list[int]:
 
     Readers stop at the first of them. On storage that can't be listed, only some of the later numbers are probed.
     """
-    if log.storage.capabilities.listing:
-        existing = {version_of(k) for k in await log.storage.list("commits/") if is_record(k)}
-    else:
-        existing = await log.probe_above(newest)
+    return await _missing_among(log, newest, await listed_records(log))
+
+
+async def listed_records(log: LogReader) -> list[int]:
+    """Return the versions whose records have objects of their own, none if the storage can't be listed."""
+    if not log.storage.capabilities.listing:
+        return []
+    return [version_of(key) for key in await log.storage.list("commits/") if is_record(key)]
+
+
+async def _missing_among(log: LogReader, newest: int, listed: Sequence[int]) -> list[int]:
+    existing = set(listed) if log.storage.capabilities.listing else await log.probe_above(newest)
     unlisted = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)
     absent = list(itertools.islice(unlisted, _MAX_MISSING))
-    committed = await log.storage.sizes(map(commit_key, absent))  # some may have been committed meanwhile
-    return [version for version in absent if commit_key(version) not in committed]
+    found = await log.commits.existing(absent)  # in archives, or committed meanwhile
+    return [version for version in absent if version not in found]
 
 
 async def _check_objects(log: LogReader, version: int, record: Record) -> None:

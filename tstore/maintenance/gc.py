@@ -22,7 +22,8 @@
    A collection also condemns again, and deletes, what the previous one condemned but did not
    delete (except keys that no collection may condemn, which a forged record could name). So a collection killed
    at any point leaves no garbage permanently.
-6. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
+6. Archive the records of old versions (`compaction`).
+7. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
 
 A transaction that is condemned, or reuses a condemned object, reads the collection's record when it commits
 (`log.log`), and fails. So safety does not depend on clocks: ages only select candidates.
@@ -42,7 +43,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.format.arguments import checked_duration
 from tstore.format.layout import (
-    ROOT_EVERY,
     is_collectable,
     is_manifest,
     is_object,
@@ -50,8 +50,8 @@ from tstore.format.layout import (
     is_transaction,
     is_transaction_object,
     owner_of,
-    root_chain,
     root_key,
+    roots_for,
 )
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Collection, Record
@@ -61,6 +61,7 @@ from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
 from tstore.maintenance.collect_report import CollectReport
+from tstore.maintenance.compaction import compact
 from tstore.maintenance.damage import checked_newest
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
@@ -84,7 +85,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
     checked_duration("abandoned", abandoned)
     reader, plans, drops = log.reader, 0, 0
     while True:
-        base = await checked_newest(reader)
+        base, listed = await checked_newest(reader)
         plans += 1
         try:
             plan = _Plan(reader, base, *await ledger_at(reader, base), plans, drops)
@@ -102,6 +103,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
             continue
         try:
             await _delete(reader, version, plan.collection(), plan.listed)
+            await compact(reader, base, listed)
             await log.storage.sweep()
         except (Denied, Unavailable) as error:
             if version is None:
@@ -188,8 +190,8 @@ class _Plan:
                 expiring = []
         self.ledger = self.ledger.without(self.expired)
         # a tree is read from the nearest root at or below its version, and those to which this root refers
-        needed = _roots_of([*self.ledger.alive, self.base])
-        self._roots = [root_key(version) for version in sorted(_roots_of(self.expired) - needed)]
+        needed = roots_for([*self.ledger.alive, self.base])
+        self._roots = [root_key(version) for version in sorted(roots_for(self.expired) - needed)]
 
     async def _release(self, expired: Sequence[int], next_living: int | None = None) -> None:
         """Release what expired copies, or consecutive other versions, wrote or needed; `next_living` inherits."""
@@ -365,12 +367,6 @@ async def _delete(
         await delete(itertools.chain.from_iterable(listed[t] for t in transactions))
         if log.storage.capabilities.folders:
             await together(log.storage.delete, [f"txn/{transaction}" for transaction in transactions])
-
-
-def _roots_of(versions: Iterable[int]) -> set[int]:
-    """Return the versions of all roots from which trees of these versions may be read."""
-    newest = {version - version % ROOT_EVERY for version in versions}
-    return {root for version in newest for root in root_chain(version)}
 
 
 def _may_be_condemned(key: str, ledger: Ledger) -> bool:

@@ -39,7 +39,15 @@ import msgspec
 import xxhash
 
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound
-from tstore.format.layout import ROOT_EVERY, commit_key, folder_of, root_key
+from tstore.format.layout import (
+    ARCHIVE_EVERY,
+    ROOT_EVERY,
+    archive_end,
+    archive_key,
+    commit_key,
+    folder_of,
+    root_key,
+)
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.pages import stored
@@ -52,6 +60,7 @@ from tstore.log.expiry import named_collection
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
+from tstore.maintenance.compaction import may_be_archived
 from tstore.maintenance.damage import DamagedVersion, damaged_versions
 from tstore.maintenance.gc import Overtaken
 from tstore.maintenance.repair_plan import RepairPlan, condemned_by
@@ -142,6 +151,12 @@ async def _check_voidable(
     for version in wanted:
         if not 1 <= version <= newest:
             raise InvalidArgument(f"{url} has no version {version} to void; its newest is {newest}")
+        await _check_not_archived(log, version)
+        if may_be_archived(version, newest) and version not in unreadable and not await _is_voided(log, version):
+            raise InvalidArgument(
+                f"{url}: version {version} is so old that a garbage collection may be archiving its record, so it "
+                "can't be voided; restore the store from a copy instead"
+            )
         # a voided version passes too, so that an interrupted repair can be finished
         if not (version in unreadable or version in void_intact or await _is_voided(log, version)):
             raise InvalidArgument(
@@ -168,6 +183,18 @@ async def _check_consequences(log: LogReader, wanted: Sequence[int], damaged: Se
                 f"damaged, so nothing was voided: {after[0].reason}; to void all of these, pass "
                 f"void_intact=[{_shown([*intact, *(damage.version for damage in after)])}]"
             )
+
+
+async def _check_not_archived(log: LogReader, version: int) -> None:
+    """Raise `InvalidArgument` if the record of a version is in an archive, intact or damaged."""
+    key = archive_key(end := archive_end(version))
+    if await log.storage.size(key) is not None:
+        first = end - ARCHIVE_EVERY + 1
+        raise InvalidArgument(
+            f"{log.storage.url}: the record of version {version} is in {key}, which nothing changes, so it can't "
+            "be voided; if it is damaged, restore that object from a copy of the store; without one, delete it "
+            f"and void all versions from {first} to {end}"
+        )
 
 
 def _shown(versions: Sequence[int]) -> str:

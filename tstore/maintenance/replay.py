@@ -8,6 +8,7 @@ but if that commit is voided, the version needs those before it, which may be go
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
@@ -44,9 +45,14 @@ class Replay:
         self._living = living
         self._voided = voided
         self._tree: Tree | None = Tree.empty()  # None after a record that can't be read
+        self._restarts = False
         self._nodes_known = True  # False after a manifest that can't be read, such as that of an expired version
         self._lost = 0, ""  # the version from which on the nodes are not known, and why
         self._unfounded: dict[int, str] = {}  # living versions that do not follow from those before, and why
+
+    def skip(self, *, restart: bool) -> None:
+        """Skip records; with `restart`, begin again at the next root."""
+        self._tree, self._restarts = None, restart
 
     async def fault(self, version: int, record: Record) -> str:
         """Return why a living version is not what its writer committed; "" if it is, or if that is not known."""
@@ -89,6 +95,10 @@ class Replay:
             return ""
         if (root.version, root.record_check) != (version, stored.check):
             return f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}"
+        if self._restarts:
+            with contextlib.suppress(*UNREADABLE):  # its nodes may have expired; then a later root will do
+                self._tree, self._nodes_known, self._restarts = await self._log.tree(version), True, False
+            return ""
         try:
             replayed, nodes_known = self._tree, self._nodes_known
             differing = [] if replayed is None else await run(replayed.differences, tree, nodes_known)

@@ -1,21 +1,25 @@
 """Verification: read and check everything that living versions refer to; a fault does not end it.
 
-1. Read all records in order, and the manifests of living versions. Every record must name the last garbage
+1. Read all archives of old records (`log.commits`). Of the versions that they have, check only the living ones,
+   and those whose roots others need, any further: so the cost follows what lives.
+2. Read all other records in order, and the manifests of living versions. Every record must name the last garbage
    collection before it, and no two may commit the same transaction (`transaction_ids`). Every root, a stored copy
    of the tree, must equal the tree of the records up to its version, and every record must follow from that tree
    (`replay`).
-2. List the chunks to check, from these manifests, without keeping their references (`distinct_chunks`). Skip the
+3. List the chunks to check, from these manifests, without keeping their references (`distinct_chunks`). Skip the
    segments that an earlier version had. If an older manifest was not read, because its version has expired or is
    damaged, list all chunks of the next living version, which may have inherited some.
-3. Look for a gap: a missing record although later ones exist.
-4. Read the segments again and each chunk once, and compare it with its checksums (`read_back`). List the keys
+4. Look for a gap: a missing record although later ones exist.
+5. Read the segments again and each chunk once, and compare it with its checksums (`read_back`). List the keys
    that no store writes.
-5. If there are faults and a garbage collection was committed meanwhile, begin again: the collection may have
+6. If there are faults and a garbage collection was committed meanwhile, begin again: the collection may have
    deleted what is missing.
 """
 
 from __future__ import annotations
 
+import asyncio
+import bisect
 import contextlib
 import functools
 import itertools
@@ -26,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tstore.errors import Corrupt, parsing
-from tstore.format.layout import ROOT_EVERY, commit_key, is_object
+from tstore.format.layout import ARCHIVE_EVERY, ROOT_EVERY, archive_end, commit_key, is_object, roots_for
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.documents import Document
 from tstore.format.objects.object_ref import ObjectRef
@@ -55,6 +59,8 @@ from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 
 __all__ = ["VerifyProgress", "VerifyReport", "verify_store"]
+
+_ARCHIVES = 8  # read at once
 
 
 class VerifyReport(NamedTuple):
@@ -132,6 +138,7 @@ class _Verification:
         self._replayed = Replay(log, lambda version: not known.expired(version))
         self._last_collection: int | None = 0  # None after a damaged record, which may be that of a collection
         self._damaged: list[int] = []
+        self._archived: set[int] = set()  # the last version of each archive
         self._unlisted: set[int] = set()  # versions whose chunks are not listed; a later version may need some
         self._unchecked = set(known.suspected)
         self._arrays: set[str] = set()
@@ -144,7 +151,11 @@ class _Verification:
     async def run(self) -> VerifyReport:
         """Verify the versions in order, then their chunks; return the report."""
         log, faults = self._log, self._faults
-        async for version, (record, manifests) in log.each(self._read, range(1, self._newest + 1)):
+        previous = 0
+        async for version, (record, manifests) in log.each(self._read, await self._versions_to_check()):
+            if version > previous + 1:
+                await self._skip_archived(version, record)
+            previous = version
             await self._check_last_collection(version, record)
             if fault := await self._replayed.merge_fault(version, record, manifests):
                 self._merge_faults[version] = fault
@@ -169,6 +180,41 @@ class _Verification:
         faults += await read_back(log.storage, self._chunks, self._add_read)
         counts = self._newest, len(self._arrays), chunks, size
         return VerifyReport(*counts, sorted(faults), await _foreign_keys(log.storage), sorted(self._unchecked))
+
+    async def _versions_to_check(self) -> list[int]:
+        """Check the archives; return the versions in none of them, the living ones, and those with their roots."""
+        ends = range(ARCHIVE_EVERY, self._newest + 1, ARCHIVE_EVERY)
+        for first in range(0, len(ends), _ARCHIVES):
+            some = ends[first : first + _ARCHIVES]
+            exist = await asyncio.gather(*map(self._check_archive, some))
+            self._archived.update(itertools.compress(some, exist))
+        if not self._archived:
+            return list(range(1, self._newest + 1))
+        alive = [*self._known.alive, *range(self._known.collection + 1, self._newest + 1)]
+        kept = sorted({*alive, *roots_for(alive)})
+        versions = list[int]()
+        for end in range(ARCHIVE_EVERY, self._newest + ARCHIVE_EVERY, ARCHIVE_EVERY):
+            first, stop = end - ARCHIVE_EVERY + 1, min(end, self._newest) + 1
+            if end in self._archived:
+                versions += kept[bisect.bisect_left(kept, first) : bisect.bisect_left(kept, stop)]
+            else:
+                versions += range(first, stop)
+        return versions
+
+    async def _check_archive(self, end: int) -> bool:
+        """Return whether the archive that ends at a version exists; add a fault if it is damaged."""
+        with self._reporting(""):
+            return await self._log.commits.archive(end) is not None
+        return True
+
+    async def _skip_archived(self, version: int, record: Record | None) -> None:
+        """Go on at a version that follows archived records."""
+        self._last_collection = None
+        if record is not None:
+            with contextlib.suppress(*UNREADABLE):
+                self._last_collection = await existing_collection(self._log, record.collected)
+        self._unlisted.add(version - 1)
+        self._replayed.skip(restart=archive_end(version) not in self._archived)
 
     def _add_read(self, chunks: int, size: int) -> None:
         """Report that chunks have been read."""

@@ -5,14 +5,14 @@ start with # are ignored. Each scope includes the scopes listed before it:
 
     read     GET, HEAD, listings
     write    PUT; deletion of heartbeats
-    admin    DELETE, and PUT of the records of garbage collections and repairs, also when a store is copied
+    admin    DELETE, and PUT of archives and of the records of garbage collections and repairs, also in a copy
 
 The guide `http_server` says what a holder of each scope can do. In short, a token with write decides the contents
 of the newest version and the tags. It can act as any host of a cooperative transaction, and can use up space and
 version numbers. It can't change or expire a committed version, make one unreadable, leave a gap between versions,
 or have anything but heartbeats deleted. Nor can it store a record that names missing objects, or one that makes
 readers, `verify` or all later runs of `gc` fail. A token with admin can expire any version but the newest and then
-delete its data. No scope can delete a marker or record.
+delete its data. No scope can delete a marker, an archive, or a record that is in no archive.
 
 No token appears in an error, a log or a `repr`; only digests are stored.
 """

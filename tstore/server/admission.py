@@ -11,7 +11,9 @@ creates of one version, exactly one succeeds.
 3. The record of a repair needs the scope ADMIN: readers forget the versions that a repair voids.
 4. A record tags only living versions, and is a copy only of one; with the scope ADMIN, as in a copy of a history,
    also of a voided one.
-5. A root must have exactly the bytes that the server derives from its log.
+5. An archive needs the scope ADMIN, and must have exactly the server's own records, of versions old enough
+   (`maintenance.compaction`). So it hides none. Only then may the objects of these records be deleted.
+6. A root must have exactly the bytes that the server derives from its log.
 
 The manifests of one record, with their segments, have a bounded number of bytes (`manifests`). The manifests of
 all records being validated take at most about `MAX_MEMORY` bytes of memory in total, and so does the tree of a
@@ -31,7 +33,9 @@ from typing import NamedTuple
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.bounds import MAX_METRICS, tags_excess_message
 from tstore.format.frame import check_of
-from tstore.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.format.layout import ROOT_EVERY, archive_end, commit_key, root_key
+from tstore.format.objects.archives import Archive
+from tstore.format.objects.encoding import encode
 from tstore.format.objects.records import REPAIR, Record, Root
 from tstore.format.tree.added_chunks import added_chunks
 from tstore.format.tree.retention import Ledger, check_collection, packs_of
@@ -45,8 +49,10 @@ from tstore.format.tree.validation import (
     next_tree,
     run_steps,
 )
+from tstore.log.commits import CommitObjects
 from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
+from tstore.maintenance.compaction import may_be_archived
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope, Sender, admin_refusal
@@ -80,6 +86,7 @@ class Admission:
 
     def __init__(self, storage: Storage, wait: float, turns: Turns) -> None:
         self._storage = storage
+        self.commits = CommitObjects(storage)
         self._turns = turns
         self._memory = Shares(MAX_MEMORY, wait, waiting_for="memory")
         self._chunks = ChunkChecks(storage, wait, turns)
@@ -150,7 +157,7 @@ class Admission:
         """Raise `Corrupt` unless a root has exactly the bytes that the server derives from its log."""
         await self._newest()
         try:
-            check = check_of(await self._storage.get(commit_key(version)))
+            check = check_of(await self.commits.get(version))
         except NotFound:
             raise Corrupt(f"there is no version {version} yet") from None
         if root.record_check != check:
@@ -164,6 +171,26 @@ class Admission:
         if await run(_hash, data) != cached[1]:
             raise Corrupt(f"it differs from the records up to version {version}")
 
+    async def check_archive(self, archive: Archive, data: bytes, sender: Sender) -> None:
+        """Raise `Corrupt` unless an archive has the server's own records, `Refused` without the scope ADMIN."""
+        if sender.scope < Scope.ADMIN:
+            raise admin_refusal("archiving records, as a garbage collection does,", sender.scope)
+        state = await self._newest()
+        if not may_be_archived(archive.end, state.version):
+            raise Corrupt(f"version {archive.end} is not old enough, or does not exist yet")
+        records: list[bytes] = []
+        try:
+            for versions in batched(range(archive.end - len(archive.records) + 1, archive.end + 1)):
+                records += await together(self.commits.get, versions)
+        except NotFound:
+            raise Corrupt(f"a record up to version {archive.end} is missing on the server") from None
+        if await run(encode, Archive(archive.end, tuple(records))) != data:
+            raise Corrupt("its records are not those of the server")
+
+    async def is_archived(self, version: int) -> bool:
+        """Return whether the record of a version is in an archive, so that its own object is not needed."""
+        return await self.commits.archive(archive_end(version)) is not None
+
     async def may_delete(self, key: str) -> bool:
         """Return whether a garbage collection condemned an object, and no living version needs it."""
         state = await self._newest()
@@ -173,8 +200,7 @@ class Admission:
         """Return the state as of the newest version."""
         async with self._following:
             state = self._state
-            next_key = commit_key(state.version + 1)
-            if await state.is_current(self._storage) and await self._storage.head(next_key) is None:
+            if await state.is_current(self.commits) and not await self.commits.existing([state.version + 1]):
                 return state
             return await self._follow(await LogReader.strict(self._storage).newest())
 
@@ -182,11 +208,11 @@ class Admission:
         """Return the state as of `version`; raise `Corrupt` if missing, `AlreadyExists` if not the newest."""
         async with self._following:
             state = self._state
-            if version and state.version == version and await state.is_current(self._storage):
+            if version and state.version == version and await state.is_current(self.commits):
                 return state
-            if version and state.version != version and await self._storage.head(commit_key(version)) is None:
+            if version and state.version != version and not await self.commits.existing([version]):
                 raise Corrupt(f"there is no version {version}, and versions are numbered without gaps")
-            if await self._storage.head(commit_key(version + 1)) is not None:
+            if await self.commits.existing([version + 1]):
                 raise AlreadyExists(f"{commit_key(version + 1)} exists already")
             return await self._follow(version)
 
@@ -195,7 +221,7 @@ class Admission:
         state = self._state
         try:
             near = state.version <= version <= state.version + _MAX_FOLLOWED
-            current = near and await state.is_current(self._storage)
+            current = near and await state.is_current(self.commits)
             if not (current and await state.follow(self._storage, version)):
                 self._trees.drop_from(0)
                 self._roots.drop_from(0)

@@ -4,6 +4,7 @@ By default, the server accepts and serves only these keys, so that no other file
 
     tstore.json                        the marker
     commits/<20 digits>                a record
+    archives/<20 digits>               many old records
     roots/<20 digits>                  a tree
     latest                             the hint; may be replaced
     txn/<id>/pack-…                    encoded chunks
@@ -14,7 +15,7 @@ By default, the server accepts and serves only these keys, so that no other file
     txn/<id>                           not an object but a folder, which a gc deletes last
 
 Metadata must parse and agree with its key before it is stored. Only its form is checked here, most of it by
-decoding; `admission` validates the references of records and the contents of roots against the log.
+decoding; `admission` validates the references of records, and the contents of roots and archives, against the log.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import msgspec
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.layout import ROOT_EVERY, version_of
+from tstore.format.objects.archives import Archive
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.pages import check_object
 from tstore.format.objects.records import Fragment, Record, Root
@@ -54,6 +56,7 @@ class Kind(enum.Enum):
 
     MARKER = r"tstore\.json"
     RECORD = r"commits/[0-9]{20}"
+    ARCHIVE = r"archives/[0-9]{20}"
     ROOT = r"roots/[0-9]{20}"
     HINT = "latest"
     PACK = _TRANSACTION + r"/pack-[A-Za-z0-9._-]{1,200}"
@@ -104,8 +107,8 @@ def kind_of(key: str, names: ServedKeys = "layout") -> Kind | None:
     return Kind.OTHER if kind is None and names == "any" else kind
 
 
-def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
-    """Validate an object; return it if it is a record or root, else None.
+def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Archive | Root | None:
+    """Validate an object; return it if it is a record, an archive or a root, else None.
 
     Raise `Corrupt` or `UnsupportedFormat` if the data is not a valid object for its key.
     """
@@ -126,6 +129,11 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
             record = decode(data, Record)
             record.check_number(version_of(key))
             return record
+        case Kind.ARCHIVE:
+            archive = decode(data, Archive)
+            if archive.end != version_of(key):
+                raise Corrupt(f"the archive ends at version {archive.end}; expected the version in its key")
+            return archive
         case Kind.ROOT:
             root = decode_root(data)
             if root.version != version_of(key) or root.version % ROOT_EVERY:

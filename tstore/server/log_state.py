@@ -20,6 +20,7 @@ from tstore.format.objects.records import LivingVersion, Record
 from tstore.format.objects.references import Manifest
 from tstore.format.tree.retention import Condemned, Ledger
 from tstore.format.tree.tree import Tree
+from tstore.log.commits import CommitObjects
 from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import missing_records
@@ -147,10 +148,10 @@ class LogState:
         elif self._ledger is not None:
             self._ledger.add(version, record)
 
-    async def is_current(self, storage: Storage) -> bool:
+    async def is_current(self, commits: CommitObjects) -> bool:
         """Return whether the record of this version is unchanged in the storage."""
         try:
-            return not self.version or check_of(await storage.get(commit_key(self.version))) == self.check
+            return not self.version or check_of(await commits.get(self.version)) == self.check
         except NotFound:
             return False
 

@@ -4,11 +4,13 @@
    received whole, and validated before it is stored.
 2. A body that is truncated, stalls, is too long or has another checksum is discarded.
 3. A record is accepted only as the next version, so that no request can leave a gap in the log, and only if it
-   follows from the log. A root is accepted only if it equals the one that follows from the log (`admission`).
+   follows from the log. A root or an archive is accepted only if it equals the one that follows from the log
+   (`admission`).
 4. Before a server answers that an object exists already, it makes the object durable: a client whose first request
    got no response reads it back, and takes it for its own.
-5. Roots, and data and metadata of a transaction, are deleted only if a garbage collection condemned them and no
-   version needs them. Heartbeats, and objects outside a store's layout, can be deleted at any time.
+5. A record is deleted only if its archive exists. Roots, and data and metadata of a transaction, are deleted only
+   if a garbage collection condemned them and no version needs them. Heartbeats, and objects outside a store's
+   layout, can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tstore.errors import AlreadyExists, Corrupt, UnsupportedFormat
 from tstore.format.bounds import max_object_size
 from tstore.format.checksums import BlockHash
 from tstore.format.layout import version_of
+from tstore.format.objects.archives import Archive
 from tstore.format.objects.records import Record, Root
 from tstore.server.access import Sender
 from tstore.server.admission import Admission
@@ -73,8 +76,13 @@ class Writes:
 
     async def delete(self, key: str, kind: Kind) -> None:
         """Delete an object; raise `Refused` if that is not permitted."""
-        if kind in (Kind.MARKER, Kind.RECORD, Kind.HINT):
-            raise Refused(403, f"{key} can't be deleted: markers, records and hints never are")
+        if kind in (Kind.MARKER, Kind.ARCHIVE, Kind.HINT):
+            raise Refused(403, f"{key} can't be deleted: markers, archives and hints never are")
+        if kind is Kind.RECORD:
+            if not await self._admission.is_archived(version_of(key)):
+                raise Refused(403, f"{key} can't be deleted: this record is in no archive")
+            await self._storage.delete(key)
+            return
         if kind is not Kind.FOLDER and await self._storage.head(key) is None:
             return
         if kind in (Kind.HEARTBEAT, Kind.OTHER):
@@ -147,11 +155,13 @@ class Writes:
             parsed = await self._turns.run(sender.client, parse_metadata, key, kind, data)
         if isinstance(parsed, Root):
             await self._admission.check_root(parsed.version, parsed, data)
+        if isinstance(parsed, Archive):
+            await self._admission.check_archive(parsed, data, sender)
         if not isinstance(parsed, Record):
             await self._storage.put(key, [data], mode)
             return
         admitted = await self._admission.admit(version_of(key), parsed, len(data), sender)
-        await self._storage.put(key, [data], mode)
+        await self._admission.commits.create(version_of(key), data, Durability.FSYNC)
         self._admission.advance(admitted, data)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import tstore
 from tstore.copying.copy import copy_to
 from tstore.errors import Conflict, NotAStore, NotFound, SnapshotExpired, TStoreError
-from tstore.format.layout import MARKER, commit_key
+from tstore.format.layout import MARKER, commit_key, is_archive
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.segments import SEGMENT_ROW
 from tstore.log.expiry import head_as_of
@@ -40,10 +40,10 @@ async def judge_store(
     log: CommittedLog = {}
     start = history.start
     with new_host("judge") as host:
-        keys = sorted(k for k in storage.objects if k.startswith("commits/"))
-        newest = len(keys)
-        if keys != [commit_key(v) for v in range(1, newest + 1)]:
-            return [*history.violations, f"versions are missing: {keys}"], {}
+        versions = sorted(storage.records())
+        newest = len(versions)
+        if versions != list(range(1, newest + 1)):
+            return [*history.violations, f"versions are missing: {versions}"], {}
         with _errors_as_violations(violations):
             store = await tstore.open(HostStorage(storage, host))
             if (found := await store.log.reader.newest()) != newest:
@@ -101,9 +101,9 @@ async def judge_copy(
         return []  # the copy may be of a version before the run began, and may have diverged there
     if MARKER not in mirror.storage.objects:
         return []  # no copy was made
-    records, copies = ({v: s.storage.objects.get(commit_key(v)) for v in log} for s in (source, mirror))
-    diverged = next((v for v in log if records[v] != copies[v]), max(log, default=0))
-    equal_later = [v for v in log if v > diverged and records[v] == copies[v]]
+    records, copies = (s.storage.records() for s in (source, mirror))
+    diverged = next((v for v in log if records[v] != copies.get(v)), max(log, default=0))
+    equal_later = [v for v in log if v > diverged and records[v] == copies.get(v)]
     if equal_later:
         return [f"the copy differs from the source in version {diverged}, but not in the later {equal_later}"]
     history = copy.copy(mirror.history)  # with the attempts of both stores, once the next lines have added them
@@ -142,7 +142,7 @@ async def judge_power_failure(
 
 async def count_objects(new_host: NewHost, storage: SharedObjects, log: CommittedLog) -> Counter[str]:
     """Return the number of commits, and how many parts of metadata the living ones have, by kind."""
-    counts = Counter(commits=len(log))
+    counts = Counter(commits=len(log), archives=sum(map(is_archive, storage.objects)))
     with new_host("counter") as host:
         reader = (await tstore.open(HostStorage(storage, host), "r")).log.reader
         for version in (v for v, commit in log.items() if commit.state is not None):

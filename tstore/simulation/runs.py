@@ -33,9 +33,9 @@ from tstore.simulation.judge import (
     read_committed,
 )
 from tstore.simulation.repairs import repair_once
-from tstore.simulation.scenario import Layout, Scenario, override_constants
+from tstore.simulation.scenario import ARCHIVES, UNARCHIVED, Layout, Scenario, override_constants
 from tstore.simulation.storage import HostStorage, SharedObjects
-from tstore.simulation.virtual import FaultFreeHost, Host, Stuck, VirtualLoop
+from tstore.simulation.virtual import FaultFreeHost, FaultRates, Host, Stuck, VirtualLoop
 from tstore.simulation.workload import run_workload
 from tstore.storage.cache import Cache
 
@@ -43,8 +43,9 @@ __all__ = ["BatchResult", "Outcome", "simulate", "simulate_many"]
 
 _DEADLINE = 3_600.0  # virtual seconds within which every host must end
 _BATCH = 25  # runs per task of a process
-_FIRST_REPAIRED = 1000
+_FIRST_REPAIRED, _FIRST_ARCHIVED = 1000, 2000
 _REPAIRED = 0.25  # the share of runs with a repair, if nothing else excludes it
+_BESIDE = 12  # operations of a host that archives while another one stands still
 _DRAIN = 60.0  # virtual seconds after which all late requests have arrived
 
 
@@ -75,7 +76,10 @@ class _Run:
         # Drawn apart, like the layout; the seeds below are those of known faults, whose runs stay what they were.
         # Copies of a repaired store have diverged, and power fails elsewhere.
         draw = 1.0 if seed < _FIRST_REPAIRED else random.Random(f"repair {seed}").random()
-        self.repairs = draw < _REPAIRED and not (scenario.mirrored or lagging or scenario.rates.stale_lists)
+        archived = scenario.archive_every < UNARCHIVED  # a repair voids no record that may be archived
+        self.repairs = draw < _REPAIRED and not (
+            archived or scenario.mirrored or lagging or scenario.rates.stale_lists
+        )
         self.caches = contextlib.ExitStack()  # the temporary folders of the hosts' caches
 
     async def run(self) -> tuple[list[str], Counter[str]]:
@@ -92,6 +96,9 @@ class _Run:
             self._start(self._run_host(f"host{number}", self.primary, self.rng.randint(3, 7)))
         for number in range(self.rng.choice((0, 1, 1, 2))):
             self._start(self._run_cooperation(number))
+        if scenario.archive_every < UNARCHIVED and random.Random(f"stalled {self.seed}").random() < 0.5:
+            self._start(self._run_beside("stalled", "edits", 4, scenario.rates._replace(pauses=0.05)))
+            self._start(self._run_beside("compactor", "compaction", _BESIDE, scenario.rates._replace(pauses=0)))
         if scenario.mirrored and self.rng.random() < 0.6:
             self._start(self._failover())
         if self.repairs:
@@ -150,6 +157,13 @@ class _Run:
                 if await _survived(host, asyncio.create_task(work)):
                     return
             await asyncio.sleep(host.random.uniform(0, 20))
+
+    async def _run_beside(self, name: str, mix: str, rounds: int, rates: FaultRates) -> None:
+        """Run a host of a run in which one host often stands still, and another archives records meanwhile."""
+        with self._new_host(name) as host:
+            host.rates = rates
+            client = await self._open_client(host, self.primary)
+            await _survived(host, asyncio.create_task(run_workload(client, rounds, mix, None)))
 
     async def _failover(self) -> None:
         """Run a host that writes to the mirror once it exists, perhaps while others still copy to it."""
@@ -233,9 +247,13 @@ async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
 def simulate(seed: int) -> Outcome:
     """Simulate the run of a seed; its outcome is the same in any process."""
     rng = random.Random(f"run {seed}")
-    # drawn apart, so that the runs of other seeds stay what they were before there were layouts
+    # drawn apart, so that the runs of seeds stay what they were before there were layouts and archives
     layout: Layout = random.Random(f"layout {seed}").choice(("usual", "usual", "cut"))
-    scenario = Scenario.draw(rng, layout)
+    archives = random.Random(f"archives {seed}")
+    archive_every = (
+        archives.choice(ARCHIVES) if seed >= _FIRST_ARCHIVED and archives.random() < 0.5 else UNARCHIVED
+    )
+    scenario = Scenario.draw(rng, layout, archive_every)
     objects = scenario.objects()  # before the loop of the run exists, because `objects` runs its own loop
     loop = VirtualLoop()
     run: _Run | None = None

@@ -19,7 +19,15 @@ from tstore.simulation.history import CELLS
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import FaultFreeHost, FaultRates, VirtualLoop
 
-__all__ = ["Layout", "Scenario", "initial_objects", "override_constants", "prepare_initial_stores"]
+__all__ = [
+    "ARCHIVES",
+    "UNARCHIVED",
+    "Layout",
+    "Scenario",
+    "initial_objects",
+    "override_constants",
+    "prepare_initial_stores",
+]
 
 Roots = Literal["intact", "missing", "damaged", "foreign", "ahead"]
 Layout = Literal["usual", "cut"]
@@ -42,6 +50,10 @@ _LAYOUTS: dict[Layout, dict[str, int]] = {
 segments, which are merged after few commits, and the nodes are in pages."""
 
 _ROOT_EVERY: dict[Layout, tuple[int, ...]] = {"usual": (8, 8, 8, 64), "cut": (2, 2, 8)}
+ARCHIVES = (2, 4, 8)
+"""The choices for `archive_every`, if records are archived."""
+UNARCHIVED = 512
+"""More records than a run makes."""
 _INITIAL_COMMITS = {2: (0, 1, 4), 8: (0, 0, 6, 13), 64: (0, 59, 59)}
 """The choices for the commits before a run, by `root_every`; with most of them the run writes the next root."""
 _DAMAGED_BYTE = -32  # the index in a root of the byte where a bit is flipped
@@ -54,6 +66,8 @@ class Scenario(NamedTuple):
     """How the metadata is cut into objects: see `_LAYOUTS`."""
     root_every: int
     """The number of versions from one root to the next."""
+    archive_every: int
+    """The number of records in an archive."""
     fan_in: int
     """The number of fragments merged at once."""
     initial_commits: int
@@ -75,8 +89,8 @@ class Scenario(NamedTuple):
     rates: FaultRates
 
     @classmethod
-    def draw(cls, rng: random.Random, layout: Layout) -> Scenario:
-        """Draw the parameters of a run with a layout."""
+    def draw(cls, rng: random.Random, layout: Layout, archive_every: int) -> Scenario:
+        """Draw the parameters of a run with a layout and archives of this length."""
         root_every = rng.choice(_ROOT_EVERY[layout])
         rates = FaultRates(
             faults=rng.choice((0, 0.01, 0.05, 0.15)),
@@ -90,6 +104,7 @@ class Scenario(NamedTuple):
         return cls(
             layout,
             root_every,
+            archive_every,
             rng.choice((2, 100)),
             rng.choice(_INITIAL_COMMITS[root_every]),
             rng.choice(wrong_roots) if rng.random() < 0.2 else "intact",
@@ -103,7 +118,12 @@ class Scenario(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """The constants of the protocol in this run: the arguments of `override_constants`."""
-        return {"FAN_IN": self.fan_in, "ROOT_EVERY": self.root_every, **_LAYOUTS[self.layout]}
+        return {
+            "ARCHIVE_EVERY": self.archive_every,
+            "FAN_IN": self.fan_in,
+            "ROOT_EVERY": self.root_every,
+            **_LAYOUTS[self.layout],
+        }
 
     def objects(self) -> dict[str, bytes]:
         """Return the objects of the store from which the run begins."""

@@ -28,7 +28,17 @@ import random
 from collections.abc import AsyncIterator, Mapping
 
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
-from tstore.format.layout import is_record
+from tstore.format.layout import (
+    ARCHIVE_EVERY,
+    archive_end,
+    archive_key,
+    commit_key,
+    is_archive,
+    is_record,
+    version_of,
+)
+from tstore.format.objects.archives import Archive
+from tstore.format.objects.encoding import decode
 from tstore.simulation.virtual import Host
 from tstore.storage.base import Storage
 from tstore.storage.objects import (
@@ -47,6 +57,7 @@ from tstore.storage.objects import (
 __all__ = ["HostStorage", "SharedObjects"]
 
 _CREATE_FAULTS = ("refused", "lost", "unanswered", "late", "repeated", "retried")
+_MOST_RECORDS = 256  # of a run
 _WAIT = 2.0  # seconds that a host waits for a response
 _STALE = 2.0  # the maximum age of listings and sizes in seconds
 _CAPACITIES = (math.inf, math.inf, 6_000, 12_000)  # choices of the maximum size of a host's packs in bytes
@@ -72,15 +83,24 @@ class SharedObjects:
         """
         if key in self.objects:
             raise AlreadyExists(f"simulated: {key} exists already")
-        folder, _, number = key.partition("/")
-        previous = f"{folder}/{int(number) - 1:020d}" if self.strict and folder == "commits" else ""
-        if previous and int(number) > 1 and previous not in self.objects:
+        previous = version_of(key) - 1 if self.strict and is_record(key) else 0
+        places = {commit_key(previous), archive_key(archive_end(previous))}
+        if previous and places.isdisjoint(self.objects):
             raise InvalidArgument(f"simulated: {key} can't be created before the previous record")
         self.objects[key] = data
         self.created[key] = asyncio.get_running_loop().time()
         self.volatile.add(key)
         if not durable:
             self.unflushed.add(key)
+
+    def records(self) -> dict[int, bytes]:
+        """Return the records by version, those in archives and the others."""
+        records = {version_of(key): data for key, data in self.objects.items() if is_record(key)}
+        for key, data in self.objects.items():
+            if is_archive(key):
+                archive = decode(data, Archive)
+                records |= {archive.end - i: data for i, data in enumerate(reversed(archive.records))}
+        return records
 
     def sync_folder(self, folder: str) -> None:
         """Make the keys in the folder and in the top folder durable, except those of unflushed objects."""
@@ -143,10 +163,17 @@ class HostStorage(Storage):
         self._loop = asyncio.get_running_loop()
 
     @property
+    def without_archives(self) -> bool:
+        """Whether the run archives nothing; then looks for archives take no time and do not fail."""
+        return ARCHIVE_EVERY > _MOST_RECORDS
+
+    @property
     def tuning(self) -> Tuning:
         return self._tuning
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
+        if is_archive(key) and self.without_archives:
+            raise NotFound(f"simulated: {key} does not exist")
         await self.host.step()
         data = self.storage.objects.get(key)
         await self._respond(f"get {key}")
@@ -161,6 +188,8 @@ class HostStorage(Storage):
 
     async def head(self, key: str) -> Entry | None:
         """Return the entry of an object, which may be stale, or None if the object does not exist."""
+        if is_archive(key) and self.without_archives:
+            return None
         await self.host.step()
         data = self.storage.objects.get(key)
         if self.host.chance(self.host.rates.stale_heads):

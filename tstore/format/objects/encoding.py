@@ -1,4 +1,4 @@
-"""Metadata objects as bytes: each record, manifest, fragment and root is msgpack in a frame; pure, no I/O.
+"""Metadata objects (records, archives, manifests, fragments and roots) as bytes: msgpack in a frame; pure, no I/O.
 
 `decode` checks all values. `decode_record` checks all but those of inline manifests. `encode` refuses every value
 that `decode` would refuse.
@@ -42,6 +42,7 @@ from tstore.format.frame import (
     seal,
     unseal,
 )
+from tstore.format.objects.archives import Archive
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import MAX_PARTS_READ, Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.objects.references import EXTENDS, Body, Manifest
@@ -57,7 +58,13 @@ _TRAILING_DEFAULTS: dict[int, tuple[Any, ...]] = {18: (0,), 17: ({},), 16: ((),)
 _NOT_CONVERTED = (bytes, bytearray, memoryview, date, datetime, time, timedelta, Decimal, UUID)
 """Types that msgspec must not convert to or from text when `encode` checks the values of a body."""
 
-_FRAME_KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
+_FRAME_KINDS: dict[type[Body], bytes] = {
+    Record: b"R",
+    Archive: b"A",
+    Manifest: b"M",
+    Fragment: b"F",
+    Root: b"T",
+}
 _DECODERS: dict[type[Body], Any] = {kind: msgspec.msgpack.Decoder(kind) for kind in _FRAME_KINDS}
 
 

@@ -1,0 +1,93 @@
+"""Compaction of the log: the records of old versions are moved into archives, many in each.
+
+1. Use the list of the objects of records that the collection has made to find gaps. All of them belong to versions
+   that are not archived yet, except those of the next step. So the cost follows these, not the whole history.
+2. Delete the objects of versions whose archive exists before this compaction creates any. The archive has all of
+   these records; an object that a stalled writer created beside it is no commit (`log.commits`).
+3. Create an archive for every other block of `ARCHIVE_EVERY` versions that ends at least `ROOT_EVERY` versions
+   before the newest, if each of its records can be read. Leave their objects to a later collection: so a request
+   that is under way while one collection archives misses nothing. A compaction that was killed, or failed, is
+   continued by the next one.
+
+The records of a block stay as they are if one is damaged, or if they are too long for one archive. `tstore repair`
+voids no intact record that a collection may be archiving (`may_be_archived`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, StorageFull, UnsupportedFormat
+from tstore.format.bounds import ARCHIVE_BYTES
+from tstore.format.layout import (
+    ARCHIVE_EVERY,
+    ROOT_EVERY,
+    archive_end,
+    archive_key,
+    commit_key,
+)
+from tstore.format.objects.archives import Archive
+from tstore.format.objects.encoding import encode
+from tstore.log.commits import CommitObjects
+from tstore.log.reader import LogReader
+from tstore.runtime.concurrency import batched, together
+from tstore.runtime.pool import run
+from tstore.storage.objects import Durability
+
+__all__ = ["compact", "may_be_archived"]
+
+
+def may_be_archived(version: int, newest: int) -> bool:
+    """Return whether a garbage collection may archive the record of a version while `newest` is the newest."""
+    return archive_end(version) + ROOT_EVERY <= newest
+
+
+async def compact(log: LogReader, newest: int, listed: Iterable[int]) -> None:
+    """Archive the records of old versions by the steps at the top of this file.
+
+    `newest` is a version that exists; `listed` has those whose records have objects of their own.
+    Raise `Denied` or `Unavailable`.
+    """
+    blocks: dict[int, list[int]] = {}  # by their last version
+    for version in listed:
+        if may_be_archived(version, newest):
+            blocks.setdefault(archive_end(version), []).append(version)
+    archived = await log.storage.sizes(map(archive_key, blocks))
+    for end, versions in blocks.items():
+        if archive_key(end) in archived:
+            await _delete(log, end, versions)
+        elif len(versions) == ARCHIVE_EVERY:
+            await _archive(log, end)
+
+
+async def _delete(log: LogReader, end: int, versions: Sequence[int]) -> None:
+    """Delete the objects of records that are in an archive, unless this can't be read."""
+    try:
+        archive = await CommitObjects(log.storage).archive(end)  # read now, not from memory
+    except (Corrupt, UnsupportedFormat):
+        return
+    if archive is not None:  # the size may have been stale
+        await together(log.storage.delete, map(commit_key, versions))
+
+
+async def _archive(log: LogReader, end: int) -> None:
+    """Create the archive of a block, unless a record of it is damaged or missing, or all are too long together."""
+    records: list[bytes] = []
+    size, durable = 0, True
+    for versions in batched(range(end - ARCHIVE_EVERY + 1, end + 1)):
+        try:
+            found = await together(lambda version: log.storage.get(commit_key(version)), versions)
+            for version, data in zip(versions, found, strict=True):
+                durable = log.objects.decode_record(version, data).durable
+        except (Corrupt, NotFound, UnsupportedFormat):
+            return
+        records += found
+        if (size := size + sum(map(len, found))) > ARCHIVE_BYTES:
+            return
+    if not durable:
+        await log.storage.sync()  # a durable record requires durable data
+    try:
+        data = await run(encode, Archive(end, tuple(records)))
+        await log.storage.create(archive_key(end), data, Durability.FSYNC)
+    except (AlreadyExists, InvalidArgument, StorageFull):
+        return  # another collection was faster, or the records are a little too long; or a later one has space
