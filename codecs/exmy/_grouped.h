@@ -36,7 +36,7 @@ static INLINE double LANE(total)(const double *sums)
         z.f = y * scale * m;                                                                                 \
         z.i &= (INT)(((uint##BITS##_t)1 << (BITS - 1)) - 1);                                                 \
         c.i = z.i < limit ? z.i : limit;                                                                     \
-        g.i = ((c.i > tiny ? c.i : tiny) & EXPONENT) + lift;                                                 \
+        g.i = (INT)((uint##BITS##_t)((c.i > tiny ? c.i : tiny) & EXPONENT) + (uint##BITS##_t)lift);          \
         near.f = c.f + g.f;                                                                                  \
         near.f = near.f - g.f;                                                                               \
         return (double)(z.f - near.f);                                                                       \

@@ -20,7 +20,7 @@ static const lanes *lanes_of(int level)
 
 static int check_format(int exponent_bits, int mantissa_bits, int bias)
 {
-    if (exponent_bits >= 0 && exponent_bits <= 8 && mantissa_bits >= 0 &&
+    if (exponent_bits >= 0 && exponent_bits <= 8 && mantissa_bits >= 0 && mantissa_bits <= 15 &&
         1 + exponent_bits + mantissa_bits >= 2 && 1 + exponent_bits + mantissa_bits <= 16 && bias >= -512 &&
         bias <= 512)
         return 1;
@@ -128,7 +128,7 @@ static PyObject *py_repack(PyObject *args, int packing)
     if (!PyArg_ParseTuple(args, "iiny*w*", &level, &bits, &count, &src, &dst))
         return NULL;
     const lanes *l = lanes_of(level);
-    if (l != NULL && check_format(0, bits - 1 < 16 ? bits - 1 : 16, 0) && count >= 0 &&
+    if (l != NULL && check_format(0, bits > 0 ? bits - 1 : -1, 0) && count >= 0 &&
         check_length("codes", packing ? src.len : dst.len, codes_bytes((size_t)count, bits, 0)) &&
         check_length("packed", packing ? dst.len : src.len, packed_bytes((size_t)count, bits))) {
         Py_BEGIN_ALLOW_THREADS;

@@ -13,6 +13,28 @@ typedef struct {
     double sums[16];
 } noise_scratch;
 
+/* The same as noise_f32, for a format whose values are float32 but whose sums for rounding exceed float32: those are
+ * float64. */
+static double noise_top(const spec *s, const float32_value *y, size_t n, float scale, float factor, double *sums)
+{
+    double lane[16] = {0};
+    if (sums != NULL)
+        memcpy(lane, sums, sizeof lane);
+    for (size_t i = 0; i < n; i++) {
+        float32_word z, c;
+        z.f = y[i] * scale * factor;
+        z.i &= 0x7fffffff;
+        c.i = z.i < s->limit32 ? z.i : s->limit32;
+        const int exponent = ((c.i > s->tiny32 ? c.i : s->tiny32) >> 23) - 127;
+        const double g = power_of_two(exponent + 52 - s->mantissa_bits), near = (double)c.f + g - g;
+        const double d = (double)(z.f - (float)near);
+        lane[i % 16] += d * d;
+    }
+    if (sums != NULL)
+        memcpy(sums, lane, sizeof lane);
+    return baseline_total(lane);
+}
+
 /* Returns the sum of (z - nearest value to z)^2 with z = |src * scale| * factor over a run. Stops early and returns a
  * partial sum once the partial sum exceeds `enough`. */
 static double run_noise(const lanes *l, const spec *s, int kind, int wide, const uint8_t *src, size_t n, double scale,
@@ -26,6 +48,8 @@ static double run_noise(const lanes *l, const spec *s, int kind, int wide, const
         const uint8_t *y = working_block(l, wide, kind, src + i * size, m, &t->block);
         if (wide)
             total = l->noise_f64((const float64_value *)y, m, scale, factor, s, sums);
+        else if (!s->sum32)
+            total = noise_top(s, (const float32_value *)y, m, (float)scale, (float)factor, sums);
         else
             total = l->noise_f32((const float32_value *)y, m, (float)scale, (float)factor, s, sums);
     }
@@ -58,8 +82,8 @@ static void noise_all(const lanes *l, spec s, int kind, int wide, size_t length,
  * at least the difference, and larger factors clip no less. Once an error is twice the least so far, no larger factor
  * can be better. */
 static void least_all(const lanes *l, spec s, int kind, int wide, int rising, size_t length, const uint8_t *scales,
-                      const double *factors, const int64_t *tries, const uint8_t *src, size_t runs, int64_t *best,
-                      double *least)
+                      const double *factors, int64_t count, const volatile int64_t *tries, const uint8_t *src,
+                      size_t runs, int64_t *best, double *least)
 {
     noise_scratch t;
     const double margin = rising ? 2.001 : 1.001; /* the margin exceeds the rounding errors of the sums */
@@ -67,16 +91,19 @@ static void least_all(const lanes *l, spec s, int kind, int wide, int rising, si
     const unsigned mode = enter_float_mode();
     for (size_t i = 0; i < runs; i++, src += length * size) {
         const double scale = scale_of(wide, scales, i);
-        best[i] = 0, least[i] = HUGE_VAL;
-        for (int64_t k = 0; k < tries[i]; k++) {
-            const double unit = factors[k] * factors[k], most = margin * least[i];
+        int64_t tried = tries[i], best_k = 0; /* in local variables: other threads may write to the arguments */
+        tried = tried < count ? tried : count;
+        double least_error = HUGE_VAL;
+        for (int64_t k = 0; k < tried; k++) {
+            const double unit = factors[k] * factors[k], most = margin * least_error;
             const double enough = most * unit;
             const double error = run_noise(l, &s, kind, wide, src, length, scale, factors[k], enough, &t) / unit;
-            if (error < least[i] || (error == least[i] && factors[k] < factors[best[i]]))
-                best[i] = k, least[i] = error;
+            if (error < least_error || (error == least_error && factors[k] < factors[best_k]))
+                best_k = k, least_error = error;
             if (rising && error >= most)
                 break;
         }
+        best[i] = best_k, least[i] = least_error;
     }
     leave_float_mode(mode);
 }

@@ -136,14 +136,14 @@ static PyObject *py_least(PyObject *self, PyObject *args)
             check_length("tries", tries.len, runs * sizeof(int64_t)) &&
             check_length("best", best.len, runs * sizeof(int64_t)) &&
             check_length("least", least.len, runs * sizeof(double))) {
-            const int64_t *each = tries.buf;
+            const volatile int64_t *each = tries.buf;
             size_t i = 0;
             while (i < runs && each[i] >= 1 && (size_t)each[i] <= count)
                 i++;
             if (i == runs) {
                 Py_BEGIN_ALLOW_THREADS;
-                least_all(l, spec_of(x, y, bias, 0), kind, wide, rising, (size_t)length, scales.buf, factors.buf, each,
-                          src.buf, runs, best.buf, least.buf);
+                least_all(l, spec_of(x, y, bias, 0), kind, wide, rising, (size_t)length, scales.buf, factors.buf,
+                          (int64_t)count, each, src.buf, runs, best.buf, least.buf);
                 Py_END_ALLOW_THREADS;
                 result = Py_BuildValue("");
             } else

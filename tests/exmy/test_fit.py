@@ -97,6 +97,20 @@ def test_no_offset_that_the_search_leaves_out_is_better(name, freedom, seed, len
         assert error.tolist() == [errors[i, best[i]] for i in range(4)]
 
 
+@pytest.mark.parametrize("name", ["e7m0b0", "e7m1b7", "e7m8b0", "e7m8b1", "e6m3b-60", "e5m9b-90"])
+def test_the_noise_of_formats_near_the_top_of_float32(name, level):
+    """The sums with which such values are rounded exceed float32."""
+    layout = exmy.Format(name).layout
+    assert layout.exponent_bits and (1 << layout.exponent_bits) - 1 - layout.bias <= 127
+    runs = (np.random.default_rng(1).standard_normal((4, 100)) * 2.0**125).astype(np.float32)
+    scales, factors = np.ones(4, np.float32), np.array([1.0, 0.5, 2.0**-9])
+    out, expected = np.empty((4, 3)), np.empty((4, 3))
+    exmy.kernels.noise(Kind.FLOAT32, layout, runs, scales, factors, out)
+    exmy.blockwise.noise(Kind.FLOAT32, layout, runs, scales, factors, expected)
+    assert (out == expected).all()
+    assert (out > 0).all()
+
+
 def test_the_error_may_rise_before_it_falls(level):
     x = np.full(601, 1 / 32, np.float32)  # lost with the first two offsets, exact with the third
     x[0] = 7 / 8

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import exmy
 import numpy as np
@@ -102,6 +104,7 @@ def test_the_extension_checks_what_could_touch_other_memory(native):
         (9, 2, 4, 3, 7, False, False, x, out),
         (level, 4, 4, 3, 7, False, False, x, out),
         (level, 2, 9, 3, 7, False, False, x, out),
+        (level, 2, 4, 2**31 - 1, 7, False, False, x, out),
         (level, 2, 4, 3, 513, False, False, x, out),
         (level, 2, 4, 3, 7, False, False, x, out[:-1].copy()),
         (level, 2, 4, 3, 7, True, False, x, out[:-1].copy()),
@@ -112,7 +115,12 @@ def test_the_extension_checks_what_could_touch_other_memory(native):
         _kernels.decode(level, 2, 4, 3, 7, True, out[:-1].copy(), x)
     with pytest.raises(ValueError, match="bytes"):
         _kernels.round(level, 2, 4, 3, 7, False, x[:-1].copy(), x)
-    for arguments in [(level, 6, 301, out, out), (level, 17, 300, out, out), (level, 6, -1, out, out)]:
+    extreme = 2**31 - 1
+    for arguments in [
+        (level, 6, 301, out, out),
+        (level, 6, -1, out, out),
+        *((level, bits, 300, out, out) for bits in (17, 1, 0, -1, extreme, -extreme - 1)),
+    ]:
         with pytest.raises(ValueError, match=r"bytes|format|count"):
             _kernels.pack(*arguments)
         with pytest.raises(ValueError, match=r"bytes|format|count"):
@@ -154,6 +162,22 @@ def test_the_extension_checks_what_could_touch_other_memory(native):
     ]:
         with pytest.raises(ValueError, match=r"columns|bytes"):
             _kernels.columns(*arguments, x, target)
+
+
+def test_another_thread_changes_the_arguments_of_a_search(native):
+    """The counts were checked before: the search must not read factors beyond the last, whatever they are now."""
+    from exmy import _kernels
+
+    level, count = exmy.kernels.levels().index(native) - 1, 1 << 16
+    runs, scales, factors = np.ones(16 * count, np.float32), np.ones(count, np.float32), np.ones(3)
+    tries, best, error = np.full(count, 3), np.zeros(count, np.int64), np.zeros(count)
+    arguments = (level, 2, 4, 3, 7, False, False, 16, scales, factors, tries, runs, best, error)
+    with ThreadPoolExecutor(1) as pool:
+        search = pool.submit(_kernels.least, *arguments)
+        while not search.done():
+            tries[:] = best[:] = 1 << 40
+        with suppress(ValueError):  # the change came before the check
+            search.result()
 
 
 def test_the_extension_checks_the_sizes_of_statistics_and_stochastic_rounding(native):

@@ -282,3 +282,15 @@ def test_bytes_that_are_not_the_chunks_of_a_region_are_refused(chunk, start, blo
     with pytest.raises(ValueError, match=r"expected at least 1|are not the chunks of a region"):
         module.kernels.scatter_region(np.ones(4, np.uint8), target, chunk, start, block)
     assert not target.any()
+
+
+@compiled
+def test_values_of_no_bytes_are_refused():
+    """A division by the size of an element would end the process."""
+    empty = np.zeros(4, "V0")
+    with pytest.raises(ValueError, match="are not the chunks of a region"):
+        module.kernels.scatter_region(np.ones(4, np.uint8), empty, (2,), (0,), 9)
+    with pytest.raises(ValueError, match="do not fill"):
+        module.kernels.scatter(b"", empty, 0, 9)
+    with pytest.raises(ValueError, match="0 bytes"):
+        module.kernels.gather([(empty, (2,), b"", 0)], np.zeros(9, np.uint8), 9)

@@ -313,6 +313,9 @@ async def test_short_objects_read_in_one_call_are_those_read_one_by_one(
                 one_by_one = await leading_of(make(folder), keys[:drawn])
             assert at_once == one_by_one
     assert kernels.read_leading(os.path.join, str(tmp_path), iter(["no", "such"])) == ([], None)
+    for keys in ("", ["no"], None):  # an object without a next item would end the process
+        with pytest.raises(TypeError, match="iterator"):
+            kernels.read_leading(os.path.join, str(tmp_path), keys)
     with pytest.raises(InvalidArgument):
         await LocalStorage(tmp_path).leading(["commits/../1"])
 

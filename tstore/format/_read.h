@@ -58,6 +58,10 @@ static PyObject *py_read_leading(PyObject *self, PyObject *args)
     (void)self;
     if (files == NULL || rest == NULL || !PyArg_ParseTuple(args, "OOO", &path_of, &root, &keys))
         goto done;
+    if (!PyIter_Check(keys)) {
+        PyErr_SetString(PyExc_TypeError, "the keys must be an iterator");
+        goto done;
+    }
     if (buffer == NULL) {
         PyErr_NoMemory();
         goto done;

@@ -90,7 +90,7 @@ typedef struct {
 static int measure_region(region *r, const Py_buffer *target, PyObject *chunk, PyObject *start, Py_ssize_t size)
 {
     const int ndim = target->ndim;
-    int valid = ndim <= MAX_AXES && PyTuple_Size(chunk) == ndim && PyTuple_Size(start) == ndim;
+    int valid = ndim <= MAX_AXES && target->itemsize > 0 && PyTuple_Size(chunk) == ndim && PyTuple_Size(start) == ndim;
     for (int i = 0; valid && i < ndim; i++) {
         r->chunk[i] = PyLong_AsSsize_t(PyTuple_GetItem(chunk, i));
         r->start[i] = PyLong_AsSsize_t(PyTuple_GetItem(start, i));
