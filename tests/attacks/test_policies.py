@@ -81,6 +81,28 @@ def test_deep_policies_are_refused(levels: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"**": "e3m2", "head": null, "**": "e4m3"}', "**"),
+        ('{"**": "e3m2", "\\u002a*": "e3m2"}', "**"),
+        ('{"bits": 5, "formats": {}, "bits": 5}', "bits"),
+        ('{"formats": {"a": null, "a": "e3m2"}, "bits": 5}', "a"),
+        ('{"**": {"format": "e3m2", "block": 16, "block": 32}}', "block"),
+        ('{"**": [{"name": "exmy", "configuration": {"format": "e3m2", "format": "e4m3"}}]}', "format"),
+        ('{"": null, "": "e3m2"}', ""),
+    ],
+)
+def test_a_key_twice_in_one_object_is_refused(text: str, key: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(f"p.json has the key {key!r} twice")):
+        parse_policy(text.encode(), "p.json")
+
+
+def test_equal_keys_of_different_objects() -> None:
+    text = '{"a": {"format": "e3m2"}, "b": {"format": "e3m2"}, "c": [1e5]}'
+    assert list(parse_policy(text.encode(), "p.json")["formats"]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
     "arguments",
     [{"axis": "1"}, {"block": "32"}, {"block": 33}, {"scale": 5}, {"axis": True}, {"axis": []}, {"bits": "5"}],
     ids=str,

@@ -266,6 +266,24 @@ def test_objects_that_could_run_code_are_loaded_only_on_trust(tmp_path: Path) ->
         stores.Reader(tmp_path / "s", pickles="yes")  # type: ignore[arg-type]
 
 
+def test_pickled_objects_are_not_given_to_a_torch_that_runs_their_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"x": Custom(5), "w": torch.ones(3)}, storage_writer=stores.Writer(tmp_path / "s", 0))
+    loaded: dict[str, Any] = {"x": None}
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.__version__", "2.9.1+cu128")
+        patch.setattr("torch.load", lambda *_, **__: pytest.fail("the bytes of the store were unpickled"))
+        tensors = {"w": torch.zeros(3)}
+        dcp.load(tensors, storage_reader=stores.Reader(tmp_path / "s"))
+        assert tensors["w"].tolist() == [1, 1, 1]
+        with pytest.raises(api.CheckpointException, match=r"PyTorch 2.9.1\+cu128 .*install PyTorch 2.10 or newer"):
+            dcp.load(loaded, storage_reader=stores.Reader(tmp_path / "s"))
+    monkeypatch.setattr("torch.__version__", "2.9.1+cu128")
+    dcp.load(loaded, storage_reader=stores.Reader(tmp_path / "s", pickles="trusted"))
+    assert loaded["x"].value == 5
+
+
 def test_a_save_after_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(**_: Any) -> None:
         raise RuntimeError("interrupted")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import exmy
@@ -325,10 +327,18 @@ def parse_policy(text: bytes, file: str) -> dict[str, Any]:
 
     An object with the key "formats", "min_sqnr" or "bits" contains arguments; it may also have the keys "error",
     "coding", "sensitivity", "axis", "block" and "scale". Any other object contains rules. Raise `InvalidArgument`,
-    naming the file, if the policy is invalid.
+    naming the file, if the policy is invalid, also if it has a key twice: one of the two would be ignored.
     """
+
+    def check_keys(pairs: list[tuple[str, Any]]) -> None:
+        keys = sorted(key for key, _ in pairs)
+        twice = [key for key, other in pairwise(keys) if key == other]
+        if twice:
+            raise InvalidArgument(f"{file} has the key {twice[0]!r:.200} twice in one object; remove one of them")
+
     try:
-        document = msgspec.json.decode(text)
+        document = msgspec.json.decode(text)  # which keeps the last of equal keys
+        json.loads(text, object_pairs_hook=check_keys, parse_int=float)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{file} is not JSON: {error}") from None
     if not isinstance(document, dict) or not document:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from torch.torch_version import TorchVersion
 
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
@@ -39,6 +40,7 @@ from tstore.torch.tensors import numpy_dtype, overlapping, shares_elements, torc
 __all__ = ["Reader"]
 
 _EVERYTHING = Request(None, None, None, "error")
+_FIRST_SAFE_TORCH = "2.10"  # before, torch.load(weights_only=True) ran code of crafted pickles
 
 
 class Reader(StorageReader):
@@ -227,6 +229,12 @@ def _pickled(value: Any) -> io.BytesIO:
 
 def _loaded(name: str, stream: io.BytesIO) -> Any:
     """Return the value of a pickle; raise `InvalidArgument` if unpickling it could run code."""
+    if TorchVersion(torch.__version__) < _FIRST_SAFE_TORCH:
+        raise InvalidArgument(
+            f"{name}: a pickled object, which can run code when PyTorch {torch.__version__} loads it "
+            f"(CVE-2025-32434, CVE-2026-24747); install PyTorch {_FIRST_SAFE_TORCH} or newer, or pass "
+            "Reader(…, pickles='trusted') if you trust all who can write to this store"
+        )
     try:
         return torch.load(stream, weights_only=True)
     except Exception as error:  # unpickling arbitrary data can raise any exception
