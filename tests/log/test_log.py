@@ -480,6 +480,22 @@ async def test_only_the_first_commit_of_a_store_looks_ahead() -> None:
     assert heads[0] >= 16 > heads[1] == heads[2]
 
 
+async def test_tasks_that_need_the_newest_version_at_once_read_it_once(tmp_path: Path) -> None:
+    url = tmp_path / "s"
+    async with await tstore.open(url) as store:
+        for i in range(20):
+            async with store.transaction() as tx:
+                await (await tx.create_array(f"a{i}", (4,), "f4")).write(i)
+    readers, faults = await open_faulty(url, "r")
+    snapshots = await asyncio.gather(*(readers.snapshot() for _ in range(50)))
+    assert {snapshot.version for snapshot in snapshots} == {20}
+    assert faults.count("get", "commits/*") <= 2 * 20
+    async with await tstore.open(url) as store, store.transaction() as tx:
+        await (await tx.array("a3")).write(7)
+    array = await (await readers.snapshot()).array("a3")
+    assert (await array.read()).tolist() == [7] * 4
+
+
 async def test_a_stale_size_is_no_hole() -> None:
     """Some storage answers a `head` from a cache that is older than the object."""
 

@@ -23,6 +23,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
@@ -37,7 +38,7 @@ from tstore.format.tree.stored_nodes import DerivedNodes
 from tstore.format.tree.tree import Changes, Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import CACHED_RECORDS, Records, VersionCache
-from tstore.runtime.event_loops import run_apart
+from tstore.runtime.event_loops import PerLoop, run_apart
 from tstore.runtime.pool import run, uses_threads
 from tstore.storage.base import Storage
 from tstore.storage.cache import forget
@@ -63,6 +64,7 @@ class Trees:
         self._cached: VersionCache[Tree] = VersionCache(_CACHED)
         self._copies: VersionCache[Tree] = VersionCache(_CACHED)
         self._changes: VersionCache[tuple[Record, Changes]] = VersionCache(CACHED_RECORDS)
+        self._building: PerLoop[WeakValueDictionary[int, asyncio.Lock]] = PerLoop(WeakValueDictionary)
         objects.pages.derive = self.derived_pages
 
     async def tree(self, version: int) -> Tree:
@@ -86,15 +88,14 @@ class Trees:
         """Return the tree of the head as of a version that exists, with the tags as of that version."""
         if self._records.voided:
             await self.drop_voided()
-        if (cached := self._cached.get(version)) is not None:
-            return cached
-        if (tree := self._from_cached(version)) is not None:
+        if (tree := self._cached.get(version) or self._from_cached(version)) is not None:
             return tree
-        tree = await self._built(version, version + 1, set())
-        if self._records.voided:  # a record just read is a repair, which voided versions
-            return await self.head(version)
-        self._cached.put(version, tree)
-        return tree
+        async with self._building.get().setdefault(version, asyncio.Lock()):  # once for all tasks of a loop
+            tree = self._cached.get(version) or await self._built(version, version + 1, set())
+            if not self._records.voided:
+                self._cached.put(version, tree)
+                return tree
+        return await self.head(version)  # a record just read is a repair, which voided versions
 
     async def _built(self, version: int, before: int, lost: set[int]) -> Tree:
         """Return the tree as of a version, from records and the nearest cached tree or root below `before`.
