@@ -150,7 +150,7 @@ async def test_whichever_request_fails(remote: bool) -> None:
         async with store.transaction() as tx:
             await tx.create_array("log", (0,), "int64", chunks=(8,))
         failing = Failing(store.log.storage)
-        impatient = RetryPolicy(0, 0, 0.001, 0.001, 0.001)
+        impatient = RetryPolicy(0.001, 0.001, 0.002, 0.002, 0.002)
         store = await tstore.open(as_remote(failing, impatient) if remote else failing)
         tx = store.transaction()
         appended = await (await tx.array("log")).append(np.array([7]))
