@@ -31,6 +31,7 @@ from tests.support.weights import raw
 from tstore.convert.dcp import open_dcp
 from tstore.convert.dcp_export import export_dcp
 from tstore.convert.importing import SourceKind, import_checkpoint, import_torch_file
+from tstore.convert.nesting import nested
 from tstore.convert.pickled import Visits
 from tstore.convert.torch_archive import read_archive
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, TStoreError, UnsupportedFormat
@@ -647,3 +648,72 @@ def test_odd_folders(folder: Path, tmp_path: Path) -> None:
             return True
 
         fuzz("DCP folders", attack, 150)
+
+
+def int_key(number: int) -> bytes:
+    return b"\x8a\x0a" + number.to_bytes(10, "little", signed=True)
+
+
+COLLIDING = [i * ((1 << 61) - 1) for i in range(1, 40_000)]  # Python's hashes of these are all 0
+
+
+NUMBERS = [int_key(number) + b"N" for number in COLLIDING]
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (b"}(" + b"".join(NUMBERS) + b"u", "keys of dicts that are numbers"),
+        (b"}" + b"".join(item + b"s" for item in NUMBERS), "keys of dicts that are numbers"),
+        (b"](" + (b"}(" + b"".join(NUMBERS[:200]) + b"u") * 99 + b"e", "keys of dicts that are numbers"),
+        (
+            b"}" + b"".join(b"G" + struct.pack(">d", n) + b"Ns" for n in COLLIDING),
+            "keys of dicts that are numbers",
+        ),
+        (b"](" + b"".join(b"Nr" + struct.pack("<I", n << 16) for n in range(9)) + b"e", "not a valid pickle"),
+        (b"Np-1\n", "not a valid pickle"),
+        (b"]q\0g-1\n", "not a valid pickle"),
+        (b"}ctorch\nSize\nK\1K\2\x86\x85RNs", "a tuple as a key"),
+        *(
+            (b"](" + opcodes * (1 << 16) + b"e", "24 times its size in memory")
+            for opcodes in (b"}", b"]", b"(", b"}K\0Ns", b"K\1\x85\x85\x85", b"](K\1e")
+        ),
+    ],
+    ids=range(14),
+)
+def test_numbers_that_collide_and_values_that_fill_the_memory(
+    pickled: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "memory" in message:
+        monkeypatch.setattr("tstore.convert.pickled._MEMORY", 1 << 18)
+    data = np.frombuffer(archive(HEAD + pickled + b"."), np.uint8)
+    with bounded_time(20), pytest.raises((Corrupt, UnsupportedFormat), match=message):
+        read_archive(data, "x")
+
+
+def test_honest_numbers_as_keys() -> None:
+    state = {i: {"step": i} for i in range(20_000)}
+    sparse = {i * 1_000_003: -i for i in range(5000)} | {0.5: 1, True: 2, -7: 3}
+    for value in (state, sparse, [True] * 100_000, [(i, i) for i in range(20_000)]):
+        for protocol in (2, 4):
+            data = np.frombuffer(archive(pickle.dumps(value, protocol)), np.uint8)
+            assert read_archive(data, "x", max_expansion=1 << 10) == value
+
+
+def test_holes_of_sparse_files_are_no_values(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(HEAD + b"(" + b"}" * (1 << 22) + b"l.")
+    with open(tmp_path / "__0_0.distcp", "wb") as file:
+        file.truncate(1 << 40)
+    with (
+        bounded_time(1),
+        pytest.raises(Corrupt, match=r"4194309 bytes, but .* only 0 on the disk"),
+    ):
+        open_dcp(str(tmp_path))
+
+
+def test_positions_and_offsets_that_collide() -> None:
+    leaves = [(("list", n), n) for n in COLLIDING]
+    with bounded_time(5), pytest.raises(Corrupt, match=r"the keys .* in one list, at list; expected 0 to 39998"):
+        nested(leaves, "x")
+    shuffled = random.Random(1).sample(range(1000), 1000)
+    assert nested([(("a", i, "b"), i) for i in shuffled], "x") == {"a": [{"b": i} for i in range(1000)]}

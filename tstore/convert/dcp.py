@@ -108,11 +108,12 @@ def _check_length(folder: str, metadata: bytes) -> None:
         return
     with mapped_errors("read", folder):
         paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
-        total = sum(os.stat(path).st_size for path in paths if os.path.exists(path))
+        sizes = [os.stat(path) for path in paths if os.path.exists(path)]
+        total = sum(min(size.st_size, 512 * size.st_blocks) for size in sizes)  # without the holes of sparse files
     if total < 2 * len(metadata):  # the total includes the metadata
         raise Corrupt(
             f"{folder}: {METADATA} has {len(metadata)} bytes, but the files of the values only "
-            f"{total - len(metadata)}; copy the folder again"
+            f"{max(0, total - len(metadata))} on the disk; copy the folder again"
         )
 
 
@@ -159,18 +160,25 @@ def _value(name: str, item: Instance, locations: list[_Location], files: _Files)
     if not isinstance(dtype_name, Name):
         raise Corrupt(f"{subject} has an invalid dtype")
     dtype, shape = TORCH_DTYPES[dtype_name.name], _size(fields["size"])
-    chunk_sizes = {_size(chunk["offsets"]): _size(chunk["sizes"]) for chunk in _chunks(fields["chunks"], files)}
-    pieces = {}
+    # by text, whose hashes have a secret: a folder could choose tuples of numbers that collide
+    chunk_sizes = {
+        str(_size(chunk["offsets"])): _size(chunk["sizes"]) for chunk in _chunks(fields["chunks"], files)
+    }
+    pieces: dict[str, Piece] = {}
     for location in locations:
         offset = (0,) * len(shape) if location.offset is None else location.offset
         values = files.value(location, subject)
-        if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != chunk_sizes.get(offset):
+        if (
+            not isinstance(values, np.ndarray)
+            or values.dtype != dtype
+            or values.shape != chunk_sizes.get(str(offset))
+        ):
             raise Corrupt(
                 f"{subject} has in {location.file} {getattr(values, 'dtype', type(values).__name__)} values of "
                 f"shape {getattr(values, 'shape', '')}; its metadata expects {dtype} values of shape "
-                f"{chunk_sizes.get(offset)}"
+                f"{chunk_sizes.get(str(offset))}"
             )
-        pieces[offset] = Piece(offset, values)
+        pieces[str(offset)] = Piece(offset, values)
     return joined(subject, shape, dtype, list(pieces.values()))
 
 

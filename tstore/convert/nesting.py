@@ -14,8 +14,11 @@ Keys = tuple[str | int, ...]
 """The keys of a leaf from the outermost container on; a number is an index of a list."""
 
 
-class _Container(dict[str | int, Any]):
-    """A dict or list while it is being filled; lists have numbers as keys."""
+class _Container(dict[str | bytes, Any]):
+    """A dict or list while it is being filled; a list has its positions, as bytes, for keys.
+
+    The hashes of bytes have a secret, so that a checkpoint can't choose positions that collide.
+    """
 
 
 def nested(leaves: Iterable[tuple[Keys, Any]], subject: str) -> Any:
@@ -25,16 +28,17 @@ def nested(leaves: Iterable[tuple[Keys, Any]], subject: str) -> Any:
         if not keys or len(keys) > MAX_LEVELS:
             raise Corrupt(f"{subject} has a leaf with {len(keys)} keys; expected 1 to {MAX_LEVELS}")
         node = root
-        for key in keys[:-1]:
+        *above, last = (b"%d" % key if isinstance(key, int) else key for key in keys)
+        for key in above:
             child = node.setdefault(key, _Container())
             if not isinstance(child, _Container):
                 raise Corrupt(f"{subject} has a value above {_shown(keys)}; check the checkpoint")
             node = child
-        if keys[-1] in node:
+        if last in node:
             raise Corrupt(
                 f"{subject} has two values, or a value and a container, at {_shown(keys)}; check the checkpoint"
             )
-        node[keys[-1]] = leaf
+        node[last] = leaf
     return _without_containers(root, subject, ())
 
 
@@ -42,14 +46,15 @@ def _without_containers(node: Any, subject: str, keys: Keys) -> Any:
     """Return the tree at these keys, with dicts and lists in place of `_Container`."""
     if not isinstance(node, _Container):
         return node
-    if not any(isinstance(key, int) for key in node):
-        return {key: _without_containers(child, subject, (*keys, key)) for key, child in node.items()}
-    if set(node) != set(range(len(node))):
-        raise Corrupt(
-            f"{subject} has the keys {', '.join(map(repr, list(node)[:10])):.300} in one list, at {_shown(keys)}; "
-            f"expected 0 to {len(node) - 1}"
-        )
-    return [_without_containers(node[i], subject, (*keys, i)) for i in range(len(node))]
+    if texts := [key for key in node if isinstance(key, str)]:
+        if len(texts) == len(node):
+            return {key: _without_containers(node[key], subject, (*keys, key)) for key in texts}
+    elif all(b"%d" % i in node for i in range(len(node))):
+        return [_without_containers(node[b"%d" % i], subject, (*keys, i)) for i in range(len(node))]
+    shown = ", ".join(repr(key) if isinstance(key, str) else key.decode() for key in list(node)[:10])
+    raise Corrupt(
+        f"{subject} has the keys {shown:.300} in one list, at {_shown(keys)}; expected 0 to {len(node) - 1}"
+    )
 
 
 def _shown(keys: Keys) -> str:

@@ -5,7 +5,8 @@
 interpret. A name that is not in the reader's list is refused.
 
 A pickle may refer to one value many times, so that its expansion may be exponentially longer than the pickle.
-Readers therefore count the values that they visit with `Visits`, which also limits the opcodes.
+Readers therefore count the values that they visit with `Visits`, which also limits the opcodes, their memory, and
+numbers as keys: Python hashes numbers without a secret, so that a pickle could choose those that collide.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from tstore.errors import Corrupt, UnsupportedFormat
 
 __all__ = ["Instance", "Name", "PersistentId", "Visits", "check_key", "parse_pickle"]
 
-_MAX_OPCODES = 1 << 25  # each takes about 100 bytes of memory at most
+_MAX_OPCODES = 1 << 25
 _MAX_VISITS = 1 << 22
+_MAX_NUMBERS = 1 << 14  # numbers as keys of dicts; as many that collide take a few seconds
+_MEMORY = 64 << 20  # bytes for the values of any pickles
+_MEMORY_PER_BYTE = 24  # more, for each byte of a pickle
 _MAX_SHOWN = 100  # characters of a name in a message
 _MAX_KEY = 1 << 14  # characters, bytes or bits of a key of a dict
 
@@ -58,14 +62,37 @@ class Visits:
     """
 
     def __init__(self, subject: str) -> None:
-        self._subject, self._count = subject, 0
-        self.opcodes_left = _MAX_OPCODES
+        self._subject, self._count, self._numbers = subject, 0, 0
+        self.opcodes_left, self._memory_left = _MAX_OPCODES, _MEMORY
 
     def add(self) -> None:
         """Count one value."""
         self._count += 1
         if self._count > _MAX_VISITS:
             raise Corrupt(f"{self._subject} is a pickle of more than {_MAX_VISITS} values; check where it is from")
+
+    def add_key(self, key: Any, position: int) -> None:
+        """Count the key of a dict that has `position` keys already.
+
+        Numbers from 0 on, as in the state of optimizers, do not collide, and are not counted.
+        """
+        if isinstance(key, (str, bytes, Instance)) or (isinstance(key, int) and 0 <= key <= position):
+            return
+        self._numbers += 1
+        if self._numbers > _MAX_NUMBERS:
+            raise UnsupportedFormat(
+                f"{self._subject} has more than {_MAX_NUMBERS} keys of dicts that are numbers and do not count "
+                "from 0 on; use text as keys"
+            )
+
+    def add_memory(self, size: int) -> None:
+        """Count bytes of memory, about; negative ones are allowed in addition."""
+        self._memory_left -= size
+        if self._memory_left < 0:
+            raise UnsupportedFormat(
+                f"{self._subject} is a pickle whose values take more than {_MEMORY_PER_BYTE} times its size in "
+                "memory, which tstore does not read; load it with PyTorch and save it with tstore.torch"
+            )
 
 
 def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str, visits: Visits) -> Any:
@@ -74,7 +101,8 @@ def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str
     Raise `UnsupportedFormat` for any other name, and for opcodes that are too many or not supported; raise
     `Corrupt` for bytes that are not a pickle. `subject` names the pickle in errors.
     """
-    machine = _Machine(allowed, subject)
+    machine = _Machine(allowed, subject, visits)
+    visits.add_memory(-_MEMORY_PER_BYTE * len(data))
     try:
         for opcode, argument, _ in pickletools.genops(data):
             visits.opcodes_left -= 1
@@ -83,6 +111,7 @@ def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str
                     f"{subject} has pickles of more than {_MAX_OPCODES} opcodes, which tstore does not read; load "
                     "it with PyTorch and save it with tstore.torch"
                 )
+            visits.add_memory(_MEMORY_OF.get(opcode.name, 40))
             handler = _HANDLERS.get(opcode.name)
             if handler is not None:
                 handler(machine, argument)
@@ -113,12 +142,12 @@ def check_key(key: Any) -> None:
 class _Machine:
     """The stack and the memo of a pickle while it is read."""
 
-    def __init__(self, allowed: Collection[tuple[str, str]], subject: str) -> None:
+    def __init__(self, allowed: Collection[tuple[str, str]], subject: str, visits: Visits) -> None:
         self.stack: list[Any] = []
         self.outer_stacks: list[list[Any]] = []  # for each open mark, the stack before it
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
         self.result: Any = None
-        self._allowed, self._subject = allowed, subject
+        self._allowed, self._subject, self._visits = allowed, subject, visits
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -158,10 +187,12 @@ class _Machine:
             target = target.items
         if not isinstance(target, dict) or len(pairs) % 2:
             raise ValueError("items for something that is not a dict")
+        self._visits.add_memory(_MEMORY_OF_ITEM * (len(pairs) // 2))
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             if isinstance(key, tuple):
                 raise UnsupportedFormat(f"{self._subject} has a dict with a tuple as a key; use text as keys")
             check_key(key)
+            self._visits.add_key(key, len(target))
             target[key] = value
 
     def push_dict_to_mark(self) -> None:
@@ -176,7 +207,14 @@ class _Machine:
         target.extend(values)
 
     def put(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
+        if not 0 <= index <= len(self.memo):  # picklers number their values from 0 on
+            raise ValueError(f"the number {index} for value {len(self.memo)}")
+        self.memo[index : index + 1] = self.stack[-1:]
+
+    def get(self, index: int) -> None:
+        if index < 0:
+            raise ValueError("a value of a negative number")
+        self.push(self.memo[index])
 
     def mark(self) -> None:
         self.outer_stacks.append(self.stack)
@@ -205,6 +243,32 @@ _NUMBERS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FL
 _STRINGS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
 _BYTES = ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 _IGNORED = frozenset({"PROTO", "FRAME"})
+
+_SHARED = (
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "EMPTY_TUPLE",
+    "BININT1",
+    "DUP",
+    "POP",
+    "POP_MARK",
+    "STOP",
+    "PROTO",
+    "FRAME",
+)
+_MEMO = ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET")
+_CONTAINERS = ("EMPTY_DICT", "EMPTY_LIST", "LIST", "DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
+_OBJECTS = ("REDUCE", "NEWOBJ", "BINPERSID", "GLOBAL", "STACK_GLOBAL", "APPEND", "APPENDS")
+_MEMORY_OF = {
+    **dict.fromkeys((*_SHARED, *_MEMO), 10),
+    **dict.fromkeys((*_CONTAINERS, *_OBJECTS), 80),
+    **dict.fromkeys(("SETITEM", "SETITEMS"), 180),
+}
+"""How many bytes the result of an opcode takes at most, beside the content of numbers and texts; 40 for others."""
+
+_MEMORY_OF_ITEM = 60
+"""How many bytes a key and its value take in a dict, beside their own."""
 
 _HANDLERS: dict[str, _Handler] = {
     **{name: lambda m, value: m.push(value) for name in (*_NUMBERS, *_STRINGS, *_BYTES)},
@@ -237,5 +301,5 @@ _HANDLERS: dict[str, _Handler] = {
     "MEMOIZE": lambda m, _: m.put(len(m.memo)),
     "STOP": lambda m, _: m.stop(),
     **{name: lambda m, index: m.put(index) for name in ("PUT", "BINPUT", "LONG_BINPUT")},
-    **{name: lambda m, index: m.push(m.memo[index]) for name in ("GET", "BINGET", "LONG_BINGET")},
+    **{name: lambda m, index: m.get(index) for name in ("GET", "BINGET", "LONG_BINGET")},
 }

@@ -182,19 +182,31 @@ class _Archive:
             case Instance():
                 return self._instance(value)
             case dict():
-                return {self._key(key): self._plain(item) for key, item in value.items()}
+                return self._dict([*value.items()])
             case list():
                 return [self._plain(item) for item in value]
             case tuple() if not isinstance(value, PersistentId):
                 return tuple(self._plain(item) for item in value)
         raise self._corrupt(f"its pickle has a {type(value).__name__} in place of a value")
 
+    def _dict(self, pairs: list[Any]) -> dict[Any, Any]:
+        """Return a dict with what these keys and values stand for."""
+        plain: dict[Any, Any] = {}
+        for key, item in pairs:
+            plain_key = self._key(key)
+            self._visits.add_key(plain_key, len(plain))
+            plain[plain_key] = self._plain(item)
+        return plain
+
     def _key(self, key: Any) -> Any:
         """Return what a key stands for."""
         check_key(key)
         if isinstance(key, (str, bytes)):
             self._count_bytes(len(key))
-        return self._instance(key) if isinstance(key, Instance) else key
+        plain = self._instance(key) if isinstance(key, Instance) else key
+        if isinstance(plain, tuple):
+            raise UnsupportedFormat(f"{self._subject} has a dict with a tuple as a key; use text as keys")
+        return plain
 
     def _instance(self, value: Instance) -> Any:
         name, arguments = tuple(value.function), value.arguments
@@ -208,7 +220,7 @@ class _Archive:
             return self._plain(arguments[0])
         if name in _DICTS:
             pairs = [pair for pairs in arguments if isinstance(pairs, (list, tuple)) for pair in pairs]
-            return {self._key(key): self._plain(item) for key, item in [*pairs, *(value.items or {}).items()]}
+            return self._dict([*pairs, *(value.items or {}).items()])
         if name == _ENCODE:
             text = _text(arguments[0])
             self._count_bytes(len(text))
