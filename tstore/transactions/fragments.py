@@ -177,6 +177,12 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Sequence
     Raise `Inconsistent` if they contradict each other. `name` is the transaction's name in errors.
     """
     first = fragments[0]
+    if any(manifest.merges for manifest in itertools.chain.from_iterable(manifests)):
+        raise Inconsistent(
+            f"transaction {name!r}: a fragment merges references of earlier versions, which only a transaction of "
+            "one host may; no tstore writes such a fragment, so save again with another attempt",
+            [],
+        )
     parts = [
         _NodePart(f.host, *node)
         for f, listed in zip(fragments, manifests, strict=True)
