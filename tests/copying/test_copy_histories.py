@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import uuid
@@ -19,6 +20,7 @@ from tstore.conformance.faults import Faults
 from tstore.copying.copy import copy_to
 from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotAStore, Unavailable
 from tstore.format.layout import commit_key
+from tstore.runtime.world import World, use_world
 from tstore.storage.base import Storage
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
@@ -278,6 +280,37 @@ async def test_concurrent_copies_of_diverged_histories_are_not_mixed(held: int, 
     with pytest.raises(Conflict, match="from version 3 on"):
         raise lost
     await check_steps(target, *((0, 0, 0, 0) if ended[1] is lost else (0, 0, 1, 1, 1, 1)))
+
+
+class Numbers(World):
+    """Tokens that are the same in every store, so that its transactions have the same ids."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+
+    def token(self, size: int) -> str:
+        return f"{next(self._count):0{2 * size}x}"
+
+
+@pytest.mark.parametrize("name", ["pack", "manifest"])
+async def test_an_object_of_a_diverged_copy_is_not_replaced(name: str, tmp_path: Path) -> None:
+    """`cp -rn` has added the newest record of the source to a copy whose earlier one differs."""
+    source, target = tmp_path / "a", tmp_path / "b"
+    await saved(str(source), range(1))
+    await tstore.copy(source, target)
+    for store, longer in ((source, 0), (target, 5)):
+        tree = {"own": np.arange(2000.0 + longer * (name == "pack")), **tree_of(1)["wide"]}
+        with use_world(Numbers()):
+            await tstore.save(store, tree, 1, attributes={"longer": "x" * longer})
+    await saved(str(source), range(2, 3))
+    for path in [p for p in source.rglob("*") if p.is_file()]:
+        if not (theirs := target / path.relative_to(source)).exists():
+            theirs.parent.mkdir(exist_ok=True)
+            shutil.copy(path, theirs)
+    before = {path: path.read_bytes() for path in target.rglob(f"{name}*")}
+    with pytest.raises(Conflict, match="from version 2 on"):
+        await tstore.copy(source, target)
+    assert {path: path.read_bytes() for path in target.rglob(f"{name}*")} == before
 
 
 async def test_objects_of_another_copy_are_synced() -> None:

@@ -82,6 +82,13 @@
     a copy mixes what a repair separated         test_repair_dependents.py: a copy made before a repair
     a voided gc goes on                          test_repair_dependents.py: its gc ends
     what a voided gc condemned is alive again    test_repair_dependents.py: a gc that is still deleting
+    an append passes a cooperative commit        test_group.py: values appended are not lost
+    a repair drops a tag moved away before       test_repair_dependents.py: a tag moved away before
+    a repair drops a tag of another version      test_repair_dependents.py: a tag moved away before
+    a copy replaces packs of another history     test_copy_histories.py: an object of a diverged copy
+    a copy replaces manifests of another one     test_copy_histories.py: an object of a diverged copy
+    pages of another store's root are read       test_roots.py: a root that a backup left in place of it
+    an expired version is tagged                 test_tags.py: a version that expires during the commit
     readers prefer an object to its archive      test_archives.py: readers ignore an object beside the archive
     records are deleted as they are archived     test_archives.py: nothing is deleted by what archives
     a server does not look after a create        test_archives.py: a server looks after a create
@@ -238,7 +245,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a commit that was decided is withdrawn": (
         WITHDRAWAL + "test_a_host_that_gives_up_after_another_claimed_does_not_withdraw",
-        Edit(COOPERATIVE + "withdraw", "if await self.fragments.decision.withdraw():", "if True:"),
+        Edit(COOPERATIVE + "withdraw", "if await self.fragments.decision.withdraw(absent):", "if True:"),
     ),
     "a withdrawal is lost in a power failure": (
         WITHDRAWAL + "test_a_withdrawal_is_durable",
@@ -517,6 +524,38 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "what a voided gc condemned is alive again": (
         REPAIRS + "test_a_gc_that_is_still_deleting_while_its_record_is_voided",
         Edit("tstore.maintenance.repair_plan:RepairPlan._needing_revoked", "if gone:", "if False:"),
+    ),
+    "an append passes a cooperative commit": (
+        "transactions/test_group.py::test_values_appended_before_the_hosts_commit_are_not_lost",
+        Edit(COOPERATIVE + "append", "*overlap.chunks, *overlap.extended]", "*overlap.chunks]"),
+    ),
+    "a repair drops a tag moved away before": (
+        REPAIRS + "test_a_tag_moved_away_before_the_repair_is_not_dropped[None]",
+        Edit("tstore.maintenance.repair:_tags_of", "(*record.tags, *record.dropped)", "record.dropped"),
+    ),
+    "a repair drops a tag of another version": (
+        REPAIRS + "test_a_tag_moved_away_before_the_repair_is_not_dropped[3]",
+        Edit(
+            "tstore.maintenance.repair:_tags_of",
+            "tagged |= record.tagged",
+            "tagged = record.tagged | tagged",
+        ),
+    ),
+    "a copy replaces packs of another history": (
+        "copying/test_copy_histories.py::test_an_object_of_a_diverged_copy_is_not_replaced[pack]",
+        Edit("tstore.copying.copy:_Copy._copy_packs", "await self._check_common_records()", "pass"),
+    ),
+    "a copy replaces manifests of another one": (
+        "copying/test_copy_histories.py::test_an_object_of_a_diverged_copy_is_not_replaced[manifest]",
+        Edit("tstore.copying.copy:_Copy._copy_manifests", "await self._check_common_records()", "pass"),
+    ),
+    "pages of another store's root are read": (
+        "transactions/test_roots.py::test_a_writer_does_not_read_the_root_that_a_backup_left_in_place_of_its_own",
+        Edit("tstore.log.roots:write_root", "if is_stored:", "if True:"),
+    ),
+    "an expired version is tagged": (
+        "maintenance/test_tags.py::test_a_version_that_expires_during_the_commit_is_not_tagged",
+        Edit("tstore.format.tree.retention:refuse_condemned", "(collection.expired)", "(())"),
     ),
     "readers prefer an object to its archive": (
         "log/test_archives.py::test_readers_ignore_an_object_beside_the_archive",

@@ -516,6 +516,19 @@ async def test_a_tag_set_during_the_repair_is_not_dropped(monkeypatch: pytest.Mo
     assert (await (await tstore.open(store.url)).tags())["best"] == 6
 
 
+@pytest.mark.parametrize("target", [None, 3])
+async def test_a_tag_moved_away_before_the_repair_is_not_dropped(target: int | None) -> None:
+    store = await new_store()
+    for step in range(3):
+        await tstore.save(store, {"w": VALUES + step}, step)
+    for named in (2, target):
+        async with store.transaction(move_tag="best") as tx:
+            if named is not None:
+                await tx._staging.tag_version(named)
+    await store.repair(void_intact=[2])
+    assert (await (await tstore.open(store.url)).tags())["best"] == (target or 5)
+
+
 async def test_an_outcome_is_that_of_the_repaired_history() -> None:
     store = await new_store()
     await commit(store, create)

@@ -459,6 +459,23 @@ async def test_a_commit_between_the_bases_of_two_hosts_is_a_conflict(url: str) -
     assert values.tolist() == [9, 0, 0, 0, 0, 0, 0, 0]
 
 
+async def test_values_appended_before_the_hosts_commit_are_not_lost(url: str) -> None:
+    """No chunk is written by both, but the hosts write to the shorter array."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (8,), "int8", (4,))).write(0)
+    hosts = [store.transaction(name="update", host=number, hosts=2, attempt="a") for number in range(2)]
+    for number, tx in enumerate(hosts):
+        await (await tx.array("w"))[4 * number : 4 * number + 4].write(number + 1)
+    async with store.transaction() as tx:
+        await (await tx.array("w")).append(np.array([9], "int8"))
+    for error in await asyncio.gather(*[tx.commit(timeout=10) for tx in hosts], return_exceptions=True):
+        assert isinstance(error, tstore.errors.Conflict)
+        assert error.paths == ["w"]
+    values = await (await (await store.snapshot()).array("w")).read()
+    assert values.tolist() == [0] * 8 + [9]
+
+
 # ---- real processes
 
 HOST = """
