@@ -19,7 +19,7 @@ CODECS: dict[str, Any] = {
     "blocks": {"format": "e4m3", "block": 16},
     "zstd": ["bytes", "zstd"],
 }
-READ_AT_ONCE = 16 << 20
+READ_AT_ONCE = 18 << 20
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ AnyProjection = Projection | PointProjection
 
 _BATCH_PIECES = 512  # at most in a batch
 _LOOKUPS = 4096  # chunks that are looked up in segments at once
-_READ = 4 << 20  # bytes of an unencoded chunk that are read together if they can't be read into the result
+_READ = 16 << 20  # bytes of an unencoded chunk that are read together if they can't be read into the result
 _DECODED = 16 << 20  # bytes of values that are decoded together to select a part of them
 _APART = 2 * BLOCK  # bytes between elements that are not read together
 _MAX_SHOWN = 5  # requests that are listed
