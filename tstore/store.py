@@ -77,10 +77,10 @@ async def open(
     hint = asyncio.ensure_future(_prefetch_hint(storage))
     try:
         marker, writable = await _read_or_create_marker(storage, mode)
-        used, uuid = storage if writable else only_reading(storage), str(marker.uuid)
+        used = storage if writable else only_reading(storage)
         local = cache if cache is None or isinstance(cache, Cache) else Cache(cache)
-        used = used if local is None else CachedStorage(used, local, uuid)
-        return Store(used, uuid, mode, await hint, Address.of(url, storage_options, local))
+        used = used if local is None else CachedStorage(used, local, str(marker.uuid))
+        return Store(used, marker, mode, await hint, Address.of(url, storage_options, local))
     except BaseException:
         hint.cancel()
         await asyncio.wait([hint])
@@ -142,15 +142,15 @@ class Store:
     """Everything under one URL. Readers never block; writers can conflict only when they commit."""
 
     def __init__(
-        self, storage: Storage, uuid: str, mode: Mode, hint: int | None = None, address: Address | None = None
+        self, storage: Storage, marker: Marker, mode: Mode, hint: int | None = None, address: Address | None = None
     ) -> None:
-        self._log = Log(LogReader(storage, hint, address=address))
+        self._log = Log(LogReader(storage, hint, log_id=marker.log_id, address=address))
         self._cooperating: weakref.WeakValueDictionary[tuple[str, int], Transaction] = (
             weakref.WeakValueDictionary()
         )
         """The cooperative transactions opened here, by id and host."""
         self._background: set[Future[None]] = set()
-        self.uuid = uuid
+        self.marker, self.uuid = marker, str(marker.uuid)
         self.mode = mode
 
     @property
@@ -314,7 +314,7 @@ class Store:
 
         The cache is bypassed. `progress` is called with the work done, often and from any thread.
         """
-        return await verify_store(LogReader.strict(without_cache(self._log.storage)), progress)
+        return await verify_store(LogReader.strict(without_cache(self._log.storage), self.marker.log_id), progress)
 
     async def repair(self, void: Sequence[int] = (), *, void_intact: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
@@ -330,7 +330,7 @@ class Store:
         damaged, intact = checked_indices("void", void), checked_indices("void_intact", void_intact)
         if damaged or intact:
             self._check_writable()
-        return await repair_store(self._log.storage, damaged, intact)
+        return await repair_store(self._log.storage, self.marker.log_id, damaged, intact)
 
     async def collect(
         self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ABANDONED_AFTER, dry_run: bool = False

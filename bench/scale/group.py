@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,15 @@ from bench.cost import Cost, Meter
 from bench.processes import until
 from bench.scale.contenders import WIDTH
 from bench.writers.model import Bucket, GcsStorage, ModelHost
+from tstore.log.marker import Marker
 from tstore.runtime.pool import without_threads
 from tstore.runtime.world import use_world
 from tstore.simulation.virtual import VirtualLoop
 from tstore.storage.objects import Buffers, Durability
 from tstore.store import Store
 from tstore.store import open as open_store
+
+_MODEL = Marker(1, uuid.UUID(int=1))
 
 
 class RealHost:
@@ -145,7 +149,7 @@ async def _commit(hosts: int, chunks: int, seed: int) -> Cost:
 
     async def host(number: int) -> None:
         with use_world(ModelHost(f"{seed} {number}")), without_threads(nothing):
-            store = Store(_Storage(bucket), "model", "a")
+            store = Store(_Storage(bucket), _MODEL, "a")
             tx = store.transaction(name="model", host=number, hosts=hosts, attempt="model")
             array = await tx.create_array("big", (hosts * chunks * WIDTH,), "int64", chunks=(WIDTH,))
             first = number * chunks * WIDTH

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ import numpy as np
 
 import tstore
 from tstore.errors import AlreadyExists, NotFound
+from tstore.log.marker import Marker
 from tstore.runtime.pool import without_threads
 from tstore.runtime.world import World, use_world
 from tstore.simulation.storage import SharedObjects
@@ -44,6 +46,7 @@ PAGE = 1000
 OBJECTS, OBJECT = 4, 64 << 20
 BANDWIDTH, BANDWIDTH_SPREAD = 200e6, 0.1
 PAUSE, LONGEST_PAUSE = 0.1, 10.0
+MODEL = Marker(1, uuid.UUID(int=1))
 WIDTH = 2048  # values that each host writes: enough for a pack
 
 
@@ -291,7 +294,7 @@ async def _commit(hosts: int, seed: int, uploads: bool) -> Commit:
 
     async def host(number: int) -> float:
         with use_world(ModelHost(f"{seed} {number}")), without_threads(nothing):
-            store = Store(GcsStorage(bucket, uploads), "model", "a")
+            store = Store(GcsStorage(bucket, uploads), MODEL, "a")
             part = [((slice(number, number + 1), slice(0, WIDTH)), np.full((1, WIDTH), number, np.float32))]
             tree = {"w": tstore.Shards((hosts, WIDTH), "float32", part)}
             await tstore.save(store, tree, 1, host=number, hosts=hosts, attempt="model", timeout=3600)

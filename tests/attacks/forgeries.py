@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
+from tests.support.forging import placed_in, sealed
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Collection, Record
@@ -93,8 +94,13 @@ def root(number: int) -> str:
 def framed(kind: bytes, body: Any, version: int = 1) -> bytes:
     """Return a frame with a valid checksum; `body` is a value for msgpack, or packed bytes."""
     packed = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
-    data = b"tstore" + kind + bytes([version]) + packed
-    return data + xxhash.xxh3_128_digest(data)
+    return sealed(kind + bytes([version]), packed)
+
+
+def next_record(known: Known, body: Any, version: int = 1) -> tuple[str, bytes]:
+    """Return the key and the frame of the record after those of a store."""
+    number = known.newest + 1
+    return commit(number), placed_in(known.folder, number, framed(b"R", body, version))
 
 
 def manifest(**changes: Any) -> list[Any]:
@@ -150,7 +156,7 @@ def record_of(changes: Callable[[Known], dict[str, Any]]) -> Forgery:
         changed = changes(known)
         retags = changed.get("dropped") or changed.get("tagged")
         version = 3 if retags else 2 if changed.get("collection") else 1
-        return commit(known.newest + 1), framed(b"R", record(known, **changed), version)
+        return next_record(known, record(known, **changed), version)
 
     return forge
 
@@ -412,13 +418,14 @@ def _others() -> Iterator[tuple[str, Forgery]]:
     yield "a record behind a gap", lambda k: (commit(k.newest + 2), framed(b"R", record(k)))
     yield "a record far ahead", lambda k: (commit(10**19), framed(b"R", record(k)))
     yield "a record of version 0", lambda k: (commit(0), framed(b"R", record(k)))
-    yield "a record of a later format", lambda k: (commit(k.newest + 1), framed(b"R", record(k), 9))
+    yield "a record of a later format", lambda k: next_record(k, record(k), 9)
     yield "a root as a record", lambda k: (commit(k.newest + 1), _root(k, 64))
-    yield "a record of another checksum", lambda k: (commit(k.newest + 1), framed(b"R", record(k))[:-1] + b"\0")
-    yield "a record with a tail", lambda k: (
-        commit(k.newest + 1), framed(b"R", msgspec.msgpack.encode(record(k)) + b"\xc0" * 9)
-    )  # fmt: skip
-    yield "half a record", lambda k: (commit(k.newest + 1), framed(b"R", msgspec.msgpack.encode(record(k))[:-9]))
+    yield (
+        "a record of another checksum",
+        lambda k: (commit(k.newest + 1), next_record(k, record(k))[1][:-1] + b"\0"),  # fmt: skip,
+    )
+    yield "a record with a tail", lambda k: next_record(k, msgspec.msgpack.encode(record(k)) + b"\xc0" * 9)
+    yield "half a record", lambda k: next_record(k, msgspec.msgpack.encode(record(k))[:-9])
     yield "an empty record", lambda k: (commit(k.newest + 1), b"")
     yield "a hint far ahead", lambda k: ("latest", b"9999999999999999999")
     yield "a hint of zero", lambda k: ("latest", b"0")

@@ -14,6 +14,7 @@ from tests.attacks.forgeries import DOCUMENT, Known, framed, manifest, record
 from tests.attacks.harness import Harness
 from tests.attacks.scopes import request
 from tests.attacks.target import HOSTILE
+from tests.support.forging import placed_in
 
 __all__ = ["CASES"]
 
@@ -92,7 +93,11 @@ def commits(make: Make) -> Flood:
         async def one(_: int) -> None:
             newest = harness.newest
             forged = record(known._replace(newest=newest), transaction="heavy", manifests=[named])
-            await _put(harness, f"commits/{newest + 1:020d}", framed(b"R", forged))
+            await _put(
+                harness,
+                f"commits/{newest + 1:020d}",
+                placed_in(harness.target.place, newest + 1, framed(b"R", forged)),
+            )
 
         await crowd(SENDERS, one)
 

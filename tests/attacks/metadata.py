@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tests.attacks.case import Case, check, family
-from tests.attacks.forgeries import Known, framed, manifest, record
+from tests.attacks.forgeries import Known, framed, manifest, next_record, record
 from tests.attacks.harness import Harness
 from tests.attacks.scopes import request
 from tests.attacks.target import HOSTILE, changes
@@ -53,7 +53,7 @@ def of_record(**changes: Callable[[], Any]) -> Make:
 
     def make(known: Known) -> tuple[str, bytes]:
         fields = record(known, **{name: value() for name, value in changes.items()})
-        return f"commits/{known.newest + 1:020d}", framed(b"R", fields)
+        return next_record(known, fields)
 
     return make
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.forging import forged
+from tests.support.forging import forged, placed_in
 from tstore.errors import Corrupt
 from tstore.format.layout import commit_key
 from tstore.format.objects.encoding import decode
@@ -52,7 +52,7 @@ async def test_a_chunk_outside_of_the_grid_is_corrupt(
     fields = [getattr(manifest, field) for field in manifest.__struct_fields__]
     fields[manifest.__struct_fields__.index("number")] = number.to_bytes(8, "little")
     file.chmod(0o644)
-    file.write_bytes(forged(record, manifests=[["manifest", *fields]]))
+    file.write_bytes(placed_in(tmp_path / "store", 2, forged(record, manifests=[["manifest", *fields]])))
 
     store = await tstore.open(store.url)
     assert (await (await (await store.snapshot()).array("w")).read() == 1).all()  # needs none of these chunks

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.forging import forged, sealed
+from tests.support.forging import forged, placed, sealed
 from tests.support.work import counted_work
 from tstore import Keep
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
 from tstore.format.bounds import RECORD_VALUES
+from tstore.format.frame import body_of
 from tstore.format.layout import commit_key
 from tstore.format.objects.encoding import decode, encode
 from tstore.format.objects.object_ref import ObjectRef
@@ -120,7 +121,7 @@ def variants(name: str) -> Iterator[bytes]:
     """Return the frames of a body with one absurd value each."""
     body = BODIES[name]
     head = forged(body)[6:8]
-    values = msgspec.msgpack.decode(forged(body)[8:-16])
+    values = msgspec.msgpack.decode(body_of(forged(body)))
     for place in places(values):
         for value in ABSURD:
             yield sealed(head, msgspec.msgpack.encode(changed(values, place, value)))
@@ -238,7 +239,8 @@ async def test_every_verb_works_or_raises_an_error_of_tstore(name: str) -> None:
     rng = np.random.default_rng(1)
     for at in rng.choice(len(read), min(12, len(read)), replace=False).tolist():
         store = await small()
-        await attack(store.log.storage, commit_key(6), read[at][0])
+        storage = store.log.storage
+        await attack(storage, commit_key(6), await placed(storage, 6, read[at][0]))
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5, 6])

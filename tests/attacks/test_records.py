@@ -23,11 +23,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import xxhash
 
 import tstore
+from tests.support.forging import sealed
 from tstore import Keep
 from tstore.errors import TStoreError
+from tstore.format.frame import NO_RECORD, Link, body_of, check_of, linked
+from tstore.log.marker import Marker
 from tstore.storage.connect import connect
 
 COUNT = int(os.environ.get("TSTORE_FORGERIES", "30"))
@@ -154,13 +156,12 @@ def document(data: bytes, choice: random.Random) -> bytes:
 
 def opened(data: bytes) -> Any:
     """Return the decoded values of a frame."""
-    return msgspec.msgpack.decode(data[8:-16])
+    return msgspec.msgpack.decode(body_of(data))
 
 
 def framed(head: bytes, values: Any) -> bytes:
     """Return values in a frame with a valid checksum."""
-    data = head + msgspec.msgpack.encode(values)
-    return data + xxhash.xxh3_128_digest(data)
+    return sealed(head[6:8], msgspec.msgpack.encode(values))
 
 
 def versions(objects: Objects) -> list[str]:
@@ -209,11 +210,12 @@ def forge(good: Objects, seed: int) -> Objects:
         made = changed(choice.choice(rich))
         if choice.random() < 0.5:  # not the id of a committed transaction
             name = opened(objects[choice.choice(rich)])[0]
-            made = made[:8] + made[8:-16].replace(
+            body = bytes(body_of(made)).replace(
                 msgspec.msgpack.encode(name), msgspec.msgpack.encode("f" * len(name))
             )
-            made += xxhash.xxh3_128_digest(made)
+            made = sealed(made[6:8], body)
         objects[key] = made
+        bind(objects, key)
     elif kind == "root":
         key = choice.choice([k for k in objects if k.startswith("roots/")])
         objects[key] = changed(key)
@@ -261,12 +263,16 @@ def refer(values: Any, key: str, before: bytes, after: bytes) -> bool:
 
 
 def bind(objects: Objects, record: str) -> None:
-    """Update the root of a version so that it names the changed record."""
-    key = record.replace("commits", "roots")
-    if key in objects:
-        values = opened(objects[key])
-        values[1] = objects[record][-16:]
-        objects[key] = framed(objects[key][:8], values)
+    """Update a changed record and all later ones, and their roots, so that they refer to each other."""
+    log_id, check = Marker.decode(objects["tstore.json"]).log_id, NO_RECORD
+    for number, name in enumerate(versions(objects), 1):
+        if name >= record:
+            objects[name] = linked(objects[name], Link(log_id, number - 1, check))
+        check = check_of(objects[name])
+        if name >= record and (key := name.replace("commits", "roots")) in objects:
+            values = opened(objects[key])
+            values[1] = check
+            objects[key] = framed(objects[key][:8], values)
 
 
 TREES = [{"w": np.arange(1200, dtype="f4").reshape(30, 40) + i, "l": [np.arange(9) + i, 5]} for i in range(4)]

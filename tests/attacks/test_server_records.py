@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-import xxhash
 
 import tstore
+from tests.support.forging import placed_in, sealed
 from tests.support.http_server import ADMIN, WRITE, Client, client_of, everybody
 from tstore import Keep
 from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
@@ -107,8 +107,7 @@ def framed(body: Any, **fields: Any) -> bytes:
 
 
 def frame(kind: bytes, version: int, values: Any) -> bytes:
-    data = b"tstore" + kind + bytes([version]) + msgspec.msgpack.encode(values)
-    return data + xxhash.xxh3_128_digest(data)
+    return sealed(kind + bytes([version]), msgspec.msgpack.encode(values))
 
 
 def manifest(
@@ -653,7 +652,8 @@ async def test_no_forged_collection_removes_the_log(tmp_path: Path) -> None:
         mine = LivingVersion(NEWEST, record.transaction, record.time, record.tags, False, {}, ())
     names = ("tstore.json", "latest", commit_key(1), commit_key(NEXT), "", "txn/", "txn/../tstore.json", "../x")
     gone = Collection((mine,), (1, 2, 3), {}, ("", "..", ".", "../commits"), names)
-    (folder / commit_key(NEXT)).write_bytes(framed(Record("gc-1", NEWEST, 1.0, collection=gone)))
+    data = placed_in(folder, NEXT, framed(Record("gc-1", NEWEST, 1.0, collection=gone)))
+    (folder / commit_key(NEXT)).write_bytes(data)
     (folder / "latest").write_text(str(NEXT))
     before = {k for k in files(folder) if not k.startswith("txn/")}
     async with Server(folder, access=everybody()) as server, client_of(server, ADMIN) as client:

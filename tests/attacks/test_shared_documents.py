@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import tstore
+from tests.support.forging import placed_in
 from tests.support.fuzzing import bounded_time
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.arrays import array_metadata
@@ -79,7 +80,7 @@ async def test_clients_read_a_store_of_shared_documents(kind: str, tmp_path: Pat
         (tmp_path / key).parent.mkdir(parents=True)
         (tmp_path / key).write_bytes(data)
         (tmp_path / commit_key(version)).parent.mkdir(exist_ok=True)
-        (tmp_path / commit_key(version)).write_bytes(encode(record))
+        (tmp_path / commit_key(version)).write_bytes(placed_in(tmp_path, version, encode(record)))
     async with await tstore.open(tmp_path, "r") as store:
         with bounded_time(SECONDS):
             assert (await store.verify()).ok

@@ -107,7 +107,7 @@ async def appends(folder: Path, tree: Any, staging: Any, codecs: str | None = No
     """Return how often a save in the background appends to a pack."""
     store = await tstore.open(folder)
     storage = CountingStorage(store.log.storage)
-    save = await tstore.save_async(Store(storage, store.uuid, "a"), tree, 1, staging=staging, codecs=codecs)
+    save = await tstore.save_async(Store(storage, store.marker, "a"), tree, 1, staging=staging, codecs=codecs)
     await save.committed
     return storage.appends
 

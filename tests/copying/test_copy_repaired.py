@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.forging import place
 from tests.support.http_server import ADMIN, WRITE, everybody
 from tstore import Keep
 from tstore.errors import Corrupt, Denied, InvalidArgument
@@ -174,16 +175,16 @@ async def test_a_void_record_not_named_by_a_collection_excuses_nothing(tmp_path:
     async with Server(url, access=everybody()) as server:
         options = {"token": ADMIN}
         async with await tstore.open(server.url, storage_options=options) as store:
-            await store.log.storage.create(commit_key(3), void, tstore.storage.base.Durability.FSYNC)
+            await place(store.log.storage, 3, void)
         for collected_by in (0, 3):
             async with await tstore.open(server.url, storage_options=options) as store:
                 gone = Collection((), (1, 2), {"step/0": 1, "step/1": 2}, (), ())
                 forged = encode(Record("gc-x", 3, 1e9, collection=gone, collected=collected_by))
                 with pytest.raises(InvalidArgument, match="expires the head, version 2"):
-                    await store.log.storage.create(commit_key(4), forged, tstore.storage.base.Durability.FSYNC)
+                    await place(store.log.storage, 4, forged)
                 forgetful = encode(
                     Record("gc-x", 3, 1e9, collection=Collection((), (), {}, (), ()), collected=collected_by)
                 )
                 with pytest.raises(InvalidArgument, match=r"the head, version 2|minus those that it expires"):
-                    await store.log.storage.create(commit_key(4), forgetful, tstore.storage.base.Durability.FSYNC)
+                    await place(store.log.storage, 4, forgetful)
     assert await tstore.steps(url) == [0, 1]

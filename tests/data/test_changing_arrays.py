@@ -54,7 +54,7 @@ async def changing(url: object, tree: Any) -> tuple[Store, ChangingStorage]:
     store = await tstore.open(url)  # type: ignore[arg-type]
     storage = ChangingStorage(store.log.storage)
     storage.change = lambda: add_one(tree)
-    return Store(storage, store.uuid, "a"), storage
+    return Store(storage, store.marker, "a"), storage
 
 
 def arrays_of(tree: Any) -> list[np.ndarray[Any, Any]]:

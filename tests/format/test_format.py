@@ -101,54 +101,59 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "record": (
         RECORD,
-        "baQlXa%EBhoTo4`GBaUfV=2o&_y7O^0001~VIXZ~b8}&5Ws;_IbY*ZaF{EN;b9BRzqi<|vl9r}#Vrpe$bhLDMZZ9w~GBaUfV=rxCZfRy"
-        "^b97_G5MyIwV`F1uV`F1uV`F1uV*rrc01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RHZf|5|Uvz"
-        "nJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9qjoQ1p?Aax0000000000!~y^T#1H`h000000006200000006`o2LJ#7000000000000"
-        "0000ssI200000#0&rc0000000031006`o3IG5A0000000000000000000000000#25hp5C8xG000UA000000006200000006{5GBPqUG"
-        "BPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUFfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQ!~nzq!~l>C!hxi7bY*Y>!%fFY+vD}N"
-        "r}NGm`h$D!t^",
+        "baQlXa%EBhoTo4`GBaUfV=2o&_y7O^0001~VIXZ~b8}&5Ws;_IbY*ZaF{EN;b9BRzqi<|vl9r}#Vrpe$bhLDMZZ9w~GBaUfV=rxC"
+        "ZfRy^b97_G5MyIwV`F1uV`F1uV`F1uV*rrc01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RH"
+        "Zf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9qjoQ1p?Aax0000000000!~y^T#1H`h000000006200000006`o2LJ#7"
+        "0000000000000000ssI200000#0&rc0000000031006`o3IG5A0000000000000000000000000#25hp5C8xG000UA0000000062"
+        "00000006{5GBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUFfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQ!~nzq!~l>C"
+        "!hxi7bY*Y>!vFvP0000000000000000000000000000000000000000000000AEvOzWO%Ef3OhSX9ru5y8",
     ),
     "void": (
         Record("0123abc.void", 41, 1.5, void=True),
-        "baQlXa%EBhoUAZ0GBaUfV=i`YX=EwOKllIu00000ppe3lkO0Gg!x>o>m3x2}#M?9ZC0XyV@&",
+        "baQlXa%EBhoUAZ0GBaUfV=i`YX=EwOKllIu00000ppe3lkO0Gg!vFvP000000000000000000000000000000000000000000000"
+        "0MBf$x=fqy#tLz;$y0WYYX",
     ),
     "record of several transactions": (
         SEVERAL,
-        "baQlXa%EBh+yD@&VJ>uUXJvF~WpW40Km-5)00000ppl_?!jO{O01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ"
-        "|ZDDjGIx{RHZf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9qjoQ1p?Aax0000000000!~y^T#1H`h000000006200000006"
-        "`o2LJ#70000000000000000ssI200000#0&rc0000000031006`o3IG5A0000000000000000000000000#25hp5C8xG000UA0000000"
-        "06200000006{5GBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUFfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQ!~nzq!~l@o0"
-        "1>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RHZf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4r"
-        "dwqS9qjoQ1p?Aax0000000000!~y^T#1H`h000000006200000006`o2LJ#70000000000000000ssI200000#0&rc0000000031006`"
-        "o3IG5A0000000000000000000000000#25hp5C8xG000UA000000006200000006{5GBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBP"
-        "qUFfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQ!~nzq!~l>9!hpj7kie3bp<&BE_y7O^0001?ZIPjP1c9V;bY*Y>mZ4(HKm-5)00"
-        "000ppXTCLAPPI_wHx6B#X*f4}#_V",
+        "baQlXa%EBh+yD@&VJ>uUXJvF~WpW40Km-5)00000ppl_?!jO{O01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;M"
+        "UuJJ|ZDDjGIx{RHZf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9qjoQ1p?Aax0000000000!~y^T#1H`h0000000062"
+        "00000006`o2LJ#70000000000000000ssI200000#0&rc0000000031006`o3IG5A0000000000000000000000000#25hp5C8xG"
+        "000UA000000006200000006{5GBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUFfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQ"
+        "F)=YQ!~nzq!~l@o01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RHZf|5|UvznJWg<EvXL4_K"
+        "a3U-sVRUqIX<~JBWpg4rdwqS9qjoQ1p?Aax0000000000!~y^T#1H`h000000006200000006`o2LJ#70000000000000000ssI2"
+        "00000#0&rc0000000031006`o3IG5A0000000000000000000000000#25hp5C8xG000UA000000006200000006{5GBPqUGBPqU"
+        "GBPqUGBPqUGBPqUGBPqUGBPqUGBPqUFfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQ!~nzq!~l>9!hpj7kie3bp<&BE_y7O^"
+        "0001?ZIPjP1c9V;bY*Y>mZ4(HKm-5)00000ppXTC00000000000000000000000000000000000000000000000000Sj{`<BVv3O"
+        "xVv1znw%rh",
     ),
     "record of a reuse": (
         REUSE,
-        "baQlXa%EBhpQkV}GBaUfV=2o&_y7O^0001>kiw9V0K$O72a&FHcy2FmY-BHRVPk78F~ACjJS#TFzI%R3Qgj3j{LK",
+        "baQlXa%EBhpQkV}GBaUfV=2o&_y7O^0001>kiw9V0K$O72a&FHcy2FmY-BHRVPk78F~9%-000000000000000000000000000000"
+        "000000000000000002GWFu<Xa>h>`^h|_XCByR",
     ),
     "record of dropped tags": (
         DROP,
-        "baQlXa%EBj+yD`$FflSSVPaz`%Rl%4000000HBeiVr6r5!jO;v!hpjEkid|Vq-Sq$WTta;WpFPsvTsi$5Yd+B3$IH9>1<G8",
+        "baQlXa%EBj+yD`$FflSSVPaz`%Rl%4000000HBeiVr6r5!jO;v!hpjEkid|Vq-Sq$WTta;WpFPs0000000000000000000000000"
+        "0000000000000000000000000)S#jd|L^!Q1=0JXWW67M",
     ),
     "record of tagged versions": (
         TAG,
-        "baQlXa%EBj+yD}%FflSSVPaz`%Rl%4000000HBb<kdOevfWrrnz>tuFq+(@rbSR`}Z*OD+O%EoN4hhQH0UwTecI@vI",
+        "baQlXa%EBj+yD}%FflSSVPaz`%Rl%4000000HBb<kdOevfWrrnz>tuFq+(@rbSR`}Z*OD+000000000000000000000000000000"
+        "00000000000000000000z}{)(P9V60XANQ0q`1eF",
     ),
     "record of a copy": (
         COPY,
-        "baQlXa%EBo+yE1&FflSSVPaz`%Rl%4000000HBb<kdfQ~5vXlpZfRy^b99odba-wrVJ~oDV{0uippnD^X>O6kHG3j@VRCX`W^ZzBVRRx"
-        "oGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru>eSMOnb}wR~cf<$)000000002Q0ssNT5CH%H0000000IC2000000K^yv000"
-        "00000000000000002000000002Q3;+NC00000009610K^yy00000000000000000000000000002Q7y$qf00000015yA0000000IC200"
-        "0000K`BtGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqSFfcGMFfcGMFfcGMFfcGNF)=YQF)=YQF)=YQF)=a30K@>q0FVj7fWrrnz"
-        ">tuDD1UG9-zi-^6HvQsh4Bb^{Q",
+        "baQlXa%EBo+yE1&FflSSVPaz`%Rl%4000000HBb<kdfQ~5vXlpZfRy^b99odba-wrVJ~oDV{0uippnD^X>O6kHG3j@VRCX`W^ZzB"
+        "VRRxoGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru>eSMOnb}wR~cf<$)000000002Q0ssNT5CH%H0000000IC200000"
+        "0K^yv00000000000000000002000000002Q3;+NC00000009610K^yy00000000000000000000000000002Q7y$qf00000015yA"
+        "0000000IC2000000K`BtGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqSFfcGMFfcGMFfcGMFfcGNF)=YQF)=YQF)=YQF)=a3"
+        "0K@>q0FVj7fWrrnz>tuDC;$Ke0000000000000000000000000000000000000000000000F#7TRZGloGt#mcAM7N)0{",
     ),
     "gc": (
         GC,
-        "baQlXa%EBipQLAFEinnpKm-5)00000qGw}}!jO;v!hpjBkd={`2%~OgcgsKc00000005Gvb97~JFEgZKWpi}HfuwA2b92i--~a#s0001"
-        "yu5@^AFK=vQFK}UFYb`Mck^=>SrgL;<a4#_fk)&sDZe^0Lba-wrZ){{QaA9L>Ei$@tZ*O#SFEB7LFfcGMFfcGMFfcGMFfcGMFrjkq@@T"
-        "Uw={Qahn#tguNB",
+        "baQlXa%EBipQLAFEinnpKm-5)00000qGw}}!jO;v!hpjBkd={`2%~OgcgsKc00000005Gvb97~JFEgZKWpi}HfuwA2b92i--~a#s"
+        "0001yu5@^AFK=vQFK}UFYb`Mck^=>SrgL;<a4#_fk)&sDZe^0Lba-wrZ){{QaA9L>Ei$@tZ*O#SFEB7LFfcGMFfcGMFfcGMFfcGM"
+        "FaQ7m00000000000000000000000000000000000000000000009fvAx!eY(kKI*RGb5IhWB",
     ),
     "fragment": (
         FRAGMENT,
@@ -160,19 +165,19 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "root": (
         ROOT,
-        "baQlXa%EHjm_Wo3009C61O)~M2nh-c3=Iwsfu?hGWpFPs1Ka=+sBK|xX=Y_}bds!ecy2FYFK}UFYb`LKk;DRNZjr<_dm?&aa&lj0Z*py"
-        "6bRs%4EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhVgFJhs0#0UTY00000006`S00G1h0RR91000000ssI200000#25"
-        "zv0000000000000000006200000006`c00000000000RR91#25+y0000000000000000000000000006`o0RRvH000003IG5A000000s"
-        "sI200000#6U7KGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPkQFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)_pd!~nzqkid`t0"
-        "NeOcOX*}P$V;R7CY;XI5C",
+        "baQlXa%EHjnLxx4009C61O)~M2nh-c3=Iwsfu?hGWpFPs1Ka=+sBK|xX=Y_}bds!ecy2FYFK}UFYb`LKk;DRNZjr<_dm?&aa&lj0"
+        "Z*py6bRs%4EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhVgFJhs0#0UTY00000006`S00G1h0RR91000000ssI2"
+        "00000#25zv0000000000000000006200000006`c00000000000RR91#25+y0000000000000000000000000006`o0RRvH00000"
+        "3IG5A000000ssI200000#6U7KGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPkQFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQ"
+        "F)_pd!~nzqkid`t0K^ag0000000000000000001PU1vTDi1&Oc$xeI>(4&6",
     ),
     "root that refers to another": (
         CHAINED_ROOT,
-        "baQlXa%EHon9P905C8!J0|W&I2M7rY3k(eo4}qq0bY*ZaF$3HH5vXlpZfRy^b99odba-wrVJ~oDV{0uippnD^X>O6kHG3j@VRCX`W^Zz"
-        "BVRRxoGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru>eSMOnb}wR~cf<$)000000002Q0ssNT5CH%H0000000IC2000000K^"
-        "yv00000000000000000002000000002Q3;+NC00000009610K^yy00000000000000000000000000002Q7y$qf00000015yA0000000"
-        "IC2000000K`BtGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqSFfcGMFfcGMFfcGMFfcGNF)=YQF)=YQF)=YQF)=a30K@>q0Fc0uq"
-        "-Sq#Wk3MzEdu0wk#tp+2vTpOFx+b",
+        "baQlXa%EHonaqI15C8!J0|W&I2M7rY3k(eo4}qq0bY*ZaF$3HH5vXlpZfRy^b99odba-wrVJ~oDV{0uippnD^X>O6kHG3j@VRCX`"
+        "W^ZzBVRRxoGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru>eSMOnb}wR~cf<$)000000002Q0ssNT5CH%H0000000IC2"
+        "000000K^yv00000000000000000002000000002Q3;+NC00000009610K^yy00000000000000000000000000002Q7y$qf00000"
+        "015yA0000000IC2000000K`BtGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqSFfcGMFfcGMFfcGMFfcGNF)=YQF)=YQF)=YQ"
+        "F)=a30K@>q0Fc0uq-Sq#Wk3ML5C8xG0000000000000000J=(h2Zx#z;$_a0b5&hGJO",
     ),
 }
 
@@ -362,60 +367,60 @@ def test_blocks_are_hashed_however_their_bytes_arrive(size: int, step: int) -> N
 # ---- a whole store, written by the first version of the format
 
 STORE = """
-{Wp48S^xk9=GL@E0stWa761SMbT8$j;K%<G8eISv3)}>NP%<X&9eo?~^2;;q?D#kE>ehQX!Mqz*A9Ze?8Q1ZZV%6KNTg7dy6ox{XAnE{AW)?Gy
+{Wp48S^xk9=GL@E0stWa761SMbT8$j;K%<GLtOwD3)}>NP%<X&9eo?~^2;;q?D#kE>ehQX!Mqz*A9Ze?8Q1ZZV%6KNTg7dy6ox{XAnE{AW)?Gy
 Q|3krZShw9*ZaH`ZiS3cP}Y&=#W!D$ld2fuBs>PVq*Z_eZ<3~u5MDH#YnQx<?B!0@gJnPSfbO1w%XawdI;K^%({rk|lF4^2^*R7pT8K-@JWpSv
-0ssRW@>xu?m=<(eE}U<*<(K*?N?nW&38P`+4DJ|6z!^V^9=oY25d6|$G6Q&b7MwS!?fD`@!IQK}hHlJ&pPs9=Q}mVG^jVHF+CTXkoU%ApM{piy
-?Y_64L_S=(jLPjd#Rt3+Ri}lqJ{}|~<{*U|rG)BD(KBf7^vWISLj;gTPuwnjWHUy#9YS>jP6hJ8T&sWG!090}@>J8Q9WuP6on<%B{h!g@55;H2
-2hl&c#%@zgdZ$kA`JyQ>yj3(fS^_^AnTi!UM?Qt(J56MY4n`B3K<V`e!Y;xfyKVgEH_UGzJ(9v{jg15yM_IzqA7IJZ+0m>D@@6bA(e?@==^A80
-Dz23PS49inVCKU_oAhx~XbW1Bb>h)KS9B~B4c2{HhDoOGNfFC8OR6soDz$Ia|Aj==ZSuQUeiN|+mJW5kFe_M5N0Lh171kA>6yDK|)r$su-WSxj
-wptOC*TlY>f#ftrI{M~O;x{)jO?w#A6lt7&0mobTb(*HQ$vYNK(xc?bRsn@jNgz+;=<My}rTgFl2=T>f0KM$8NRIFdXhl<+gjEKcm?ag_e!s?P
-X$g{pjwE(Kn3D<_7f)T5If9k*eM`Dxui!PNfU{K>JUm$90>5|v3S@?s=)^Zkq$h<}rJ9=7EN75iQW*WdsV#aHZXk<HE^jng3@D(oeQ@`5rE?hx
-kWLXD(&08if|nho>-8j^W4qGGo{2dg$~b`(wxi3Vup?6Qg3CisAYW1x>=}#<1MlwrXr+tMYC<OhkX%>;WxCmZtZ+TjWFozb`ry?d48EQC&s|5>
-vGl?VIF!XykB-nne^NOq<V;0%PQh9^WPo$KKBT7=8!T4THb2AFOQUllEtB35ePc_rwqMzgIdg;sPJF0OwHV!9{Ngn0y7BcsmdM#nz4C`)wIGvZ
-fzqz)#m2Ynpg(j{Ce}9+e2Z<^chQ4^)a>CUlm~&jh2ho^$T-uGA(^X$cvV9SRE@{XAadesCS;i_QE7^b>Ak`drrnfXxq);DcK2cUfdOIVvu%yT
-vfv+Dx{nv;^mIuuJ{a81*Oav_(eh?M9<03+e+Q}0IrRSe>%m`3-W%fwK(E#-7eRpuvo46CIq0wr8m3#f{?wPR^t>g3VNFTH4EGcqh5_z@rXV}y
-nhi&Be=KibTBJOLsT5|G3KZA0tR=cpT{hlJ5Lfo&F&XNsSJcO^9n)ZOsg$~MJ|oJqbTQH#)z^dO)`iRmap6-Tqs;s6F9(D`;hb|@HB*VIxGS(R
-*`IwWy&ic{-G%vDPl;^TE504)Cl6JyT!0fA`Txa<5$H+y;D#Tqt%O_+Z>RW?C=EoF<bOpVn{CsmLz(;TH2a8Dr1CM;AD3^v^$C?pCjVtj1dMtV
-DY39_j6-LZN6T}aB!OZNtb_Jq2^q+Pdp+-tr-zx&pM3M@!uK1Xza^QNeF3_TVP&GkNjv<4lGp<zU?Sk$I1uJ^ekz;0ImoK6d!?~8xw1Y~YR#C|
-NN<_>_xHvV2F;S|{fizmWk|1pqU3jrm}JdIqyl1yu?5L4_v}AR6OA+4{gqDDUGXzfWF3lLeIaUN>cZ5#yDk(6Msya=JH@^k18_Zsec&%pLNu=F
-=JwQnn&E+-Q6!N=i9)gbh}46eFZ-yXSD3jc)Pg+BW;Q#y&&H_!-I^zWsh;E<LSteLgxuRvsLM`Pt=?D1tps$?=8uUo2<9k4<SyG3M*C-pI9(1u
-1fPHAD}FEy%{@9}(z+x^?t$WY#vxBkYyn1UEtDYD^KIam2F}0HolKd{cjyYi!Pvye#p;Cg)2dAUJ`3Uowl@l|{{<aX)Yk$+V}?g2MHKF*n5Uvm
-f8WUQVMLOAl!R)AlVlbJ*R+Sxuk6wa$wGExKspYbu%S4RxH7Oqok1^o1&oOJ_uycvpUMfUBYXng+EYq84V&c9&bJ~8@RJ|?YAa%@s1=k4KTU(E
-uEW6kToVP&j#kRQ4tFzAm<Ro}Nq-`7#+>iJr&uz9d(W`gTJKy;XzM5x2ba@Ws4$7&_m~=E?zF>I_&mI0w&@nbto7^285<0TlO~;o&d`)P?s|LU
-GGsd|2XIEW`UlL3yFq$S*o-V+kvm#HtTy-!RvPO0zh1m`naJWjM_H+JgHGzPnbCC=<>#z9)z(|Zh6b4b;mrk5kfbYp-|J|k177pz{i8k&a#CJU
-CoPgPF=xntM&&}_dk(Yzni2Sg3S)f3wj~eXMiT~+P<(E~^S4EmNJg_(cGK2~yJ=UhX~4NZJZ3Z)=%)NR0+@V;X^GoyBTl~ogP4V6+{+Vu)87|=
-W)~q+)M20ln#lsY)L?xSF1L7z^D(y7ZqGL!YZZ_MH;q|&?V<oy<nm~aTRW^hvYEusf52uON6@qogta#mVME`@ICA|2zvb6>PBOSzJofV9xmb}@
-=}P<%Q$w6@I-~VX>)1BrNWj~a{4Q30iAH{LX({Q4()_Nj{h9eYjkVACzu|+I+hW6h)6Oxy2i7cmB@`McO%I(})CA*r(=<8wBdt#3v?R5Pf-w3j
-%u_8=<&U8+|JV-QTwUygJ#sL7$@@a1D_Xk)<U~2TQNqfKkF%|$a?8ehK{aiYvt2nvbYWtf%S_b32(!?JZVac_WI5bCu3l9V#HD&b&@*~(4H+{|
->*+%Yv7s}-6tjQ<ja*yRHMVgqC`dToY$W4jiGRSd@B`pxJ>dkF5NnyeGYo~90wa>}A7tlR5$PLoXMPldLEXT>lOv+1l%|`Qwf#F&3Cf9$udF1j
-qOC2iu9Q=#Tn+1IH(8)c_26^kB)C@~4Q-lIZh?o`0;}V~5rwxs^q(fMuiz{G#Kb)}EtTg+2tDvE`)!w~5P%)&XLYSg?D5d`?cpfWLnq7sbt2ec
-Asz&F*k-9=?l{%?IlAONd9O5PZo05^vuwf})0Z;Yb;hkk9sg%r6D1jP*lc(d;R$ZQcVvbSbA9g-+m05u017Awv+`Ul3~TIQ+jNF9@n!B7Gi?LR
-vga$@^STcgx#HdT#(`?x6mr`+Gcb^oo6bzu{ho!|r8=Ee$6Oh~{BR+`r_Uamp{J%*Vzy6urrfe%Rd*MAI7ZcThd#V1nu>JwxnkoS&qT^^ikI3#
--e?JXzbZ-;3==_U*5GRqmA@^TClTBHUP?4|+C_v+90SUkcAhspR_>(q!>yvk1kgF`ID!#<hcIapA`#pOyF%<5wM6H>p?<96h3USX3iN8PyIwX3
-94hq|-oad^JMA{NqNmee@PeuYFzaEZGH#fqkSuQA)=GW%9d}a@5OT4%)!z6;s)x#oJZe;D;npLv4&##4w$%<*>3w!^>^D%%e=-1WI3PRvbYg@{
-Jfrc}_-J$cw^6jet2)|tM&!G@X<Iu2<1%J)$N$&QrApE$C~P%r_c65x=@80p4b%ug#V|ErW+Hqp-CAv&GWgko4PBTO$<BX8j7(lQ#af@XzD|)P
-SkNl97&;w%9d60?jF8dXLrV6lBE!@pBeNt~A0xXiF&%VQzPkhm)!n7-fL{=dQZ$IM;Fuq&xTRCG^9<dJq9I$pzBP}dF|lCJAdequd?w1*8}3<j
-vGrkAHSBqBQZWR#)j*^hTwO&{J9pCY=Zi#(NStzdWt#~@Y6-QfPZN1m<99jfaG5y(gBT?zQ<s0&@5p}(?3hFh-aF^857kw6kxeLy3ke1tWzP%H
-AJh9Jk#WV%FvryWCcclOd)am_YFuGWH+o0+_*Of#07bsv(6y4Paj>JrhI$6kjPOTuZ<X(b@J;FNqq!8&((}csrZ!WEba?g**qDOUZ_={-9AmB%
-^LkS8;AF7x^w47B>jDKDTGVYg^q`Kz)6|{j=R|M7d@&r}bL%KWs+025to0kH8&;Q?#i=0`@J0JT)zW%zTgcbhfW5pn;#t<mvlA1A&I<ju3U|uc
-zl6cR16j9lGtY+%QVO%USXad!DwR5A30)(gX|!7OIU2IcvS!M9_}*3$9&=|Yrda_EJY}!CU1SkFSKI!jUCpc92R)B@yieCPP1K@*XW9Wd*?CZ#
-Br)nOSAv5T2K2^9${&b8x_L@X1G|w>S<oWrt)$kF<fCh_k{_mjSgRWK$p1$412^?iN`^HR#`vN(g9xt9F#(fhvtOs<o2bo2dCKv@C^c5|`rS8e
-gj=e&naU@p%z}o`a{FPZ%n%M4e0OLJj14IMsjFrN2G4Cca>sb2^(aLHsoRM0VJ$Z(@1J2DbDye<-y4CS?QCk&7g<X5qo*$&UeA65EdpzYPvpLB
-q-vJ86#T3oI;G*|Brswc-}fg)ZMQB;HmM8v!h8vuhEQu{?`rr5{g97Fbblm-bI&?Tr7d?*7QaPUzFr*?1=6cGI1<vM&0$m?;+yt1<F&7~-VR%R
-n<*R3A{c_Z;mY39NtSfMa`NiIWQ1YG_rPv@pHPuWZ6eJvLHFmun(#cSt%#7V^LePjDdIvMPzKECF{X_a(A65!K_qmU&8Oa*Z2SkEED`uh!>jKx
-oLRad>!6U-%D`UVxnu!e9TmHb?qFS$?R)&xiaaU^*1sy3@vtgGGp|=(OYX9{G9~j$;cO0O-`W^=3c7`D_agb?J{L^aS|8RDl+^9zxbsem0cgqI
-ZgTUuSKGVmI0Y1*sND~JD>kUzv<G+Cin*F7M5KTQV@_R)8%jxfLQF>D9t)2L-TUwrxW<om+lnTU5N7S^7q1D*=35_8^%jr{0jcS>33f$t(7oz=
-m#`nj7911F=OP0%-9j5Y`O)#E=!9vb>HcNCc111Y+2Jdm*-S`6FB>dw4fR*Cve4w*O46(}^J(h^lCzoSd<CyPj`ip7Tm<4nbJU`}GgyJns5T7g
-5BMS9#E~{Ln6;fVK!QaDy6%jeD#M0*UgI8(!^aQ*2Yj1URFfP7$N5DFH3Bc94M)A^%H_Q|RsA^0<Nl>|{l6uii2uvQ0owyv7H^m11Rj1(x0cZX
-Q2VPROyZx3UtYEby~Y5l`@D(5*y^UR;QRXV6x&5cdp@ZaEq^6{j4v+R!QNZ$D*2zx_mB?t^K<M54|I8UNe^d>p6nBjVM=4Lm!n4n%4ycN0d2?z
-s9HzUz+O#{(!CysM`c$M8;{2ORqPXlGmeE0pEH75ikt7p1IF@;eN+ey+FwnTF>_8hFLDg3Z*)zlj<^UHvyq5S=vNV$`8w8iehgYIj|o;muJRv#
-B^WQpvN^c%TR?==1^Dm0A~~XQpqb=dwZ&dfGz!KOC_wx*la=+Rx%I?pLuPJ6PsQ;P`1`QKT(X7Jm_kso|8X`T*AI_^D)}B@fx7FY<X_o3^tUl^
-4U3^NRD18=49ZcB4#KFjPfPTCdAoI_O%P2c1PVsOvP2E9-QW@BgiO%nLh$Txm4?k+j`RBQTXfS?55UN^P}u!jj`g<i+qaaiG3B*h1aW9o4zi8H
-*eq%xwWc@^!=8E~=7tA$7)ewLDp_O~aU5{qL39i?!<{b8)jAJ5tfO71UEdymiB^qSAI+)H6yqR<yyU(fD>-c)5b0$SYe$>p<E$H1zJeP+mDUgW
-(I*Pgz6zL1UYFT|ajfzbyR<nA+yqSol{s3XnJ&B+-I?m)q{h2JfLP_SHeY8~Zjqd$`*(;CK&4q<<QfI()-T<w0%pTDfIeIDMX~!T%DtTdA-24y
-RR!A`#`<M|nbSfRqpD$}7SwEic8)t#o3*^$d<&H#YvGBHJMseS2{-0IUudo!<u5MvpLrIbA(CnjN3@E*P^1<A_cgp(>R8;M=y|hp;iUo9#;;;^
-30e-yYIGCHW%)3Q<23}FHp7!z^dH*p64HGYWjL1Rp0JVzxKT(COtv50OTIV=?qF^U&_H*xe;UoLt!|(xr;Qq9u@qtZGd90{j5Jclzx)t<SN5Rk
-zyJUMsB?K;l>TE_00FinfRF<KdGO!>vBYQl0ssI200dcD
+0sw{7Xcy|I3(1K!yPjYk4|17aE9TuHI7gi1ZK~gS9u6QVr6ec~Ji5ragfKJbKE&|-eX}m`<wap9O8_C2;xZOJu)7WWCGFHij^(yUY)h``1=Vgo
+svkPa#}v9uMa&9MR>I$@**b14d8Sp6q<P9n#)`GOVmDDaqFjY$l4y66nw~&jHt9IeH3%heH(mU7*y1W3@pB0yIbDac0IO02B)gUVT7(r>YRUoB
+@5jHiKQ%;}cX6Bot7vlgo}WX~NVoT<bJT_A;Gl=H1-`wGQ^S@auLFQ&m_ev)nc<7+5Jyl;fvDuT`=cMky+iZu5bePHAC!G}k7r8SIcM|NDqHIJ
+Yu>t-iA@wH`^*N)EDD=Lj*&HvQt?ly^$oNPR9Yed$uOKO>y67|`hv;a78<B_ma7R~a;Hld5JVX7U-|TYI>f%ZK!SKN1*6yMhzCCdc6xQSt9Jd1
+gXe^8{)sq^^o1cICJxN3gxccu+72D$|2pBW&4%1_;6smy7o_Co5zw5E8?okp?=VOPxzZIc=C85`S{jbJL<uoEVm9`djx_}~!p2M?%T(vU;_I%)
+A!hBqVG6Ji1V}Z`)O#To!(ahqoH%e&XIzZ)vPIU^KslUvoACsMOJ7(m*l_$DKj!=FFtIIF29tI=&O~wUtx^2TtKb&`y6I21@25jN7falVrC<8J
+2{2!sq5ICK56aMWOY-L)x$JYl4&fY&$%=?@1rT~$bJ-}4EHsc_<79D|9!Q(6rrj^U!9u?AdIHM}u;8WZx{QOY?kUe=*-EV*d|c<vi4NpE3;c5)
+9m&yhYlYR5^P$eG>E%03^>6JrKIN+lmgsG}Gn!Ik9%w{-twAscbwqIaj=o!ipjdik1b^<|;*`SVi%B8!R%NOM##`8yJOpbyV9izF=_F`W0Ju<%
+s%b(UGsbW?Sw|f;03B2JzTMlX2K5W!M-b#~ix+$1t^|zCqpq!+8FqQ5tBu9D){AD%$XR+gYobz^F2Z5uuF3`1p&tb`)5Ca)fRk&EaC>?7Qe8GI
+q^Xghu-ja3t9y~cP~CR#@9Q#oQ!ndQNV+?ueyPr@-%n$`KVML6qpD1P#k~q&nGx#X(GD6L>Qh3ptd(WVRleHOZ3g8jBh0@xX3%w+ac9Bd4okWV
+N=k*CpX&mrlozhVw09<*<Wnp%80xV_qxYooh?6fM`En|fZzfOZ6FG1RcwBOlfb(QQ)ik{@r!#Re-g$640EY`6P~w-OLR+Fb7y&nFkK6*K_rs|B
+JQ<a~Mlx+L7tM>lKJAW_rdm3WH&(P>wXo|Y4Gl+Y`ic|>S>uX`t)BZ1V(=Tj?3k0euv9#sWA2k@NHI&e^Gk0zVchgeK?5@&*&B4^t1BM++12g&
+wMy1P-rO`CXrY{`Y1iOr8wZAx0O#CgDJ8}yuBL>GDud(PP&?%P_r4itqCMxO3c{s(VfPAIJ#gRpn(uq_<D4TVW9Y35S_JA86<wI+lJe1Mo&t4)
+0EhCMKMV)?6;-Z-%W=vq?B|X;*U(YnO98zuMO=p_zyqzVeNdtrLY4sbA#jrP89i{S7w6rh#nb!IJda8N=d16Sv)HDAUG(d-)=4eV=-QXAVol5k
+uv6}iaj$G>L8C;5%lo2XV^8@YH7Fr}lp$8bwcuCmyg3Mif`;&jUel)bGh-7LM2DF<I<_}8Lr8RDAi}uswzb+EbXF|7hf~ACe<qoyaNOG#oqILr
+sL<Z?m63I=o((iu>gvD(fd#l^;iMx4qyBuO!5SDrJZIns@A=sdKG7ZadXjnhDBujIA0Fl~Vm)Jsb_bsAo|uCEee~&k`?{2dKIu+@e7nP-w(9Yx
+d~)X;q!dAzZa<AP6m@i;<U%U_5oxLFrxVwV<3q}-U9^o;ILQFpnb=fe10>^KM84noV@RO4W>D^S;!Gh12nNHbPajin8ejRiI5b#`8(vTYsLbWr
+%tZ}$GqEJ@n5dJut!t`%%U;Ik-xJw*Cvd>-xHP<qvmN#nhdetFBvlQm;LbPw4`@*&Li6P@MLkM68>n?qH`ixK8t6Rwe+CwjP&(Xc<@Js!T@=WS
+kc93ybQ5*LnjxJ6sf~(l7Jc#-yY3;+X?0j?_>h0%x)i#;vX*|hGDj%o)-C^X2#987R1+VM`SuenHZ4_)uK`$Wu(M@}HU)j$;_`{wwe_$N)F5k>
+Z%g=WKN^)%DXhh`d_VQb0Z-;6iTR#4x;;jW&3Di7A6yD}T-NzJy3vrQa}%TR%Eup(fQeT_baqA>eP|vB6n-VZp0~7u_Xh9kKUbOS1gV?BGFHju
+A!+gmk{}e%$Ba(`ZfCHLa9MO{8^Ekb@SJVNTvBx7JomZwp$>F&UO87vsrw3=VtHWiw}o%4Yz8RgL1@NT{tEs7a2@cFwqg=yV$GKDH>PXYT~$(3
+G9SIL7zNiPrJFY`Wvb_f;Y-{t-n&Z1i_mMsDi##ds#Z_KQ_}?#`tUOfMpjPPa4Om6v!wKdw1E*(GTIIAGQtkOu)WO&xM_tcvTR6jSUBJH%`Z1=
+Le&SwC_}v!vvqC-Yrr5wgg^V(8a#4S1H8LX|KQL}_+C3-z7_L&nz;Mf^-U!aD>2;W8wRL>Xy5te06!v@ZN-em3T>M~gpM`I0D4#u!&%4ETa}>#
+77V|TN_Ac2Vebm1Vv7t)Y(d-}@Ua`tFwpV+gqSSVMj?iTj~TE_m5t}F;Y7)+p?A_d!YexTm^hg{C=WdSc{%XE4nln#DYE8yvr>_CAW_p&f2;DY
+Qku4}zr)s1MTvusm8yC@r|D@+D}sMw?d)h>CwI_&@r+oQ?VIBeC)aCEg@t`iO<v``EG+n!E6~gyL!f3!tCt^0O;ZAb2REj7;B&A+vpzGAr%Jz1
+MiL&s5fW|WAZPbU-;tUyEfc=`l``6Il3uRULkwKkxyIN4+qK?Frp&jzKaO(Bx)O}D{B`Q^>!lwWDSHCHKIP1&{kdnacL?ALSz!gb7nZz0XNA82
+Sde9MI)KCq$TRC@&neFDfTQmL-%b>#C3Wowh>$yt54wqLIs0L!VhZ-NAot^oNHiAoL4MTPG|9~S2sTVg$h+_mRi=Cgj;q{M6g#eQJi^f@U!~%6
+Kr|^UJE_D?kTqjw($_2SkN$0LfegjYf|0N$Z_4I%ihKuIU0|McP;}ilGEMQT(Pi<(Yz;9xOf?>VLIsDa{aHjv`w(y70-`(Gy2Kwm0*$AQ@eBYK
+1bNJ3y=ZKE2*p%n6G=3%{Oubd0rnqYLripjD5q$B4BcQ5$qt4|0vqJ#riWvD3Ak$EyD0i_BfS=_dm4R?Ug8QVHPbE#jjg@6IF5&R{+>CK#3FoQ
+XK7}|d>oJe;79@Lz$p8W6Ao<jiSGAofpd^maGg*Y>t>Xhde}XjESBKh{C$+dPl=e%UtB{cteh|WVCmidn~Sc>;gke?L({K!w4!_RV7jak49dHo
+5iq9dNNk(iJ=~m@OBR%!MPaF(8{r#Vf%my-QuP2`-wWbvQn*E&;=Ndcem?ev2p`ayh{UQ2_l;wBtvZ@@6qxYcS4#KMEw~LM)S^G!QMqs$`orq6
+WJr6~1#D*SP*#knmYR-jLmep6JCY#*pLcj+fDPmpSuktB*Q-c2%lUvmyo6BXve}3|)|Wd*BPV$EW;Q_NiaWz&W$Y%^n*7fHm!Jk1PgJE_(wv;c
+hmK&foLdaJI#;j$7`2KqkAv^M5%`Sk<-DWcJ>DKJ6S1C2AM6efs}=9m7C>QTQ1>&W;}sW&5IswjGej~y3|Og&K7_Q2jKeuBc=2?mX^U*%Lmzox
+2a*6U2*ac}<*5?@$7x1(J^x%XyAbs$_V7s&hDDKHU%+SRaFB$0qb*^WfS*@s|8`oHvMF>raXIJJ5E1CSnx1HQ9tR?nx{wzmN&$QXhw^n~?5a+E
+uC}`$JfUsd@AVv;+ln8ZJLzZg>ve_`_5*9~uyq}PEng5LAyr7;A-d@dPU7OYwm2LIZRow?7yzw+py#5YQY+tXv(tUWp%q||t{P_p75(ICV6g&d
+Ot)!{rYJa4(;SD^h!5(P(Gya^W%9TpeCVr?nZ2ydpTvcu=Um65U}(mkX}y}d%bWHa;}6#~UH|x`Rz7VUNZH>hU7JXOY4Y1Tpm7_UKjp3l<I}f0
+TH#z!Y@so{Q+Hv`pn{~h83`5HS($$m<>pG{t!%Q|D%T5f_?^K=q`1)uIjM$z1mLz$&j`K1h1n&!IFcnw9kB#c*k*&Ci_7ZY%I=SH&{c*okNlQ~
+b7QmoWT3A^k#8JZ(%^BeXj<I--xoJoqRWk=@xy`9ruI^|p$X_YlNuICFzhDPfxhG~LR(3|D&QG|1tG6tL|(6l_?OT?e9>XW?N0k#qiE`;q5yR&
+PY!_~y<{SJ38T+zOfC<=5RjKY@2KMkcikO)@_)Y@YzW1V9B{t>9O6Li2Kb1LD)`$-|JN7bARn^!Qwnu~f;}m7Ov|QuGa4Oju1c?&n_Da`O{yz(
+oW8floB&p4kb#VhuPppx7tg62T0=ah=Rx#{7Vz2Ae!y)jDPa-B62<*C$0=Iwpw3VA6)&bXT0C&@LgogqWtW%NoGJ5%W|bAtQm}AeE|D>|;tDKF
+|2y9A+&c&#MoN+oyP@Q1CJk539Zrza#o?|$0U#ZJePWC~AYL+cqiu@CC_2GKhLLod;>mfhcA12Cxw6yc{NpqlS#SyZmLMqRwf&^~w+0Dc-uk4^
+hPad~ko~-Pb)vE&;6zf`)D+hYy{T0!Za_9@e~BIq-w%m!;i3{8@&oFH3?>U!Z6}zzqJllrVi^3&Ih1UwayK!$@VI%@8X5sL{u;vnf0^8UlmH+m
+Cw;six1(4chrM)2qkSS?N|dzA?fpiEQ#|1~A%7B}SqF#uw-D5E1ECvR!hKkJnnc-*nvQnS*V5VVF_DxdO7APp577>jxcnnZAW6^cDiBH?3&b;K
+WhdCX0dgr17{&7Q!(y(k7(M|gaopnf+@k&2QV@bE>^>L0VB#BhTX`CkuRM$LQzaE)V~p6DMdPQW0;3xynnMp7Mg3wfE){q`oaR#u)?2x}$uR)?
+2KB*v=?M|oBT7#GKN493<)5WTo;-g1p&{)BTnMqr*G?~S)C)H7cjNS-Cv#uq29v~<SSIk5Y#N7F<#bM;mKqP2FUFbwU~7To_pJIL=zf7MUF^i;
+HO!^Znsq?hbd(UGp1sTimj@esBysm<zi&pwV_{8yR)qe(LVogl()7tTAMq7f3f5)8ZD{no&l{P>Mq6yC`B-NUrPhc@=Bm`9J(IC3s2H>JXx^qT
+8SPNT2ffcy7?O9Eq(W^<yD_(?0N41PqfdE4`l<ZFN;r4)VkhhwB2QWjP6wTaZ9o-OWmdk#g%Z*BiCE6W+RiF$>UoqmTL}cpesvca_1<_lkjeXl
+po_)F<YcO#+rJ!&geyl=H$BhSpDMKR+cA1~gqj%uyneJyCk##H<%Ui!3^?lpfe$bc;uR;d52uE)xXcr}<<HvO?t~YMUM@8c7<xa+iO=evo=?d2
+!9MGsRR>D5EDhg&I`p`dF)ic_(xf*F#kEDW31~FBjo^aSL<3_y?AKYu=RNX3GQfJ=;G_`?T}g#d%5PRrgpbxM2gyI|3HA_%!KyT8;@5U4bhUVy
+<apDBh=g|n8MLGJu@)T)PEQ~E(YmIIrT~qo^u*!pmE4s?$hOl&x5)OONHTOF0q&Oji{wnjAr7PuoiPy1NZ1}v67tmLy2JH0yAsa*jlgf~MB;07
+SCQTG?;hR{za>?+gbprjqYCPkh4=piM@9?9pwMr!OL6`}@&etYYOaSMzxnz{!#{4vE-mc*cpy4w5d(3VL~28#J%Gyh4Fl2vtkxR%Of?>s@uQ40
+?psA7xc%ukwox}EQ#EZ&IiwE2`Tds7*D7>>07KSLT~X=OYU>go6NCT&x4W?w*nCb&00G}5fRF<K>#iFwvBYQl0ssI200dcD
 """
 
 

@@ -150,7 +150,7 @@ DYING = """
 
     async def main():
         opened = await tstore.open(url)
-        store = tstore.Store(Deadly(opened.log.storage), opened.uuid, "a")
+        store = tstore.Store(Deadly(opened.log.storage), opened.marker, "a")
         tree = {"x": np.random.default_rng(1).random(2_000_000), **{f"y{i}": np.full(3, i) for i in range(1000)}}
         await tstore.save(store, tree, 1)
     asyncio.run(main())

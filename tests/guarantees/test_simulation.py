@@ -383,7 +383,7 @@ QUICK = {
     "a tag keeps no version": 50,
     "the best by a metric are off by one": 7,
     "dropped tags share a record": 30,
-    "gc expires a version just tagged": 58,
+    "gc expires a version just tagged": 157,
     "deletions of the first host only": 42,
     "a waiting host syncs no folder": 38,
     "an own commit found again is not synced": 57,

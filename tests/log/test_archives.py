@@ -379,7 +379,7 @@ async def test_a_collection_over_http_archives(tmp_path: Path) -> None:
     async with Server(folder, access=everybody()) as server:
         opened = await tstore.open(server.url, storage_options={"token": ADMIN})
         faults = Faults(opened.log.storage)
-        stalled = tstore.Store(faults, opened.uuid, "a")
+        stalled = tstore.Store(faults, opened.marker, "a")
         async with held_commit(faults, commit(stalled, 0)) as task:
             async with await tstore.open(server.url, storage_options={"token": ADMIN}) as store:
                 for value in range(4, 20):

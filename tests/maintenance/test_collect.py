@@ -451,7 +451,7 @@ async def test_a_stale_listing_removes_nothing_needed(url: str) -> None:
         return [key for key in keys if collected or "/pack-" not in key]
 
     storage.list = old_list  # type: ignore[method-assign]
-    await tstore.Store(storage, store.uuid, "a").collect(Keep(last=1))
+    await tstore.Store(storage, store.marker, "a").collect(Keep(last=1))
     assert (await (await (await store.snapshot()).array("w")).read())[[0, 2000]].tolist() == [7, 2000]
     assert (await store.verify()).ok
 

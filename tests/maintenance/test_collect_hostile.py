@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.forging import forged
+from tests.support.forging import forged, place
 from tstore import Keep
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Conflict, Corrupt, InvalidArgument, Unavailable
 from tstore.format.layout import commit_key
 from tstore.format.objects.records import Collection, LivingVersion, Record
 from tstore.simulation.scenario import override_constants
-from tstore.storage.objects import Durability
 
 NOW = timedelta(0)
 
@@ -42,7 +41,7 @@ async def check_step(store: tstore.Store, step: int) -> None:
 async def forge(store: tstore.Store, record: Record) -> None:
     """Create a record with a valid checksum as the next commit, as another program could."""
     version = await store.log.reader.newest() + 1
-    await store.log.storage.create(commit_key(version), forged(record), Durability.NONE)
+    await place(store.log.storage, version, forged(record))
 
 
 async def test_folders_of_other_programs_stay(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import tstore
 from tests.maintenance.test_repair import VALUES, check_works, damage
+from tests.support.forging import place
 from tstore import Keep
 from tstore.cli import main
 from tstore.errors import Corrupt, InvalidArgument, SnapshotExpired
@@ -22,7 +23,6 @@ from tstore.format.objects.records import Part, Record
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import incomplete_versions
 from tstore.storage.connect import connect
-from tstore.storage.objects import Durability
 from tstore.storage.wrapper import Wrapper
 
 
@@ -58,7 +58,7 @@ async def parts(store: tstore.Store) -> set[int]:
 
 
 async def committed(store: tstore.Store, record: Record) -> set[int]:
-    await store.log.storage.create(commit_key(4), encode(record), Durability.FSYNC)
+    await place(store.log.storage, 4, encode(record))
     return set()
 
 

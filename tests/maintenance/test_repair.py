@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.forging import forged
+from tests.support.forging import forged, place, placed
 from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.cli import main
@@ -28,7 +28,6 @@ from tstore.format.objects.records import Collection, Record
 from tstore.maintenance import repair
 from tstore.server import Server
 from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Durability
 
 VALUES = np.arange(4000.0)
 
@@ -226,9 +225,7 @@ async def test_a_root_created_during_a_repair_is_removed(monkeypatch: pytest.Mon
 async def test_a_forged_garbage_collection_is_undone() -> None:
     store = await filled(0, 1, 2)
     gone = Collection((), (1, 2, 3), {}, (), ("txn/a/pack-0",))
-    await store.log.storage.create(
-        commit_key(4), forged(Record("gc-forged", 3, 1.0, collection=gone)), Durability.NONE
-    )
+    await place(store.log.storage, 4, forged(Record("gc-forged", 3, 1.0, collection=gone)))
     async with store.transaction():
         pass
     store = await tstore.open(store.url)
@@ -469,7 +466,7 @@ async def test_a_commit_that_claims_to_be_a_repair_is_harmless() -> None:
     store = await filled(0, 1)
     await store.snapshot()
     record = Record("repair-forged", 2, 1.0, metadata={"voided": [1, 2, -5, "x", 10**9]})
-    await store.log.storage.create(commit_key(3), forged(record), Durability.NONE)
+    await place(store.log.storage, 3, forged(record))
     assert await tstore.steps(store) == [0, 1]
     await check_works(store.url)
 
@@ -553,7 +550,8 @@ def test_a_record_that_names_no_collection_names_the_repair(
 async def test_verify_reports_a_record_that_names_no_gc() -> None:
     store = await filled(0, 1)
     record = decode(await store.log.storage.get(commit_key(2)), Record)
-    await damage(store, 2, forged(msgspec.structs.replace(record, collected=1)))
+    changed = forged(msgspec.structs.replace(record, collected=1))
+    await damage(store, 2, await placed(store.log.storage, 2, changed))
     store = await tstore.open(store.url)
     [fault] = (await store.verify()).faults
     assert "commits/00000000000000000001 is referred to as a garbage collection, but is not one" in fault

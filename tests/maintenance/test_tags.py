@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.forging import forged
+from tests.support.forging import forged, place, placed_in
 from tests.support.held_commit import held_commit
 from tests.support.http_server import ADMIN, WRITE, client_of, everybody
 from tstore import Keep
@@ -26,7 +26,6 @@ from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.tree import Tree
 from tstore.maintenance import gc
 from tstore.server import Server
-from tstore.storage.objects import Durability
 from tstore.tags import drop_tag, move_tag, remove_step, set_tag
 from tstore.transactions.transaction import staging_of
 
@@ -289,7 +288,7 @@ async def test_a_tag_of_a_version_that_was_not_alive_is_a_fault(url: str, target
     store = await saved(url)
     await store.collect(Keep(last=1))
     record = Record("wrong", 4, 1.0, collected=4, tagged={"x": target})
-    await store.log.storage.create(commit_key(5), encode(record), Durability.NONE)
+    await place(store.log.storage, 5, encode(record))
     store = await tstore.open(url)
     reason = f"tags version {target}, which was not alive"
     [fault] = (await store.verify()).faults
@@ -307,9 +306,7 @@ async def test_a_tag_of_a_version_that_was_not_alive_is_a_fault(url: str, target
 async def test_a_record_that_tags_later_versions_is_damaged(url: str) -> None:
     """Otherwise a reader could follow a tag to the version that it is reading."""
     store = await saved(url)
-    await store.log.storage.create(
-        commit_key(4), forged(Record("wrong", 3, 1.0, tagged={"x": 4})), Durability.NONE
-    )
+    await place(store.log.storage, 4, forged(Record("wrong", 3, 1.0, tagged={"x": 4})))
     with pytest.raises(Corrupt, match="tags a version that does not exist as of its base"):
         await (await tstore.open(url)).tags()
 
@@ -344,7 +341,7 @@ async def test_a_server_accepts_tags_of_living_versions_only(tmp_path: Path) -> 
         for target in (1, 5):
             record = encode(Record(f"t{target}", 6, 1.0, collected=5, tagged={"x": target}))
             for sender in (client, client.with_token(ADMIN)):
-                response = await sender.create(f"/{commit_key(7)}", record)
+                response = await sender.create(f"/{commit_key(7)}", placed_in(tmp_path / "store", 7, record))
                 assert response.status == 422
                 assert f"it tags version {target}, which is not alive".encode() in response.body
     assert await (await tstore.open(tmp_path / "store")).tags() == {"step/2": 3, "last": 3}

@@ -22,7 +22,7 @@ import pytest
 
 import tstore
 from tests.support import processes
-from tests.support.forging import forged
+from tests.support.forging import forged, placed_in
 from tests.support.http_server import READ, WRITE, client_of, everybody
 from tstore.format.layout import commit_key
 from tstore.maintenance.verify import VerifyReport
@@ -421,7 +421,8 @@ async def test_a_commit_with_many_tags_is_shown_in_part(server: Server, store: P
         record = await opened.log.reader.record(newest)
     tags = ["step/30", *(f"tag {i}" for i in range(1000))]
     following = msgspec.structs.replace(record, transaction=f"{1:024x}", base=newest, manifests=(), metadata={})
-    (store / commit_key(newest + 1)).write_bytes(forged(following, tags=tags))
+    data = placed_in(store, newest + 1, forged(following, tags=tags))
+    (store / commit_key(newest + 1)).write_bytes(data)
     row = (await document(server, ""))["rows"][0]
     assert (row["step"], row["tag_count"], row["tags"]) == (30, 1001, tags[:64])
     async with client_of(server, READ) as client:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.forging import forged, sealed
+from tests.support.forging import forged, place, rewrite, sealed
 from tstore import Keep
 from tstore.errors import (
     CommitOutcomeUnknown,
@@ -55,7 +55,7 @@ async def test_a_gc_deletes_no_record_named_as_a_pack() -> None:
     storage = store.log.storage
     for number in (1, 2):
         record = Record(f"forged{number}", number, 0.0, tags=(f"step/{number}",), reused=(commit_key(number),))
-        await storage.create(commit_key(number + 1), forged(record), Durability.NONE)
+        await place(storage, number + 1, forged(record))
     store = await tstore.open(store.url)
     for _ in range(2):
         with pytest.raises(Corrupt, match=r"commits/0000000000000000000[23]: .*the key of a pack"):
@@ -69,7 +69,7 @@ async def test_a_record_that_refers_to_itself_is_refused(ahead: int) -> None:
     store = await filled(0, 1)
     gone = Collection((), (), {}, (), ())
     record = Record("forged", 2, 0.0, collected=3 + ahead, collection=gone)
-    await store.log.storage.create(commit_key(3), forged(record), Durability.NONE)
+    await place(store.log.storage, 3, forged(record))
     store = await tstore.open(store.url, "r")
     with pytest.raises(Corrupt, match="commits/00000000000000000003: it refers to version 3 or a later one"):
         async with asyncio.timeout(10):
@@ -101,7 +101,7 @@ async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int])
     assert len(manifest.paths) == 3  # with the root group
     column = np.array([*counts, 0], "<i8").tobytes()
     wrong = msgspec.structs.replace(manifest, count=column)
-    await storage.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    await place(storage, 2, forged(Record("forged", 1, 0.0, manifests=(wrong,))))
     store = await tstore.open(store.url, "r")
     with pytest.raises(Corrupt, match="chunk counts in a manifest"):
         await store.snapshot()
@@ -114,7 +114,7 @@ async def with_odd_manifest(bad: int, **values: object) -> tstore.Store:
     record = decode(await storage.get(commit_key(bad)), Record)
     [manifest] = await store.log.reader.objects.manifests(bad, record)
     wrong = msgspec.structs.replace(manifest, **values)
-    await storage.replace(commit_key(bad), forged(record, manifests=(wrong,)))
+    await rewrite(storage, bad, forged(record, manifests=(wrong,)))
     return await tstore.open(store.url, "r")
 
 
@@ -157,7 +157,7 @@ async def test_only_objects_of_transactions_are_packs(name: str) -> None:
     storage = store.log.storage
     [manifest] = await store.log.reader.objects.manifests(1, decode(await storage.get(commit_key(1)), Record))
     wrong = msgspec.structs.replace(manifest, packs=tuple(p and name for p in manifest.packs))
-    await storage.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    await place(storage, 2, forged(Record("forged", 1, 0.0, manifests=(wrong,))))
     store = await tstore.open(store.url, "r")
     with pytest.raises(Corrupt, match=r"commits/00000000000000000002: .*the key of a pack"):
         await store.snapshot()
@@ -209,7 +209,8 @@ async def test_a_copy_trusts_no_other_history_at_the_destination() -> None:
     await storage.replace(reference.key, data)
     other = msgspec.structs.replace(reference, length=len(data), check=data[-16:])
     changed = msgspec.structs.replace(record, manifests=(other,))
-    await storage.replace(commit_key(1), encode(changed))
+    await rewrite(storage, 1, encode(changed))
+    store = await tstore.open(store.url)
     async with store.transaction():  # both have the same newest record
         pass
     there = (await tstore.open(url)).log.storage
@@ -269,7 +270,7 @@ async def test_verify_lists_invalid_documents_and_checks_the_rest(document: byte
     documents = tuple(document if i == number else d for i, d in enumerate(manifest.documents))
     wrong = msgspec.structs.replace(manifest, documents=documents)
     record = Record("forged", 1, 0.0, replaces=True, manifests=(wrong,), reused=tuple(filter(None, wrong.packs)))
-    await storage.create(commit_key(2), forged(record), Durability.NONE)
+    await place(storage, 2, forged(record))
     store = await tstore.open(store.url, "r")
     report = await store.verify()
     assert (report.arrays, report.chunks) == (2, 2)
@@ -284,7 +285,7 @@ async def test_a_document_that_is_nested_too_deeply_is_corrupt_with_its_record()
     [manifest] = await store.log.reader.objects.manifests(1, decode(await storage.get(commit_key(1)), Record))
     deep = b'{"zarr_format":3,"node_type":"group","attributes":' + b'{"a":' * 800 + b"1" + b"}" * 801
     wrong = msgspec.structs.replace(manifest, documents=(deep, *manifest.documents[1:]))
-    await storage.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    await place(storage, 2, forged(Record("forged", 1, 0.0, manifests=(wrong,))))
     store = await tstore.open(store.url, "r")
     with pytest.raises(Corrupt, match=r"commits/00000000000000000002: .* levels of nesting"):
         await store.snapshot()
@@ -321,7 +322,7 @@ async def test_no_transaction_takes_a_void_record_for_its_own(name: str) -> None
     tx = store.transaction(name=name, host=0, hosts=1, attempt="a")
     await (await tx.create_array("x", (4,), "f4", (4,))).write(np.ones(4))
     void = Record(tx.id, 1, 0.0, void=True)
-    await store.log.storage.create(commit_key(2), forged(void), Durability.NONE)
+    await place(store.log.storage, 2, forged(void))
     if name == "step/1":
         with pytest.raises(
             CommitOutcomeUnknown, match="commits/00000000000000000002: a void record has the id of a transaction"
@@ -341,7 +342,7 @@ async def test_a_gc_below_void_records_is_detected() -> None:
     assert (await store.collect(Keep(last=1))).version == 3
     for version in (4, 5):
         void = Record(f"repair-{version}", version - 1, 1.0, void=True, collected=version - 1)
-        await store.log.storage.create(commit_key(version), encode(void), Durability.NONE)
+        await place(store.log.storage, version, encode(void))
     store = await tstore.open(store.url)
     assert await last_collection(store.log.reader, 5) == 3
     with pytest.raises(SnapshotExpired):

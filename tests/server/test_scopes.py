@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.forging import placed_in
 from tstore import Keep
 from tstore.errors import Denied, TStoreError
 from tstore.format.objects.encoding import decode, encode
@@ -146,7 +147,7 @@ async def test_only_admin_stores_a_record_with_missing_objects(scope: str, tmp_p
         path.unlink()
     (tmp_path / f"commits/{3:020d}").unlink()
     (tmp_path / "latest").unlink(missing_ok=True)
-    data = encode(msgspec.structs.replace(record, message="again"))
+    data = placed_in(tmp_path, 3, encode(msgspec.structs.replace(record, message="again")))
     async with Server(tmp_path, access=ACCESS) as server:
         status = await asked(server, scope, "PUT", f"commits/{3:020d}", data, **CREATE)
         assert status == (201 if scope == "admin" else 403)

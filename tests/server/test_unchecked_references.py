@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.forging import forged, sealed
+from tests.support.forging import forged, place, sealed
 from tests.support.http_server import ADMIN, WRITE, Client, Response, client_of, everybody
 from tests.support.work import CountedText, counted_work
 from tstore.errors import Corrupt, InvalidArgument
@@ -56,8 +56,8 @@ async def test_a_copy_makes_no_object_that_a_forged_reference_names(name: str) -
     data = encode(Manifest.from_nodes([]))
     await storage.create(name, data, Durability.NONE)
     forgery = Record("forged", 1, 0.0, manifests=(reference(name, data),))
-    await storage.create(commit_key(2), forged(forgery), Durability.NONE)
-    await storage.create(commit_key(3), forged(Record("behind", 2, 0.0)), Durability.NONE)
+    await place(storage, 2, forged(forgery))
+    await place(storage, 3, forged(Record("behind", 2, 0.0)))
     destination = f"memory://{uuid.uuid4()}"
     with pytest.raises(Corrupt, match="00000000000000000002"):
         await tstore.copy(source.url, destination)
@@ -158,7 +158,7 @@ async def test_readers_refuse_a_path_beyond_its_bounds(path: str) -> None:
     node = Manifest.from_nodes([(path, group, True, [])])
     records = [Record("forged", 0, 0.0, manifests=(node,)), Record("deleting", 1, 0.0, deleted=("b",))]
     for version, record in enumerate(records, 1):
-        await store.log.storage.create(commit_key(version), forged(record), Durability.NONE)
+        await place(store.log.storage, version, forged(record))
     with pool.without_threads(pause), counted_work() as work:
         with pytest.raises(Corrupt, match=r"has (65,537 char|300,001 char|257 levels)"):
             await (await tstore.open(store.url, "r")).snapshot()

@@ -181,8 +181,8 @@ async def test_the_history_is_read_in_growing_batches() -> None:
     # those that are known are looked at first, and then one, two, four …
     assert await rounds.expect((await reopened()).outcome("nobody's"), 3, 2, 3, 5, 9, 17, 33) is None
     store = await reopened()
-    # the hint; which is the newest; the other records; the root; the list of records, and its end
-    assert (await rounds.expect(store.verify(), 1, 6, 5, 29, 64, 1, 1, 1, 1, 1)).ok
+    # the hint; which is the newest; all records, in order; the root; the list of records, and its end
+    assert (await rounds.expect(store.verify(), 1, 6, 5, 29, 65, 1, 21, 1, 1, 1, 1)).ok
 
 
 async def test_an_abandoned_history_reads_no_further() -> None:
@@ -547,7 +547,7 @@ async def test_an_unknown_outcome_is_reported_and_learned_later(seed: int) -> No
     calm = await tstore.open(RemoteStorage(MemoryStorage(name)))
     faults = Faults(MemoryStorage(name), Chances(0.03, 0.05, 0.05, 0.05, 0.03), seed=seed)
     impatient = RetryPolicy(min_pause=0.001, max_pause=0.001, deadline=0.0, first_deadline=0.0)
-    store = tstore.Store(as_remote(faults, impatient), calm.uuid, "a")
+    store = tstore.Store(as_remote(faults, impatient), calm.marker, "a")
     outcomes: dict[str, int | None] = {}
     named: list[bool] = []
     for turn in range(60):

@@ -323,7 +323,7 @@ async def test_lost_and_repeated_requests_append_once(seed: int) -> None:
     async def append(number: int) -> int:
         faults = Faults(MemoryStorage(name), Chances(0.05, 0.05, 0.05, 0.05, 0.05), seed=10 * seed + number)
         patient = RetryPolicy(min_pause=0.001, max_pause=0.01, deadline=60)
-        tx, _ = await appending(tstore.Store(as_remote(faults, patient), calm.uuid, "a"), parts[number])
+        tx, _ = await appending(tstore.Store(as_remote(faults, patient), calm.marker, "a"), parts[number])
         return await tx.commit()
 
     versions = await asyncio.gather(*map(append, range(6)))

@@ -137,7 +137,7 @@ async def test_reapplied_chunks_are_durable_once_the_commit_is(tmp_path: Path) -
         async with store.transaction() as tx:
             await (await tx.create_array("w", (2 * CHUNK,), "f8", (CHUNK,))).write(0)
         faults = Faults(store.log.storage)
-        tx = Store(faults, store.uuid, "r+").transaction()
+        tx = Store(faults, store.marker, "r+").transaction()
         await (await tx.array("w"))[1].write(-1)
         await overwrite(store, 0, 4)
         assert await tx.commit() == 3

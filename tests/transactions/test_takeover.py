@@ -136,7 +136,7 @@ async def test_the_finisher_may_die_at_each_step(tmp_path: Path, hosts: int, don
     while True:
         shutil.copytree(tmp_path / "before", tmp_path / "store")
         store = await tstore.open(tmp_path / "store")
-        mortal = tstore.Store(Dying(store.log.storage, steps, done=done), store.uuid, "a")  # type: ignore[arg-type]
+        mortal = tstore.Store(Dying(store.log.storage, steps, done=done), store.marker, "a")  # type: ignore[arg-type]
         try:
             await host(mortal, last, hosts)
         except Dead:

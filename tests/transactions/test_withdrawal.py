@@ -215,7 +215,7 @@ async def test_either_host_may_die_at_each_step(tmp_path: Path, hosts: int, dyin
         store = await tstore.open(tmp_path / "store")
         start = "/part-" if dying == "late" else "/merging-"
         mortal: Any = Dying(store.log.storage, steps, done=done, start=start)
-        mortal = tstore.Store(mortal, store.uuid, "a")
+        mortal = tstore.Store(mortal, store.marker, "a")
         first = (await transactions(store if dying == "late" else mortal, hosts))[0]
         last = (await transactions(mortal if dying == "late" else store, hosts))[-1]
         calls = [last.deliver(), withdraw(first)]

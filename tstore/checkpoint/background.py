@@ -161,7 +161,7 @@ class BackgroundStore:
             if self._callers_store is None:
                 self._opened = await open(self._storage, "a")
             else:
-                self._opened = Store(self._storage, self._callers_store.uuid, self._callers_store.mode)
+                self._opened = Store(self._storage, self._callers_store.marker, self._callers_store.mode)
         return self._opened
 
     async def close(self) -> None:

@@ -295,4 +295,4 @@ async def open_faulty(url: str | os.PathLike[str], mode: Mode = "a") -> tuple[St
     """Return the store at a URL, and the `Faults` around its storage, which has no rules yet."""
     store = await open(url, mode)
     faults = Faults(store.log.storage)
-    return Store(faults, store.uuid, mode), faults
+    return Store(faults, store.marker, mode), faults

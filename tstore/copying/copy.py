@@ -143,16 +143,16 @@ async def copy_to(
         raise InvalidArgument(f"{target.url} is inside the store to copy, {store.url}; choose another destination")
     while True:
         # a fresh Store: `store` may have cached records of an earlier history
-        source = Store(without_cache(store.log.storage), store.uuid, "r")
+        source = Store(without_cache(store.log.storage), store.marker, "r")
         log = source.log.reader
         marker = await read_marker(log.storage)
         if marker is None:
             raise NotFound(f"{store.url} has lost its marker; restore it from a copy")
         if at is not None:
             version = (await source.snapshot(at)).version
-            destination = Destination(
-                target, replace(marker, uuid=uuid.uuid5(marker.uuid, f"version {version} alone"))
-            )
+            alone = uuid.uuid5(marker.uuid, f"version {version} alone")
+            origin = marker.origin or marker.uuid
+            destination = Destination(target, replace(marker, uuid=alone, origin=origin))
             return await guard_expiry(log, version, _copy_one(log, version, destination, progress))
         newest, _ = await checked_newest(log)
         try:
@@ -165,11 +165,11 @@ async def copy_to(
 async def _copy_all(
     log: LogReader, version: int, destination: Destination, progress: Callable[[int, int], None]
 ) -> CopyReport:
-    records = await SourceRecords.up_to(log.storage, version)
+    records = await SourceRecords.up_to(log.storage, destination.log_id, version)
     target_version = await destination.newest(records)
     ahead = target_version is not None and target_version > version
     living = await (
-        living_as_of(LogReader(destination.storage), target_version or 0) if ahead else living_as_of(log, version)
+        living_as_of(destination.reader(), target_version or 0) if ahead else living_as_of(log, version)
     )
     inventory = await records.guard(take_inventory(log, version, living))
     return await _Copy(log, records, destination, inventory, target_version, progress).run()
@@ -178,7 +178,7 @@ async def _copy_all(
 async def _copy_one(
     log: LogReader, version: int, destination: Destination, progress: Callable[[int, int], None]
 ) -> CopyReport:
-    records = await SourceRecords.up_to(log.storage, version)
+    records = await SourceRecords.up_to(log.storage, destination.log_id, version)
     inventory = await records.guard(take_version_inventory(log, version))
     expiry = await expiry_of_other_versions(log, inventory, destination.uuid)
     records = records if expiry is None else records.with_own(version + 1, expiry)
@@ -186,7 +186,7 @@ async def _copy_one(
         records = records.with_own(version, replace(record, source=0, replaces=True))
     target_version = await destination.newest(records)
     if target_version is not None and target_version > records.newest:
-        living = await living_as_of(LogReader(destination.storage), target_version)
+        living = await living_as_of(destination.reader(), target_version)
         if not all(v in living for v in inventory.versions):
             inventory = Inventory(version, (), {}, {}, set())  # the destination expired it: nothing to copy
     return await _Copy(log, records, destination, inventory, target_version, progress).run()

@@ -40,6 +40,15 @@ class Destination:
         """The uuid of the store."""
         return self._marker.uuid
 
+    @property
+    def log_id(self) -> bytes:
+        """What the records of both stores name as the id of their log."""
+        return self._marker.log_id
+
+    def reader(self) -> LogReader:
+        """Return a reader of the store."""
+        return LogReader(self.storage, log_id=self.log_id)
+
     async def newest(self, records: SourceRecords) -> int | None:
         """Return the newest version of the destination, or None if it is not a store yet.
 
@@ -52,7 +61,7 @@ class Destination:
             await check_not_nested(self.storage)
             return None
         self._check_marker(marker)
-        newest = await LogReader(self.storage).newest()
+        newest = await self.reader().newest()
         common = min(newest, records.newest)
         while common and not await self.commits.existing([common]):
             common -= 1

@@ -13,9 +13,11 @@ from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from typing import TypeVar
 
 from tstore.errors import Conflict, Corrupt, NotFound
+from tstore.format.frame import NO_RECORD, Link, check_of, link_of, linked
 from tstore.format.layout import commit_key
 from tstore.format.objects.encoding import decode, encode
 from tstore.format.objects.records import Record
+from tstore.log.chain import Chain
 from tstore.log.commits import CommitObjects
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Storage
@@ -29,30 +31,53 @@ T = TypeVar("T")
 class SourceRecords:
     """The records of a source up to version `base`, and by version those that only the destination has.
 
-    `anchor` has the bytes of the record of version `base`; later reads of this record are compared with them.
+    The record of version `base` is read first; later reads of it are compared with this one. `log_id` is the id
+    that the records name as that of their log.
     """
 
-    def __init__(self, storage: Storage, base: int, anchor: bytes, own: Mapping[int, bytes] | None = None) -> None:
+    def __init__(
+        self, storage: Storage, log_id: bytes, base: int, anchor: bytes = b"", own: Mapping[int, Record] = {}
+    ) -> None:
         self.storage = storage
         self._commits = CommitObjects(storage)
         self.base = base
-        self.own = {} if own is None else own
-        self.newest = max([base, *self.own])
+        self.own = own
+        self.newest = max([base, *own])
         self._anchor = anchor
+        self._log_id = log_id
+        self._chain = Chain(log_id)
 
     @staticmethod
-    async def up_to(storage: Storage, base: int) -> SourceRecords:
+    async def up_to(storage: Storage, log_id: bytes, base: int) -> SourceRecords:
         """Return the records of a source up to `base`; raise `Corrupt` if the last one is damaged or missing."""
-        return SourceRecords(storage, base, await _read(CommitObjects(storage), base) if base else b"")
+        records = SourceRecords(storage, log_id, base)
+        records._anchor = await records.read(base) if base else b""
+        return records
 
     def with_own(self, version: int, record: Record) -> SourceRecords:
-        """Return the same records, but for this one of the destination, which may follow those of the source."""
-        return SourceRecords(self.storage, self.base, self._anchor, {**self.own, version: encode(record)})
+        """Return the same records, but for this one of the destination: version `base` or the next."""
+        return SourceRecords(self.storage, self._log_id, self.base, self._anchor, {**self.own, version: record})
 
     async def read(self, version: int) -> bytes:
-        """Return the bytes of one record; raise `Corrupt` if it is damaged or missing."""
-        own = self.own.get(version)
-        return await _read(self._commits, version) if own is None else own
+        """Return the bytes of one record; raise `Corrupt` if it is damaged, missing or out of place.
+
+        Raise `Conflict` if the history changed.
+        """
+        if (own := self.own.get(version)) is not None:
+            if version == self.base:
+                return linked(encode(own), link_of(self._anchor))
+            before = check_of(await self.read(version - 1)) if version > 1 else NO_RECORD
+            return linked(encode(own), Link(self._log_id, version - 1, before))
+        try:
+            data = await self._commits.get(version)
+            self._chain.add(version, decode(data, Record), data)
+        except (Corrupt, NotFound) as error:
+            if self._anchor:
+                await self.check_unchanged()
+            raise Corrupt(
+                f"{self.storage.url}: {commit_key(version)} can't be copied: {error}; restore it from a copy"
+            ) from error
+        return data
 
     async def in_order(self, versions: Iterable[int]) -> AsyncGenerator[list[tuple[int, bytes]], None]:
         """Yield batches of versions with the bytes of their records; a long record is a batch by itself.
@@ -102,14 +127,3 @@ class SourceRecords:
                 "start; repeat the copy",
                 [],
             )
-
-
-async def _read(commits: CommitObjects, version: int) -> bytes:
-    try:
-        data = await commits.get(version)
-        decode(data, Record)
-    except (Corrupt, NotFound) as error:
-        raise Corrupt(
-            f"{commits.storage.url}: {commit_key(version)} can't be copied: {error}; restore it from a copy"
-        ) from error
-    return data

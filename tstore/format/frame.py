@@ -8,10 +8,14 @@ version        1 byte    the format version: 1; 2 for the record of a garbage co
                          for an object with a manifest of appended values, 8 for the record of a copy; an older
                          tstore must refuse these, not ignore what it does not know
 body           msgpack
+link           40 bytes  of a record only: the log to which it belongs and an earlier record (`Link`)
 check          16 bytes  xxh3-128, big-endian, of all bytes before it
 """
 
 from __future__ import annotations
+
+import struct
+from typing import NamedTuple
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import ARCHIVE_BYTES, COLLECTION_BYTES, MANIFEST_BYTES, RECORD_BYTES, ROOT_BYTES
@@ -22,14 +26,19 @@ __all__ = [
     "COLLECTING",
     "COPYING",
     "EXTENDING",
+    "LINK_SIZE",
     "MAGIC",
+    "NO_RECORD",
     "PAGED",
     "PLAIN",
     "RETAGGING",
     "SEGMENTED",
     "SHORTEST_FRAME",
+    "Link",
     "body_of",
     "check_of",
+    "link_of",
+    "linked",
     "seal",
     "unseal",
 ]
@@ -44,6 +53,14 @@ _HEADER = len(MAGIC) + 2
 SHORTEST_FRAME = _HEADER + CHECK_SIZE
 """The length of a frame with an empty body, in bytes."""
 
+NO_RECORD = bytes(CHECK_SIZE)
+"""The checksum that stands for the record of version 0, which does not exist."""
+
+_LINK = struct.Struct(f"<16sQ{CHECK_SIZE}s")
+
+LINK_SIZE = _LINK.size
+"""The bytes of a link."""
+
 _NAMES = {b"R": "a record", b"M": "a manifest", b"F": "a fragment", b"T": "a root", b"A": "an archive"}
 _MAX_SIZES = {
     b"R": RECORD_BYTES,
@@ -54,8 +71,35 @@ _MAX_SIZES = {
 }
 
 
+class Link(NamedTuple):
+    """What ties a record to its place: the id of its log, and the version and checksum of an earlier record.
+
+    The earlier record is the newest one against which the record had been validated when its bytes were made.
+    """
+
+    log_id: bytes = bytes(16)
+    version: int = 0
+    check: bytes = NO_RECORD
+
+
+def linked(data: bytes, link: Link) -> bytes:
+    """Return the frame of a record with another link."""
+    data = data[: -LINK_SIZE - CHECK_SIZE] + _LINK.pack(*link)
+    return data + digest(data)
+
+
+def link_of(data: bytes) -> Link:
+    """Return the link in the frame of a record, without verifying the frame."""
+    return Link(*_LINK.unpack_from(data, len(data) - LINK_SIZE - CHECK_SIZE))
+
+
 def seal(kind: bytes, version: int, body: bytes) -> bytes:
-    """Return a body in its frame; raise `Corrupt` if it is longer than readers accept."""
+    """Return a body in its frame; raise `Corrupt` if it is longer than readers accept.
+
+    The link of a record is that of no log: `linked` sets it.
+    """
+    if kind == b"R":
+        body += _LINK.pack(*Link())
     _check_size(kind, version, _HEADER + len(body) + CHECK_SIZE)
     data = MAGIC + kind + bytes([version]) + body
     return data + digest(data)
@@ -90,7 +134,8 @@ def _check_size(kind: bytes, version: int, size: int) -> None:
 
 def body_of(data: bytes) -> memoryview:
     """Return the body of a frame, without verifying it."""
-    return memoryview(data)[_HEADER:-CHECK_SIZE]
+    end = len(data) - CHECK_SIZE - (LINK_SIZE if data[len(MAGIC)] == ord("R") else 0)
+    return memoryview(data)[_HEADER : max(_HEADER, end)]
 
 
 def check_of(data: bytes) -> bytes:

@@ -25,6 +25,7 @@ __all__ = [
     "archive_key",
     "are_packs",
     "commit_key",
+    "first_link",
     "folder_of",
     "is_archive",
     "is_collectable",
@@ -83,6 +84,11 @@ def archive_end(version: int) -> int:
 def archive_key(end: int) -> str:
     """Return the key of the archive whose last version is `end`."""
     return f"archives/{end:020d}"
+
+
+def first_link(version: int) -> int:
+    """Return the earliest version to which the link of a version's record may refer."""
+    return (version - 1) // ROOT_EVERY * ROOT_EVERY
 
 
 def parent_root(version: int) -> int:

@@ -15,8 +15,9 @@ The data that the record refers to is durable already. To append the record:
    Otherwise the caller validates the transaction against all these records: it raises `Conflict`, or returns the
    record to continue with.
 2. Create the first absent number, then look whether an archive has it, so that it existed before (`commits`). (If
-   a later number is found, the log has a hole: `Corrupt`.) If the creation succeeds: done. The bytes are written
-   and fsynced once, however many numbers are tried (`Storage.stage`). A durable record requires a durable
+   a later number is found, the log has a hole: `Corrupt`.) If the creation succeeds: done. The bytes, with
+   a link to the newest record read (`chain`), are written and fsynced once, however many numbers are tried
+   (`Storage.stage`), except that numbers after a root need a newer link. A durable record requires a durable
    predecessor, so that all records below it are durable too: if the predecessor was created with
    `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes were durable before it
    appeared, and one fsync of the folder makes the names of both durable.
@@ -57,10 +58,10 @@ from tstore.errors import (
     Unavailable,
     UnsupportedFormat,
 )
-from tstore.format.frame import check_of
-from tstore.format.layout import ROOT_EVERY
-from tstore.format.objects.encoding import encode, memory_of
-from tstore.format.objects.records import VOID, Record, StoredRecord
+from tstore.format.frame import Link, linked
+from tstore.format.layout import ROOT_EVERY, first_link
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.records import VOID, Record
 from tstore.format.tree.retention import refuse_condemned
 from tstore.format.tree.tree import Changes
 from tstore.log.commits import CommitObjects, StagedRecord
@@ -211,7 +212,7 @@ class Append:
     async def _read_again(self) -> None:
         """Raise `Conflict` if a repair changed the records that were known, unless the record is in the log."""
         base = self._record.base
-        newer = await LogReader(self._log.storage).above(base)
+        newer = await self._log.anew().above(base)
         if any(other.commits(self._record.transaction) for other in newer):
             return
         if self._undecided <= base + len(newer):
@@ -284,10 +285,11 @@ class Append:
 
     async def _create(self) -> bool:
         """Create the next version or raise `AlreadyExists`; return False if only a read can tell the outcome."""
-        if self._record.durable and self._seen > 0 and not (await self._log.record(self._seen)).durable:
+        link, is_durable = await self._log.link(self._seen)
+        if self._record.durable and not is_durable:
             await self._log.storage.sync()
         await self._log.look_ahead(self._seen)
-        await self._candidate.prepare(self._record, self._last_collection)
+        await self._candidate.prepare(self._record, self._last_collection, link)
         version = self._requested = self._undecided = self._seen + 1
         self._requested_at = asyncio.get_running_loop().time()
         try:
@@ -299,8 +301,7 @@ class Append:
             await self._decide(version, error)
             self._on_retry(Retry(version, f"no response to its creation: {error}"))
             return False
-        record, data = self._candidate.record, self._candidate.data
-        self._log.records.add(version, StoredRecord(record, check_of(data), memory_of(data)), len(data))
+        self._log.records.append(version, self._candidate.record, self._candidate.data)
         return True
 
     async def _read_newer(self) -> list[tuple[int, Record]]:
@@ -329,7 +330,8 @@ class Append:
             collected=record.collected,
         )
         with contextlib.suppress(AlreadyExists):
-            await self._log.commits.create(version, encode(void), self._durability)
+            link, _ = await self._log.link(version - 1)
+            await self._log.commits.create(version, linked(encode(void), link), self._durability)
 
     def _outcome_unknown(self, cause: Exception) -> CommitOutcomeUnknown:
         transaction = self._record.transaction
@@ -347,24 +349,31 @@ class Append:
 
 
 class _CandidateRecord:
-    """A record and its bytes (empty: not yet encoded), which are staged once for all numbers that are tried."""
+    """A record and its bytes (empty: not yet encoded), which are staged once for many numbers that are tried."""
 
     def __init__(self, commits: CommitObjects, record: Record, data: bytes, durability: Durability) -> None:
         self._commits = commits
         self._durability = durability
         self._staged: StagedRecord | None = None
+        self._link = Link()
         self.record = record
         self.data = data
 
-    async def prepare(self, record: Record, collected: int) -> None:
-        """Encode a record, if it has changed; `collected` is the last garbage collection."""
+    async def prepare(self, record: Record, collected: int, link: Link) -> None:
+        """Encode a record, if it has changed, for the version after that of `link`.
+
+        `collected` is the last garbage collection.
+        """
         if record.collected != collected:
             record = replace(record, collected=collected)
         if record is not self.record and record != self.record:
             await self.discard()
             self.record, self.data, self._staged = record, encode(record), None
+        if self._staged is not None and self._link.version < first_link(link.version + 1):
+            await self.discard()
+            self._staged = None
         if self._staged is None:
-            self.data = self.data or encode(record)
+            self._link, self.data = link, linked(self.data or encode(record), link)
             self._staged = self._commits.stage(self.data, self._durability)
 
     async def create(self, version: int) -> None:

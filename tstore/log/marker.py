@@ -20,13 +20,23 @@ __all__ = ["FORMAT_VERSION", "Marker", "check_not_nested", "create_marker", "rea
 FORMAT_VERSION = 1
 
 
-class Marker(msgspec.Struct, frozen=True):
-    """The contents of the marker. `encode` sets `checksum`, which markers of older stores do not have."""
+class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The contents of the marker. `encode` sets `checksum`.
+
+    `origin` is the uuid that the records of the store name as the id of their log, None if that is its own uuid: a
+    copy of one version is a store with another uuid and with records of the store that was copied.
+    """
 
     format: int
     uuid: UUID
     created: str = ""
     checksum: str = ""
+    origin: UUID | None = None
+
+    @property
+    def log_id(self) -> bytes:
+        """What the records of the store name as the id of their log."""
+        return (self.origin or self.uuid).bytes
 
     def encode(self) -> bytes:
         """Return the bytes of the object, with their checksum; check that they can be decoded."""
@@ -54,7 +64,8 @@ class Marker(msgspec.Struct, frozen=True):
 
     def _digest(self) -> str:
         """Return the xxh3-128 of the values, one per line; fields that a later version adds are not covered."""
-        return xxhash.xxh3_128_hexdigest(f"{self.format}\n{self.uuid}\n{self.created}".encode())
+        values = [self.format, self.uuid, self.created, *([] if self.origin is None else [self.origin])]
+        return xxhash.xxh3_128_hexdigest("\n".join(map(str, values)).encode())
 
 
 class _FormatVersion(msgspec.Struct):

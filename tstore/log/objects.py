@@ -50,6 +50,10 @@ class MetadataObjects:
         self._long_reads: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self._long_reads = weakref.WeakKeyDictionary()
 
+    def anew(self) -> MetadataObjects:
+        """Return the objects of the same store, without anything cached."""
+        return MetadataObjects(self.storage, self._parse)
+
     @property
     def advice(self) -> str:
         """The advice for a damaged or missing record."""
@@ -89,7 +93,7 @@ class MetadataObjects:
         try:
             root = decode_root(data) if data else await run(self._long_root, key, await self.storage.size(key))
         except (Corrupt, UnsupportedFormat) as error:
-            raise self._with_key(key, error) from error
+            raise self.with_key(key, error) from error
         return self._attached(root)
 
     async def whole_root(self, version: int) -> Root:
@@ -99,7 +103,7 @@ class MetadataObjects:
         try:
             return self._attached(await run(decode_root, data))
         except (Corrupt, UnsupportedFormat) as error:
-            raise self._with_key(key, error) from error
+            raise self.with_key(key, error) from error
 
     def _attached(self, root: Root) -> Root:
         if isinstance(root.manifest, Manifest):
@@ -186,7 +190,7 @@ class MetadataObjects:
         try:
             return decode(data, kind)
         except (Corrupt, UnsupportedFormat) as error:
-            raise self._with_key(key, error) from error
+            raise self.with_key(key, error) from error
 
     def decode_record(self, version: int, data: bytes) -> Record:
         """Decode the record of a version; raise `Corrupt` or `UnsupportedFormat`."""
@@ -194,9 +198,10 @@ class MetadataObjects:
             record = self._parse(data)
             record.check_number(version)
         except (Corrupt, UnsupportedFormat) as error:
-            raise self._with_key(commit_key(version), error) from error
+            raise self.with_key(commit_key(version), error) from error
         return record
 
-    def _with_key(self, key: str, error: Corrupt | UnsupportedFormat) -> Corrupt | UnsupportedFormat:
+    def with_key(self, key: str, error: Corrupt | UnsupportedFormat) -> Corrupt | UnsupportedFormat:
+        """Return an error of decoding an object with the key, and the advice for a record."""
         advice = f"; {self.advice}" if key.startswith("commits/") and isinstance(error, Corrupt) else ""
         return type(error)(f"{self.storage.url}: {key}: {error}{advice}")

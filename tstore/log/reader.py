@@ -23,15 +23,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import Any, NamedTuple, TypeVar
 
 from tstore.errors import Corrupt, NotFound, Unavailable, UnsupportedFormat
+from tstore.format.frame import NO_RECORD, Link
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Collection, Record, StoredRecord
+from tstore.format.objects.roots import StoredRoot
 from tstore.format.tree.tree import Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import Records
 from tstore.log.search import NEVER, Bounds, Search
 from tstore.log.trees import Trees
 from tstore.runtime.concurrency import Prefetch, batched, together
+from tstore.runtime.pool import run
 from tstore.runtime.shared_calls import SharedCalls
 from tstore.storage.base import Storage
 from tstore.storage.connect import Address
@@ -65,7 +68,8 @@ class _NewerRecords(NamedTuple):
 class LogReader:
     """A reader of the commits of one store, which the event loops of several threads may share.
 
-    `hint` is the result of `read_hint`, if the caller has it already.
+    `hint` is the result of `read_hint`, if the caller has it already; `log_id` is the id that the records name as
+    that of their log (`Marker.log_id`), None for that of the first record read.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class LogReader:
         storage: Storage,
         hint: int | None = None,
         *,
+        log_id: bytes | None = None,
         address: Address | None = None,
         objects: MetadataObjects | None = None,
     ) -> None:
@@ -81,7 +86,7 @@ class LogReader:
         """What the store was opened with, None if on a `Storage`."""
         self.objects = MetadataObjects(storage) if objects is None else objects
         self.commits = self.objects.commits
-        self.records = Records(self.objects)
+        self.records = Records(self.objects, log_id)
         self.trees = Trees(self.objects, self.records)
         self._hint = hint
         self._newest = 0
@@ -90,9 +95,20 @@ class LogReader:
         self._search = Search(self._probe, batches=storage.tuning.latency_bound)
 
     @staticmethod
-    def strict(storage: Storage) -> LogReader:
+    def strict(storage: Storage, log_id: bytes | None = None) -> LogReader:
         """Return a reader that checks each record completely when it is read, including its manifests."""
-        return LogReader(storage, objects=MetadataObjects(storage, functools.partial(decode, kind=Record)))
+        objects = MetadataObjects(storage, functools.partial(decode, kind=Record))
+        return LogReader(storage, log_id=log_id, objects=objects)
+
+    def anew(self) -> LogReader:
+        """Return a reader of the same log that knows nothing yet: it reads each record again."""
+        return LogReader(
+            self.storage,
+            self._hint,
+            log_id=self.records.chain.log_id,
+            address=self.address,
+            objects=self.objects.anew(),
+        )
 
     async def record(self, version: int) -> Record:
         """Return the record of a version; if there is none, raise `NotFound`, or `Corrupt` if later ones exist."""
@@ -116,6 +132,20 @@ class LogReader:
     def head(self, version: int) -> Coroutine[Any, Any, Tree]:
         """Return the tree of the head as of a version that exists, with the tags as of that version."""
         return self.trees.head(version)
+
+    async def link(self, version: int) -> tuple[Link, bool]:
+        """Return the link of a record validated against all up to a version, and whether this one is durable."""
+        log_id = self.records.chain.log_id or bytes(16)
+        if not version:
+            return Link(log_id), True
+        stored = self.records.cached(version) or await self.stored(version)
+        return Link(log_id, version, stored.check), stored.record.durable
+
+    async def root(self, tree: Tree) -> StoredRoot:
+        """Return a tree of this log as a root."""
+        parent = tree.nodes.parent_of(tree.version)
+        check, parent_check = [(await self.stored(v)).check if v else NO_RECORD for v in (tree.version, parent)]
+        return await run(tree.root, check, parent_check)
 
     async def each(
         self, call: Callable[[int], Awaitable[V]], versions: Iterable[int]

@@ -1,4 +1,4 @@
-"""The records of a log: a cache that notices when the store was replaced.
+"""The records of a log: a cache that notices when the store was replaced, or a record is out of place (`chain`).
 
 A log is append-only, so a cached record stays valid unless the store was replaced (by restoring a backup at its
 URL, for instance). Every search for newer records therefore fetches the newest known record again. If that record
@@ -23,6 +23,7 @@ from tstore.format.frame import check_of
 from tstore.format.layout import commit_key
 from tstore.format.objects.encoding import memory_of
 from tstore.format.objects.records import Collection, Record, StoredRecord
+from tstore.log.chain import Chain
 from tstore.log.objects import MetadataObjects
 from tstore.storage.objects import SHORT_OBJECT
 
@@ -93,12 +94,17 @@ UNREAD = cast(Collection, object())
 
 
 class Records:
-    """The records of one log, cached. The event loops of several threads may share the cache."""
+    """The records of one log, cached. The event loops of several threads may share the cache.
 
-    def __init__(self, objects: MetadataObjects) -> None:
+    `log_id` is what the records name as the id of their log, None for that of the first record read.
+    """
+
+    def __init__(self, objects: MetadataObjects, log_id: bytes | None = None) -> None:
         self._objects = objects
         self._storage = objects.storage
         self._commits = objects.commits
+        self.chain = Chain(log_id)
+        """What is known of the links between the records."""
         self._cached: VersionCache[StoredRecord] = VersionCache(CACHED_RECORDS, _CACHED_BYTES)
         self._collections: VersionCache[Collection] = VersionCache(_COLLECTIONS, _COLLECTIONS_BYTES)
         self.last: tuple[int, bytes] = (0, b"")
@@ -192,10 +198,15 @@ class Records:
         """Return the record of a version with its garbage collection read, as `Tree.after` needs it."""
         return record if record.collection is None else replace(record, collection=await self.collection(version))
 
-    def add(self, version: int, stored: StoredRecord, size: int) -> StoredRecord:
-        """Cache the record of a version, `size` bytes long, and return it as `stored` does."""
+    def append(self, version: int, record: Record, data: bytes) -> None:
+        """Cache a record that this process has created as a version, with its bytes."""
+        self.chain.append(version, self.add(version, record, data).check)
+
+    def add(self, version: int, record: Record, data: bytes) -> StoredRecord:
+        """Cache the record of a version, whose place has been checked, and return it as `stored` does."""
+        stored = StoredRecord(record, check_of(data), memory_of(data))
         if stored.record.collection is not None:
-            stored = stored._replace(record=self._without_collection(version, stored.record, size))
+            stored = stored._replace(record=self._without_collection(version, record, len(data)))
         self._cached.put(version, stored, stored.memory)
         last = version, stored.check
         if version > self.last[0]:
@@ -209,8 +220,15 @@ class Records:
             self.confirm(version, data)
         if record.metadata and record.voids and version not in self._repairs:
             self._repairs.add(version)
-            self.voided.update(v for v in record.voids if 0 < v < version)
-        return self.add(version, StoredRecord(record, check_of(data), memory_of(data)), len(data))
+            voided = [v for v in record.voids if 0 < v < version]
+            self.voided.update(voided)
+            for each in voided:
+                self.chain.forget(each)
+        try:
+            self.chain.add(version, record, data)
+        except Corrupt as error:
+            raise self._objects.with_key(commit_key(version), error) from error
+        return self.add(version, record, data)
 
     async def refetch(self, version: int, check: bytes) -> None:
         """Read the record of a version again; raise `TimelineChanged` unless it has this checksum."""

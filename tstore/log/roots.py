@@ -9,7 +9,6 @@ from tstore.format.layout import HINT, root_chain, root_key
 from tstore.format.objects.roots import StoredRoot
 from tstore.format.tree.tree import Tree
 from tstore.log.reader import LogReader
-from tstore.runtime.pool import run
 from tstore.storage.objects import Durability
 
 __all__ = ["write_root"]
@@ -22,14 +21,13 @@ async def write_root(log: LogReader, version: int) -> None:
     """
     try:
         tree = await log.head(version)
-        root, data = await run(tree.root, (await log.stored(version)).check)
-        chain = list(filter(tree.nodes.knows, root_chain(root.parent)))
+        stored = await log.root(tree)
+        chain = list(filter(tree.nodes.knows, root_chain(stored.root.parent)))
         existing = await log.storage.sizes(map(root_key, chain))
         for earlier in [v for v in chain if root_key(v) not in existing]:
             with contextlib.suppress(NotFound, Corrupt):
-                stored = await run((await log.head(earlier)).root, (await log.stored(earlier)).check)
-                await _create_root(log, stored)
-        is_stored = await _create_root(log, StoredRoot(root, data))
+                await _create_root(log, await log.root(await log.head(earlier)))
+        is_stored = await _create_root(log, stored)
         if await _was_repaired(log):  # the repair may have deleted what contains voided changes before this root
             await log.storage.delete(root_key(version))
             return
@@ -37,7 +35,7 @@ async def write_root(log: LogReader, version: int) -> None:
         return
     # the new tree has one chunk table per array, not one per commit; its pages may be those of the root
     if is_stored:
-        log.trees.replace(Tree.from_root(root, log.objects.pages, tree))
+        log.trees.replace(Tree.from_root(stored.root, log.objects.pages, tree))
     with contextlib.suppress(TStoreError):
         await log.storage.replace(HINT, str(version).encode())
 

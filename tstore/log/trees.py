@@ -5,8 +5,8 @@ The tree of a copy has the nodes of its own record, so it needs no older manifes
 
 A root is used only if it contains the checksum of its version's record. Any other root, and one that cannot be
 read, is skipped in favour of older roots and the records. The checksum of one record vouches for all earlier
-records, because each record is written only once. Only replacing single records by hand breaks this rule;
-`tstore verify` compares every root with the records.
+records, because each record is written only once. Only replacing records by hand breaks this rule, which `chain`
+notices above the root; `tstore verify` compares every root with the records.
 
 A root refers to an earlier root for nodes that have not changed since (`layout.parent_root`), or to the manifest
 of the last commit that replaced the whole tree. Garbage collection keeps both as long as a living version needs
@@ -306,6 +306,8 @@ class Trees:
                 break
             chain.append(known)
         for each in reversed(chain):
+            if not self._records.chain.agrees(each.parent, each.parent_check):
+                return None  # it continues another history; the records will tell
             earlier = Tree.from_root(each, self._objects.pages, earlier)
         assert earlier is not None
         return earlier

@@ -28,6 +28,7 @@ from tstore.format.layout import (
 )
 from tstore.format.objects.archives import Archive
 from tstore.format.objects.encoding import encode
+from tstore.log.chain import Chain
 from tstore.log.commits import CommitObjects
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import batched, together
@@ -73,12 +74,14 @@ async def _delete(log: LogReader, end: int, versions: Sequence[int]) -> None:
 async def _archive(log: LogReader, end: int) -> None:
     """Create the archive of a block, unless a record of it is damaged or missing, or all are too long together."""
     records: list[bytes] = []
-    size, durable = 0, True
+    size, durable, chain = 0, True, Chain(log.records.chain.log_id)
     for versions in batched(range(end - ARCHIVE_EVERY + 1, end + 1)):
         try:
             found = await together(lambda version: log.storage.get(commit_key(version)), versions)
             for version, data in zip(versions, found, strict=True):
-                durable = log.objects.decode_record(version, data).durable
+                record = log.objects.decode_record(version, data)
+                chain.add(version, record, data)
+                durable = record.durable
         except (Corrupt, NotFound, UnsupportedFormat):
             return
         records += found

@@ -178,6 +178,7 @@ async def damaged_versions(log: LogReader, voided: Collection[int] = ()) -> list
     """
     newest = await log.newest()
     known = await known_expiry(log, newest)
+    log = log.anew()  # reads in order, so that it is the later one of two records that is out of place
 
     def living(version: int) -> bool:
         return not (known.expired(version) or version in voided)

@@ -8,7 +8,8 @@ storage. A version N is voided in the following steps, which can be repeated aft
    can't be read, such versions can't be read either; afterwards they are listed as damaged.
 1. Save the bytes of N's record as `damaged/<N>-<their checksum>`.
 2. Delete the roots (saved trees) of version N and later ones: they may contain the changes of N.
-3. Replace N's record by a void record, durably. Delete the roots that other processes wrote in the meantime.
+3. Replace N's record by a void record, durably. It has the checksums by which later records may refer to N
+   (`_named`). Delete the roots that other processes wrote in the meantime.
 4. Commit a record of the repair, so that the history shows it and open stores notice. It drops the tags that later
    commits set to N. If the newest garbage collection lists N as living, this commit is itself a collection that
    expires N: the objects that N wrote or needed become dependencies of the next living version, so that nothing
@@ -38,24 +39,27 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, UnsupportedFormat
+from tstore.format.frame import SHORTEST_FRAME, check_of, link_of, linked, unseal
 from tstore.format.layout import (
     ARCHIVE_EVERY,
     ROOT_EVERY,
     archive_end,
     archive_key,
     commit_key,
+    first_link,
     folder_of,
     root_key,
 )
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.pages import stored
-from tstore.format.objects.records import INLINE_MANIFEST_BYTES, REPAIR, VOIDED, Record
+from tstore.format.objects.records import INLINE_MANIFEST_BYTES, REPAIR, REPLACED, VOIDED, Record
 from tstore.format.objects.references import Manifest
 from tstore.format.plain_text import pluralize
 from tstore.format.tree.retention import Condemned
 from tstore.format.tree.tree import Tree
+from tstore.log.chain import OtherHistory
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
@@ -104,14 +108,16 @@ class RepairReport(NamedTuple):
         return all(damage.version in self.voided for damage in self.damaged)
 
 
-async def repair_store(storage: Storage, void: Sequence[int], void_intact: Sequence[int]) -> RepairReport:
+async def repair_store(
+    storage: Storage, log_id: bytes, void: Sequence[int], void_intact: Sequence[int]
+) -> RepairReport:
     """Find the damaged versions and void those requested, by the steps at the top of this file.
 
     `void` names versions with damaged or missing records, `void_intact` versions to void even if their records are
     intact. Raise `Denied` if the store is remote over HTTP, `InvalidArgument` if a version can't be voided.
     """
     storage = without_cache(storage)
-    log = LogReader.strict(storage)
+    log = LogReader.strict(storage, log_id)
     damaged = await damaged_versions(log)
     wanted = sorted({*void, *void_intact})
     if not wanted:
@@ -122,14 +128,14 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
     await _check_consequences(log, wanted, damaged)
     # the newest voided version whose list of expired versions is lost
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
-    saved = [key for version in wanted if (key := await _void(storage, version, newest))]
-    log = LogReader.strict(storage)  # a new reader, whose cache has none of the replaced records
+    saved = [key for version in wanted if (key := await _void(storage, log_id, version, newest))]
+    log = LogReader.strict(storage, log_id)  # a new reader, whose cache has none of the replaced records
     commit, restated = await _commit_repair(Log(log), wanted, saved, gc, await condemned_by(storage, wanted))
     await _delete_roots(storage, wanted[0], commit)  # writers that missed the commit may have left stale roots
     collection = await log.collection(commit)
     expired = [] if collection is None else [version for version in collection.expired if version not in wanted]
     voided = [d for d in damaged if d.version in wanted]
-    remaining = [d for d in await damaged_versions(LogReader.strict(storage)) if d.version not in wanted]
+    remaining = [d for d in await damaged_versions(LogReader.strict(storage, log_id)) if d.version not in wanted]
     return RepairReport(sorted([*voided, *remaining]), wanted, saved, commit, expired, restated)
 
 
@@ -203,9 +209,11 @@ def _shown(versions: Sequence[int]) -> str:
     return shown if len(versions) <= _MAX_SHOWN else f"{shown}, … ({len(versions)} in all)"
 
 
-async def _void(storage: Storage, version: int, newest: int) -> str:
+async def _void(storage: Storage, log_id: bytes, version: int, newest: int) -> str:
     """Replace the record of a version by a void record; return the key of the saved record, "" for none."""
-    log, key, saved_key = LogReader.strict(storage), commit_key(version), ""
+    log, key, saved_key = LogReader.strict(storage, log_id), commit_key(version), ""
+    async for _ in log.each_record(range(first_link(version) or 1, version)):
+        pass  # so that the record is compared with those before it
     try:
         data = await storage.get(key)
     except NotFound:
@@ -224,12 +232,39 @@ async def _void(storage: Storage, version: int, newest: int) -> str:
             void=True,
             durable=False,  # earlier versions may not be durable
             collected=await _gc_before(log, version),
-            metadata={VOIDED: await _ids(log, version)},
+            metadata={
+                VOIDED: await _ids(log, version),
+                REPLACED: sorted(check.hex() for check in await _named(log, version, data)),
+            },
         )
-        await storage.replace(key, encode(void))
+        link, _ = await log.link(version - 1)
+        await storage.replace(key, linked(encode(void), link))
         await storage.sync()
     await _delete_roots(storage, version, newest)
     return saved_key
+
+
+async def _named(log: LogReader, version: int, data: bytes) -> set[bytes]:
+    """Return the checksums by which the links of later records may refer to a version to be voided.
+
+    It is that of its record `data`. If this is damaged, missing or in the place of another one, those that later
+    records name are accepted too. A record of another history has none: what refers to it belongs to that history.
+    """
+    try:
+        await log.record(version)
+        return {check_of(data)}
+    except OtherHistory:
+        return set()
+    except UNREADABLE:
+        named = {check_of(data)} if len(data) >= SHORTEST_FRAME else set()
+    for later in range(version + 1, first_link(version + 1) + ROOT_EVERY + 1):
+        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
+            other = await log.commits.get(later)
+            unseal(other, b"R")
+            link = link_of(other)
+            if link.version == version:
+                named.add(link.check)
+    return named
 
 
 async def _is_voided(log: LogReader, version: int) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from msgspec.structs import replace
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.format.frame import NO_RECORD
 from tstore.format.layout import commit_key, root_key
 from tstore.format.objects.records import REPAIR, Record
 from tstore.format.objects.references import Manifest
@@ -91,9 +92,10 @@ class Replay:
             return f"{reason}. Readers ignore it; {advice}"
         try:
             stored = await self._log.stored(version)
+            parent_check = (await self._log.stored(root.parent)).check if root.parent else NO_RECORD
         except UNREADABLE:  # which is reported elsewhere
             return ""
-        if (root.version, root.record_check) != (version, stored.check):
+        if (root.version, root.record_check, root.parent_check) != (version, stored.check, parent_check):
             return f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}"
         if self._restarts:
             with contextlib.suppress(*UNREADABLE):  # its nodes may have expired; then a later root will do

@@ -111,7 +111,8 @@ async def verify_store(log: LogReader, progress: Callable[[VerifyProgress], obje
     while True:
         newest = await log.newest()
         known = await known_expiry(log, newest)
-        report = await _Verification(log, newest, known, progress).run()
+        # a reader that reads in order, so that it is the later one of two records that is out of place
+        report = await _Verification(log.anew(), newest, known, progress).run()
         if report.ok:
             return report
         collection, _ = await last_readable_collection(log, await log.newest())

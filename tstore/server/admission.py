@@ -13,7 +13,8 @@ creates of one version, exactly one succeeds.
    also of a voided one.
 5. An archive needs the scope ADMIN, and must have exactly the server's own records, of versions old enough
    (`maintenance.compaction`). So it hides none. Only then may the objects of these records be deleted.
-6. A root must have exactly the bytes that the server derives from its log.
+6. A record names the log of the store, and a record of it, in its link (`log.chain`).
+7. A root must have exactly the bytes that the server derives from its log.
 
 The manifests of one record, with their segments, have a bounded number of bytes (`manifests`). The manifests of
 all records being validated take at most about `MAX_MEMORY` bytes of memory in total, and so does the tree of a
@@ -24,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import hashlib
 import logging
 import math
@@ -50,6 +50,7 @@ from tstore.format.tree.validation import (
     run_steps,
 )
 from tstore.log.commits import CommitObjects
+from tstore.log.marker import Marker
 from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.maintenance.compaction import may_be_archived
@@ -58,8 +59,8 @@ from tstore.runtime.pool import run
 from tstore.server.access import Scope, Sender, admin_refusal
 from tstore.server.chunk_checks import ChunkChecks, ReceivedPacks
 from tstore.server.limits import Shares, Turns
-from tstore.server.log_state import LoadedTree, LogState, manifest_memory, tags_memory
-from tstore.server.manifests import MAX_MEMORY, ManifestReader, bytes_to_read, too_large
+from tstore.server.log_state import LoadedTree, LogState
+from tstore.server.manifests import MAX_MEMORY, ManifestReader, bytes_to_read, within_memory
 from tstore.storage.base import Storage
 
 __all__ = ["Admission", "NextVersion"]
@@ -108,14 +109,15 @@ class Admission:
         """The packs received since the newest garbage collection."""
         return self._state.progress.received
 
-    async def admit(self, version: int, record: Record, size: int, sender: Sender) -> NextVersion:
-        """Validate a record of `size` bytes as the next version.
+    async def admit(self, version: int, record: Record, data: bytes, sender: Sender) -> NextVersion:
+        """Validate a record with its bytes as the next version.
 
         Raise `Corrupt` if it is invalid, `Refused` if the scope is insufficient or the server is busy, and
         `AlreadyExists` if the version was created meanwhile.
         """
         scope = sender.scope
         state = await self._state_at(version - 1)
+        state.chain.check(version, record, data)
         check_parts(record)
         if record.by_repair and scope < Scope.ADMIN:
             subject = f"copying a repair, whose transaction has an id that starts with {REPAIR!r},"
@@ -138,7 +140,7 @@ class Admission:
         state = copy.copy(state)  # the original may advance meanwhile
         tree = state.loaded.tree
         async with self._memory.claim(sender.client, _EXPANSION * total):
-            small = size <= _SMALL_RECORD and not total and len(tree.nodes) <= _SMALL_TREE
+            small = len(data) <= _SMALL_RECORD and not total and len(tree.nodes) <= _SMALL_TREE
             loaded = await self._admit_changes(state, record, small, sender)
         adds_tags = not tree.tags.keys() >= {*record.tags, *record.tagged}
         if adds_tags and (excess := tags_excess_message(loaded.tree.tags)):
@@ -149,6 +151,7 @@ class Admission:
         """Advance the state by a record that was created."""
         version, record, loaded = admitted
         if self._state.version == version - 1:
+            self._state.chain.add(version, record, data)
             self._state.advance(version, record, check_of(data), loaded)
         if version % ROOT_EVERY == 0 and loaded.complete:
             self._trees.put(version, (check_of(data), loaded.tree))
@@ -166,7 +169,8 @@ class Admission:
         if cached is None or cached[0] != check:
             async with self._deriving_roots:
                 tree = await self._tree_at(version, check)
-                cached = check, await run(lambda: _hash(tree.root(check).data))
+                derived = await LogReader.strict(self._storage).root(tree)
+                cached = check, await run(_hash, derived.data)
                 self._roots.put(version, cached)
         if await run(_hash, data) != cached[1]:
             raise Corrupt(f"it differs from the records up to version {version}")
@@ -191,6 +195,12 @@ class Admission:
         """Return whether the record of a version is in an archive, so that its own object is not needed."""
         return await self.commits.archive(archive_end(version)) is not None
 
+    async def check_marker(self, marker: Marker) -> None:
+        """Raise `Corrupt` if the records that exist already belong to another log than the store of a marker."""
+        log_id = (await self._newest()).chain.log_id
+        if log_id not in (None, marker.log_id):
+            raise Corrupt("the records here belong to another store")
+
     async def may_delete(self, key: str) -> bool:
         """Return whether a garbage collection condemned an object, and no living version needs it."""
         state = await self._newest()
@@ -200,7 +210,8 @@ class Admission:
         """Return the state as of the newest version."""
         async with self._following:
             state = self._state
-            if await state.is_current(self.commits) and not await self.commits.existing([state.version + 1]):
+            known = state.chain.log_id is not None and await state.is_current(self.commits)
+            if known and not await self.commits.existing([state.version + 1]):
                 return state
             return await self._follow(await LogReader.strict(self._storage).newest())
 
@@ -221,7 +232,7 @@ class Admission:
         state = self._state
         try:
             near = state.version <= version <= state.version + _MAX_FOLLOWED
-            current = near and await state.is_current(self.commits)
+            current = near and state.chain.log_id is not None and await state.is_current(self.commits)
             if not (current and await state.follow(self._storage, version)):
                 self._trees.drop_from(0)
                 self._roots.drop_from(0)
@@ -342,7 +353,7 @@ class Admission:
             if sender.scope < Scope.ADMIN:  # an administrator may copy merges of what a repair has voided since
                 yield from check_merges(record, manifests, before.tree.nodes)
             tree = yield from next_tree(version, record, manifests, before.tree)
-            return before._replace(tree=tree, memory=memory) if record.source else _within_memory(tree, memory)
+            return before._replace(tree=tree, memory=memory) if record.source else within_memory(tree, memory)
 
         small &= memory <= MAX_MEMORY  # otherwise the memory is counted exactly, which takes long
         after = run_steps(apply()) if small else await self._turns.complete(sender.client, apply())
@@ -378,17 +389,6 @@ def _unreadable(version: int) -> Corrupt:
         f"version {version} can't be read on the server: objects are missing, damaged or not copied yet; `tstore "
         "verify` names them"
     )
-
-
-def _within_memory(tree: Tree, memory: int) -> LoadedTree:
-    """Return a complete tree; raise `Corrupt` if both its estimated `memory` and an exact count are too large."""
-    if memory <= MAX_MEMORY:
-        return LoadedTree(tree, True, memory)
-    manifest = tree.manifest()
-    memory = manifest_memory(manifest) + tags_memory(tree.tags)
-    if memory > MAX_MEMORY:
-        raise too_large(memory)
-    return LoadedTree(dataclasses.replace(tree, nodes=tree.nodes.compacted()), True, memory)
 
 
 def _hash(data: bytes) -> bytes:

@@ -107,14 +107,14 @@ def kind_of(key: str, names: ServedKeys = "layout") -> Kind | None:
     return Kind.OTHER if kind is None and names == "any" else kind
 
 
-def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Archive | Root | None:
-    """Validate an object; return it if it is a record, an archive or a root, else None.
+def parse_metadata(key: str, kind: Kind, data: bytes) -> Marker | Record | Archive | Root | None:
+    """Validate an object; return it if it is a marker, a record, an archive or a root, else None.
 
     Raise `Corrupt` or `UnsupportedFormat` if the data is not a valid object for its key.
     """
     match kind:
         case Kind.MARKER:
-            Marker.decode(data)
+            return Marker.decode(data)
         case Kind.HEARTBEAT:
             try:
                 msgspec.json.decode(data, type=Heartbeat)

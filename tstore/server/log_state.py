@@ -20,8 +20,10 @@ from tstore.format.objects.records import LivingVersion, Record
 from tstore.format.objects.references import Manifest
 from tstore.format.tree.retention import Condemned, Ledger
 from tstore.format.tree.tree import Tree
+from tstore.log.chain import Chain
 from tstore.log.commits import CommitObjects
 from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
+from tstore.log.marker import read_marker
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import missing_records
 from tstore.runtime.pool import run
@@ -63,13 +65,14 @@ class LogState:
 
     `gc` is the version of the newest garbage collection that no repair voided. The next record must name the
     version `collected` as the newest garbage collection: `gc`, or a later one that was voided (see
-    `existing_collection`). `progress` is empty after each collection, and in a state that has just been read, as
-    after a repair.
+    `existing_collection`). `chain` has the links of recent records. `progress` is empty after each collection, and
+    in a state that has just been read, as after a repair.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.check = b""
+        self.chain = Chain()
         self.loaded = LoadedTree(Tree.empty(), complete=True, memory=0)
         self.collected = 0
         self.gc = 0
@@ -85,9 +88,11 @@ class LogState:
     async def read(storage: Storage, version: int) -> LogState:
         """Read the state as of an existing version; raise `Corrupt` or `NotFound` if the log is damaged."""
         state = LogState()
+        marker = await read_marker(storage)  # a copy creates the marker last
+        log = LogReader.strict(storage, None if marker is None else marker.log_id)
+        state.chain = log.records.chain
         if version == 0:
             return state
-        log = LogReader.strict(storage)
         state._ledger = None
         state.version, state.check = version, (await log.stored(version)).check
         recent = range(max(1, version - _RECENT_TRANSACTIONS + 1), version + 1)
@@ -120,6 +125,7 @@ class LogState:
     async def follow(self, storage: Storage, version: int) -> bool:
         """Advance to a later version by records of other writers; return False if one voids an older record."""
         log = LogReader.strict(storage)
+        log.records.chain = self.chain
         async for number, (record, check, _) in log.each(log.stored, range(self.version + 1, version + 1)):
             if record.voids:
                 return False

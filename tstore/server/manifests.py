@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
@@ -12,13 +13,14 @@ from tstore.format.objects.pages import manifests_in
 from tstore.format.objects.records import Record
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import Segment
+from tstore.format.tree.tree import Tree
 from tstore.log.segments import SegmentReader
 from tstore.server.chunk_checks import ChunkChecks
 from tstore.server.limits import SIZE_ADVICE, Turns
-from tstore.server.log_state import manifest_memory
+from tstore.server.log_state import LoadedTree, manifest_memory, tags_memory
 from tstore.storage.base import Storage
 
-__all__ = ["MAX_MEMORY", "ManifestReader", "ReceivedManifests", "bytes_to_read", "too_large"]
+__all__ = ["MAX_MEMORY", "ManifestReader", "ReceivedManifests", "bytes_to_read", "within_memory"]
 
 _MAX_READ = 192 << 20
 _MAX_DOCUMENTS = 1 << 17  # metadata documents in the manifests of one record: parsing these takes 2 to 4 seconds
@@ -133,3 +135,14 @@ def too_large(memory: int) -> Corrupt:
         f"all nodes, tags and the references to all chunks would take {memory} bytes of memory; a server accepts "
         f"{MAX_MEMORY}: {SIZE_ADVICE}"
     )
+
+
+def within_memory(tree: Tree, memory: int) -> LoadedTree:
+    """Return a complete tree; raise `Corrupt` if both its estimated `memory` and an exact count are too large."""
+    if memory <= MAX_MEMORY:
+        return LoadedTree(tree, True, memory)
+    manifest = tree.manifest()
+    memory = manifest_memory(manifest) + tags_memory(tree.tags)
+    if memory > MAX_MEMORY:
+        raise too_large(memory)
+    return LoadedTree(dataclasses.replace(tree, nodes=tree.nodes.compacted()), True, memory)

@@ -26,6 +26,7 @@ from tstore.format.checksums import BlockHash
 from tstore.format.layout import version_of
 from tstore.format.objects.archives import Archive
 from tstore.format.objects.records import Record, Root
+from tstore.log.marker import Marker
 from tstore.server.access import Sender
 from tstore.server.admission import Admission
 from tstore.server.bodies import check_declared_length, receive
@@ -153,6 +154,8 @@ class Writes:
             parsed = parse_metadata(key, kind, data)
         else:
             parsed = await self._turns.run(sender.client, parse_metadata, key, kind, data)
+        if isinstance(parsed, Marker):
+            await self._admission.check_marker(parsed)
         if isinstance(parsed, Root):
             await self._admission.check_root(parsed.version, parsed, data)
         if isinstance(parsed, Archive):
@@ -160,7 +163,7 @@ class Writes:
         if not isinstance(parsed, Record):
             await self._storage.put(key, [data], mode)
             return
-        admitted = await self._admission.admit(version_of(key), parsed, len(data), sender)
+        admitted = await self._admission.admit(version_of(key), parsed, data, sender)
         await self._admission.commits.create(version_of(key), data, Durability.FSYNC)
         self._admission.advance(admitted, data)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 
 from tstore.errors import InvalidArgument, TStoreError
-from tstore.format.layout import commit_key
+from tstore.format.layout import MARKER, commit_key
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Record
+from tstore.log.marker import Marker
 from tstore.maintenance.repair import repair_store
 from tstore.simulation.history import History, Repaired, State
 from tstore.simulation.storage import HostStorage
@@ -32,7 +33,8 @@ async def repair_once(storage: HostStorage, history: History, rng: random.Random
         while wanted:
             voided |= {v: decode(storage.storage.objects[commit_key(v)], Record) for v in wanted}
             try:
-                report = await repair_store(storage, [], wanted)
+                log_id = Marker.decode(storage.storage.objects[MARKER]).log_id
+                report = await repair_store(storage, log_id, [], wanted)
             except InvalidArgument as error:
                 storage.host.log(f"repair: {error}")
                 if len(voided) > len(wanted):

@@ -6,6 +6,7 @@ manifests to be checked at their first use. `validation` checks a record against
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from tstore.errors import Corrupt
 from tstore.format.arguments import step_number
 from tstore.format.bounds import MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
+from tstore.format.frame import NO_RECORD
 from tstore.format.layout import (
     owner_of,
     parent_root,
@@ -34,6 +36,7 @@ __all__ = [
     "INLINE_MANIFEST_BYTES",
     "MAX_PARTS_READ",
     "REPAIR",
+    "REPLACED",
     "VOID",
     "VOIDED",
     "Collection",
@@ -52,6 +55,9 @@ REPAIR, VOIDED = "repair-", "voided"
 """The prefix of the transaction ids of `tstore repair`, and the metadata key for what it voided.
 
 The commit of the repair lists versions there, a void record the ids in the record that it replaces."""
+
+REPLACED = "replaced"
+"""The metadata key, in a record that replaces a voided one, for the checksums by which others may refer to it."""
 
 VOID = ".void"
 """The suffix of the transaction id of a void record, unless a repair wrote it. No transaction has such an id."""
@@ -84,7 +90,10 @@ class Part(Body, frozen=True):
 
 
 class Record(Body, frozen=True):
-    """One commit. Its bytes do not depend on its version, except through `collected`.
+    """One commit. It does not depend on its version, except through `collected`.
+
+    Its frame has a link to an earlier record (`frame.Link`). A record that a repair put in the place of another
+    one lists in its metadata the checksums by which later records may name the version (`REPLACED`).
 
     `replaces` says that the tree consists of this commit's nodes only. `tags` are set to the commit's own version,
     `tagged` maps other tags to earlier versions, and `dropped` are the tags that the commit removes. A `void`
@@ -255,6 +264,16 @@ class Record(Body, frozen=True):
         """The ids of the record and of all transactions that share it."""
         return frozenset((self.transaction, *self.transactions))
 
+    @property
+    def replaced(self) -> frozenset[bytes]:
+        """The checksums of a record that a repair voided, by which the links of others may refer to this one."""
+        listed = self.metadata.get(REPLACED) if self.was_voided else None
+        if not isinstance(listed, list | tuple):
+            return frozenset()
+        with contextlib.suppress(TypeError, ValueError):
+            return frozenset(map(bytes.fromhex, listed))
+        return frozenset()
+
     def commits(self, transaction: str) -> bool:
         """Return whether the record commits a transaction, alone or together with others."""
         return not self.void and (transaction == self.transaction or transaction in self.transactions)
@@ -306,7 +325,8 @@ class Root(Body, frozen=True):
 
     The nodes are those of `manifest`, which may be in pages before the root in the same object. Others, except at
     the paths in `deleted`, are those of `base`, an earlier commit's manifest in pages, or those as of the version
-    `parent`, which has a root. The last `copies` versions are copies; the tree is that of the head before them.
+    `parent`, which has a root and a record with the checksum `parent_check`. The last `copies` versions are
+    copies; the tree is that of the head before them.
     """
 
     version: Natural
@@ -317,6 +337,7 @@ class Root(Body, frozen=True):
     deleted: Names = ()
     parent: Natural = 0
     copies: Natural = 0
+    parent_check: Checksum = NO_RECORD
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""

@@ -48,6 +48,7 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arguments import checked_attributes, step_number
 from tstore.format.bounds import MAX_NAMES, json_excess_message
+from tstore.format.frame import NO_RECORD
 from tstore.format.layout import ROOT_EVERY
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.columns import SHORT_COLUMN
@@ -132,17 +133,19 @@ class Tree:
         """Return one manifest of all nodes and their chunks; all have `replaces_node` set."""
         return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in self.nodes.items()])
 
-    def root(self, record_check: bytes) -> StoredRoot:
+    def root(self, record_check: bytes, parent_check: bytes = NO_RECORD) -> StoredRoot:
         """Return this tree as a root, from which it can be opened without the earlier records.
 
-        `record_check` is the checksum of this version's record. The bytes of the root depend only on the log, not
-        on how the tree was loaded: a server compares the root that it receives with its own.
+        `record_check` is the checksum of this version's record, `parent_check` that of the version whose root this
+        one continues, if any. The bytes of the root depend only on the log, not on how the tree was loaded: a
+        server compares the root that it receives with its own.
         """
         tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
         parent = self.nodes.parent_of(self.version)
         manifest, deleted = self.nodes.changes(parent)
         base = None if parent else self.nodes.base
-        return stored_root(Root(self.version, record_check, tags, manifest, base, deleted, parent, self.copies))
+        root = Root(self.version, record_check, tags, manifest, base, deleted, parent, self.copies, parent_check)
+        return stored_root(root)
 
     @staticmethod
     def empty() -> Tree:
