@@ -243,12 +243,27 @@ def test_errors_are_raised_unchanged(tmp_path: Path) -> None:
     assert blocking.errors is tstore.errors
 
 
-def test_an_assignment_names_the_call_that_writes() -> None:
-    with blocking.open(f"memory://{uuid.uuid4()}").transaction() as transaction:
-        array: Any = transaction.create_array("w", (3,), "f4")
-        with pytest.raises(tstore.errors.Misuse, match=r"w: .*array\[index\].write\(values\)"):
+async def test_an_assignment_to_an_async_array_names_the_call_that_writes() -> None:
+    async with (await tstore.open(f"memory://{uuid.uuid4()}")).transaction() as transaction:
+        array: Any = await transaction.create_array("w", (3,), "f4")
+        with pytest.raises(tstore.errors.Misuse, match=r"w: .*await array\[index\].write\(values\)"):
             array[0] = 1
-        array.write(1)
+        await array.write(1)
+
+
+def test_an_assignment_writes() -> None:
+    store = blocking.open(f"memory://{uuid.uuid4()}")
+    with store.transaction() as transaction:
+        array = transaction.create_array("w", (3, 2), "f4")
+        array[...] = 1
+        array[1:, 0] = [2, 3]
+        array[[0, 2], 1] = 4
+        array[0] = array[1]  # a view of the same transaction
+        with pytest.raises(tstore.errors.InvalidArgument, match="do not fit"):
+            array[:2] = [1, 2, 3]
+    assert store.snapshot().array("w").read().tolist() == [[2, 1], [2, 1], [3, 4]]
+    with pytest.raises(tstore.errors.Misuse, match="open a transaction"):
+        store.snapshot().array("w")[0] = 1
 
 
 def test_a_block_that_raises_aborts() -> None:

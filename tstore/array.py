@@ -205,9 +205,8 @@ class Array:
 
     def __setitem__(self, index: Index, values: Never) -> NoReturn:
         """Raise `Misuse`: an assignment cannot be awaited. Type checkers refuse it."""
-        raise Misuse(
-            f"{self.path}: values can't be assigned to an index; in a transaction, call array[index].write(values)"
-        )
+        advice = "in a transaction, await array[index].write(values), or assign with tstore.sync"
+        raise Misuse(f"{self.path}: an assignment can't be awaited; {advice}")
 
     def isel(self, /, **indices: IndexItem) -> Array:
         """Return the view that selects along axes by name, along each independently: `isel(layer=3)`.

@@ -30,7 +30,7 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 __all__ = [
@@ -169,12 +169,14 @@ class AlreadyExists(TStoreError):
 class Conflict(TStoreError):
     """A concurrent change, usually a commit to the same chunks or metadata, prevents this transaction.
 
-    `paths` lists the nodes or tags that both changes affect, if any. This transaction has no visible effect.
+    `paths` lists the nodes or tags that both changes affect, if any, sorted; "" is the root group. This
+    transaction has no visible effect.
     """
 
-    def __init__(self, message: str, paths: Sequence[str]) -> None:
-        self.paths = list(paths)
-        super().__init__(f"{message}:{bullet_list(self.paths)}" if self.paths else message)
+    def __init__(self, message: str, paths: Iterable[str]) -> None:
+        self.paths = sorted(set(paths))
+        lines = [path or "the root group" for path in self.paths]
+        super().__init__(f"{message}:{bullet_list(lines)}" if lines else message)
 
 
 class SourceCondemned(Conflict):

@@ -21,7 +21,7 @@ from tstore.runtime.background_loop import BACKGROUND
 from tstore.snapshot import Snapshot, log_of
 from tstore.storage.connect import Address
 from tstore.store import Mode, Store, open
-from tstore.transactions.staging import Staging
+from tstore.transactions.handles import HandleSource
 from tstore.transactions.transaction import Transaction
 
 __all__: list[str] = []
@@ -108,7 +108,7 @@ def _address(log: LogReader) -> Address:
     return log.address
 
 
-def _refuse(transaction: Staging | Transaction) -> NoReturn:
+def _refuse(transaction: HandleSource | Transaction) -> NoReturn:
     raise Misuse(
         "a transaction and its arrays belong to the process that began it and can't be pickled: pass the store, "
         "and begin a transaction there, of the same name for one commit of all processes"
@@ -119,4 +119,4 @@ copyreg.pickle(Store, _reduce_store)
 copyreg.pickle(Snapshot, _reduce_snapshot)
 copyreg.pickle(Array, _reduce_array)
 copyreg.pickle(Transaction, _refuse)
-copyreg.pickle(Staging, _refuse)
+copyreg.pickle(HandleSource, _refuse)

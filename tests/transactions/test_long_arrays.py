@@ -530,13 +530,13 @@ async def test_a_conflict_check_reads_only_segments_whose_ranges_meet(
     async with store.transaction() as tx:
         await tx.create_array("w", (200,), "i8", (1,), sparse=True)
 
-    async def race(*writes: tuple[slice, int]) -> None:
+    async def race(*writes: tuple[slice, int], newer_value: int = 1) -> None:
         """Commit writes on top of a base before the commit of the other store."""
         tx = store.transaction()
         for chunks, value in writes:
             await (await tx.array("w"))[chunks].write(value)
         async with other.transaction() as newer:
-            await (await newer.array("w"))[:100:2].write(1)
+            await (await newer.array("w"))[:100:2].write(newer_value)
         loaded.clear()
         await tx.commit()
 
@@ -549,10 +549,10 @@ async def test_a_conflict_check_reads_only_segments_whose_ranges_meet(
     await race((slice(1, 5, 2), 5), (slice(151, 152), 5))
     assert [segment.first for segment in loaded] == [0]
     with pytest.raises(Conflict, match=r"w, chunk \(50,\)"):
-        await race((slice(49, 52), 6))
+        await race((slice(49, 52), 6), newer_value=9)
     values = await (await (await store.snapshot()).array("w"))[:].read()
     expected = np.zeros(200)
-    expected[101:199:2], expected[:100:2], expected[[150, 51, 1, 3, 151]] = 3, 1, [2, 4, 5, 5, 5]
+    expected[101:199:2], expected[:100:2], expected[[150, 51, 1, 3, 151]] = 3, 9, [2, 4, 5, 5, 5]
     assert values.tolist() == expected.tolist()
 
 

@@ -158,7 +158,7 @@ async def test_the_short_way_writes_the_bytes_of_the_general_one(
 ) -> None:
     short = await objects(tmp_path / "short")
     monkeypatch.setattr(PackSet, "write_inline", lambda *_: None)
-    monkeypatch.setattr("tstore.transactions.staged_tree.SHORT_COLUMN", -1)
+    monkeypatch.setattr("tstore.transactions.staged_manifest.SHORT_COLUMN", -1)
     general = await objects(tmp_path / "general")
     assert short == general
     assert any(name.startswith("txn/") for name in short)

@@ -21,11 +21,11 @@ import tstore
 import tstore.sync
 from tests.support.counted_reads import count_reads
 from tests.support.lazy import lazy
+from tstore.data.writer import PackSet
 from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
 from tstore.format.objects import pages
 from tstore.log.pages import PageReader
 from tstore.transactions import staging
-from tstore.transactions.encoded import EncodedStaging
 from tstore.zarr import ZarrStore
 from tstore.zarr.keys import ChunkKeys
 
@@ -187,17 +187,6 @@ def test_metadata_of_another_dtype_replaces_that_of_an_array_without_chunks(stor
         put(zarr_store, "a/zarr.json", json.dumps(changed).encode())
         group(transaction, "a")["a"][:] = 7
     assert store.snapshot().array("a").dtype == "float64"
-
-
-def test_a_chunk_of_fill_values_is_removed_and_its_array_becomes_sparse(store: tstore.sync.Store) -> None:
-    with store.transaction() as transaction:
-        transaction.create_array("a", VALUES.shape, "f4", chunks=(20, 100)).write(VALUES)
-    with store.transaction() as transaction:
-        group(transaction, "r+")["a"][20:40] = 0
-    snapshot = store.snapshot()
-    assert "a/c/1/0" not in keys(ZarrStore(snapshot))
-    assert not snapshot.array("a")[20:40].read().any()
-    np.testing.assert_array_equal(snapshot.array("a")[40:].read(), VALUES[40:])
 
 
 def test_chunks_that_are_set_and_removed_at_once_do_not_lose_each_other(store: tstore.sync.Store) -> None:
@@ -611,17 +600,17 @@ async def test_a_part_of_a_chunk_is_read_without_the_rest_in_a_transaction(
 async def test_a_resize_while_a_chunk_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of the chunk is that of the former grid."""
     store = await tstore.open(tmp_path)
-    write = EncodedStaging.write
+    write = PackSet.write_bytes
     async with store.transaction() as tx:
         array = await tx.create_array("a", (4, 4), "u1", (2, 2), sparse=True)
         await array.write(1)
 
-        async def write_and_resize(self: EncodedStaging, chunks: Any) -> Any:
+        async def write_and_resize(self: PackSet, chunks: Any) -> Any:
             written = await write(self, chunks)
             await array.resize((4, 6))
             return written
 
-        monkeypatch.setattr(EncodedStaging, "write", write_and_resize)
+        monkeypatch.setattr(PackSet, "write_bytes", write_and_resize)
         with pytest.raises(Misuse, match="a was resized while a chunk was written"):
             await ZarrStore(tx).set("a/c/1/0", default_buffer_prototype().buffer.from_bytes(bytes([7] * 4)))
         assert (await array.read()).tolist() == [[1, 1, 1, 1, 0, 0]] * 4
@@ -632,3 +621,107 @@ def test_a_pickle_of_the_store_of_a_transaction_stays_read_only(store: tstore.sy
         for read_only in (False, True):
             assert pickle.loads(pickle.dumps(ZarrStore(tx, read_only=read_only))).read_only is read_only
         assert ZarrStore(tx, read_only=True) != ZarrStore(tx) == ZarrStore(tx, read_only=False)
+
+
+XARRAY_ATTRIBUTES = {"title": "test"}
+
+
+def written_by_xarray(
+    store: tstore.sync.Store, place: str | None, datasets: list[tuple[Any, dict[str, Any]]]
+) -> Any:
+    """Write datasets with `to_zarr` in transactions that are open at the same time; return the result."""
+    xarray = pytest.importorskip("xarray")
+    coords = {"y": np.arange(8), "x": np.arange(6.0)}
+    base = xarray.Dataset({"t": (("y", "x"), np.ones((8, 6)))}, coords=coords, attrs=XARRAY_ATTRIBUTES)
+    with store.transaction() as tx:
+        base.to_zarr(ZarrStore(tx), group=place, mode="w", encoding={"t": {"chunks": (2, 6)}}, consolidated=False)
+    transactions = [store.transaction() for _ in datasets]
+    for tx, (variables, options) in zip(transactions, datasets, strict=True):
+        used = {} if "region" in options else coords
+        data = xarray.Dataset(variables, coords=used, attrs=XARRAY_ATTRIBUTES)
+        data.to_zarr(ZarrStore(tx), group=place, consolidated=False, **options)
+    for tx in transactions:
+        tx.commit()
+    return xarray.open_zarr(ZarrStore(store.snapshot()), group=place, consolidated=False)
+
+
+@pytest.mark.parametrize("place", [None, "run"])
+def test_parallel_writers_of_other_variables_of_xarray_all_commit(
+    store: tstore.sync.Store, place: str | None
+) -> None:
+    writers = [({f"v{i}": (("y", "x"), np.full((8, 6), float(i)))}, {"mode": "a"}) for i in range(4)]
+    with written_by_xarray(store, place, writers) as back:
+        assert [int(back[f"v{i}"].sum()) for i in range(4)] == [0, 48, 96, 144]
+        assert back["t"].values.all()
+        assert back.attrs == XARRAY_ATTRIBUTES
+
+
+@pytest.mark.parametrize("place", [None, "run"])
+@pytest.mark.parametrize("mode", ["a", "r+"])
+@pytest.mark.parametrize("fill", [0, np.nan], ids=str)
+def test_parallel_writers_of_other_regions_of_xarray_all_commit(
+    store: tstore.sync.Store, place: str | None, mode: str, fill: float
+) -> None:
+    """Also if some write fill values: NaN is that of xarray for numbers."""
+    values = [7, fill, 9, fill]
+    writers = [
+        ({"t": (("y", "x"), np.full((2, 6), v))}, {"mode": mode, "region": {"y": slice(2 * i, 2 * i + 2)}})
+        for i, v in enumerate(values)
+    ]
+    with written_by_xarray(store, place, writers) as back:
+        np.testing.assert_array_equal(back["t"].values, np.repeat(values, 2)[:, None] * np.ones(6))
+
+
+def test_dask_stores_into_an_array_of_a_transaction(store: tstore.sync.Store) -> None:
+    values = dask_array.from_array(VALUES, chunks=(13, 17))
+    with store.transaction() as tx:
+        array = tx.create_array("a", VALUES.shape, "f4", chunks=(16, 30))
+        dask_array.store(values, array)
+        region = tx.create_array("b", (80, 100), "f4", chunks=(16, 30), sparse=True)
+        dask_array.store(values, region, regions=(slice(20, 80), slice(None)), lock=False)
+    np.testing.assert_array_equal(store.snapshot().array("a").read(), VALUES)
+    np.testing.assert_array_equal(store.snapshot().array("b")[20:].read(), VALUES)
+    with pytest.raises(Misuse, match="open a transaction"):
+        dask_array.store(values, store.snapshot().array("a"))
+
+
+async def test_dask_can_not_store_into_an_async_array(tmp_path: Path) -> None:
+    async with (await tstore.open(tmp_path)).transaction() as tx:
+        array = await tx.create_array("a", VALUES.shape, "f4", sparse=True)
+        with pytest.raises(Misuse, match=r"can't be awaited.* tstore.sync"):
+            dask_array.store(dask_array.from_array(VALUES), array)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda view: zarr.save(view, VALUES),
+        lambda view: zarr.save_array(view, VALUES),
+        lambda view: dask_array.from_array(VALUES).to_zarr(view),
+        lambda view: zarr.create_array(view, data=VALUES),
+    ],
+    ids=["zarr.save", "zarr.save_array", "dask.to_zarr", "zarr.create_array"],
+)
+def test_an_array_at_the_root_is_refused_with_what_to_write(store: tstore.sync.Store, write: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"no array at the root.*component='x'"):
+        write(ZarrStore(store.transaction()))
+
+
+def test_what_the_error_of_an_array_at_the_root_advises_works(store: tstore.sync.Store) -> None:
+    with store.transaction() as tx:
+        view = ZarrStore(tx)
+        zarr.save(view, x=VALUES)
+        zarr.create_array(view, name="y", data=VALUES)
+        dask_array.from_array(VALUES).to_zarr(view, component="z")
+    for name in "xyz":
+        np.testing.assert_array_equal(store.snapshot().array(name).read(), VALUES)
+
+
+def test_a_chunk_of_another_length_than_the_array_has_is_refused(store: tstore.sync.Store) -> None:
+    with store.transaction() as tx:
+        root = group(tx, "a")
+        former = root.create_array("a", shape=(4,), chunks=(2,), dtype="f8", compressors=None)
+        root.create_array("a", shape=(4,), chunks=(2,), dtype="f4", compressors=None, overwrite=True)[:] = 1
+        with pytest.raises(Misuse, match=r"a, chunk \(0,\): expected 8 encoded bytes, not 16; .*open it again"):
+            former[:] = 7
+    assert store.snapshot().array("a").read().tolist() == [1] * 4

@@ -24,6 +24,7 @@ from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.runtime.pool import each, run
 from tstore.store import Store, opened
 from tstore.transactions.encoded import EncodedStaging
+from tstore.transactions.handles import create_array
 from tstore.transactions.staging import Staging
 from tstore.transactions.transaction import staging_of
 
@@ -63,7 +64,7 @@ async def import_zarr(
                 if path or attributes:
                     await transaction.create_group(path, attributes)
             for path, array in arrays.items():
-                await staging.create_array(path, array.meta)  # fails before anything is copied
+                await create_array(staging, path, array.meta)  # fails before anything is copied
             for path, array in arrays.items():
                 await _copy(staging, path, array)
                 done += array.meta.nbytes

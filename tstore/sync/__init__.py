@@ -24,6 +24,7 @@ from tstore import *  # noqa: F403 - most names, such as those of errors, need n
 from tstore import Commit, Retry
 from tstore.array import Indexer, parts_of
 from tstore.data.casting import Casting
+from tstore.format.arrays.indices import Index
 from tstore.runtime.background_loop import BACKGROUND
 from tstore.runtime.pool import WORKERS
 from tstore.store import Mode
@@ -97,7 +98,11 @@ class Array(BlockingWrapper):
         return Indexer(lambda index: Array(self._wrapped.vindex[index]))
 
     __getitem__ = blocking(_async.Array.__getitem__)
-    __setitem__ = blocking(_async.Array.__setitem__)
+
+    def __setitem__(self, index: Index, values: Any) -> None:
+        """Write to the elements that an index selects, as `array[index].write(values)` does."""
+        BACKGROUND.run(self._wrapped[index].write(_read_if_array(values)))
+
     __len__ = blocking(_async.Array.__len__)
     __bool__ = blocking(_async.Array.__bool__)
     __iter__ = None

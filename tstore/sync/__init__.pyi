@@ -4,7 +4,7 @@ import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, Literal, Never, NoReturn, overload
+from typing import Any, Literal, overload
 
 import exmy
 import numpy as np
@@ -239,8 +239,8 @@ class Array:
 
         Write to a view with `array[index].write(values)`."""
 
-    def __setitem__(self, index: Index, values: Never) -> NoReturn:
-        """Raise `Misuse`: an assignment cannot be awaited. Type checkers refuse it."""
+    def __setitem__(self, index: Index, values: Any) -> None:
+        """Write to the elements that an index selects, as `array[index].write(values)` does."""
 
     def __len__(self) -> int:
         """Return the length of the first axis; raise `TypeError` if there is none, as NumPy does."""

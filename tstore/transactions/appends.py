@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,6 @@ from tstore.format.tree.node import Node
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.transactions.extension import Extension
-from tstore.transactions.lifecycle import Lifecycle
 from tstore.transactions.staged_array import StagedArray
 
 __all__ = ["append", "handle", "moved"]
@@ -121,12 +120,17 @@ async def moved(
     return newer
 
 
-def handle(path: str, extension: Extension, start: int, shape: tuple[int, ...], lifecycle: Lifecycle) -> Appended:
-    """Return the handle of values of this shape, which begin at `start` as long as the extension is not moved."""
+def handle(
+    path: str, extension: Extension, start: int, shape: tuple[int, ...], check: Callable[[], None]
+) -> Appended:
+    """Return the handle of values of this shape, which begin at `start` as long as the extension is not moved.
+
+    `check` raises an error if they have no region.
+    """
     before = start - extension.start
 
     def region() -> tuple[slice, ...]:
-        lifecycle.check_committed(path)
+        check()
         first, slices = extension.start + before, [slice(n) for n in shape]
         slices[extension.axis] = slice(first, first + shape[extension.axis])
         return tuple(slices)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from tstore.data.writer import PackSet
 from tstore.errors import Conflict
@@ -13,6 +18,7 @@ from tstore.log.pages import read_pages
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
 from tstore.transactions.appends import moved
+from tstore.transactions.read_set import differing_chunks
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.tag_edits import TagEdits
 
@@ -54,8 +60,10 @@ async def _touched(log: LogReader, staged: StagedTree, changes: Changes, newer: 
     touched = _Touched({}, set())
     for version, other in newer:
         overlap = await overlap_of(changes, await log.trees.changes(version, other))
-        patched, lost = await run(staged.split_overlap, overlap.chunks) if overlap.chunks else ({}, [])
-        conflicts = [*overlap.conflicts, *lost]
+        patched, whole = await run(staged.split_overlap, overlap.chunks) if overlap.chunks else ({}, {})
+        conflicts = overlap.conflicts
+        if whole:
+            conflicts += await _changed(log, staged, whole, newer[-1][0])
         if conflicts:
             raise Conflict(
                 f"{staged.origin}: version {version}, committed since then, and this transaction changed the same "
@@ -66,6 +74,24 @@ async def _touched(log: LogReader, staged: StagedTree, changes: Changes, newer: 
         for path, numbers in patched.items():
             touched.chunks.setdefault(path, set()).update(numbers)
     return touched
+
+
+async def _changed(
+    log: LogReader, staged: StagedTree, chunks: Mapping[str, npt.NDArray[np.uint64]], version: int
+) -> list[str]:
+    """Describe those of some chunks of which a version has other bytes than the base has.
+
+    Bytes that are those of this transaction prove nothing: both may have counted up the same value.
+    """
+    nodes = (await log.head(version)).nodes
+    await guard_expiry(log, version, read_pages(nodes, chunks))
+
+    def changed() -> list[str]:
+        base = staged.base.nodes
+        differing = (differing_chunks(base[path], nodes.get(path), n) for path, n in chunks.items())
+        return list(itertools.chain.from_iterable(differing))
+
+    return await guard_expiry(log, version, run(changed))
 
 
 async def reapply(

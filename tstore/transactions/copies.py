@@ -35,6 +35,7 @@ from tstore.log.expiry import guard_expiry
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot, array_node, log_of
+from tstore.transactions.handles import HandleSource, check_handle, create_array
 from tstore.transactions.staging import Staging
 
 __all__ = ["copy_array"]
@@ -47,12 +48,12 @@ _FEW_CHUNKS = 1 << 10  # of a sparse copy, which are looked up one by one
 
 
 class _Stored(NamedTuple):
-    """The chunks of a whole array, as of a version in a log, or of a transaction that is based on it."""
+    """The chunks of a whole array, as of a version in a log, or of a transaction that is based on it, if any."""
 
     log: LogReader
     version: int
     node: Node
-    is_committed: bool
+    transaction: Staging | None
 
 
 async def copy_array(
@@ -75,17 +76,21 @@ async def copy_array(
         sparse=source.sparse,
     )
     stored = await _stored(source)
-    target = await staging.create_array(path, meta)
+    target = await create_array(staging, path, meta)
+    path = target.path
     try:
         if stored is None or not _same_chunks(stored.node.meta, meta):
             await _copy_values(source, target, meta)
-        elif stored.log is staging.reader and (stored.is_committed or parts_of(source)[0] is staging):
+        elif stored.log is staging.reader and stored.transaction in (None, staging):
+            await check_handle(target)
             await staging.keep_array(path, meta, stored.node.tables, stored.version)
         else:
             tables = [await _written(staging, stored, rows) async for rows in _in_batches(stored)]
+            await check_handle(target)
             await staging.adopt_array(path, meta, ChunkTable.overlay(tables))
     except BaseException:
-        with contextlib.suppress(TStoreError):  # the transaction may have ended
+        with contextlib.suppress(TStoreError):  # the transaction may have ended, or the array was deleted
+            await check_handle(target)
             await staging.delete(path)
         raise
     return target
@@ -96,11 +101,12 @@ async def _stored(array: Array) -> _Stored | None:
     origin, path, view = parts_of(array)
     if isinstance(origin, Snapshot):
         await origin.read_nodes([path])
-        stored = _Stored(log_of(origin), origin.version, array_node(origin.tree, path, origin.location), True)
-    elif not isinstance(origin, Staging):  # a plain Zarr array
+        stored = _Stored(log_of(origin), origin.version, array_node(origin.tree, path, origin.location), None)
+    elif isinstance(origin, HandleSource):
+        node, staging = await origin.node(path, meta_of(array)), origin.staging
+        stored = _Stored(staging.reader, staging.base_version, node, staging)
+    else:  # a plain Zarr array
         return None
-    else:
-        stored = _Stored(origin.reader, origin.base_version, await origin.array_with_chunks(path), False)
     return stored if view.is_whole(stored.node.meta.shape) else None
 
 

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tstore.data.writer import WriteJob
 from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, bullet_list
 from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.objects.chunk_refs import ChunkTable
+from tstore.format.arrays.grid import Selection
+from tstore.format.arrays.points import PointSelection
 from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.columns import SHORT_COLUMN
 from tstore.format.objects.documents import Document
-from tstore.format.objects.layers import Table, overlay, stack
+from tstore.format.objects.layers import Table, stack
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import SegmentSource
-from tstore.format.objects.short_manifests import short_manifest
 from tstore.format.paths import checked_new_path, checked_path, is_at_or_below, parents
 from tstore.format.tree.node import Node
-from tstore.format.tree.tree import NO_NUMBERS, Changes, NodeChange, Tree, group_document
+from tstore.format.tree.tree import NO_NUMBERS, Changes, NodeChange, Tree, group_document, same_json
 from tstore.snapshot import array_node
+from tstore.transactions.incarnations import Deletions, Incarnation
 from tstore.transactions.read_set import ReadSet
 from tstore.transactions.staged_array import StagedArray
+from tstore.transactions.staged_manifest import any_segments, staged_manifest
 from tstore.transactions.tag_edits import TagEdits
 
 __all__ = ["StagedTree"]
-
-_has_segments = operator.attrgetter("has_segments")
 
 
 class StagedTree:
@@ -49,8 +47,11 @@ class StagedTree:
         self.arrays: dict[str, StagedArray] = {}
         self.deleted: dict[str, None] = {}  # the paths at the top of what was deleted, in order
         self.unplaced: dict[str, bytes] = {}  # bytes by Zarr key, of neither a group nor an array nor a chunk
+        self.fill_chunks: dict[bytes, ChunkRow] = {}  # in place of removed chunks, by what determines their bytes
         self._groups: dict[str, bytes] = {}
+        self._restated: set[str] = set()  # nodes of the base whose metadata was set to what it is
         self._base_metas: dict[str, ArrayMeta] = {}  # of arrays that were looked up in the base
+        self.deletions = Deletions()
         # maps a path to a staged node at or below it; None until that is needed
         self._occupied: dict[str, str] | None = None
 
@@ -75,12 +76,27 @@ class StagedTree:
                 f"{self.origin}: there is an array at or above {path!r}, so no group can be created there; choose "
                 "another path"
             )
-        self._groups[path] = group_document(attributes, reserved)
+        document = group_document(attributes, reserved)
+        former = self._stored_node(path)
+        if former is not None and same_json(former.document, document):
+            self._restated.add(path)
+            if self._groups.pop(path, None) is not None:
+                self._occupied = None
+            return
+        self._groups[path] = document
         self._occupy(path)
+
+    def restate(self, path: str) -> None:
+        """Note that the metadata of an array was set to what it is: it conflicts with a commit that changes it."""
+        self._restated.add(path)
 
     def replace_all(self, source: int = 0) -> None:
         """Drop everything in the base, for a copy of version `source` if that is not 0."""
+        restated = {path: self._restated_group(path) for path in self._restated}
+        self._groups |= {path: document for path, document in restated.items() if document is not None}
+        self._restated = set()
         self.replaces, self.source = True, source
+        self.deletions.add("")
 
     def keep_array(self, path: str, meta: ArrayMeta, tables: tuple[Table, ...]) -> None:
         """Stage an array that consists of existing chunks; `tables` are as those of a `Node`."""
@@ -116,6 +132,9 @@ class StagedTree:
             self._occupied = None
         if stored:
             self.deleted[path] = None
+        self.deletions.add(path)
+        if self._restated:
+            self._restated = {p for p in self._restated if not is_at_or_below(p, path)}
         return bool(staged) or stored
 
     def meta(self, path: str) -> ArrayMeta:
@@ -131,10 +150,11 @@ class StagedTree:
             raise NotFound(f"{self.origin}: {path!r} was deleted in this transaction")
         return meta
 
-    def check_handle(self, path: str, meta: ArrayMeta) -> None:
-        """Raise `Misuse` unless the array still has the metadata of a handle, `NotFound` if it was deleted."""
+    def check_handle(self, path: str, meta: ArrayMeta, incarnation: Incarnation) -> None:
+        """Raise `Misuse` if a handle is of another array, or of former metadata; `NotFound` if it was deleted."""
         current = self.meta(path)
-        if current is not meta and current.document != meta.document:
+        is_same = current is meta or current.document == meta.document
+        if not is_same or (self.deletions.count and incarnation.deleted):
             raise Misuse(
                 f"{self.origin}: {path!r} was resized, or deleted and created again, in this transaction since "
                 "this handle or view of it was taken; take another one, from the transaction or from the handle "
@@ -142,8 +162,7 @@ class StagedTree:
             )
 
     def array_to_change(self, path: str, meta: ArrayMeta) -> StagedArray:
-        """Return the staged changes to the array of a handle; raise as `check_handle` does."""
-        self.check_handle(path, meta)
+        """Return the staged changes to an array, given its metadata as the transaction sees it."""
         staged = self.arrays.get(path)
         if staged is None:
             staged = self.arrays[path] = StagedArray(path, meta, replaces_node=False)
@@ -159,6 +178,23 @@ class StagedTree:
             if not self.arrays:
                 raise
             raise NotFound(f"{error}; this transaction has {', '.join(sorted(self.arrays)[:5])}") from None
+
+    def note_values(self, path: str, selection: Selection | PointSelection) -> None:
+        """Note that a selection of an array was read, as far as the array has chunks of the base."""
+        base = self._stored_node(path)
+        if base is not None and base.is_array:
+            self.reads.add_values(path, self.meta(path), selection, base.meta.counts)
+
+    def note_chunk(self, path: str, number: int) -> None:
+        """Note that one chunk of an array was looked up, as far as the array has chunks of the base."""
+        base = self._stored_node(path)
+        if base is not None and base.is_array:
+            self.reads.add_chunks(path, np.array([number]), self.meta(path).counts, base.meta.counts)
+
+    def note_chunk_names(self, path: str) -> None:
+        """Note that somebody asked which chunks of an array exist."""
+        if self._stored_node(path) is not None:
+            self.reads.add_chunk_names(path)
 
     def base_chunks(self, path: str) -> Node:
         """Return the array in the base, without chunks if this transaction deleted, replaced or resized it."""
@@ -178,18 +214,44 @@ class StagedTree:
     def node(self, path: str) -> Node | None:
         """Return the group or array at a path as the transaction sees it, None if there is none."""
         self.reads.add_metadata([path])
+        return self._node(path)
+
+    def first_array(self, paths: Sequence[str]) -> Node | None:
+        """Return the array at the first of these paths that has one, or None."""
+        nodes = map(self._node, paths)
+        array = next((node for node in nodes if node is not None and node.is_array), None)
+        if array is None:
+            self.reads.add_kinds(paths)
+        else:  # so none of the others is an array
+            self.reads.add_metadata([array.path])
+        return array
+
+    def has_nodes(self, path: str) -> bool:
+        """Return whether there is a group or an array at or below a path, as the transaction sees it."""
+        self.reads.add_presence(path)
+        return bool(self._staged_at_or_below(path)) or self._stored_at_or_below(path) is not None
+
+    def nodes_starting(self, prefix: str) -> list[Node]:
+        """Return the groups and arrays whose paths begin with a prefix, sorted by path.
+
+        Only their paths count as read.
+        """
+        self.reads.add_prefix(prefix)
+        stored = [] if self.replaces else self.base.nodes.starting_with(prefix)
+        staged = [p for p in (*self.arrays, *self._groups) if p.startswith(prefix)]
+        nodes = map(self._node, sorted({*stored, *staged}))
+        return [node for node in nodes if node is not None]
+
+    def _node(self, path: str) -> Node | None:
         if path in self.arrays:
             return self.chunks(path)
         if path in self._groups:
             return Node(path, Document(self._groups[path]), ())
-        return None if self.replaces or self._is_deleted(path) else self.base.nodes.get(path)
+        return self._stored_node(path)
 
-    def nodes_below(self, path: str) -> list[Node]:
-        """Return the groups and arrays at and below a path as the transaction sees them, sorted by path."""
-        self.reads.add_subtrees([path])
-        stored = () if self.replaces else self.base.nodes.at_or_below(path)
-        paths = {p for p in (*stored, *self.arrays, *self._groups) if is_at_or_below(p, path)}
-        return [node for p in sorted(paths) if (node := self.node(p)) is not None]
+    def _stored_node(self, path: str) -> Node | None:
+        """Return the node of the base at a path, unless this transaction deleted it."""
+        return None if self.replaces or self._is_deleted(path) else self.base.nodes.get(path)
 
     def paths(self) -> list[str]:
         """Return the paths of all arrays as the transaction sees them, sorted."""
@@ -209,7 +271,7 @@ class StagedTree:
     @property
     def reads_segments(self) -> bool:
         """Whether `manifest` may read segments of staged arrays, and so block."""
-        return any(map(_has_segments, self.arrays.values()))
+        return any_segments(self.arrays)
 
     @property
     def deleted_paths(self) -> tuple[str, ...]:
@@ -227,49 +289,21 @@ class StagedTree:
 
     def manifest(self) -> Manifest:
         """Return the staged arrays and groups as a manifest, sorted by path."""
-        written_groups = self._written_groups
-        paths = sorted([*written_groups, *self.arrays])
-        if self.reads_segments:
-            arrays = [(p, a.meta.document, a.flags, a.staged_chunks()) for p, a in self.arrays.items()]
-            merges = {path: array.merge for path, array in self.arrays.items() if array.merge is not None}
-            groups = [(path, document, 1, ()) for path, document in written_groups.items()]
-            return Manifest.from_nodes([*groups, *arrays], merges)
-        nodes: list[tuple[str, bytes, int]] = []
-        counts: list[int] = []
-        tables: list[ChunkTable] = []
-        rows: list[ChunkRow] = []  # of the arrays since the last table
-        for path in paths:
-            array = self.arrays.get(path)
-            if array is None:
-                nodes.append((path, written_groups[path], 1))
-                counts.append(0)
-                continue
-            nodes.append((path, array.meta.document, array.flags))
-            written = array.written_rows
-            if written is not None:
-                rows += written
-                counts.append(len(written))
-            else:
-                tables += [ChunkTable.from_rows(rows), overlay(array.staged_chunks())]
-                rows = []
-                counts.append(len(tables[-1]))
-        if not tables and len(rows) <= SHORT_COLUMN and _rows_ascend(rows, counts):
-            return short_manifest(nodes, counts, rows)
-        last = ChunkTable.from_rows(rows)
-        table = ChunkTable.concat([*tables, last]).compact() if tables else last
-        if _ascend(table.number, counts):
-            return Manifest.from_table(nodes, counts, table)
-        stops = itertools.accumulate(counts)  # rows out of order, as worker threads wrote the chunks
-        parts = [(table.part(stop - count, stop),) for stop, count in zip(stops, counts, strict=True)]
-        return Manifest.from_nodes([(*node, part) for node, part in zip(nodes, parts, strict=True)])
+        return staged_manifest(self.arrays, self._written_groups)
 
     def changes(self, tags: TagEdits) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
         if self.source:
             return Changes({}, tags=tags.assigned, dropped=tags.dropped)
-        nodes = {path: NodeChange(True, NO_NUMBERS) for path in self._written_groups}
+        nodes: dict[str, NodeChange] = {}
+        for path, document in self._written_groups.items():
+            created = self._stored_node(path) is None
+            nodes[path] = NodeChange(True, NO_NUMBERS, group=document, created=created)
         for path, staged in self.arrays.items():
             nodes[path] = staged.change
+        for path in self._restated:
+            change = nodes.get(path) or NodeChange(False, NO_NUMBERS, group=self._restated_group(path))
+            nodes[path] = msgspec.structs.replace(change, restated=True)
         return Changes(nodes, self.deleted_paths, self.replaces, tags.assigned, tags.dropped)
 
     def drop_merges(self) -> bool:
@@ -279,25 +313,29 @@ class StagedTree:
             array.merge = None
         return bool(merging)
 
+    def _restated_group(self, path: str) -> bytes | None:
+        node = self.base.nodes.get(path)
+        return None if node is None or node.is_array else node.document
+
     def split_overlap(
         self, chunks: Mapping[str, npt.NDArray[np.uint64]]
-    ) -> tuple[dict[str, list[int]], list[str]]:
+    ) -> tuple[dict[str, list[int]], dict[str, npt.NDArray[np.uint64]]]:
         """Split the chunks (by path) that both this transaction and a newer version wrote.
 
-        Return those to which patches can be applied again, by path, and descriptions of the others: they were
-        written whole, so one of the two writes would be lost.
+        Return those to which patches can be applied again, and those that were written whole, so that one of the
+        two writes would be lost.
         """
         patched: dict[str, list[int]] = {}
-        lost = []
+        whole: dict[str, npt.NDArray[np.uint64]] = {}
         for path, numbers in chunks.items():
             array = self.arrays[path]
-            for number in numbers.tolist():
-                if number in array.patches and array.whole_chunks.row(number) is None:
-                    patched.setdefault(path, []).append(number)
-                else:
-                    coordinates = tuple(int(i) for i in np.unravel_index(number, array.meta.counts))
-                    lost.append(f"{path}, chunk {coordinates}")
-        return patched, lost
+            source = array.whole_chunks
+            again = [n for n in numbers.tolist() if n in array.patches and source.row(n) is None]
+            if again:
+                patched[path] = again
+            if len(again) < len(numbers):
+                whole[path] = np.setdiff1d(numbers, np.array(again, np.uint64))
+        return patched, whole
 
     def _stored_at_or_below(self, path: str) -> str | None:
         """Return the path of a node of the base at or below a path, unless this transaction deleted it."""
@@ -359,20 +397,3 @@ def _shown(key: str) -> str:
 
 
 _MAX_SHOWN = 100
-
-
-def _rows_ascend(rows: Sequence[ChunkRow], counts: Sequence[int]) -> bool:
-    """Return whether the numbers ascend within each of the consecutive ranges of rows of these lengths."""
-    if len(rows) <= 1:
-        return True
-    ends = set(itertools.accumulate(counts))
-    pairs = enumerate(itertools.pairwise(rows), 1)
-    return all(before.number < after.number or at in ends for at, (before, after) in pairs)
-
-
-def _ascend(numbers: npt.NDArray[np.uint64], counts: list[int]) -> bool:
-    """Return whether the numbers ascend within each of the consecutive ranges of these lengths."""
-    if len(numbers) < 2:
-        return True
-    falls = np.flatnonzero(numbers[1:] <= numbers[:-1]) + 1
-    return bool(np.isin(falls, np.cumsum(counts)).all())

@@ -1,6 +1,6 @@
 """The private side of a transaction: its state and staged changes, and how they become packs and a manifest.
 
-The arrays of a `Transaction`, the public face, read and write through its `Staging` (an `ArraySource`). `save` and
+The arrays of a `Transaction`, the public face, read and write through its `Staging` (`handles`). `save` and
 `quantize` stage whole trees with it: `transaction.staging_of` returns it.
 """
 
@@ -11,18 +11,9 @@ import contextlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from tstore.array import Appended, Array
-from tstore.data.pieces import ReadJob
-from tstore.data.planning import ReadPlan, read_plan
-from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
-from tstore.errors import Corrupt, Misuse, NotFound
+from tstore.errors import Corrupt, NotFound
 from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.grid import Selection, whole
-from tstore.format.arrays.points import PointSelection
 from tstore.format.layout import folder_of
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.layers import Table
@@ -32,7 +23,6 @@ from tstore.format.objects.records import INLINE_MANIFEST_BYTES
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import MIN_SEGMENTED
 from tstore.format.paths import checked_path, parents
-from tstore.format.tree.node import Node
 from tstore.format.tree.tree import Changes, Tree
 from tstore.log.expiry import check_alive, guard_expiry, newest_tree, state_of
 from tstore.log.group_commit import Newer, Retry
@@ -41,7 +31,6 @@ from tstore.log.pages import read_pages
 from tstore.runtime import world
 from tstore.runtime.pool import give_way, run
 from tstore.storage.objects import Durability
-from tstore.transactions.appends import append, handle
 from tstore.transactions.conflicts import check_reads, reapply
 from tstore.transactions.lifecycle import Lifecycle, Operation
 from tstore.transactions.membership import Membership
@@ -73,10 +62,10 @@ class Staging:
         self._checks_tags = bool(tags.assigned or tags.dropped)
         self.isolation = isolation
         self._durability = durability
-        self._segments = log.reader.objects.segments
+        self.segments = log.reader.objects.segments
         self._staged: StagedTree | None = None
         self._known_alive: set[int] = set()  # versions
-        self._appending: dict[str, asyncio.Lock] = {}  # by path
+        self.appending: dict[str, asyncio.Lock] = {}  # by path
         self._bytes_adopted = 0
         self._manifest_count = 0
         self.transaction = world.token(12) if member is None else member.transaction
@@ -102,19 +91,6 @@ class Staging:
     def operation(self) -> Operation[StagedTree]:
         """Return a context manager that enters the staged tree; a commit waits for the end of the block."""
         return Operation(self.lifecycle, self._checked_tree, None if self._checks_tags else self._staged)
-
-    async def array(self, path: str) -> Array:
-        """Return the array at a path; raise `NotFound`."""
-        async with self.operation() as staged:
-            path = checked_path(path)
-            await self.read_nodes(staged, [path])
-            return Array(self, path, staged.meta(path))
-
-    async def create_array(self, path: str, meta: ArrayMeta) -> Array:
-        """Stage a new array and return it; raise `AlreadyExists`."""
-        async with self.operation() as staged:
-            await self.read_around(staged, [path])
-            return Array(self, staged.create_array(path, meta), meta)
 
     async def set_root_attributes(self, attributes: Mapping[str, Any], reserved: Mapping[str, Any]) -> None:
         """Stage the root group with a caller's attributes and, in `reserved`, those of tstore."""
@@ -174,7 +150,7 @@ class Staging:
             staged.check_new(jobs)  # another operation may have created one meanwhile
             for job in jobs:
                 job.take_references()
-                staged.add_array(job, self._segments)
+                staged.add_array(job, self.segments)
         await give_way()
 
     async def keep_array(self, path: str, meta: ArrayMeta, tables: tuple[Table, ...], version: int) -> None:
@@ -190,90 +166,6 @@ class Staging:
         async with self.operation() as staged:
             staged.keep_array(path, meta, (chunks,))
             self._bytes_adopted += int(chunks.length.sum())
-
-    async def array_with_chunks(self, path: str) -> Node:
-        """Return an array with its chunks as the transaction sees them, patches applied."""
-        async with self.operation() as staged:
-            return await self._patched_node(staged, path, meta := staged.meta(path), whole(meta.shape))
-
-    async def read_array(
-        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
-    ) -> None:
-        """Fill `out` with the values that the transaction sees: its own writes on top of its base."""
-        async with self.operation() as staged:
-            job = ReadJob(path, meta, await self._patched_node(staged, path, meta, selection), selection, out)
-            await self.await_read(staged, read_chunks(self.log.storage, [job]))
-
-    async def explain_array(
-        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
-    ) -> ReadPlan:
-        """Return what `read_array` with the same arguments would read."""
-        async with self.operation() as staged:
-            job = ReadJob(path, meta, await self._patched_node(staged, path, meta, selection), selection, out)
-            return await run(read_plan, self.log.storage, job)
-
-    async def stored_chunks(self, path: str, meta: ArrayMeta) -> npt.NDArray[np.int64]:
-        """Return the numbers of the chunks of an array that the transaction sees, ascending."""
-        async with self.operation() as staged:
-            node = await self._patched_node(staged, path, meta, whole(meta.shape))
-            return await self.await_read(staged, run(node.numbers))
-
-    async def _patched_node(
-        self, staged: StagedTree, path: str, meta: ArrayMeta, selection: Selection | PointSelection
-    ) -> Node:
-        """Return an array as the transaction sees it, patches applied, for a read of a selection."""
-        await self.read_nodes(staged, [path])
-        staged.check_handle(path, meta)
-        array = staged.arrays.get(path)
-        if self.isolation == "serializable" and (array is None or not array.replaces_node):
-            staged.reads.add_values(path, meta, selection)
-        if array is not None:
-            if array.patches:
-                await self.apply_patches(staged, array)
-            staged.check_handle(path, meta)  # the array may have been resized or deleted meanwhile
-        return staged.chunks(path)
-
-    async def write_array(
-        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, values: npt.NDArray[Any]
-    ) -> None:
-        """Stage values of a selection; whole chunks are written now, parts of chunks later."""
-        async with self.operation() as staged:
-            await self.read_nodes(staged, [path])
-            async with self.heartbeat():
-                array = staged.array_to_change(path, meta)
-                if array.extension is not None:
-                    await array.resize(meta.shape, staged.base_chunks(path))  # an ordinary change from now on
-                await array.write(self.packs, self._segments, selection, values)
-
-    async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
-        """Stage another shape and return the new metadata."""
-        async with self.operation() as staged:
-            await self.read_nodes(staged, [path])
-            array = staged.array_to_change(path, meta)
-            await array.resize(shape, staged.base_chunks(path))
-            return array.meta
-
-    async def append_array(
-        self, path: str, meta: ArrayMeta, axis: int, values: npt.NDArray[Any]
-    ) -> tuple[ArrayMeta, Appended]:
-        """Stage values behind the end of an array; return the new metadata and the handle of the values.
-
-        Appends run one after the other, so that concurrent ones do not disturb each other.
-        """
-        if self._heartbeat is not None:
-            raise Misuse(
-                f"{path}: a transaction of several hosts can't append; resize the array in another transaction, "
-                "and let each host write its region"
-            )
-        async with self.operation() as staged, self._appending.setdefault(path, asyncio.Lock()):
-            await self.read_nodes(staged, [path])
-            current = staged.meta(path)
-            if len(current.shape) != len(meta.shape) or current.with_shape(meta.shape).document != meta.document:
-                staged.check_handle(path, meta)  # it raises: the array was created again
-            array = staged.array_to_change(path, current)
-            base = staged.base_chunks(path)
-            extension = await append(array, self.packs, self._segments, base, axis, values)
-            return array.meta, handle(path, extension, current.shape[axis], values.shape, self.lifecycle)
 
     async def read_nodes(self, staged: StagedTree, paths: Iterable[str] | None = None) -> None:
         """Read the nodes of the base at these paths, or all, so that later lookups do not block."""
@@ -308,6 +200,11 @@ class Staging:
         """Return the changes that a concurrent commit can conflict with."""
         return self.tree.changes(self.tags)
 
+    @property
+    def is_cooperative(self) -> bool:
+        """Whether several hosts share the transaction."""
+        return self._heartbeat is not None
+
     def heartbeat(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Renew the heartbeat of a cooperative transaction while the block runs."""
         return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.run()
@@ -321,7 +218,7 @@ class Staging:
             if array.patches:
                 await self.apply_patches(staged, array)
             if self._heartbeat is None and not array.replaces_node:  # many hosts would merge the same references
-                await array.merge_base(staged.base_chunks(array.path), self.packs, self._segments)
+                await array.merge_base(staged.base_chunks(array.path), self.packs, self.segments)
         return await self.manifest()
 
     async def manifest(self) -> ObjectRef | Manifest:
@@ -329,7 +226,7 @@ class Staging:
         staged = self.tree
         long = [a for a in staged.arrays.values() if a.has_long_tables(self._max_rows)]
         for array in long:
-            await array.write_segments(self.packs, self._segments, self._max_rows)
+            await array.write_segments(self.packs, self.segments, self._max_rows)
         await self.packs.flush()
         manifest = await run(staged.manifest) if staged.reads_segments else staged.manifest()
         await give_way()

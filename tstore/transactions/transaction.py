@@ -36,6 +36,7 @@ from tstore.transactions.conflicts import revise_merges
 from tstore.transactions.cooperative import CooperativeCommit, checked_commit_timeout
 from tstore.transactions.copies import copy_array
 from tstore.transactions.fragments import fragment_from_record
+from tstore.transactions.handles import array_of, create_array
 from tstore.transactions.membership import Membership
 from tstore.transactions.staging import Isolation, Staging
 from tstore.transactions.tag_edits import TagEdits
@@ -124,7 +125,7 @@ class Transaction:
         Raise `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other.
         """
         meta = ArrayMeta.new(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse)
-        return await self._staging.create_array(path, meta)
+        return await create_array(self._staging, path, meta)
 
     async def copy_array(
         self,
@@ -158,7 +159,7 @@ class Transaction:
 
     async def array(self, path: str) -> Array:
         """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`."""
-        return await self._staging.array(path)
+        return await array_of(self._staging, path)
 
     async def paths(self) -> list[str]:
         """Return the sorted paths of all arrays, as this transaction sees them."""

@@ -36,14 +36,20 @@ class Hierarchy(Protocol):
     async def first_array(self, paths: Sequence[str]) -> Node | None:
         """Return the array at the first of these paths that has one, or None."""
 
-    async def nodes_below(self, path: str) -> list[Node]:
-        """Return the groups and arrays at and below a path, sorted by path."""
+    async def nodes_starting(self, prefix: str) -> list[Node]:
+        """Return the groups and arrays whose paths begin with a prefix, sorted by path."""
 
-    async def chunks(self, path: str) -> Node:
-        """Return an array with its chunks."""
+    async def has_nodes(self, path: str) -> bool:
+        """Return whether there is a group or an array at or below a path."""
+
+    async def numbers(self, path: str) -> npt.NDArray[np.int64]:
+        """Return the numbers of the chunks of an array that exist, ascending."""
+
+    async def length(self, path: str, number: int) -> int | None:
+        """Return the encoded length of a chunk, None if there is none."""
 
     async def encoded(self, path: str, number: int, extent: Extent) -> npt.NDArray[np.uint8] | None:
-        """Return a part of the encoded bytes of a chunk, None if it was never written; raise `Corrupt`."""
+        """Return a part of the encoded bytes of a chunk, None if there is none; raise `Corrupt`."""
 
 
 class SnapshotHierarchy:
@@ -72,14 +78,30 @@ class SnapshotHierarchy:
         nodes = map(self.snapshot.tree.nodes.get, paths)
         return next((node for node in nodes if node is not None and node.is_array), None)
 
-    async def nodes_below(self, path: str) -> list[Node]:
-        """Return the groups and arrays at and below a path, sorted by path."""
+    async def nodes_starting(self, prefix: str) -> list[Node]:
+        """Return the groups and arrays whose paths begin with a prefix, sorted by path."""
+        nodes = self.snapshot.tree.nodes
+        await self.snapshot.read_nodes(nodes.around_start(prefix) if prefix else None)
+        return [nodes[path] for path in sorted(nodes.starting_with(prefix))]
+
+    async def has_nodes(self, path: str) -> bool:
+        """Return whether there is a group or an array at or below a path."""
         nodes = self.snapshot.tree.nodes
         await self.snapshot.read_nodes(nodes.around(path) if path else None)
-        return [nodes[below] for below in sorted(nodes.at_or_below(path))]
+        return bool(nodes.at_or_below(path))
 
-    async def chunks(self, path: str) -> Node:
-        """Return an array with its chunks."""
+    async def numbers(self, path: str) -> npt.NDArray[np.int64]:
+        """Return the numbers of the chunks of an array that exist, ascending."""
+        node = await self._array(path)
+        return await run(node.numbers)
+
+    async def length(self, path: str, number: int) -> int | None:
+        """Return the encoded length of a chunk, None if there is none."""
+        node = await self._array(path)
+        row = await run(node.row, number) if node.reads_segments else node.row(number)
+        return None if row is None else row.length
+
+    async def _array(self, path: str) -> Node:
         await self.snapshot.read_nodes([path])
         return self.snapshot.tree.nodes[path]
 
@@ -88,7 +110,7 @@ class SnapshotHierarchy:
 
         Raise `NotFound` if the array is not sparse, which Zarr can't express, and `Corrupt`.
         """
-        node, log = await self.chunks(path), log_of(self.snapshot)
+        node, log = await self._array(path), log_of(self.snapshot)
 
         def read() -> npt.NDArray[np.uint8] | None:
             row = node.row(number)

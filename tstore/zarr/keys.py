@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tstore.errors import UnsupportedFormat
 from tstore.format.arrays.array_metadata import ArrayMeta
@@ -99,10 +101,10 @@ class ChunkKeys:
             return None
         return chunk_number(at, self._counts)
 
-    def below(self, node: Node, folder: str) -> Iterator[tuple[int, str]]:
-        """Yield the numbers and keys of the chunks that exist in a folder, that of the array or one below it."""
+    def below(self, numbers: npt.NDArray[np.int64], folder: str) -> Iterator[tuple[int, str]]:
+        """Yield those of the chunks, with their keys, that are in a folder, that of the array or one below it."""
         within = f"{folder}/"
-        for number in node.chunks_in_grid.number.tolist():
+        for number in numbers.tolist():
             if (key := self.key(number)).startswith(within):
                 yield number, key
 

@@ -177,16 +177,14 @@ class ZarrStore(Store):
         located = await self._chunk(key)
         if located is None:
             return None
-        node = await self._hierarchy.chunks(located[0].path)
-        row = await run(node.row, located[1]) if node.reads_segments else node.row(located[1])
-        return None if row is None else row.length
+        return await self._hierarchy.length(located[0].path, located[1])
 
     async def _document(self, path: str) -> bytes | None:
         """Return the metadata of the node at a path; a group without its own node has no attributes."""
         node = await self._hierarchy.node(path)
         if node is not None:
             return document_of(node)
-        if await self._hierarchy.nodes_below(path):
+        if await self._hierarchy.has_nodes(path):
             return group_document({})
         return None
 
@@ -206,9 +204,8 @@ class ZarrStore(Store):
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
         """Yield the keys that begin with a prefix."""
         await self._ensure_open()
-        for key in await self._here(self._keys(prefix.rpartition("/")[0])):
-            if key.startswith(prefix):
-                yield key
+        for key in await self._here(self._keys(prefix)):
+            yield key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         """Yield the names of what is in a folder."""
@@ -216,41 +213,35 @@ class ZarrStore(Store):
         for name in await self._here(self._names(prefix.strip("/"))):
             yield name
 
-    async def _keys(self, folder: str) -> Sequence[str]:
-        """Return the keys in a folder and in those below it."""
-        within = f"{folder}/" if folder else ""
-        keys = {key for key in await self._hierarchy.unplaced() if key.startswith(within)}
-        array = await self._hierarchy.first_array(folders_of(within))
-        if array is not None:
-            nodes, implied = [array], set[str]()
-        else:
-            nodes = await self._hierarchy.nodes_below(folder)
-            implied = {above for node in nodes for above in ("", *folders_of(node.path))}
-        keys |= {key for path in implied if (key := metadata_key(path)).startswith(within)}
+    async def _keys(self, prefix: str) -> Sequence[str]:
+        """Return the sorted keys that begin with a prefix."""
+        folder = prefix.rpartition("/")[0]
+        keys = set(await self._hierarchy.unplaced())
+        array = await self._hierarchy.first_array(folders_of(prefix))
+        nodes = await self._hierarchy.nodes_starting(prefix) if array is None else [array]
+        if array is None and metadata_key(folder).startswith(prefix) and await self._hierarchy.has_nodes(folder):
+            keys.add(metadata_key(folder))
         for node in nodes:
-            if (key := metadata_key(node.path)).startswith(within):
-                keys.add(key)
+            keys.update(metadata_key(path) for path in (*folders_of(node.path), node.path))
             if node.is_array:
                 keys.update(await self._chunk_keys(node, folder))
-        return sorted(keys)
+        return sorted(key for key in keys if key.startswith(prefix))
 
     async def _chunk_keys(self, node: Node, folder: str) -> Sequence[str]:
         """Return the keys of the chunks of an array that are in a folder, which may be below the array's."""
-        chunks, keys = await self._hierarchy.chunks(node.path), ChunkKeys.of(node)
+        numbers, keys = await self._hierarchy.numbers(node.path), ChunkKeys.of(node)
         inside = folder if folder.startswith(f"{node.path}/") else node.path
-        return await run(lambda: [key for _, key in keys.below(chunks, inside)])
+        return await run(lambda: [key for _, key in keys.below(numbers, inside)])
 
     async def _names(self, folder: str) -> Sequence[str]:
         """Return the sorted names of what is in a folder; of arrays in it, no chunk is looked up."""
         within = f"{folder}/" if folder else ""
-        array = await self._hierarchy.first_array(folders_of(within))
-        if array is not None:
-            keys = await self._keys(folder)
+        if await self._hierarchy.first_array(folders_of(within)) is not None:
+            keys = await self._keys(within)
         else:
-            nodes = await self._hierarchy.nodes_below(folder)
-            unplaced = await self._hierarchy.unplaced()
-            keys = [*(metadata_key(node.path) for node in nodes), *unplaced]
-            if nodes:
+            nodes = await self._hierarchy.nodes_starting(within)
+            keys = [*(metadata_key(node.path) for node in nodes), *await self._hierarchy.unplaced()]
+            if await self._hierarchy.has_nodes(folder):
                 keys.append(metadata_key(folder))
         names = {key.removeprefix(within).partition("/")[0] for key in keys if key.startswith(within)}
         return sorted(names)
@@ -294,7 +285,8 @@ class ZarrStore(Store):
             return
         if not path:
             raise InvalidArgument(
-                f"{self}: tstore stores no array at the root; name it, as in zarr.create_array(store, name='x', …)"
+                f"{self}: tstore stores no array at the root; name it: zarr.create_array(store, name='x', …), "
+                "zarr.save(store, x=values), or component='x' for to_zarr of Dask"
             )
         ChunkNames.parse(fields.get("chunk_key_encoding"))  # which only names chunks elsewhere
         await self._staging.set_array(path, fields)
@@ -324,7 +316,7 @@ class ZarrStore(Store):
             if (located := await self._chunk(key)) is not None:
                 await self._staging.remove_chunks(located[0].path, [located[1]])
             return
-        below = await self._staging.nodes_below(path)
+        below = await self._staging.nodes_starting(f"{path}/" if path else "")
         if any(node.path != path for node in below):
             raise InvalidArgument(
                 f"{self}: the group {path!r} has members, so its metadata can't be deleted alone; delete the group"
@@ -346,9 +338,9 @@ class ZarrStore(Store):
         if array is None:
             await self._staging.remove(folder)
             return
-        chunks, keys = await self._staging.chunks(array.path), ChunkKeys.of(array)
-        numbers = await run(lambda: [number for number, _ in keys.below(chunks, folder)])
-        await self._staging.remove_chunks(array.path, numbers)
+        numbers, keys = await self._staging.numbers(array.path), ChunkKeys.of(array)
+        within_folder = await run(lambda: [number for number, _ in keys.below(numbers, folder)])
+        await self._staging.remove_chunks(array.path, within_folder)
 
     async def _here(self, work: Coroutine[Any, Any, T]) -> T:
         """Run an operation on the loop where it may run."""

@@ -326,6 +326,8 @@ class Nodes(Mapping[str, Node]):
 
     def starting_with(self, start: str) -> list[str]:
         """Return the paths that begin with `start`, in any order; reads only the pages that may have one."""
+        if not start:
+            return list(self)
         exist: dict[str, bool] = {}
         for level in self._levels:
             exist.update(level.between(start, _after(start)))

@@ -6,6 +6,7 @@ The outcomes for a transaction when another commit was added after its base:
     wrote a part of a chunk        wrote that chunk, in part or whole             re-applied over it; both remain
     wrote a part, as many hosts    wrote that chunk, in part or whole             Conflict
     wrote a whole chunk            wrote that chunk, in part or whole             Conflict
+    wrote a whole chunk            wrote the bytes again that it had              both remain
     wrote chunks                   wrote other chunks                             both remain
     wrote or resized an array      resized, deleted or created it again           Conflict
     resized an array               wrote any chunk of it                          Conflict
@@ -19,9 +20,16 @@ The outcomes for a transaction when another commit was added after its base:
     resized an array               appended to it                                 Conflict
     deleted a node                 wrote, resized or created at or below it       Conflict
     deleted a node                 deleted it too, or one above or below it       both remain
-    created a node                 created one there, above it or below it        Conflict
+    created a node                 created another one there, or an array above   Conflict
+    created an array               created a node below it                        Conflict
     created a node                 deleted a node above it                        Conflict
     created a node                 created one elsewhere, even in a common group  both remain
+    created a group                created it with the same attributes            both remain
+    created or set a group         created a node below it                        both remain
+    set a group                    set it, to whatever attributes                 Conflict
+    set metadata to what it was    changed the metadata of that node              Conflict
+    set metadata to what it was    set it to what it was too, or wrote chunks     both remain
+    changed metadata               set it to what it was                          both remain
     set or moved a tag             set, moved or dropped the same tag             Conflict
     dropped a tag                  set or moved the same tag                      Conflict
     dropped a tag                  dropped it too, or a gc did                    both remain
@@ -52,6 +60,7 @@ from tstore.format.frame import NO_RECORD
 from tstore.format.layout import ROOT_EVERY
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.columns import SHORT_COLUMN
+from tstore.format.objects.documents import Document
 from tstore.format.objects.layers import Table, numbers_of
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Record, Root
@@ -71,6 +80,7 @@ __all__ = [
     "Overlap",
     "Tree",
     "group_document",
+    "same_json",
 ]
 
 RESERVED_ATTRIBUTE = "tstore"
@@ -193,7 +203,11 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     `numbers` are those of chunks whose references are not in `segments`; both are empty if `replaces_node`, which
     says that the commit created the node or changed its metadata. `has_segments` says that some references are in
-    segments, which may be a merge of older ones. `extends` says that it appended values.
+    segments, which may be a merge of older ones. `extends` says that it appended values. `group` is the
+    `zarr.json` of a group that it wrote.
+
+    Of a commit to come, `created` says that its base has no such node, and `restated` that its metadata was set to
+    what it is in the base. A record does not tell this of older commits.
     """
 
     replaces_node: bool
@@ -201,6 +215,9 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
     segments: tuple[SegmentedTable, ...] = ()
     has_segments: bool = False
     extends: bool = False
+    group: bytes | None = None
+    created: bool = False
+    restated: bool = False
 
     @staticmethod
     def from_tables(tables: Sequence[Table], *, has_segments: bool = False, extends: bool = False) -> NodeChange:
@@ -217,7 +234,17 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
             (*self.segments, *other.segments),
             self.has_segments or other.has_segments,
             self.extends or other.extends,
+            self.group,  # both wrote the same attributes
         )
+
+    def permits(self, newer: NodeChange) -> bool:
+        """Return whether a newer commit wrote the attributes of a group that these changes write too.
+
+        That can't be said of a group that both changed: one may have counted up what the other has counted up.
+        """
+        if not (self.created or self.restated) or self.group is None or newer.group is None:
+            return False
+        return same_json(self.group, newer.group)
 
     def common(self, other: NodeChange) -> npt.NDArray[np.uint64]:
         """Return the numbers of the chunks that both wrote, sorted; reads segments whose ranges meet."""
@@ -244,19 +271,41 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
         return any(at < len(firsts) and firsts[at] <= last for at, firsts in ends)
 
 
+def same_json(mine: bytes, other: bytes) -> bool:
+    """Return whether two documents are equal, except for the order of keys."""
+    if mine == other:
+        return True
+    try:
+        one, another = (msgspec.json.encode(msgspec.json.decode(d), order="sorted") for d in (mine, other))
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return one == another
+
+
+def _group(document: Document) -> bytes | None:
+    """Return the `zarr.json` of a group, or None for that of an array."""
+    try:
+        return None if document.is_array else document.data
+    except Corrupt:
+        return None  # readers of the node raise the error
+
+
 def _node_changes(manifest: Manifest) -> Iterator[tuple[str, NodeChange]]:
     """Yield the path of each node and its changes."""
     # a replaced node conflicts regardless of its chunks
     if not manifest.segments:
-        for path, flags, numbers in manifest.numbers():
-            replaces = bool(flags & REPLACES)
-            yield path, NodeChange(replaces, NO_NUMBERS if replaces else numbers, extends=bool(flags & EXTENDS))
+        for at, (path, flags, numbers) in enumerate(manifest.numbers()):
+            extends = bool(flags & EXTENDS)
+            if flags & REPLACES:
+                yield path, NodeChange(True, NO_NUMBERS, extends=extends, group=_group(manifest.node(at)[0]))
+            else:
+                yield path, NodeChange(False, numbers, extends=extends)
         return
     merged, extended = manifest.merges_by_path(), manifest.extended_paths()
-    for path, _, replaces, tables in manifest.nodes():
+    for path, document, replaces, tables in manifest.nodes():
         change = NodeChange.from_tables(tables, has_segments=path in merged, extends=path in extended)
         if replaces:
-            change = NodeChange(True, NO_NUMBERS, (), change.has_segments, change.extends)
+            change = NodeChange(True, NO_NUMBERS, (), change.has_segments, change.extends, _group(document))
         yield path, change
 
 
@@ -324,6 +373,11 @@ class Changes(NamedTuple):
         conflicts += _nested(self.nodes, other.nodes)
         for path in self.nodes.keys() & other.nodes.keys():
             mine, theirs = self.nodes[path], other.nodes[path]
+            if mine.permits(theirs):
+                continue
+            if mine.restated and theirs.extends:
+                conflicts.append(path)
+                continue
             if mine.extends and (theirs.extends or not theirs.replaces_node):
                 extended.append(path)
                 continue
@@ -354,14 +408,15 @@ def _is_step(tag: str) -> bool:
 
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
-    """Return the paths at which one side replaced a node below a node that the other side replaced."""
+    """Return the paths at which one side replaced a node below an array that the other side replaced."""
     created = [p for p, c in mine.items() if c.replaces_node]
     if not created:
         return []
-    others = {p for p, c in theirs.items() if c.replaces_node}
-    below = [p for p in created if not others.isdisjoint(parents(p))]
-    above = set(created)
-    return below + [p for p in others if not above.isdisjoint(parents(p))]
+    others = [p for p, c in theirs.items() if c.replaces_node]
+    arrays = {p for p in created if mine[p].group is None}
+    other_arrays = {p for p in others if theirs[p].group is None}
+    below = [p for p in created if not other_arrays.isdisjoint(parents(p))]
+    return below + [p for p in others if not arrays.isdisjoint(parents(p))]
 
 
 def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None) -> bytes:
