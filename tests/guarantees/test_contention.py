@@ -17,7 +17,7 @@ from tstore import cli
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, InvalidArgument, NotFound
 from tstore.format.objects.records import Record
-from tstore.format.tree.tree import Changes
+from tstore.format.tree.changes import Changes
 from tstore.log.group_commit import Newer, next_pause
 from tstore.storage.objects import Durability
 from tstore.transactions.transaction import staging_of

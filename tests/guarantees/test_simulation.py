@@ -97,7 +97,7 @@ TRIED = int(os.environ.get("TSTORE_SEEDS", "100"))
 
 APPEND, READER = "tstore.log.log:Append.", "tstore.log.reader:LogReader."
 REAPPLY = "tstore.transactions.conflicts:reapply"
-COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree.tree:Changes."
+COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree.changes:Changes."
 STAGING, STORAGE = "tstore.transactions.staging:Staging.", "tstore.simulation.storage:SharedObjects."
 MERGE = "tstore.transactions.fragments:FragmentTree.merge_block"
 GC, QUEUE, ARRAY = (

@@ -6,7 +6,7 @@
 Several transactions of both isolation levels are open at once, through two `Store`s. They create, write, read,
 resize and delete, set, move and drop tags, also of earlier versions, and end alone or together. Steps are saved
 and versions collected. Reads of any version, by number, tag or time, must equal the model. A commit must succeed
-or fail as the table at the top of `tstore/format/tree/tree.py` says.
+or fail as the table at the top of `tstore/format/tree/changes.py` says.
 """
 
 from __future__ import annotations

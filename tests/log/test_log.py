@@ -32,7 +32,7 @@ from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.records import Record
 from tstore.format.objects.references import Manifest
-from tstore.format.tree.tree import Changes
+from tstore.format.tree.changes import Changes
 from tstore.log.group_commit import QueuedCommit
 from tstore.log.reader import LogReader
 from tstore.server import Server

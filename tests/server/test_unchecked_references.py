@@ -24,9 +24,10 @@ from tstore.format.objects.encoding import decode, decode_record, encode
 from tstore.format.objects.object_ref import reference
 from tstore.format.objects.records import Collection, Record
 from tstore.format.objects.references import Manifest
+from tstore.format.tree.changes import Changes, NodeChange
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.retention import Ledger
-from tstore.format.tree.tree import Changes, NodeChange, Tree
+from tstore.format.tree.tree import Tree
 from tstore.log.expiry import ledger_since
 from tstore.log.reader import LogReader
 from tstore.log.trees import ROOT_EVERY

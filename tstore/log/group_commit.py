@@ -27,7 +27,7 @@ from tstore.format.bounds import RECORD_BYTES, RECORD_VALUES
 from tstore.format.objects.encoding import max_value_count
 from tstore.format.objects.records import Part, Record
 from tstore.format.objects.references import Manifest
-from tstore.format.tree.tree import Changes
+from tstore.format.tree.changes import Changes
 from tstore.format.tree.validation import MAX_PARTS
 from tstore.runtime import world
 

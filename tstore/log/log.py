@@ -62,8 +62,8 @@ from tstore.format.frame import Link, linked
 from tstore.format.layout import ROOT_EVERY, first_link
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.records import VOID, Record
+from tstore.format.tree.changes import Changes
 from tstore.format.tree.retention import refuse_condemned
-from tstore.format.tree.tree import Changes
 from tstore.log.commits import CommitObjects, StagedRecord
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause

@@ -32,10 +32,11 @@ from tstore.format.layout import ROOT_EVERY, commit_key, root_chain, root_key, v
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Record, Root, StoredRecord
 from tstore.format.objects.references import Manifest
+from tstore.format.tree.changes import Changes
 from tstore.format.tree.node import Node
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.stored_nodes import DerivedNodes
-from tstore.format.tree.tree import Changes, Tree
+from tstore.format.tree.tree import Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import CACHED_RECORDS, Records, VersionCache
 from tstore.runtime.event_loops import PerLoop, run_apart

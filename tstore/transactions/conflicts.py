@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tstore.data.writer import PackSet
 from tstore.errors import Conflict
-from tstore.format.tree.tree import Changes, Overlap
+from tstore.format.tree.changes import Changes, Overlap
 from tstore.log.expiry import guard_expiry
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.pages import read_pages

@@ -64,7 +64,7 @@ from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.pages import stored
 from tstore.format.objects.records import INLINE_MANIFEST_BYTES, Fragment, Record
 from tstore.format.objects.references import Manifest
-from tstore.format.tree.tree import Changes
+from tstore.format.tree.changes import Changes
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log, check_against_collection
 from tstore.runtime import world

@@ -27,9 +27,10 @@ from tstore.format.arrays.grid import chunk_coordinates
 from tstore.format.checksums import block_checks
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.objects.layers import Table, last_number
+from tstore.format.tree.changes import same_json
 from tstore.format.tree.node import Node, check_in_grid
 from tstore.format.tree.resizing import resized
-from tstore.format.tree.tree import RESERVED_ATTRIBUTE, same_json
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.runtime.pool import run
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.staging import Staging

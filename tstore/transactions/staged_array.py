@@ -37,9 +37,9 @@ from tstore.format.objects.layers import Table, last_number, layers, numbers_of,
 from tstore.format.objects.merges import Merge
 from tstore.format.objects.references import EXTENDS
 from tstore.format.objects.segments import SegmentSource, fitting
+from tstore.format.tree.changes import NO_NUMBERS, NodeChange
 from tstore.format.tree.node import Node, check_in_grid
 from tstore.format.tree.resizing import chunks_at_edge, resized, shrinking_axes
-from tstore.format.tree.tree import NO_NUMBERS, NodeChange
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.transactions.extension import Extension

@@ -20,8 +20,9 @@ from tstore.format.objects.layers import Table, stack
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import SegmentSource
 from tstore.format.paths import checked_new_path, checked_path, is_at_or_below, parents
+from tstore.format.tree.changes import NO_NUMBERS, Changes, NodeChange, same_json
 from tstore.format.tree.node import Node
-from tstore.format.tree.tree import NO_NUMBERS, Changes, NodeChange, Tree, group_document, same_json
+from tstore.format.tree.tree import Tree, group_document
 from tstore.snapshot import array_node
 from tstore.transactions.incarnations import Deletions, Incarnation
 from tstore.transactions.read_set import ReadSet
@@ -49,7 +50,8 @@ class StagedTree:
         self.unplaced: dict[str, bytes] = {}  # bytes by Zarr key, of neither a group nor an array nor a chunk
         self.fill_chunks: dict[bytes, ChunkRow] = {}  # in place of removed chunks, by what determines their bytes
         self._groups: dict[str, bytes] = {}
-        self._restated: set[str] = set()  # nodes of the base whose metadata was set to what it is
+        # nodes of the base whose metadata was set to what it is, with the documents of groups
+        self._restated: dict[str, bytes | None] = {}
         self._base_metas: dict[str, ArrayMeta] = {}  # of arrays that were looked up in the base
         self.deletions = Deletions()
         # maps a path to a staged node at or below it; None until that is needed
@@ -79,7 +81,7 @@ class StagedTree:
         document = group_document(attributes, reserved)
         former = self._stored_node(path)
         if former is not None and same_json(former.document, document):
-            self._restated.add(path)
+            self._restated[path] = former.document
             if self._groups.pop(path, None) is not None:
                 self._occupied = None
             return
@@ -88,13 +90,12 @@ class StagedTree:
 
     def restate(self, path: str) -> None:
         """Note that the metadata of an array was set to what it is: it conflicts with a commit that changes it."""
-        self._restated.add(path)
+        self._restated[path] = None
 
     def replace_all(self, source: int = 0) -> None:
         """Drop everything in the base, for a copy of version `source` if that is not 0."""
-        restated = {path: self._restated_group(path) for path in self._restated}
-        self._groups |= {path: document for path, document in restated.items() if document is not None}
-        self._restated = set()
+        self._groups |= {path: document for path, document in self._restated.items() if document is not None}
+        self._restated = {}
         self.replaces, self.source = True, source
         self.deletions.add("")
 
@@ -134,7 +135,7 @@ class StagedTree:
             self.deleted[path] = None
         self.deletions.add(path)
         if self._restated:
-            self._restated = {p for p in self._restated if not is_at_or_below(p, path)}
+            self._restated = {p: d for p, d in self._restated.items() if not is_at_or_below(p, path)}
         return bool(staged) or stored
 
     def meta(self, path: str) -> ArrayMeta:
@@ -301,8 +302,8 @@ class StagedTree:
             nodes[path] = NodeChange(True, NO_NUMBERS, group=document, created=created)
         for path, staged in self.arrays.items():
             nodes[path] = staged.change
-        for path in self._restated:
-            change = nodes.get(path) or NodeChange(False, NO_NUMBERS, group=self._restated_group(path))
+        for path, restated in self._restated.items():
+            change = nodes.get(path) or NodeChange(False, NO_NUMBERS, group=restated)
             nodes[path] = msgspec.structs.replace(change, restated=True)
         return Changes(nodes, self.deleted_paths, self.replaces, tags.assigned, tags.dropped)
 
@@ -312,10 +313,6 @@ class StagedTree:
         for array in merging:
             array.merge = None
         return bool(merging)
-
-    def _restated_group(self, path: str) -> bytes | None:
-        node = self.base.nodes.get(path)
-        return None if node is None or node.is_array else node.document
 
     def split_overlap(
         self, chunks: Mapping[str, npt.NDArray[np.uint64]]

@@ -23,7 +23,8 @@ from tstore.format.objects.records import INLINE_MANIFEST_BYTES
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import MIN_SEGMENTED
 from tstore.format.paths import checked_path, parents
-from tstore.format.tree.tree import Changes, Tree
+from tstore.format.tree.changes import Changes
+from tstore.format.tree.tree import Tree
 from tstore.log.expiry import check_alive, guard_expiry, newest_tree, state_of
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log

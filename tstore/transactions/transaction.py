@@ -26,7 +26,7 @@ from tstore.format.arrays.codecs import Codecs
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Fragment, Record
 from tstore.format.objects.references import Manifest
-from tstore.format.tree.tree import Changes
+from tstore.format.tree.changes import Changes
 from tstore.log.group_commit import Newer, Retry, Validate
 from tstore.log.log import Log
 from tstore.runtime import world
