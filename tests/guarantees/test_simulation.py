@@ -195,7 +195,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "values do not count as read": [
         Edit(
             "tstore.transactions.read_set:ReadSet.add_values",
-            "self.add_chunks(path, numbers.tolist())",
+            "self.add_chunks(path, numbers, meta.counts, counts)",
             "pass",
         )
     ],
