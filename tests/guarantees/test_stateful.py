@@ -433,6 +433,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.run(work)
         tx.do(path, lambda s: s.groups.__setitem__(path, kind))
         tx.touch.fresh.add(path)
+        tx.touch.groups.add(path)
         return None
 
     def delete(self, tx: Open, path: str) -> None:

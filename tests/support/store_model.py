@@ -157,13 +157,15 @@ class State:
 class Touch:
     """The write set of a transaction: what other transactions can conflict with.
 
-    `appended` has the axis of each array that the transaction only appended to.
+    `appended` has the axis of each array that the transaction only appended to, `groups` those of `fresh` that are
+    groups; no two transactions give one the same attributes.
     """
 
     whole: dict[str, set[Box]] = field(default_factory=dict)
     touched: dict[str, set[Box]] = field(default_factory=dict)
     appended: dict[str, int] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
+    groups: set[str] = field(default_factory=set)
     deleted: set[str] = field(default_factory=set)
     tags: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
@@ -191,6 +193,11 @@ class Touch:
             for p in [p for p in known if is_at_or_below(p, path)]:
                 del known[p]
         self.fresh = {p for p in self.fresh if not is_at_or_below(p, path)}
+        self.groups &= self.fresh
+
+    def collides(self, path: str, other_path: str) -> bool:
+        """Return whether a node that another changed is at a path that this one changed, or below its array."""
+        return path == other_path or (path not in self.groups and is_at_or_below(other_path, path))
 
     @property
     def nodes(self) -> set[str]:
@@ -216,7 +223,7 @@ class Touch:
             return True
         if any(is_at_or_below(p, d) for p in newer.nodes for d in self.deleted):
             return True
-        if any(not apart(p, q) for p in self.fresh for q in newer.fresh):
+        if any(self.collides(p, q) or newer.collides(q, p) for p in self.fresh for q in newer.fresh):
             return True
         for path in self.nodes & newer.nodes:
             if path in self.fresh or path in newer.fresh:

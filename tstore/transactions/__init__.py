@@ -1,7 +1,7 @@
 """Transactions: staged changes on top of a version, and how they become a commit, by one host or by many.
 
 1. `transaction`: the public face; start here. `staging`: its private side. `lifecycle`: its state and operations.
-2. `handles`: the arrays as their users read and write them; `incarnations`: to which array at a path a handle
+2. `handles`: the arrays as their users read and write them; `deletions`: to which array at a path a handle
    belongs. `staged_tree`, `staged_array`: the staged changes; `staged_manifest`: their manifest; `tag_edits`: the
    tags. `patches`: parts of chunks to change. `appends`: values whose region the commit allots (`extension`).
    `copies`: arrays copied into a transaction. `encoded`: chunks as their encoded bytes, as stores of Zarr see

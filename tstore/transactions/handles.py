@@ -25,7 +25,6 @@ from tstore.format.paths import checked_path
 from tstore.format.tree.node import Node
 from tstore.runtime.pool import run
 from tstore.transactions.appends import append, handle
-from tstore.transactions.incarnations import Incarnation
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.staging import Staging
 
@@ -38,7 +37,7 @@ async def array_of(staging: Staging, path: str) -> Array:
         path = checked_path(path)
         await staging.read_nodes(staged, [path])
         meta = staged.meta(path)
-        return _handle(staging, staged, path, meta)
+        return Array(HandleSource(staging, staged.deletions.count), path, meta)
 
 
 async def create_array(staging: Staging, path: str, meta: ArrayMeta) -> Array:
@@ -46,12 +45,7 @@ async def create_array(staging: Staging, path: str, meta: ArrayMeta) -> Array:
     async with staging.operation() as staged:
         await staging.read_around(staged, [path])
         path = staged.create_array(path, meta)
-        return _handle(staging, staged, path, meta)
-
-
-def _handle(staging: Staging, staged: StagedTree, path: str, meta: ArrayMeta) -> Array:
-    incarnation = Incarnation(path, staged.deletions, staged.deletions.count)
-    return Array(HandleSource(staging, incarnation), path, meta)
+        return Array(HandleSource(staging, staged.deletions.count), path, meta)
 
 
 async def check_handle(array: Array) -> None:
@@ -62,17 +56,20 @@ async def check_handle(array: Array) -> None:
     source, path, _ = parts_of(array)
     assert isinstance(source, HandleSource)
     async with source.staging.operation() as staged:
-        staged.check_handle(path, meta_of(array), source.incarnation)
+        staged.check_handle(path, meta_of(array), source.taken)
 
 
 class HandleSource:
-    """What the handles of one array of a transaction read and write (an `ArraySource`)."""
+    """What a handle of an array of a transaction reads and writes (an `ArraySource`).
 
-    __slots__ = ("incarnation", "staging")
+    `taken` is the number of deletions in the transaction before the handle was taken.
+    """
 
-    def __init__(self, staging: Staging, incarnation: Incarnation) -> None:
+    __slots__ = ("staging", "taken")
+
+    def __init__(self, staging: Staging, taken: int) -> None:
         self.staging = staging
-        self.incarnation = incarnation
+        self.taken = taken
 
     async def node(self, path: str, meta: ArrayMeta) -> Node:
         """Return the array with its chunks as the transaction sees them, patches applied."""
@@ -106,14 +103,14 @@ class HandleSource:
     ) -> Node:
         """Return an array as the transaction sees it, patches applied, for a read of a selection."""
         await self.staging.read_nodes(staged, [path])
-        staged.check_handle(path, meta, self.incarnation)
+        staged.check_handle(path, meta, self.taken)
         if self.staging.isolation == "serializable":
             staged.note_values(path, selection)
         array = staged.arrays.get(path)
         if array is not None:
             if array.patches:
                 await self.staging.apply_patches(staged, array)
-            staged.check_handle(path, meta, self.incarnation)  # it may have been resized or deleted meanwhile
+            staged.check_handle(path, meta, self.taken)  # it may have been resized or deleted meanwhile
         return staged.chunks(path)
 
     async def write_array(
@@ -124,7 +121,7 @@ class HandleSource:
         async with staging.operation() as staged:
             await staging.read_nodes(staged, [path])
             async with staging.heartbeat():
-                staged.check_handle(path, meta, self.incarnation)
+                staged.check_handle(path, meta, self.taken)
                 array = staged.array_to_change(path, meta)
                 if array.extension is not None:
                     await array.resize(meta.shape, staged.base_chunks(path))  # an ordinary change from now on
@@ -134,7 +131,7 @@ class HandleSource:
         """Stage another shape and return the new metadata."""
         async with self.staging.operation() as staged:
             await self.staging.read_nodes(staged, [path])
-            staged.check_handle(path, meta, self.incarnation)
+            staged.check_handle(path, meta, self.taken)
             array = staged.array_to_change(path, meta)
             await array.resize(shape, staged.base_chunks(path))
             return array.meta
@@ -159,15 +156,15 @@ class HandleSource:
             is_longer = (
                 len(current.shape) == len(meta.shape) and current.with_shape(meta.shape).document == meta.document
             )
-            staged.check_handle(path, current if is_longer else meta, self.incarnation)
+            staged.check_handle(path, current if is_longer else meta, self.taken)
             array = staged.array_to_change(path, current)
             base = staged.base_chunks(path)
             extension = await append(array, staging.packs, staging.segments, base, axis, values)
-            start, incarnation = current.shape[axis], self.incarnation
+            start, deletions = current.shape[axis], staged.deletions
 
             def check() -> None:
                 staging.lifecycle.check_committed(path)
-                if incarnation.deleted:
+                if deletions.include(path, self.taken):
                     raise Misuse(
                         f"{path}: the array was deleted after values were appended to it, so these have no region"
                     )

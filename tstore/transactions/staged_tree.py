@@ -24,7 +24,7 @@ from tstore.format.tree.changes import NO_NUMBERS, Changes, NodeChange, same_jso
 from tstore.format.tree.node import Node
 from tstore.format.tree.tree import Tree, group_document
 from tstore.snapshot import array_node
-from tstore.transactions.incarnations import Deletions, Incarnation
+from tstore.transactions.deletions import Deletions
 from tstore.transactions.read_set import ReadSet
 from tstore.transactions.staged_array import StagedArray
 from tstore.transactions.staged_manifest import any_segments, staged_manifest
@@ -151,11 +151,14 @@ class StagedTree:
             raise NotFound(f"{self.origin}: {path!r} was deleted in this transaction")
         return meta
 
-    def check_handle(self, path: str, meta: ArrayMeta, incarnation: Incarnation) -> None:
-        """Raise `Misuse` if a handle is of another array, or of former metadata; `NotFound` if it was deleted."""
+    def check_handle(self, path: str, meta: ArrayMeta, taken: int) -> None:
+        """Raise `Misuse` if a handle is of another array, or of former metadata; `NotFound` if it was deleted.
+
+        `taken` is the number of deletions before the handle was taken.
+        """
         current = self.meta(path)
         is_same = current is meta or current.document == meta.document
-        if not is_same or (self.deletions.count and incarnation.deleted):
+        if not is_same or (self.deletions.count > taken and self.deletions.include(path, taken)):
             raise Misuse(
                 f"{self.origin}: {path!r} was resized, or deleted and created again, in this transaction since "
                 "this handle or view of it was taken; take another one, from the transaction or from the handle "
