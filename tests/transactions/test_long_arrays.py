@@ -33,7 +33,7 @@ from tstore.log import ranges
 from tstore.log.segments import SegmentReader
 from tstore.simulation.scenario import override_constants
 from tstore.storage.base import Storage
-from tstore.transactions import staged_array
+from tstore.transactions import patches, staged_array
 
 CHUNK = 8
 
@@ -480,7 +480,7 @@ async def test_patched_chunks_are_read_and_written_some_at_a_time(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged_array, "_ROUND_BYTES", 5 * 8 * CHUNK)
-    values, read_chunks = np.arange(23 * CHUNK), staged_array.read_chunks
+    values, read_chunks = np.arange(23 * CHUNK), patches.read_chunks
     store, rounds = await tstore.open(url), list[int]()
     await create(store, values)
 
@@ -488,7 +488,7 @@ async def test_patched_chunks_are_read_and_written_some_at_a_time(
         rounds.append(len(jobs))
         await read_chunks(storage, jobs)
 
-    monkeypatch.setattr(staged_array, "read_chunks", counted)
+    monkeypatch.setattr(patches, "read_chunks", counted)
     async with store.transaction() as tx:
         await (await tx.array("w"))[3::CHUNK].write(-1)
     values[3::CHUNK] = -1

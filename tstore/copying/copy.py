@@ -232,7 +232,7 @@ class _Copy:
         if self._target_version is None or self._commits:
             await self._target.replace(HINT, str(newest).encode())
         with contextlib.suppress(Denied):  # as at a server, without the scope admin
-            log = LogReader(self._target)
+            log = self._destination.reader()
             await compact(log, newest, await listed_records(log))
         return CopyReport(newest, self._commits, self._destination.objects, self._destination.bytes, self._present)
 
