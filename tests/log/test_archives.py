@@ -20,10 +20,12 @@ from tests.support.http_server import ADMIN, WRITE, client_of, everybody
 from tstore import Keep
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, InvalidArgument, Unavailable
+from tstore.format.frame import link_of, linked
 from tstore.format.layout import archive_end, archive_key, commit_key
 from tstore.format.objects.archives import Archive
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.records import Record
+from tstore.log.commits import CommitObjects
 from tstore.log.history import Commit
 from tstore.server import Server
 from tstore.simulation.scenario import override_constants
@@ -193,7 +195,9 @@ async def test_a_create_whose_look_fails_is_decided(url: str) -> None:
 async def dead_writer(url: str, version: int) -> None:
     """Leave what a writer leaves that died between the create of an archived number and its look."""
     record = Record("of-a-dead-writer", version - 1, 0.0, "dead")
-    await connect(url).create(commit_key(version), encode(record), Durability.FSYNC)
+    storage = connect(url)
+    link = link_of(await CommitObjects(storage).get(version))  # it had read what the winner had read
+    await storage.create(commit_key(version), linked(encode(record), link), Durability.FSYNC)
 
 
 @pytest.mark.parametrize("version", [1, 5, 8])
