@@ -96,6 +96,16 @@
     a server deletes any record                  test_archives.py: only archives of its own records
 
 Each fault is applied for one run of its test, which must fail.
+    records of another store are accepted        test_chain.py: the only record of another store
+    a record may be that of another block        test_chain.py: a record of another block
+    a record may be there twice                  test_chain.py: a record at another number
+    records need not follow each other           test_chain.py: merged copies are noticed
+    what follows another history is ours         test_chain.py: the rest of another history
+    a voided record is known by no other name    test_chain.py: a record out of place
+    a root continues any other root              test_chain.py: copies merged below a root
+    a staged record is kept beyond a root        test_chain.py: a record is made again
+    a server takes any link                      test_chain.py: a server refuses a record
+    records out of place are archived            test_chain.py: they are not archived
 """
 
 from __future__ import annotations
@@ -120,6 +130,7 @@ COOPERATIVE, STAGING = (
 DECISION, WITHDRAWAL = "tstore.transactions.decision:Decision.", "transactions/test_withdrawal.py::"
 ADMISSION, RECORDS = "tstore.server.admission:Admission.", "attacks/test_server_records.py::"
 COMMITS = "tstore.log.commits:CommitObjects."
+CHAIN = "tstore.log.chain:Chain."
 CHUNKS = "tstore.server.chunk_checks:ChunkChecks."
 POISONED = "attacks/test_poisoned_chunks.py::"
 PLUGINS = "pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesis_pytestplugin"
@@ -578,6 +589,52 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a server deletes any record": (
         "log/test_archives.py::test_a_server_accepts_only_archives_of_its_own_records",
         Edit(ADMISSION + "is_archived", "is not None", "is not Ellipsis"),
+    ),
+    "records of another store are accepted": (
+        "log/test_chain.py::test_the_only_record_of_another_store_is_noticed",
+        Edit(CHAIN + "check", "link.log_id != self.log_id", "False"),
+    ),
+    "a record may be that of another block": (
+        "log/test_chain.py::test_a_record_of_another_block_is_noticed_by_itself",
+        Edit(CHAIN + "check", "not first <= link.version < version", "False"),
+    ),
+    "a record may be there twice": (
+        "log/test_chain.py::test_a_record_at_another_number_is_noticed[5-6]",
+        Edit(CHAIN + "check", "self._versions.get(check, version)", "version"),
+    ),
+    "records need not follow each other": (
+        "log/test_chain.py::test_merged_copies_are_noticed[0-3]",
+        Edit(CHAIN + "check", "not self.agrees(link.version, link.check)", "False"),
+    ),
+    "what follows another history is ours": (
+        "log/test_chain.py::test_the_rest_of_another_history_can_be_voided",
+        Edit(CHAIN + "add", "self._accepted.setdefault(version, ())", "pass"),
+    ),
+    "a voided record is known by no other name": (
+        "log/test_chain.py::test_a_record_out_of_place_can_be_voided[2-3]",
+        Edit("tstore.maintenance.repair:_named", "named.add(link.check)", "pass"),
+    ),
+    "a root continues any other root": (
+        "log/test_chain.py::test_copies_merged_below_the_newest_root_are_noticed",
+        Edit(
+            "tstore.log.trees:Trees._tree_of_root",
+            "not self._records.chain.agrees(each.parent, each.parent_check)",
+            "False",
+        ),
+    ),
+    "a staged record is kept beyond a root": (
+        "log/test_chain.py::test_a_record_is_made_again_only_beyond_a_root[6]",
+        Edit(
+            "tstore.log.log:_CandidateRecord.prepare", "self._link.version < first_link(link.version + 1)", "False"
+        ),
+    ),
+    "a server takes any link": (
+        "log/test_chain.py::test_a_server_refuses_a_record_that_does_not_follow",
+        Edit(ADMISSION + "admit", "state.chain.check(version, record, data)", "pass"),
+    ),
+    "records out of place are archived": (
+        "log/test_chain.py::test_records_out_of_place_are_not_archived",
+        Edit("tstore.maintenance.compaction:_archive", "chain.add(version, record, data)", "pass"),
     ),
 }
 

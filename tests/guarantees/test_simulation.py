@@ -370,7 +370,7 @@ QUICK = {
     "a withdrawn transaction is committed": 36,
     "a condemned transaction commits": 20,
     "reads are not validated": 22,
-    "values do not count as read": 42,
+    "values do not count as read": 109,
     "lists of paths do not count as read": 22,
     "conflicting commits share a record": 30,
     "one conflict of several commits passes": 16,
@@ -398,10 +398,10 @@ QUICK = {
     "a merge hides newer references": 223,
     "references are merged in the wrong order": 6,
     "a create does not look for an archive": 2106,
-    "readers ignore archives": 2010,
+    "readers ignore archives": 2029,
     "a search ignores archives": 2029,
-    "a record is deleted without an archive": 2010,
-    "an archive is not synced": 2010,
+    "a record is deleted without an archive": 2021,
+    "an archive is not synced": 2029,
 }
 """The seed of a run that detects each fault. A change of the protocol may make one stale."""
 

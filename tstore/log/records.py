@@ -223,7 +223,8 @@ class Records:
             voided = [v for v in record.voids if 0 < v < version]
             self.voided.update(voided)
             for each in voided:
-                self.chain.forget(each)
+                if (cached := self._cached.get(each)) is None or not cached.record.void:
+                    self.chain.forget(each)  # it may be the record before the repair
         try:
             self.chain.add(version, record, data)
         except Corrupt as error:
