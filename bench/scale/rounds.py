@@ -174,7 +174,7 @@ class Bench(Rounds):
     def commits(self, turn: int) -> None:
         """Make small commits with fsync from one process, from eight, and from eight tasks of one."""
         for place, folder in PLACES.items():
-            parent = folder or self.folder
+            parent = folder or self.folder.parent  # not inside the store that other rows leave in the folder
             writers = Writers(parent / f"{self.folder.name}-commits", self.log)
             try:
                 for what, hosts, tasks in (("1 process", 1, 1), ("8 processes", 8, 1), ("8 tasks", 1, 8)):

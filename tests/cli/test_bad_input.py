@@ -147,7 +147,7 @@ AS_NOBODY = """
         "restore": outcome(lambda: tstore.restore(url, 0)),
         "small": outcome(lambda: tstore.save(url, {"x": np.zeros(1)}, 1)),
         "large": outcome(lambda: tstore.save(url, {"x": many}, 1)),
-        "new": outcome(lambda: tstore.open(url + "/new/one")),
+        "new": outcome(lambda: tstore.open(url + "-beside/new/one")),
         "verify": outcome(lambda: tstore.open(url, "r").verify()),
     }))
 """
@@ -157,13 +157,16 @@ AS_NOBODY = """
 def open_to_all(saved: Path) -> Iterator[Path]:
     """The store in a folder that other users can read."""
     folder = Path("/tmp") / f"tstore-test-{os.getpid()}-{saved.parent.name}"
+    beside = Path(f"{folder}-beside")
     shutil.copytree(saved, folder)
+    beside.mkdir(0o555)
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     yield folder
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755)
     shutil.rmtree(folder)
+    beside.rmdir()
 
 
 def test_a_read_only_folder_can_be_read_and_refuses_the_rest(open_to_all: Path) -> None:

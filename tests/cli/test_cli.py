@@ -725,9 +725,10 @@ def test_a_read_only_store_can_be_read(read_only: Path, file: Path, tmp_path: Pa
     assert sorted(read_only.rglob("*")) == before
 
 
-def test_a_read_only_folder(read_only: Path, file: Path) -> None:
+def test_a_read_only_folder(read_only: Path, file: Path, tmp_path: Path) -> None:
     failed(rootless("export", read_only, read_only / "out"), "permission")
-    failed(rootless("import", file, read_only / "new", "--step", 0), "permission")
+    (tmp_path / "read-only").mkdir(0o555)
+    failed(rootless("import", file, tmp_path / "read-only" / "new", "--step", 0), "permission")
 
 
 def test_a_full_disk(store: Path, tmp_path: Path, call: Call) -> None:

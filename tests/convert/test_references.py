@@ -24,6 +24,7 @@ from tests.support.http_server import READ, everybody
 from tests.support.lazy import lazy
 from tstore.convert.references import export_references, reader_options
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound
+from tstore.format.frame import link_of, linked
 from tstore.format.layout import commit_key
 from tstore.format.objects.encoding import decode, encode
 from tstore.format.objects.records import Record
@@ -294,11 +295,13 @@ def test_a_chunk_in_a_record_is_verified_before_it_is_copied(store: Path, tmp_pa
     if not name.endswith(".json"):
         pytest.importorskip("fastparquet")
     path = store / commit_key(2)
-    record = decode(path.read_bytes(), Record)
+    data = path.read_bytes()
+    record = decode(data, Record)
     [manifest] = record.manifests
     assert isinstance(manifest, Manifest)
-    damaged = tuple(bytes([data[0] ^ 1]) + data[1:] for data in manifest.inline)
-    path.write_bytes(encode(replace(record, manifests=(replace(manifest, inline=damaged),))))
+    damaged = tuple(bytes([chunk[0] ^ 1]) + chunk[1:] for chunk in manifest.inline)
+    forged = encode(replace(record, manifests=(replace(manifest, inline=damaged),)))
+    path.write_bytes(linked(forged, link_of(data)))
     with pytest.raises(Corrupt, match="chunk number 0: checksum mismatch"):
         write(store, tmp_path / name)
     assert not (tmp_path / name).exists()

@@ -536,8 +536,8 @@ async def test_a_lost_race_is_listed_and_logged(url: str, caplog: pytest.LogCapt
 
 
 def test_the_log_shows_the_base_of_each_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asyncio.run(make(str(tmp_path), 4))
-    assert cli.main(["log", str(tmp_path)]) == 0
+    asyncio.run(make(str(tmp_path / "alone"), 4))
+    assert cli.main(["log", str(tmp_path / "alone")]) == 0
     assert "base" not in capsys.readouterr().out
     asyncio.run(lost_race(str(tmp_path / "raced")))
     assert cli.main(["log", str(tmp_path / "raced")]) == 0

@@ -160,7 +160,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a void record outlives the commit below it": (
         "guarantees/test_durability.py::test_a_void_record_is_as_durable_as_the_commit",
-        Edit(APPEND + "_decide", "data, self._durability", "data, Durability.FSYNC"),
+        Edit(APPEND + "_decide", "link), self._durability", "link), Durability.FSYNC"),
     ),
     "gc deletes before its record exists": (
         "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_exists",
