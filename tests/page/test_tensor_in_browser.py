@@ -132,7 +132,7 @@ def test_a_quantized_model(window: Browser, tmp_path: Path) -> None:
         window.show(urljoin(entrance, tensor(path=largest(tmp_path / "model", "small"), at="small")))
         window.sees("as stored (entropy)", "tr.stored")
         clean(window)
-        window.show(urljoin(entrance, "/-/page/compare"))
+        window.show(urljoin(entrance, "/-/page/compare?after=small"))
         window.sees("step 0 with small", ".summary")
         clean(window)
 
