@@ -223,10 +223,8 @@ def _parts(job: ReadJob, projection: Projection, limit: int) -> Iterator[Project
     start = 0
     while start < len(selected):
         edge = selected[start] // per_part * per_part + per_part
-        stop = (
-            min(len(selected), start + -(-(edge - selected[start]) // inside.step)) if per_part > 1 else start + 1
-        )
-        stop = min(stop, len(selected))
+        count = -(-(edge - selected[start]) // inside.step) if per_part > 1 else 1
+        stop = min(start + count, len(selected))
         at = targets[start:stop]
         end = at.stop if at.stop >= 0 else None  # a negative one would count from the end of the axis
         part = projection._replace(
