@@ -157,6 +157,16 @@ async def test_an_error_is_not_lost_with_a_cancelled_await(url: str) -> None:
             await checkpoints.wait()
 
 
+async def test_a_save_that_has_failed_before_the_call_returns_tells_its_error_itself(url: str) -> None:
+    """However fast it fails, the call returns the save; the error is raised by whoever asks for its outcome."""
+    async with tstore.Checkpointer(url) as checkpoints:
+        await (await checkpoints.save(5, {"w": np.zeros(3)})).committed
+        for _ in range(200):
+            save = await checkpoints.save(5, {"w": np.zeros(3)})
+            with pytest.raises(AlreadyExists, match="step 5 is saved already"):
+                await save.committed
+
+
 async def test_an_error_that_is_its_own_cause_ends_the_save(url: str) -> None:
     def read(_: Any) -> Any:
         error = OSError("no such disk")

@@ -200,7 +200,9 @@ class Checkpointer:
         await wait_staged(save)
         self._last_step, self._last_time = step, time.monotonic()
         self._preemption_saved |= preempted
-        self._raise_unseen_error()  # only now: other hosts, which may have no error, wait for this host's part
+        self._raise_unseen_error(
+            returned=save
+        )  # only now: other hosts, without an error, wait for this host's part
         return save
 
     async def latest(self) -> int | None:
@@ -345,11 +347,14 @@ class Checkpointer:
         steps = ", ".join(str(save.step) for save in self._saves if not completion(save).done())
         return f"{quote(self._store)}: the save of step {steps} has not ended"
 
-    def _raise_unseen_error(self) -> None:
-        """Raise the error of a failed save or collection that nobody has seen yet."""
+    def _raise_unseen_error(self, returned: BackgroundSave | None = None) -> None:
+        """Raise the error of a failed save or collection that nobody has seen yet.
+
+        `returned` is a save that the caller is about to get, which tells its error itself.
+        """
         self._check_process()
         self._forget_failed_step()
-        for save in [save for save in self._saves if completion(save).done()]:
+        for save in [save for save in self._saves if save is not returned and completion(save).done()]:
             self._saves.remove(save)
             if (error := unseen_error(save)) is not None:
                 mark_seen(save)
