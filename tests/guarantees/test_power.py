@@ -193,3 +193,37 @@ async def test_a_power_failure_after_a_commit_above_two_concurrent_copies(
         async with await tstore.open(tmp_path / "left" / str(number) / "s", "r") as left:
             assert (await left.snapshot()).version == 4
             assert (await left.verify()).ok
+
+
+async def test_a_power_failure_after_a_collection_above_one_that_was_killed_while_archiving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records are deleted only once their archive is durable, even if the process that created it never learned it."""
+    url, twin = tmp_path / "disk" / "s", tmp_path / "twin"
+    url.parent.mkdir()
+    with override_constants(ROOT_EVERY=4, ARCHIVE_EVERY=4):
+        async with await tstore.open(url) as store:
+            for step in range(12):
+                await tstore.save(store, {"x": np.full(3, step)}, step)
+            shutil.copytree(url, twin)
+            await (await tstore.open(twin)).collect()
+            (url / "archives").mkdir()
+            with monkeypatch.context() as patch:
+                recorder = power.Recorder(url.parent, patch)
+                for archive in sorted(
+                    (twin / "archives").iterdir()
+                ):  # linked, and killed before the folder's fsync
+                    temporary, created = url / "archives" / ".killed.tmp", url / "archives" / archive.name
+                    fd = os.open(temporary, os.O_CREAT | os.O_WRONLY)
+                    os.pwritev(fd, [archive.read_bytes()], 0)
+                    os.fsync(fd)
+                    os.close(fd)
+                    os.link(temporary, created)
+                    os.unlink(temporary)
+                await store.collect()
+        assert len(list(url.glob("commits/*"))) < len(list(twin.glob("commits/*")))
+        for number, files in enumerate(recorder.states(len(recorder.acts), random.Random(0), DRAWN)):
+            lay_out(files, tmp_path / "left" / str(number))
+            async with await tstore.open(tmp_path / "left" / str(number) / "s", "r") as left:
+                assert [commit.tag async for commit in left.history()] == [f"step/{n}" for n in range(11, -1, -1)]
+                assert (await left.verify()).ok

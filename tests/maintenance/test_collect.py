@@ -1126,19 +1126,20 @@ def test_old_remains_of_killed_creates_are_removed(tmp_path: Path) -> None:
     place = tmp_path / "s"
     blocking.save(place, tree_of(0), 0)
     old, new, locked = [place / "commits" / f".object.{name}.tmp" for name in ("old", "new", "locked")]
-    marker = place / ".0123.tmp"
+    marker, archive = place / ".0123.tmp", place / "archives" / ".object.old.tmp"
+    archive.parent.mkdir()
     with locked.open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        for path in (old, new, locked, marker):
+        for path in (old, new, locked, marker, archive):
             path.touch()
-        for path in (old, locked, marker):
+        for path in (old, locked, marker, archive):
             os.utime(path, (0, 0))
         with blocking.open(place) as store:
             store.collect(dry_run=True)
             assert old.exists()
             store.collect()
             assert store.verify().ok
-    assert [path.exists() for path in (old, marker, new, locked)] == [False, False, True, True]
+    assert [path.exists() for path in (old, marker, archive, new, locked)] == [False, False, False, True, True]
 
 
 # ---- cost

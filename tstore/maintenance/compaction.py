@@ -3,7 +3,8 @@
 1. Use the list of the objects of records that the collection has made to find gaps. All of them belong to versions
    that are not archived yet, except those of the next step. So the cost follows these, not the whole history.
 2. Delete the objects of versions whose archive exists before this compaction creates any. The archive has all of
-   these records; an object that a stalled writer created beside it is no commit (`log.commits`).
+   these records; an object that a stalled writer created beside it is no commit (`log.commits`). First make the
+   archives durable: a collection that was killed may have left one that is not.
 3. Create an archive for every other block of `ARCHIVE_EVERY` versions that ends at least `ROOT_EVERY` versions
    before the newest, if each of its records can be read. Leave their objects to a later collection: so a request
    that is under way while one collection archives misses nothing. A compaction that was killed, or failed, is
@@ -54,6 +55,8 @@ async def compact(log: LogReader, newest: int, listed: Iterable[int]) -> None:
         if may_be_archived(version, newest):
             blocks.setdefault(archive_end(version), []).append(version)
     archived = await log.storage.sizes(map(archive_key, blocks))
+    if archived:
+        await log.storage.flush("archives", Durability.FSYNC)
     for end, versions in blocks.items():
         if archive_key(end) in archived:
             await _delete(log, end, versions)

@@ -365,7 +365,7 @@ class LocalStorage(Storage):
     def _sweep(self) -> None:
         """Remove old temporary files. A transaction's folder is not swept, because it is deleted whole."""
         before = self._now() - _SWEPT_AGE
-        for folder in (self.url, self.path("commits"), self.path("roots")):
+        for folder in (self.url, *map(self.path, ("commits", "roots", "archives"))):
             with mapped_errors("sweep", folder):
                 remove_unfinished(folder, ".", before)
 
