@@ -38,7 +38,6 @@ from tstore.errors import (
 from tstore.format.layout import commit_key
 from tstore.log.expiry import living_versions
 from tstore.storage import packs
-from tstore.storage.base import PackWriter
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
 
@@ -517,17 +516,16 @@ async def test_damage_at_the_border_of_pieces_is_detected(new: NewUrl) -> None:
 
 async def test_a_source_collected_during_a_copy(source: str, new: NewUrl) -> None:
     store = await saved(source, 4)
-    gate_at = 3
 
     class Late(Faults):
-        """Collects after some packs were copied."""
+        """Collects after some manifests were copied."""
 
-        def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
-            if self.count("upload") == gate_at:
-                other = blocking.open(source)
-                other.collect(Keep(last=1))
-                assert len(blocking.steps(other)) == 1
-            return super().upload(key, size, durability)
+        async def create(self, key: str, data: bytes, durability: Durability) -> None:
+            if self.count("create") == 3:
+                other = await tstore.open(source)
+                await other.collect(Keep(last=1))
+                assert len(await tstore.steps(other)) == 1
+            await super().create(key, data, durability)
 
     target = new("local")
     await copy_to(store, Late(connect(target)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support import gcs_endpoint, http_server, s3_endpoint
 from tstore import Keep
 from tstore.conformance.faults import Faults
 from tstore.copying.copy import copy_to
 from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotAStore, Unavailable
 from tstore.format.layout import commit_key
 from tstore.runtime.world import World, use_world
+from tstore.server import Server
 from tstore.storage.base import Storage
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
@@ -112,17 +115,66 @@ async def test_a_damaged_object_is_replaced_only_by_an_intact_one(name: str, tmp
     await check_steps(target, 0, 0)
 
 
-async def test_a_damaged_object_that_may_not_be_deleted() -> None:
+PLACES = ["memory", "local", "gcs", "s3", "server", "server of a bucket"]
+
+
+@pytest.fixture(params=PLACES)
+async def places(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Storage, Storage]]:
+    """Yield a destination as clients see it, and as it is where its objects are stored."""
+    async with contextlib.AsyncExitStack() as running:
+        match request.param:
+            case "gcs":
+                gcs = await running.enter_async_context(gcs_endpoint.Endpoint().running())
+                target = connect(f"gs://{gcs.new_bucket()}/target", {"endpoint_url": gcs.url, "token": "anon"})
+                yield target, target
+            case "s3":
+                s3 = await running.enter_async_context(s3_endpoint.Endpoint().running())
+                target = connect(f"s3://{s3_endpoint.BUCKET}/target", s3.options())
+                yield target, target
+            case kind:
+                target = connect(tmp_path / "target" if kind in ("local", "server") else new())
+                if kind.startswith("server"):
+                    server = await running.enter_async_context(
+                        Server(target.url, access=http_server.everybody(), mode="a")
+                    )
+                    yield connect(server.url, {"token": http_server.ADMIN}), target
+                else:
+                    yield target, target
+
+
+@pytest.mark.parametrize("name", ["pack", "manifest"])
+async def test_a_late_repetition_of_a_delete_removes_no_replacement(
+    name: str, places: tuple[Storage, Storage]
+) -> None:
+    """A DELETE whose response was lost is sent again, and either may arrive at any time."""
+    target, behind = places
+    store = await saved(new(), range(2))
+    faults = Faults(target)
+    await copy_to(store, faults)
+    key, other = [key for key in await target.list("txn/") if f"/{name}" in key]
+    data = await target.get(key)
+    await behind.replace(key, data[:-1])
+    report = await copy_to(store, faults)
+    assert (report.objects, report.commits) == (1, 0)
+    for call in faults.calls:
+        if call.operation == "delete":
+            await behind.delete(call.key)
+    assert await target.get(key) == data
+    assert await target.size(other) is not None
+    assert (await (await tstore.open(target)).verify()).ok
+    await target.close()
+
+
+async def test_a_damaged_object_that_may_not_be_replaced() -> None:
     source, target = new(), new()
     store = await saved(source, range(1))
     await tstore.copy(source, target)
     storage = connect(target)
     [pack] = [key for key in await storage.list("txn/") if "/pack-" in key]
     data = await storage.get(pack)
-    await storage.delete(pack)
-    await storage.create(pack, data[:-1], Durability.NONE)
+    await storage.replace(pack, data[:-1])
     faulty = Faults(storage)
-    faulty.fail("delete", error=Denied)
+    faulty.fail("finish", error=Denied)
     with pytest.raises(Denied, match="is damaged and can't be replaced"):
         await copy_to(store, faulty)
     assert await storage.get(pack) == data[:-1]

@@ -95,12 +95,36 @@ async def test_no_scope_replaces_or_removes_committed_objects(scope: str, tmp_pa
     before = {name: (tmp_path / name).read_bytes() for name in names}
     async with Server(tmp_path, access=ACCESS) as server:
         for name in names:
-            assert await asked(server, scope, "PUT", name, b"other") in (403, 428)
+            assert await asked(server, scope, "PUT", name, b"other") in (403, 422, 428)
             assert await asked(server, scope, "PUT", name, b"other", **CREATE) in (403, 412)
             assert await asked(server, scope, "DELETE", name) == 403
         with pytest.raises(Denied):
             await (await opened(server, scope)).repair(void_intact=[2])
     assert {name: (tmp_path / name).read_bytes() for name in names} == before
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_admin_restores_what_is_damaged_with_the_committed_bytes(scope: str, tmp_path: Path) -> None:
+    wide = {"w": np.arange(2000.0), "wide": {str(i): np.full(2, i) for i in range(400)}}
+    await tstore.save(tmp_path, wide, 1)
+    [pack] = tmp_path.glob("txn/*/pack-*")
+    [manifest] = tmp_path.glob("txn/*/manifest-*")
+    expired = tmp_path / "txn/of-nobody/pack-0"
+    expired.parent.mkdir()
+    expired.write_bytes(b"abc")
+    async with Server(tmp_path, access=ACCESS) as server:
+        refused = {"read": 403, "write": 428}.get(scope)
+        for path in (pack, manifest):
+            data, name = path.read_bytes(), path.relative_to(tmp_path).as_posix()
+            for wrong in (data[:-1], bytes([data[0] ^ 1]) + data[1:], b""):
+                path.write_bytes(wrong)
+                assert await asked(server, scope, "PUT", name, wrong) == (refused or 422)
+                assert path.read_bytes() == wrong
+                assert await asked(server, scope, "PUT", name, data) == (refused or 204)
+                assert path.read_bytes() == (wrong if refused else data)
+            path.write_bytes(data)
+        assert await asked(server, scope, "PUT", "txn/of-nobody/pack-0", b"abc") == (refused or 403)
+        assert expired.read_bytes() == b"abc"
 
 
 @pytest.mark.parametrize("scope", SCOPES)

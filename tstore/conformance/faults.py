@@ -36,7 +36,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from tstore.errors import Throttled, TStoreError, Unavailable
 from tstore.storage.base import PackReader, PackWriter, Storage
-from tstore.storage.objects import Buffers, BufferStream, Durability
+from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
 from tstore.storage.wrapper import Request, Wrapper
 from tstore.store import Mode, Store, open
 
@@ -194,10 +194,10 @@ class Faults(Wrapper):
         inner = super().writer
         return self.call_blocking("writer", key, lambda: _FaultyWriter(self, inner(key, durability)))
 
-    def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
+    def upload(self, key: str, size: int, durability: Durability, mode: PutMode = PutMode.CREATE) -> PackWriter:
         """See `Storage.upload`."""
         inner = super().upload
-        return self.call_blocking("upload", key, lambda: _FaultyWriter(self, inner(key, size, durability)))
+        return self.call_blocking("upload", key, lambda: _FaultyWriter(self, inner(key, size, durability, mode)))
 
     def reader(self, key: str) -> PackReader:
         """See `Storage.reader`."""

@@ -5,9 +5,9 @@
 2. Check the destination. It must be empty, or contain an interrupted copy of this store (objects of its
    transactions, and no marker), or be this store, at any version of the same history. Anything else is refused.
 3. List the objects of all versions that are living (not expired) in the newer of the two stores (`inventory`).
-4. Copy the packs, then the manifests, that the destination lacks. Each appears whole or not at all, after every
+4. Copy the manifests, then the packs, that the destination lacks. Each appears whole or not at all, after every
    checksum that covers it has been verified (`transfer`). An existing object whose size differs from the source's
-   is read; if it is damaged, it is deleted once its replacement has been read and checked.
+   is read; if it is damaged, it is replaced atomically. (A server needs its manifests to check such a pack.)
 5. Create the records strictly in order, each only if it is absent, and only after its bytes are durable. A record
    may exist already: a concurrent copy may have created it, or, once that copy has completed, a commit to the
    destination. An existing record must have the same bytes; otherwise the two stores have diverged, and the copy
@@ -22,7 +22,7 @@
 The state of the destination after a copy was killed in one of these steps, until the copy is repeated:
 
     step   state
-    4      objects that no record refers to; a damaged object may be deleted and not yet replaced
+    4      objects that no record refers to
     5      if new: no marker, so no store. Otherwise: a store at an older version of this history. A commit to it
            makes the two stores diverge, so that no copy can continue
     6      if new: no marker, so no store. Otherwise: the whole copy; opening it takes more reads
@@ -220,8 +220,8 @@ class _Copy:
     async def run(self) -> CopyReport:
         """Run steps 4 to 9 at the top of this file."""
         partial_keys = await self._keys_of_partial_copy() if self._target_version is None else None
-        await self._records.guard(self._copy_packs(partial_keys))
         await self._records.guard(self._copy_manifests(partial_keys))
+        await self._records.guard(self._copy_packs(partial_keys))
         if self._present:
             await self._target.sync()  # an interrupted copy may have left objects that are not durable
         await self._create_records()
@@ -317,8 +317,9 @@ class _Copy:
                     f"manifest that was committed ({manifests[key].length} bytes); restore it from another copy"
                 )
             if key in target_sizes:
-                await self._destination.remove_damaged(key)
-            await self._destination.create(key, data)
+                await self._destination.replace_damaged(key, data)
+            else:
+                await self._destination.create(key, data)
 
         for keys in _batch_by_size(missing, manifests):
             await together(copy_manifest, keys)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from uuid import UUID
 
 from tstore.copying.source_records import SourceRecords
-from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotFound
+from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, InvalidArgument, NotFound
 from tstore.format.layout import MARKER, commit_key, is_record, version_of
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import REPAIR, Record
@@ -17,7 +17,7 @@ from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
 from tstore.storage.base import Storage
 from tstore.storage.limits import checked_pages
-from tstore.storage.objects import Durability
+from tstore.storage.objects import Durability, PutMode
 from tstore.storage.probe import check_exclusive
 
 __all__ = ["Destination"]
@@ -135,11 +135,21 @@ class Destination:
             if marker is not None:
                 self._check_marker(marker)
 
-    async def remove_damaged(self, key: str) -> None:
-        """Delete a damaged object; its replacement must have been checked. Raise `Denied` if this is forbidden."""
+    async def replace_damaged(self, key: str, data: bytes) -> None:
+        """Replace a damaged object by bytes that have been checked, durably; raise `Denied` if it is refused."""
+        with self.advice(key, PutMode.REPLACE):
+            await self.storage.put(key, [data], PutMode.REPLACE, Durability.FSYNC)
+        self.objects += 1
+        self.bytes += len(data)
+
+    @contextlib.contextmanager
+    def advice(self, key: str, mode: PutMode) -> Iterator[None]:
+        """Raise `Denied`, with what to do, if the storage refuses to replace a damaged object in this block."""
         try:
-            await self.storage.delete(key)
-        except Denied as error:
+            yield
+        except (Denied, InvalidArgument) as error:
+            if mode is PutMode.CREATE:
+                raise
             raise Denied(
                 f"{self.storage.url}: {key} is damaged and can't be replaced: {error}; delete it where it is "
                 "stored, and repeat the copy"

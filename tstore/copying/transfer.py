@@ -4,8 +4,8 @@ A few packs are copied concurrently. Each is read in pieces, a few ahead of the 
 after the checksums of the blocks that end in it have been verified. A pack with a damaged block does not appear at
 the destination. The pieces of all packs share a fixed number of buffers.
 
-Packs are created exclusively, never overwritten. So a damaged pack of the destination is deleted first, but only
-after its whole replacement has been read, checked and staged.
+Packs are created exclusively. Only a damaged pack of the destination is replaced, atomically, by bytes that have
+all been checked. It is not deleted first: a DELETE that got no response may be repeated after the replacement.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tstore.errors import AlreadyExists, Corrupt, NotFound
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import run, run_to_end
 from tstore.storage.base import PackReader, PackWriter, Storage
-from tstore.storage.objects import Durability
+from tstore.storage.objects import Durability, PutMode
 
 __all__ = ["DamagedPack", "PackTransfer", "is_intact"]
 
@@ -110,7 +110,8 @@ class PackTransfer:
 
     async def _copy(self, key: str, size: int, blocks: PackBlocks) -> None:
         reader = await run(self._source.reader, key)
-        writer = await run(self._target.upload, key, size, Durability.FSYNC)
+        mode = PutMode.REPLACE if key in self._damaged else PutMode.CREATE
+        writer = await run(self._target.upload, key, size, Durability.FSYNC, mode)
         check = blocks.new_check()
         ahead: collections.deque[asyncio.Task[Bytes]] = collections.deque()
         try:
@@ -121,9 +122,8 @@ class PackTransfer:
                 ahead.append(asyncio.create_task(self._read(reader, start, min(_PIECE, size - start))))
             while ahead:
                 await self._write(writer, check, size, ahead)
-            if key in self._damaged:
-                await self._destination.remove_damaged(key)
-            await run(writer.finish)
+            with self._destination.advice(key, mode):
+                await run(writer.finish)
         except AlreadyExists:
             await run(writer.discard)  # a concurrent copy created the pack
             return

@@ -3,8 +3,8 @@
 1. `app`: the protocol, request by request. `browsers`: the page for browsers, which `tstore.page` implements.
 2. `access`: tokens and scopes; `kinds`: the keys and metadata that a server accepts.
 3. `writes`: writes and deletions. `admission` validates them against the log (`log_state`), with the `manifests`
-   of a record; `chunk_checks` validates chunks. `served`: the storage behind the server; `folder`: the same for a
-   local folder.
+   of a record; `chunk_checks` validates chunks, `restoring` the replacements of damaged objects. `served`: the
+   storage behind the server; `folder`: the same for a local folder.
 4. `limits`, `transfers`: the limits of clients, and the order in which they are served; `bodies`: the bodies of
    requests and responses; `responses`: JSON responses and refusals.
 5. `server`: configuration, start and shutdown; `listener`, `connections`: incoming connections; `access_log`.

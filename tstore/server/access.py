@@ -5,7 +5,8 @@ start with # are ignored. Each scope includes the scopes listed before it:
 
     read     GET, HEAD, listings
     write    PUT; deletion of heartbeats
-    admin    DELETE, and PUT of archives and of the records of garbage collections and repairs, also in a copy
+    admin    DELETE, and PUT of archives and of the records of garbage collections and repairs, also in a copy;
+             replacement of damaged packs and manifests by the bytes that were committed
 
 The guide `http_server` says what a holder of each scope can do. In short, a token with write decides the contents
 of the newest version and the tags. It can act as any host of a cooperative transaction, and can use up space and

@@ -5,7 +5,8 @@
    `If-Match`, `If-None-Match` and `If-Range` are as in RFC 9110. 404 if there is no such object.
 2. `PUT /<key>` with `If-None-Match: *` creates an object (201) atomically, durable when the response is sent, or
    responds 412 if it exists; of any number of concurrent requests exactly one gets 201. Without that header only
-   replaceable objects (`latest`, heartbeats) are accepted (204); any other gets 428. A record, root, manifest,
+   replaceable objects (`latest`, heartbeats) are accepted (204), and with the scope admin packs and manifests that
+   have every checksum that living versions give for them; any other gets 428. A record, root, manifest,
    fragment or marker is validated before it is stored. A record must follow from the one before it, and everything
    that it names must exist, chunks with their checksums; a root must be the one that the server derives itself;
    otherwise the response is 422, or 403 if the scope is insufficient. `X-TStore-XXH3` is verified if sent: a

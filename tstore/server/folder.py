@@ -27,7 +27,7 @@ from tstore.server.limits import LIMITS
 from tstore.server.served import MAX_READ_WHOLE, Incoming, OpenObject, ServedStorage
 from tstore.storage.local.atomic_file import StagedFile, mapped_errors, open_regular, write_all
 from tstore.storage.local.store import LocalStorage, path_in
-from tstore.storage.objects import Buffers, Durability, Page
+from tstore.storage.objects import Buffers, Durability, Page, PutMode
 
 __all__ = ["ConfinedStorage", "ServedFolder"]
 
@@ -92,8 +92,8 @@ class ServedFolder(ServedStorage):
             await self.storage.delete(folder)
 
     @contextlib.asynccontextmanager
-    async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
-        incoming = _IncomingFile(self.storage, await run(self.storage.path, key))
+    async def incoming(self, key: str, client: Hashable, mode: PutMode) -> AsyncIterator[Incoming]:
+        incoming = _IncomingFile(self.storage, await run(self.storage.path, key), mode)
         try:
             await run(incoming.open)
             yield incoming
@@ -131,9 +131,10 @@ class ServedFolder(ServedStorage):
 class _IncomingFile:
     """An object being received into a temporary file."""
 
-    def __init__(self, storage: ConfinedStorage, path: str) -> None:
+    def __init__(self, storage: ConfinedStorage, path: str, mode: PutMode) -> None:
         self._storage = storage
         self._path = path
+        self._mode = mode
         self._staged: StagedFile | None = None
         self._end = 0
 
@@ -152,7 +153,7 @@ class _IncomingFile:
         with mapped_errors("create", self._path):
             self._staged.sync()
             self._storage.make_folder(os.path.dirname(self._path), Durability.FSYNC)
-            self._staged.publish(self._path)
+            self._staged.publish(self._path, self._mode)
 
     def close(self) -> None:
         """Remove the temporary file, if it exists; may be called repeatedly. Blocking."""

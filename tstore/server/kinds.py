@@ -73,6 +73,11 @@ class Kind(enum.Enum):
         return self in (Kind.HINT, Kind.HEARTBEAT, Kind.OTHER)
 
     @property
+    def restorable(self) -> bool:
+        """Whether damaged objects of this kind may be replaced by the bytes that living versions need."""
+        return self in (Kind.PACK, Kind.MANIFEST)
+
+    @property
     def streamed(self) -> bool:
         """Whether the object is streamed to the storage: it may be large, and its bytes are not validated."""
         return self in (Kind.PACK, Kind.OTHER)

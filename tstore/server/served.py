@@ -26,7 +26,7 @@ from tstore.server.kinds import Kind
 from tstore.server.limits import LIMITS, PIECE, Shares
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.local.atomic_file import mapped_errors, write_all
-from tstore.storage.objects import Buffers, Durability, Page
+from tstore.storage.objects import Buffers, Durability, Page, PutMode
 
 __all__ = ["MAX_READ_WHOLE", "Incoming", "OpenObject", "ServedStorage", "Spool"]
 
@@ -173,19 +173,19 @@ class ServedStorage:
         """Remove a folder that contains no object; only file systems have such folders."""
 
     @contextlib.asynccontextmanager
-    async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
+    async def incoming(self, key: str, client: Hashable, mode: PutMode) -> AsyncIterator[Incoming]:
         """Receive an object during the block, and store it at the end; store nothing if the block raises.
 
-        Raise `AlreadyExists` if the key is taken.
+        Raise `AlreadyExists` if the key of a create is taken.
         """
         with contextlib.closing(Spool()) as spool:
             yield spool
             async with self._uploads.claim(client, 1):
-                await run(self._upload, key, spool)
+                await run(self._upload, key, spool, mode)
 
-    def _upload(self, key: str, spool: Spool) -> None:
+    def _upload(self, key: str, spool: Spool, mode: PutMode) -> None:
         """Upload an object to the storage. Blocks one thread of `run`, which has more threads than `_UPLOADS`."""
-        writer = self.storage.upload(key, spool.size, Durability.FSYNC)
+        writer = self.storage.upload(key, spool.size, Durability.FSYNC, mode)
         try:
             if spool.size:
                 writer.append([spool.content()], spool.size)

@@ -8,7 +8,9 @@
    (`admission`).
 4. Before a server answers that an object exists already, it makes the object durable: a client whose first request
    got no response reads it back, and takes it for its own.
-5. A record is deleted only if its archive exists. Roots, and data and metadata of a transaction, are deleted only
+5. A pack or a manifest is replaced only with the scope ADMIN, and only by bytes that have every checksum which
+   living versions give for it (`restoring`). So a copy can repair it without deleting it first.
+6. A record is deleted only if its archive exists. Roots, and data and metadata of a transaction, are deleted only
    if a garbage collection condemned them and no version needs them. Heartbeats, and objects outside a store's
    layout, can be deleted at any time.
 """
@@ -27,12 +29,14 @@ from tstore.format.layout import version_of
 from tstore.format.objects.archives import Archive
 from tstore.format.objects.records import Record, Root
 from tstore.log.marker import Marker
-from tstore.server.access import Sender
+from tstore.runtime.pool import run
+from tstore.server.access import Scope, Sender
 from tstore.server.admission import Admission
 from tstore.server.bodies import check_declared_length, receive
 from tstore.server.kinds import Kind, parse_metadata
 from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares, Turns
 from tstore.server.responses import Refused
+from tstore.server.restoring import Restoring
 from tstore.server.served import ServedStorage, Spool
 from tstore.server.transfers import Transfers
 from tstore.storage.objects import Durability, PutMode
@@ -53,11 +57,12 @@ class Writes:
         self._storage = served.storage
         self._turns = Turns(limits.wait)
         self._admission = Admission(served.storage, limits.wait, self._turns)
+        self._restoring = Restoring(served.storage)
         self._memory = Shares(BODY_MEMORY, limits.wait, waiting_for="memory")
 
     async def put(self, request: web.BaseRequest, key: str, kind: Kind, sender: Sender) -> PutMode:
         """Store the body of a request; return the mode, create or replace."""
-        mode = _mode(request, kind)
+        mode = _mode(request, kind, sender)
         if "Content-Encoding" in request.headers or "Content-Range" in request.headers:
             raise Refused(415, "Content-Encoding and Content-Range are not supported; send the whole object")
         # `admit` checks that the next record is absent, and so saves a request
@@ -66,8 +71,8 @@ class Writes:
             await self._flush(key)
             raise Refused(412, f"{key} exists already; it was not changed")
         try:
-            if kind.streamed and mode is PutMode.CREATE:
-                await self._put_pack(request, key, sender.client)
+            if kind is Kind.PACK or (kind.streamed and mode is PutMode.CREATE):
+                await self._put_pack(request, key, sender.client, mode)
             else:
                 await self._put_whole(request, key, kind, mode, sender)
         except AlreadyExists:
@@ -104,11 +109,20 @@ class Writes:
     async def _flush(self, key: str) -> None:
         await self._storage.flush(key.rpartition("/")[0], Durability.FSYNC)
 
-    async def _put_pack(self, request: web.BaseRequest, key: str, client: Hashable) -> None:
+    async def _put_pack(self, request: web.BaseRequest, key: str, client: Hashable, mode: PutMode) -> None:
         max_size = self._limits.pack_bytes
         check_declared_length(request, max_size)
-        async with self._served.incoming(key, client) as incoming:
-            blocks = await self._receive(request, client, max_size, incoming.write)
+        restoration = await self._restoring.pack(key) if mode is PutMode.REPLACE else None
+        async with self._served.incoming(key, client, mode) as incoming:
+
+            async def write(parts: list[bytes]) -> None:
+                if restoration is not None:
+                    await run(restoration.update, parts)
+                await incoming.write(parts)
+
+            blocks = await self._receive(request, client, max_size, write)
+            if restoration is not None:
+                restoration.finish()
         self._admission.received.add(key, blocks)
 
     async def _put_whole(
@@ -160,6 +174,8 @@ class Writes:
             await self._admission.check_root(parsed.version, parsed, data)
         if isinstance(parsed, Archive):
             await self._admission.check_archive(parsed, data, sender)
+        if kind is Kind.MANIFEST and mode is PutMode.REPLACE:
+            await self._restoring.check_manifest(key, data)
         if not isinstance(parsed, Record):
             await self._storage.put(key, [data], mode)
             return
@@ -168,12 +184,12 @@ class Writes:
         self._admission.advance(admitted, data)
 
 
-def _mode(request: web.BaseRequest, kind: Kind) -> PutMode:
+def _mode(request: web.BaseRequest, kind: Kind, sender: Sender) -> PutMode:
     none_match = request.headers.getall("If-None-Match", [])
     if none_match not in ([], ["*"]) or any(name in request.headers for name in _OTHER_CONDITIONS):
         raise Refused(400, "the only condition that PUT supports is If-None-Match: *")
     if none_match:
         return PutMode.CREATE
-    if not kind.replaceable:
+    if not kind.replaceable and not (kind.restorable and sender.scope is Scope.ADMIN):
         raise Refused(428, "this object can't be replaced; create it with If-None-Match: *")
     return PutMode.REPLACE

@@ -306,8 +306,8 @@ class HostStorage(Storage):
         data = self._unfinished[key] = bytearray()
         return _SimulatedPack(self, key, data, durability)
 
-    def upload(self, key: str, size: int, durability: Durability) -> _SimulatedPack:
-        """Return a writer of a pack: like an upload, it makes nothing visible before it is finished."""
+    def upload(self, key: str, size: int, durability: Durability, mode: object = None) -> _SimulatedPack:
+        """Return a writer of a pack, which is not visible before it is finished; no pack is ever replaced."""
         return self.writer(key, durability)
 
     def reader(self, key: str) -> _SimulatedReader:

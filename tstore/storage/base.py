@@ -6,9 +6,10 @@ I/O loop to a storage behind a network, and `tstore.conformance` tests any stora
 implement the same interface.
 
 Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable, with three exceptions: hints
-and heartbeats are replaced, and a repair replaces records. `writer`, `reader`, `upload` and the methods of the
-objects that they return block. Callers run them in the threads of `runtime.pool`, so that a chunk does not cost a
-switch to the event loop and back.
+and heartbeats are replaced, a repair replaces records, and a copy replaces damaged packs and manifests. A damaged
+object is never deleted and created again: a DELETE without a response may be repeated late, and remove the new.
+`writer`, `reader`, `upload` and the methods of the objects that they return block. Callers run them in the threads
+of `runtime.pool`, so that a chunk does not cost a switch to the event loop and back.
 
 Every implementation maps its failures to these errors:
 
@@ -278,13 +279,13 @@ class Storage(abc.ABC):
         """Return a reader of an object; raise `NotFound` here or at its first read. Blocking."""
         return BufferedReader(self._packs, self, checked_key(key, self.url))
 
-    def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
-        """Return a writer of a new object of `size` bytes, which appears whole when it is finished, or never.
+    def upload(self, key: str, size: int, durability: Durability, mode: PutMode = PutMode.CREATE) -> PackWriter:
+        """Return a writer of an object of `size` bytes, which appears whole when it is finished, or never.
 
-        Finishing raises `AlreadyExists` if the key is taken by then. Blocking.
+        Finishing a create raises `AlreadyExists` if the key is taken by then. Blocking.
         """
         checked_key(key, self.url)
-        return Upload(key, size, lambda buffers: self.put(key, buffers, PutMode.CREATE, durability))
+        return Upload(key, size, lambda buffers: self.put(key, buffers, mode, durability))
 
     async def flush(self, prefix: str, durability: Durability) -> None:
         """Wait until all finished packs in the folder `prefix` are complete, and durable if asked.

@@ -64,12 +64,7 @@ class MemoryStorage(Storage):
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
         data = bytes(buffers[0]) if len(buffers) == 1 else b"".join(buffers)
-        if mode is PutMode.CREATE:
-            self.add(key, data)
-            return
-        with self._lock:
-            self._objects[checked_key(key, self.url)] = data
-            self._times[key] = time.time()
+        self.add(key, data, mode)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         keys = self._keys(prefix)
@@ -111,13 +106,13 @@ class MemoryStorage(Storage):
     def reader(self, key: str) -> _MemoryReader:
         return _MemoryReader(f"{self.url}: {key}", self._find(key))
 
-    def upload(self, key: str, size: int, durability: Durability) -> _MemoryUpload:
-        return _MemoryUpload(self, checked_key(key, self.url))
+    def upload(self, key: str, size: int, durability: Durability, mode: PutMode = PutMode.CREATE) -> _MemoryUpload:
+        return _MemoryUpload(self, checked_key(key, self.url), mode)
 
-    def add(self, key: str, data: bytes | bytearray) -> None:
-        """Create an object; raise `AlreadyExists`. Thread-safe."""
+    def add(self, key: str, data: bytes | bytearray, mode: PutMode = PutMode.CREATE) -> None:
+        """Create or replace an object; raise `AlreadyExists` if the key of a create is taken. Thread-safe."""
         with self._lock:
-            if checked_key(key, self.url) in self._objects:
+            if checked_key(key, self.url) in self._objects and mode is PutMode.CREATE:
                 raise AlreadyExists(f"{self.url}: {key} exists already")
             self._objects[key] = data
             self._times[key] = time.time()
@@ -163,11 +158,12 @@ class _MemoryPack(_MemoryWriter):
 
 
 class _MemoryUpload(_MemoryWriter):
-    def __init__(self, storage: MemoryStorage, key: str) -> None:
+    def __init__(self, storage: MemoryStorage, key: str, mode: PutMode) -> None:
         super().__init__(storage, key, bytearray())
+        self._mode = mode
 
     def finish(self) -> None:
-        self._storage.add(self.key, self._data)
+        self._storage.add(self.key, self._data, self._mode)
 
     def discard(self) -> None:
         self._data = bytearray()

@@ -114,10 +114,10 @@ class Wrapper(Storage):
     def reader(self, key: str) -> PackReader:
         return self.inner.reader(key) if self.capabilities.native_io else super().reader(key)
 
-    def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
-        if not self.capabilities.native_io:
-            return super().upload(key, size, durability)
-        return self.inner.upload(key, size, durability)
+    def upload(self, key: str, size: int, durability: Durability, mode: PutMode = PutMode.CREATE) -> PackWriter:
+        native_io = self.capabilities.native_io
+        upload = self.inner.upload if native_io else super().upload
+        return upload(key, size, durability, mode)
 
     async def flush(self, prefix: str, durability: Durability) -> None:
         if not self.capabilities.native_io:

@@ -148,6 +148,7 @@ class HttpStorage(Storage):
                 raise Unavailable(f"{label}: the server refused an unconditional replacement; try again")
             if response.status not in (200, 201, 204):
                 raise await self._status_error(response, label)
+        self._validators.pop(key, None)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         label = f"{self.url}: the listing of {prefix!r}"

@@ -1,10 +1,10 @@
-"""A local file that appears whole or not at all, and never replaces another.
+"""A local file that appears whole or not at all, and replaces another only if it is told to.
 
 1. Its bytes are written under a temporary name, `.<prefix>.<random>.tmp`, and made durable (fsync). The prefix
    is usually a digest of the file's name. If several names are tried, the bytes are written only once.
 2. link(2) gives the file its name, and fails if the name exists. If it reports an error although the name is that
    of the temporary file, the reply was lost (as on NFS), and the file was created. If links are not supported,
-   renameat2(RENAME_NOREPLACE) replaces steps 2 and 3.
+   renameat2(RENAME_NOREPLACE) replaces steps 2 and 3. So does rename(2) for a file that replaces another.
 3. The temporary name is removed. If that fails it stays, and costs only space (`Storage.sweep`).
 4. The folder is made durable (fsync). If that fails, for whatever reason, the file exists but may not survive a
    power failure, so the error is `Unavailable`.
@@ -37,7 +37,7 @@ from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFo
 from tstore.runtime.pool import run
 from tstore.runtime.quick_calls import QuickCalls
 from tstore.storage.local.linking import give_name
-from tstore.storage.objects import Buffers, BufferStream, Durability
+from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
 
 __all__ = [
     "IOV_MAX",
@@ -154,13 +154,16 @@ class StagedFile:
         if self._durability is Durability.FSYNC:
             os.fsync(self.fd)
 
-    def publish(self, path: str) -> None:
-        """Link the file to its name, on the same file system; call `sync` first.
+    def publish(self, path: str, mode: PutMode = PutMode.CREATE) -> None:
+        """Give the file its name, on the same file system; call `sync` first.
 
-        Raise FileExistsError if the name is taken; then another name can be tried. After `Unavailable` the file
-        may exist; after any other error it does not.
+        Raise FileExistsError if the name of a create is taken; then another name can be tried. After `Unavailable`
+        the file may have the name; after any other error it does not.
         """
-        give_name(self.fd, self._temporary, path)
+        if mode is PutMode.CREATE:
+            give_name(self.fd, self._temporary, path)
+        else:
+            os.replace(self._temporary, path)
         self.close()
         if self._durability is Durability.FSYNC:
             folder = os.path.dirname(path) or "."
@@ -168,7 +171,7 @@ class StagedFile:
                 fsync_folder(folder)
             except OSError as error:
                 raise Unavailable(
-                    f"{path} was created, but can't fsync {folder}: {error.strerror or error}, so a power failure "
+                    f"{path} was written, but can't fsync {folder}: {error.strerror or error}, so a power failure "
                     "may undo that; try again, or check the disk"
                 ) from error
 
@@ -189,16 +192,16 @@ class StagedFile:
 
 
 @contextlib.contextmanager
-def new_file(path: str, durability: Durability) -> Iterator[int]:
+def new_file(path: str, durability: Durability, mode: PutMode = PutMode.CREATE) -> Iterator[int]:
     """Yield the descriptor of a file that appears at `path` if the block ends without an exception.
 
-    Raise OSError (FileExistsError if the name is taken by then). No temporary file is left.
+    Raise OSError (FileExistsError if the name of a create is taken by then). No temporary file is left.
     """
     file = StagedFile(os.path.dirname(os.path.abspath(path)), name_digest(path), durability)
     try:
         yield file.fd
         file.sync()
-        file.publish(path)
+        file.publish(path, mode)
     finally:
         file.close()
 

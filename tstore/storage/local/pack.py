@@ -19,7 +19,7 @@ from tstore.storage.local.atomic_file import (
     sync_existing,
     write_all,
 )
-from tstore.storage.objects import Buffers, BufferStream, Durability, too_short
+from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode, too_short
 
 __all__ = ["LocalPack", "LocalReader", "LocalUpload"]
 
@@ -97,12 +97,23 @@ class LocalPack:
 class LocalUpload:
     """A `PackWriter` whose file appears under its name when it is finished.
 
-    Before it writes, it removes the temporary files that killed writers of the same object have left.
+    `on_finish` is called with the key when the file has its name. Before the upload writes, it removes the
+    temporary files that killed writers of the same object have left.
     """
 
-    def __init__(self, key: str, path: str, size: int, durability: Durability) -> None:
+    def __init__(
+        self,
+        key: str,
+        path: str,
+        size: int,
+        durability: Durability,
+        mode: PutMode,
+        on_finish: Callable[[str], object],
+    ) -> None:
         self.key = key
         self._path = path
+        self._mode = mode
+        self._on_finish = on_finish
         self._end = 0
         folder = os.path.dirname(os.path.abspath(path))
         self._file = StagedFile.create_locked(folder, name_digest(path), durability)
@@ -125,7 +136,7 @@ class LocalUpload:
         with mapped_errors("create", self._path):
             try:
                 self._file.sync()
-                self._file.publish(self._path)
+                self._file.publish(self._path, self._mode)
             except FileExistsError:
                 sync_existing(self._path)
                 raise
@@ -136,6 +147,7 @@ class LocalUpload:
                 ) from error
             finally:
                 self._file.close()
+        self._on_finish(self.key)
 
     def discard(self) -> None:
         self._file.close()

@@ -34,13 +34,11 @@ import errno
 import functools
 import itertools
 import os
-import secrets
 import tempfile
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from pathlib import Path
 
 from tstore.errors import Corrupt, NotFound
 from tstore.runtime.concurrency import batched, together
@@ -114,7 +112,7 @@ class LocalStorage(Storage):
         if mode is PutMode.CREATE:
             await run(self._create, key, buffers, durability)
         else:
-            await run(self._replace, key, buffers)
+            await run(self._replace, key, buffers, durability)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         after: str | None = ""
@@ -202,11 +200,11 @@ class LocalStorage(Storage):
             self._drop_reader(key)
         return opened
 
-    def upload(self, key: str, size: int, durability: Durability) -> LocalUpload:
+    def upload(self, key: str, size: int, durability: Durability, mode: PutMode = PutMode.CREATE) -> LocalUpload:
         path = self.path(key)
         with mapped_errors("create", path):
             self.make_folder(os.path.dirname(path), durability)
-            return LocalUpload(key, path, size, durability)
+            return LocalUpload(key, path, size, durability, mode, on_finish=self._drop_reader)
 
     def path(self, key: str) -> str:
         """Return the path of an object."""
@@ -221,7 +219,7 @@ class LocalStorage(Storage):
             self._make_durable(folder)
 
     def _drop_reader(self, key: str) -> None:
-        """Drop the cached reader of a deleted object; its space is freed when the last user drops it."""
+        """Drop the cached reader of an object that was deleted or replaced; its last user frees the space."""
         with self._lock:
             self._readers.pop(key, None)
 
@@ -309,18 +307,13 @@ class LocalStorage(Storage):
                     sync_existing(path)
                 raise
 
-    def _replace(self, key: str, buffers: Buffers) -> None:
+    def _replace(self, key: str, buffers: Buffers, durability: Durability) -> None:
         path = self.path(key)
-        temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}.tmp"
         with mapped_errors("write", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            try:
-                Path(temporary).write_bytes(b"".join(buffers))
-                os.replace(temporary, path)
-            except BaseException:
-                with contextlib.suppress(OSError):  # the file may not exist; report the first failure
-                    os.unlink(temporary)
-                raise
+            with new_file(path, durability, PutMode.REPLACE) as fd:
+                write_all(fd, buffers, 0)
+        self._drop_reader(key)
 
     def _delete(self, key: str) -> None:
         path = self.path(key)
