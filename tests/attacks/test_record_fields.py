@@ -236,7 +236,7 @@ async def attack(storage: Storage, key: str, data: bytes) -> None:
 @pytest.mark.parametrize("name", ["record", "tags", "collection", "parts", "reference"])
 async def test_every_verb_works_or_raises_an_error_of_tstore(name: str) -> None:
     read = survivors(name)
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(0)
     for at in rng.choice(len(read), min(12, len(read)), replace=False).tolist():
         store = await small()
         storage = store.log.storage

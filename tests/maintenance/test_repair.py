@@ -21,7 +21,7 @@ from tests.support.forging import forged, place, placed
 from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.cli import main
-from tstore.errors import Corrupt, Denied, InvalidArgument, SnapshotExpired, TimelineChanged, TStoreError
+from tstore.errors import Denied, InvalidArgument, SnapshotExpired, TimelineChanged, TStoreError
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Collection, Record
@@ -554,9 +554,34 @@ async def test_verify_reports_a_record_that_names_no_gc() -> None:
     await damage(store, 2, await placed(store.log.storage, 2, changed))
     store = await tstore.open(store.url)
     [fault] = (await store.verify()).faults
-    assert "commits/00000000000000000001 is referred to as a garbage collection, but is not one" in fault
-    with pytest.raises(Corrupt):
-        await store.snapshot(1)
+    assert f"{commit_key(2)} names version 1 as the last garbage collection, but that is not one" in fault
+    await store.snapshot(1)  # the record before tells that it has not expired
+
+
+@pytest.mark.parametrize("named", [1, 4])
+@pytest.mark.parametrize("served", [False, True])
+async def test_no_commit_repeats_a_forged_record_that_names_a_wrong_gc(
+    named: int, served: bool, tmp_path: Path
+) -> None:
+    """Also not through a server, which was running when the record was forged."""
+    store = await filled(0, 1, url=str(tmp_path / "store"))
+    await store.collect(Keep(last=1))
+    await tstore.save(store, {"w": VALUES + 2}, 2)
+    async with Server(tmp_path / "store", access=everybody()) as server:
+        url = server.url if served else store.url
+        async with await tstore.open(url, storage_options={"token": ADMIN} if served else None) as writer:
+            await tstore.save(writer, {"w": VALUES + 3}, 3)
+            forgery = Record("forged", 5, 1.0, collected=named)
+            await place(store.log.storage, 6, forged(forgery))
+            assert await tstore.save(writer, {"w": VALUES + 4}, 4) == 7
+            assert (await writer.collect(Keep(last=2))).versions == [2, 4, 6]
+            assert await tstore.save(writer, {"w": VALUES + 5}, 5) == 9
+    store = await tstore.open(store.url)
+    assert [(await store.log.reader.record(version)).collected for version in (5, 7, 8, 9)] == [3, 3, 3, 8]
+    assert [fault for fault in (await store.verify()).faults if commit_key(6) not in fault] == []
+    report = await store.repair(void_intact=[6])
+    assert (report.voided, report.damaged[1:]) == ([6], [])
+    await check_works(store.url)
 
 
 async def test_a_repair_far_below_the_newest_version_is_noticed_once() -> None:

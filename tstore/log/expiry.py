@@ -2,16 +2,17 @@
 
 Every record names the newest garbage collection before it, and the record of a collection lists all versions that
 stay alive. So two reads are enough, however long the log is. A garbage collection is identified by its version,
-0 for none.
+0 for none. A (forged) record that names neither a collection nor a void record is ignored: the record before it
+tells. So no later record repeats its claim.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import TypeVar
 
-from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable
-from tstore.format.layout import commit_key
+from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable, UnsupportedFormat
 from tstore.format.objects.records import Collection, LivingVersion, Record
 from tstore.format.tree.retention import Ledger
 from tstore.format.tree.tree import Tree
@@ -31,6 +32,7 @@ __all__ = [
     "ledger_since",
     "living_versions",
     "named_collection",
+    "names_falsely",
     "newest_tree",
     "state_of",
 ]
@@ -40,23 +42,26 @@ T = TypeVar("T")
 
 async def named_collection(log: LogReader, version: int) -> int:
     """Return the newest garbage collection up to a version, as that version's record names it."""
-    if version == 0:
-        return 0
-    record = await log.record(version)
-    return record.collected if record.collection is None else version
+    while version and (record := await log.record(version)).collection is None:
+        if not await names_falsely(log, record):
+            return record.collected
+        version -= 1
+    return version
+
+
+async def names_falsely(log: LogReader, record: Record) -> bool:
+    """Return whether the collection that a record names is readable and neither a collection nor void."""
+    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):
+        while record.collected:
+            record = await log.record(record.collected)
+            if record.collection is not None or not record.void:
+                return record.collection is None
+    return False
 
 
 async def existing_collection(log: LogReader, version: int) -> int:
-    """Return `version`, a garbage collection that a record names; if a repair voided it, return the one before it.
-
-    Raise `Corrupt` if the version is neither a collection nor void.
-    """
+    """Return `version`, a collection that a record names; if a repair voided it, return the one before it."""
     while version and (record := await log.record(version)).collection is None:
-        if not record.void:
-            raise Corrupt(
-                f"{log.storage.url}: {commit_key(version)} is referred to as a garbage collection, but is not "
-                f"one; {log.objects.advice}"
-            )
         version = record.collected
     return version
 
@@ -71,7 +76,7 @@ async def collections(log: LogReader, last: int) -> AsyncIterator[tuple[int, Col
     while last and (collection := await log.collection(last)) is not None:
         yield last, collection
         del collection  # before the next is read: two may take too much memory
-        last = await existing_collection(log, (await log.record(last)).collected)
+        last = await last_collection(log, last - 1)
 
 
 async def living_versions(log: LogReader, at: int) -> tuple[frozenset[int], int]:

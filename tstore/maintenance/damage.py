@@ -24,7 +24,7 @@ from tstore.format.layout import commit_key, is_record, owner_of, version_of
 from tstore.format.objects.records import Record
 from tstore.format.tree.retention import packs_of
 from tstore.format.tree.validation import pack_ends
-from tstore.log.expiry import changes_nothing, existing_collection, living_versions
+from tstore.log.expiry import changes_nothing, living_versions, names_falsely
 from tstore.log.reader import LogReader
 from tstore.maintenance.replay import UNREADABLE, Replay
 from tstore.runtime.concurrency import batched
@@ -86,7 +86,7 @@ async def last_readable_collection(log: LogReader, newest: int) -> tuple[int, in
             record = await log.record(version)
             if await log.collection(version) is not None:
                 break
-            version = record.collected
+            version = version - 1 if await names_falsely(log, record) else record.collected
         except UNREADABLE:
             unreadable = unreadable or version
             version -= 1  # the record below may name an earlier collection
@@ -145,12 +145,11 @@ async def check_references(log: LogReader, version: int, record: Record) -> None
 
     Raise it also for what `check_named` refuses.
     """
-    try:
-        collection = await log.record(record.collected) if record.collected else None
-    except UNREADABLE:  # that version is damaged, not this record
-        return
-    if collection is not None and not collection.void:
-        await existing_collection(log, record.collected)
+    if await names_falsely(log, record):
+        raise Corrupt(
+            f"{log.storage.url}: {commit_key(version)} names version {record.collected} as the last garbage "
+            f"collection, but that is not one; `tstore repair` can void {commit_key(version)}"
+        )
     await check_named(log, version, record)
 
 

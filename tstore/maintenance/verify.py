@@ -41,7 +41,7 @@ from tstore.format.plain_text import pluralize
 from tstore.format.tree.node import Node
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.format.tree_document import is_document
-from tstore.log.expiry import changes_nothing, existing_collection
+from tstore.log.expiry import changes_nothing, existing_collection, names_falsely
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import (
     KnownExpiry,
@@ -211,7 +211,7 @@ class _Verification:
     async def _skip_archived(self, version: int, record: Record | None) -> None:
         """Go on at a version that follows archived records."""
         self._last_collection = None
-        if record is not None:
+        if record is not None and not await names_falsely(self._log, record):
             with contextlib.suppress(*UNREADABLE):
                 self._last_collection = await existing_collection(self._log, record.collected)
         self._unlisted.add(version - 1)
@@ -258,7 +258,7 @@ class _Verification:
         last = self._last_collection
         with contextlib.suppress(*UNREADABLE):  # reported by `_read`, for the version at fault
             named = await existing_collection(self._log, record.collected)
-            if last is not None and named != last:
+            if last is not None and named != last and not await names_falsely(self._log, record):
                 self._faults.append(
                     f"{self._log.storage.url}: {commit_key(version)} names version {named} as the last garbage "
                     f"collection before it, but version {last} is; `tstore repair` can void {commit_key(version)}"

@@ -133,11 +133,13 @@ class LogState:
             with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):
                 manifests = await log.objects.manifests(number, record.of_head)
             record = await log.records.with_collection(number, record)
+            collected = await named_collection(log, number)
             if number == self.version + 1:  # otherwise a concurrent task has advanced already
                 complete = manifests is not None and (self.loaded.complete or record.replaces)
                 memory = self.loaded.memory_after(record, sum(map(manifest_memory, manifests or [])))
                 tree = self.loaded.tree.after(number, record, manifests if complete and manifests else [])
                 self.advance(number, record, check, LoadedTree(tree, complete, memory))
+                self.collected = collected
         return True
 
     def advance(self, version: int, record: Record, check: bytes, loaded: LoadedTree) -> None:
