@@ -27,7 +27,6 @@ from tstore.checkpoint.policies import Moment, Policy
 from tstore.conformance.faults import open_faulty
 from tstore.errors import (
     AlreadyExists,
-    CommitOutcomeUnknown,
     Corrupt,
     DeadlineExceeded,
     InvalidArgument,
@@ -339,7 +338,7 @@ def test_hosts_in_lockstep_lose_only_the_step_of_a_transient_error(url: str, err
 
     with futures.ThreadPoolExecutor(2) as hosts:
         list(hosts.map(train, range(2)))
-    own = error if error is StorageFull else CommitOutcomeUnknown  # it may have been delivered
+    own = error if error is StorageFull else Unavailable  # it may have been delivered, but was withdrawn
     assert sorted(told, key=str) == [(0, DeadlineExceeded), (1, own)]
     assert blocking.steps(url) == [1, 3, 4, 5]
 
@@ -367,9 +366,7 @@ def test_a_step_whose_save_failed_is_due_again(url: str) -> None:
         assert checkpoints.should_save(4)
 
 
-@pytest.mark.parametrize(
-    ("alone", "reason"), [(0, DeadlineExceeded), (1, DeadlineExceeded), (0, CommitOutcomeUnknown)]
-)
+@pytest.mark.parametrize(("alone", "reason"), [(0, DeadlineExceeded), (1, DeadlineExceeded), (0, Unavailable)])
 def test_parts_of_a_save_that_was_given_up_are_not_committed_with_later_ones(
     url: str, alone: int, reason: type[TStoreError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,7 +384,7 @@ def test_parts_of_a_save_that_was_given_up_are_not_committed_with_later_ones(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda host: save(host, 2, 2.0), range(2))) == [1, 1]
         with monkeypatch.context() as network:
-            if reason is CommitOutcomeUnknown:  # while this host waits for the other one
+            if reason is Unavailable:  # while this host waits for the other one
                 network.setattr("tstore.log.reader.LogReader.scan", AsyncMock(side_effect=Unavailable("503")))
             assert save(alone, 3, 3.0) is reason
         assert [checkpoints.restore_latest().tolist() for checkpoints in hosts] == [[2.0] * 4] * 2

@@ -17,7 +17,7 @@ import tstore
 from tests.support.dying import Dead, Dying
 from tstore import Checkpointer, Shards
 from tstore.conformance.faults import open_faulty
-from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded
+from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded, Unavailable
 from tstore.format.objects.encoding import encode
 from tstore.server import Access, Server
 from tstore.simulation.scenario import override_constants
@@ -140,7 +140,8 @@ async def test_a_host_that_gives_up_after_another_claimed_does_not_withdraw(url:
     gate = faults.hold("create", "commits/*")
     committing = asyncio.create_task(last.deliver())
     await gate.reached()
-    assert await withdraw(txs[0]) is None  # the record does not exist yet
+    with pytest.raises(CommitOutcomeUnknown, match="another one is about to commit"):
+        await withdraw(txs[0])  # the record does not exist yet
     assert (await store.pending())[0].withdrawn_by is None
     gate.release()
     assert await committing == 1
@@ -159,7 +160,8 @@ async def test_finish_decides_before_it_commits(url: str, hosts: int, monkeypatc
     gate = faults.hold("create", "commits/*")
     finishing = asyncio.create_task(store.finish("n"))
     await gate.reached()
-    assert await withdraw(txs[0]) is None
+    with pytest.raises(CommitOutcomeUnknown):
+        await withdraw(txs[0])
     assert (await store.pending())[0].withdrawn_by is None
     gate.release()
     assert await finishing == 1
@@ -187,7 +189,8 @@ async def test_others_commit_after_the_claimant_has_died(url: str, hosts: int, c
     txs = await transactions(store, hosts)
     for tx in txs:
         assert await tx.deliver() is None
-    assert await withdraw(txs[0]) is None
+    with pytest.raises(CommitOutcomeUnknown):
+        await withdraw(txs[0])
     assert await store.finish("n") == 1
     await check_committed(store, hosts)
 
@@ -223,7 +226,7 @@ async def test_either_host_may_die_at_each_step(tmp_path: Path, hosts: int, dyin
         for call in calls if dying == "late" else reversed(calls):
             try:
                 results.append(await call)
-            except (Dead, DeadlineExceeded) as error:
+            except (Dead, DeadlineExceeded, CommitOutcomeUnknown) as error:
                 results.append(type(error))
         survived = Dead not in results
         try:
@@ -299,3 +302,66 @@ async def test_a_note_says_that_a_withdrawal_failed(url: str) -> None:
     with pytest.raises(DeadlineExceeded, match="did not deliver") as caught:
         await (await job.save(1, np.ones(3))).committed
     assert "late hosts may still commit the step" in "".join(caught.value.__notes__)
+
+
+async def save_half(store: tstore.Store, host: int) -> int:
+    rows = slice(20_000 * host, 20_000 * (host + 1))
+    part = Shards((40_000,), "f8", [((rows,), np.ones(20_000))], shard_shape=(20_000,))
+    return await tstore.save(store, part, 1, host=host, hosts=2, attempt="a", timeout=0.05)
+
+
+@pytest.mark.parametrize("blind", [False, True], ids=["looks", "can't look"])
+@pytest.mark.parametrize(
+    ("operation", "key"),
+    [("head", "archives/*"), ("writer", "*/pack-*"), ("folders", "*")],
+)
+async def test_a_host_that_fails_when_it_runs_again_does_not_deny_that_it_had_delivered(
+    url: str, operation: str, key: str, blind: bool
+) -> None:
+    store = await tstore.open(url)
+    with pytest.raises(DeadlineExceeded):
+        await save_half(store, 0)
+    again, faults = await open_faulty(url)
+    faults.fail(operation, key, times=99)
+    if blind:
+        faults.fail("head", "*/part-*", times=99)
+    with pytest.raises(CommitOutcomeUnknown, match="host 0 of transaction 'step/1' may have delivered") as caught:
+        await save_half(again, 0)
+    assert await save_half(store, 1) == await store.outcome(caught.value.transaction) == 1
+
+
+@pytest.mark.parametrize(("operation", "key"), [("head", "archives/*"), ("writer", "*/pack-*"), ("folders", "*")])
+async def test_a_host_that_fails_before_it_delivers_says_that_nothing_happened(
+    url: str, operation: str, key: str
+) -> None:
+    store, faults = await open_faulty(url)
+    faults.fail(operation, key, times=99)
+    with pytest.raises(Unavailable):
+        await save_half(store, 0)
+    with pytest.raises(DeadlineExceeded):
+        await save_half(await tstore.open(url), 1)
+
+
+async def test_after_a_withdrawal_no_outcome_is_unknown(url: str) -> None:
+    store, faults = await open_faulty(url)
+    faults.postpone("create", "*/part-*")
+    job = Checkpointer(store, host=0, hosts=2, attempt="a", timeout=0.05)
+    with pytest.raises(
+        Unavailable, match=r"step 1 is not saved: host 0 of 2 withdrew it.*save again on every host"
+    ):
+        await (await job.save(1, np.ones(3))).committed
+    assert await faults.do_postponed() == [None]
+    peer = Checkpointer(url, host=1, hosts=2, attempt="a", timeout=5)
+    with pytest.raises(DeadlineExceeded, match="host 0 of 2 gave up"):
+        await (await peer.save(1, np.ones(3))).committed
+    assert await tstore.steps(store) == []
+
+
+async def test_a_withdrawal_after_the_claim_of_a_commit_was_deleted_finds_the_commit(url: str) -> None:
+    """A garbage collection deletes the claims of expired versions, perhaps while a host stands still."""
+    store = await tstore.open(url)
+    txs = await transactions(store, 2)
+    assert await txs[0].deliver() is None
+    assert await txs[1].deliver() == 1
+    await store.log.storage.delete(claim_key(2))
+    assert await withdraw(txs[0]) == 1

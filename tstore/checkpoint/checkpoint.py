@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -13,6 +13,7 @@ from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
     Conflict,
+    DeadlineExceeded,
     Inconsistent,
     SnapshotExpired,
     SourceCondemned,
@@ -27,7 +28,7 @@ from tstore.storage.objects import checked_durability
 from tstore.store import Store
 from tstore.transactions.attempts import detected_attempt
 from tstore.transactions.staging import Staging
-from tstore.transactions.transaction import Transaction, staging_of
+from tstore.transactions.transaction import Transaction, check_undelivered, staging_of, withdraw
 
 __all__ = ["Checkpoint"]
 
@@ -39,8 +40,8 @@ def _any_tags(_: Mapping[str, int]) -> None:
     """Permit a save whatever the tags of the store are."""
 
 
-async def _keep_delivered(_: Transaction) -> None:
-    """Let hosts that are late, or `tstore finish`, commit what a host has delivered."""
+_CONCLUSIVE = AlreadyExists, CommitOutcomeUnknown, Conflict, DeadlineExceeded, Inconsistent
+"""The errors that tell the outcome, whether or not an earlier run of this host has delivered its part."""
 
 
 class Checkpoint(NamedTuple):
@@ -48,9 +49,9 @@ class Checkpoint(NamedTuple):
 
     `attributes` are the caller's attributes of the root group, and `reserved` those of tstore. `digest` is a
     checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves. `check_tags`
-    raises if the step must not be saved in a store with these tags; it is called before anything is written.
-    `on_given_up` is called with the transaction if the save has failed on this host, so that the others need not
-    wait for it; the version that it returns, if any, is that of the checkpoint.
+    raises if the step must not be saved in a store with these tags; it is called before anything is written. If
+    the checkpoint `withdraws`, a host whose save fails withdraws the transaction, so that the others need not wait
+    for it. Otherwise hosts that are late, or `tstore finish`, may commit what a host has delivered.
     """
 
     step: int
@@ -67,7 +68,7 @@ class Checkpoint(NamedTuple):
     timeout: float | None
     overwrite: bool
     check_tags: Callable[[Mapping[str, int]], None] = _any_tags
-    on_given_up: Callable[[Transaction], Coroutine[Any, Any, int | None]] = _keep_delivered
+    withdraws: bool = False
 
     async def save(self, store: Store, on_written: Callable[[], None] | None = None) -> int:
         """Commit the checkpoint and return its version.
@@ -125,14 +126,36 @@ class Checkpoint(NamedTuple):
             raise
         except BaseException as error:
             await tx.abort()
-            version = None
-            try:
-                version = await run_to_end(self.on_given_up(tx))
-            except TStoreError as failure:
-                error.add_note(f"late hosts may still commit the step, because withdrawing it failed: {failure}")
-            if version is None or not isinstance(error, Unavailable | CommitOutcomeUnknown):
+            version = await self._version_after(error, tx)
+            if version is None:
                 raise
             return version
+
+    async def _version_after(self, error: BaseException, tx: Transaction) -> int | None:
+        """Withdraw the transaction of a failed save if the checkpoint `withdraws`; return its version, if any.
+
+        Return None if the error is true, so that it may be raised; otherwise raise another one.
+        """
+        if self.withdraws and self.hosts > 1:
+            try:
+                version = await run_to_end(withdraw(tx))
+            except TStoreError as failure:
+                error.add_note(f"late hosts may still commit the step, because withdrawing it failed: {failure}")
+                if isinstance(error, DeadlineExceeded) and isinstance(failure, CommitOutcomeUnknown):
+                    raise failure from error
+            else:
+                if version is not None and isinstance(error, DeadlineExceeded | CommitOutcomeUnknown):
+                    return version
+                if version is None and isinstance(error, CommitOutcomeUnknown):
+                    raise Unavailable(
+                        f"step {self.step} is not saved: host {self.host} of {self.hosts} withdrew it after an "
+                        f"error ({error.__cause__ or error}), so no host will commit it; save again on every host"
+                    ) from error
+                if version is None:
+                    return None
+        if isinstance(error, TStoreError) and not isinstance(error, _CONCLUSIVE):
+            await run_to_end(check_undelivered(tx, error))
+        return None
 
     async def _transaction(self, store: Store, attempt: str | None) -> tuple[Transaction, int | None]:
         """Return a new transaction for this checkpoint, and the version of the step that it overwrites, if any."""

@@ -37,7 +37,6 @@ from tstore.steps import Step, saved_steps, steps
 from tstore.store import Store, opened
 from tstore.transactions.attempts import detected_attempt
 from tstore.transactions.cooperative import checked_commit_timeout
-from tstore.transactions.transaction import withdraw
 
 __all__ = ["Checkpointer"]
 _T = TypeVar("_T")
@@ -193,7 +192,7 @@ class Checkpointer:
         await check_order(self._store, step, self._last_step)
         preempted = self._preemption_agreed if self._agree is not None else self._signal.received
         checkpoint = checkpoint._replace(
-            check_tags=lambda tags: check_newest(store.url, step, tags), on_given_up=withdraw
+            check_tags=lambda tags: check_newest(store.url, step, tags), withdraws=True
         )
         save = start_save(store, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
         self._saves.append(save)  # before this can be cancelled, so that `wait` and `close` know of it

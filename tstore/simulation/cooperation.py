@@ -14,7 +14,7 @@ from tstore.simulation.client import Client
 from tstore.simulation.edits import create, write
 from tstore.simulation.history import CELLS, PER_CHUNK, Attempt, Clear, Create, Delete, Op, Put, width_of
 from tstore.transactions.membership import Membership
-from tstore.transactions.transaction import Transaction, staging_of, withdraw
+from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["METRIC", "PlannedCommit", "checkpoint", "cooperate", "finish"]
 
@@ -142,9 +142,7 @@ async def _save(client: Client, plan: PlannedCommit, attempt: Attempt, host: int
         timeout=timeout,
         overwrite=False,
     )
-    if plan.withdraws:
-        checkpoint = checkpoint._replace(on_given_up=withdraw)
-    return await checkpoint.save(client.store)
+    return await checkpoint._replace(withdraws=plan.withdraws).save(client.store)
 
 
 async def _write_shared(tx: Transaction, plan: PlannedCommit, attempt: Attempt, host: int, timeout: float) -> int:

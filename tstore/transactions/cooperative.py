@@ -20,15 +20,17 @@
 6. Every wait has a deadline, whose error names the absent hosts. If a host dies before it delivers its fragment,
    the transaction is never committed. From the creation of its fragment on, a host can't tell what others do: its
    errors are `CommitOutcomeUnknown`, except for those that every host would get, and the deadline. It may deliver
-   the same fragment again, and wait once more.
+   the same fragment again, and wait once more. An earlier error is `CommitOutcomeUnknown` too if the fragment
+   exists, since an earlier run of the host with the same attempt may have delivered it.
 7. A host of a `Checkpointer` whose save fails, and which will save again as another transaction, withdraws this
    one (`withdraw`), so that a late host can't commit its fragment together with values of a later moment, and
    waiting hosts stop. It creates the claim to the top level with another content: "withdrawn by", its number, and
    the hosts that had not delivered. Exactly one creation of that object succeeds:
    - If it is the withdrawal, nobody appends the record, because everybody who would must create or read the claim
-     first. Hosts that still wait, and late ones, fail as soon as they read it.
+     first. Hosts that still wait, and late ones, fail as soon as they read it. The outcome is known to all.
    - If another host had claimed the level, all hosts had delivered while this one still waited, so all fragments
-     are of one moment. The commit goes on, and this host looks for its record once more.
+     are of one moment. The commit goes on, and this host looks for its record once more; if there is none yet,
+     the outcome is unknown.
    - If a power failure (of a server, since the hosts themselves do not survive theirs) loses the claim of a host
      that commits, another host may withdraw the transaction, and yet it is committed. That is an error in place of
      a success, but no mixture: all hosts had delivered before the claim. A withdrawal is made durable before its
@@ -124,17 +126,33 @@ class CooperativeCommit:
     async def withdraw(self, base: int) -> int | None:
         """Decide that the transaction is never committed; return its version if it is committed already.
 
-        Do nothing, and return None, if another host is about to commit it. `base` is a version before its commit.
+        Raise `CommitOutcomeUnknown` if another host is about to commit it. `base` is a version before its commit.
         """
         absent: list[int] = []
         with contextlib.suppress(TStoreError):  # they are only told to the other hosts
             absent = await self.fragments.absent()
-        if await self.fragments.decision.withdraw(absent):
-            return None
+        withdrawn = await self.fragments.decision.withdraw(absent)
+        # also if it is withdrawn: a garbage collection may have deleted the claim of a commit
         version = await self.log.reader.find(self.member.transaction, base)
         if version is not None:
             await self.log.make_durable(version, self.durability)
+        elif not withdrawn:
+            raise self._outcome_unknown("all hosts have delivered, and another one is about to commit")
         return version
+
+    async def check_undelivered(self, failure: Exception) -> None:
+        """Raise `CommitOutcomeUnknown` if this host's fragment may exist, although this run has not created it.
+
+        An earlier run of this host with the same attempt may have.
+        """
+        try:
+            size = await self._storage.size(self.member.fragment_key(0, self.member.host))
+        except TStoreError as error:
+            failure.add_note(f"whether this host has delivered its fragment is unknown: {error}")
+        else:
+            if size is None:
+                return
+        raise self._outcome_unknown(failure) from failure
 
     async def finish(self) -> int:
         """Return the version of the transaction; commit it now if all hosts have delivered but none has committed.
@@ -231,7 +249,7 @@ class CooperativeCommit:
                 raise
             raise self._outcome_unknown(error) from error
 
-    def _outcome_unknown(self, cause: Exception) -> CommitOutcomeUnknown:
+    def _outcome_unknown(self, cause: Exception | str) -> CommitOutcomeUnknown:
         transaction = self.member.transaction
         return CommitOutcomeUnknown(
             f"{self._storage.url}: host {self.member.host} of transaction {self.member.name!r} may have delivered "
@@ -246,24 +264,22 @@ class CooperativeCommit:
             f"host {self.member.host} has already delivered a different fragment of transaction "
             f"{self.member.name!r}; was it started twice? A restarted job needs another attempt"
         )
-        await self.number_of_hosts.check_before_delivery()
+        try:
+            await self.number_of_hosts.check_before_delivery()
+        except Inconsistent:
+            raise
+        except TStoreError as error:
+            await self.check_undelivered(error)
+            raise
         try:
             await self._create_once(key, data, self.durability, refusal)
         except Inconsistent:
             raise
         except Exception as error:
-            if await self._may_appear(key, error):
+            if not isinstance(error, TStoreError) or isinstance(error, Unavailable):  # it may appear later
                 raise self._outcome_unknown(error) from error
+            await self.check_undelivered(error)
             raise
-
-    async def _may_appear(self, key: str, failure: Exception) -> bool:
-        """Return whether an object whose creation failed exists, or may exist later."""
-        if not isinstance(failure, TStoreError) or isinstance(failure, Unavailable):
-            return True
-        try:
-            return await self._storage.size(key) is not None
-        except TStoreError:
-            return True
 
     async def _write_manifest(self, manifest: Manifest, durability: Durability) -> ObjectRef:
         reference, data = stored(f"{self.member.folder}/manifest", manifest)

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from tstore.array import Array
-from tstore.errors import CommitOutcomeUnknown, Misuse, NotFound, SourceCondemned
+from tstore.errors import CommitOutcomeUnknown, Misuse, NotFound, SourceCondemned, TStoreError
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.codecs import Codecs
 from tstore.format.objects.object_ref import ObjectRef
@@ -41,7 +41,7 @@ from tstore.transactions.membership import Membership
 from tstore.transactions.staging import Isolation, Staging
 from tstore.transactions.tag_edits import TagEdits
 
-__all__ = ["Isolation", "Transaction", "staging_of", "withdraw"]
+__all__ = ["Isolation", "Transaction", "check_undelivered", "staging_of", "withdraw"]
 
 _NO_EDITS = TagEdits()
 
@@ -254,6 +254,8 @@ class Transaction:
             await run_to_end(self._staging.discard())
             if isinstance(error, NotFound):
                 await self._staging.check_not_condemned()
+            if isinstance(error, TStoreError):
+                await check_undelivered(self, error)
             raise
 
     async def _append(self, record: Record, repeated: bool) -> None:
@@ -317,12 +319,22 @@ class Transaction:
 async def withdraw(transaction: Transaction) -> int | None:
     """Ensure that a cooperative transaction that this host has given up is never committed by others.
 
-    If another host had begun to commit it before, return the version if it is committed by now, otherwise None.
+    Return the version if it is committed already; raise `CommitOutcomeUnknown` if another host is about to commit
+    it. Do nothing, and return None, for a transaction of one host.
     """
-    if transaction._member is None:
-        return None
-    commit = CooperativeCommit(transaction._log, transaction._member, transaction._durability)
-    return await commit.withdraw(transaction._staging.base_version)
+    commit = _cooperative(transaction)
+    return None if commit is None else await commit.withdraw(transaction._staging.base_version)
+
+
+async def check_undelivered(transaction: Transaction, failure: TStoreError) -> None:
+    """Raise `CommitOutcomeUnknown` if an earlier run of this host may have delivered; this run met `failure`."""
+    if (commit := _cooperative(transaction)) is not None:
+        await commit.check_undelivered(failure)
+
+
+def _cooperative(transaction: Transaction) -> CooperativeCommit | None:
+    member = transaction._member
+    return member and CooperativeCommit(transaction._log, member, transaction._durability)
 
 
 def staging_of(transaction: Transaction) -> Staging:
