@@ -174,6 +174,21 @@ async def test_a_host_that_finds_its_own_record_makes_its_name_durable(
     assert len(synced) >= 2
 
 
+async def test_a_copy_makes_the_names_of_its_records_durable(calls: CallLog, tmp_path: Path) -> None:
+    """Those too that an interrupted copy had created and not yet synced."""
+    store = await tstore.open(f"memory://{tmp_path.name}")
+    for _ in range(2):
+        async with store.transaction():
+            pass
+    await tstore.copy(store, tmp_path / "s")
+    synced = calls.last("fsync", "s/commits".__eq__)
+    assert calls.last("link", containing("/commits/")) < synced < calls.last("link", "s/tstore.json".__eq__)
+    (tmp_path / "s/tstore.json").unlink()
+    calls.entries.clear()
+    await tstore.copy(store, tmp_path / "s")
+    assert calls.first("fsync", "s/commits".__eq__) < calls.first("link", "s/tstore.json".__eq__)
+
+
 async def test_without_durability_nothing_is_synced(calls: CallLog, tmp_path: Path) -> None:
     store = await tstore.open(tmp_path / "s")
     calls.entries.clear()

@@ -17,6 +17,7 @@ import pytest
 
 import tstore
 from tests.support.forging import place
+from tests.support.held_commit import held_commit
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import (
     CommitOutcomeUnknown,
@@ -246,6 +247,46 @@ async def test_a_request_that_lands_before_its_void_is_the_commit() -> None:
     void.release()
     assert await commit == 2
     assert await messages(url) == ["m1", "mine"]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("operation", ["get", "create"])
+async def test_a_repeated_commit_that_fails_does_not_deny_the_first_one(
+    operation: str, exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one exists, or its request may land later; the transaction can be committed a third time."""
+    url = anew()
+    _, faults, tx = await started(url)
+    (faults.lose_reply if exists else faults.postpone)("create", "commits/*")
+    faults.fail("get", commit_key(2), nth=2)
+    with pytest.raises(CommitOutcomeUnknown):
+        await tx.commit()
+    monkeypatch.setattr("tstore.log.search._RECENTLY", 0.0)  # a second later
+    faults.fail(operation, "commits/*", error=Unavailable if operation == "get" else StorageFull)
+    if exists and operation == "create":
+        assert await tx.commit() == 2
+        return
+    with pytest.raises(CommitOutcomeUnknown, match="injected fault"):
+        await tx.commit()
+    await faults.do_postponed()
+    assert await tx.commit() == tx.version == 2
+    assert await messages(url) == ["m1", "mine"]
+
+
+async def test_a_repeated_commit_that_is_cancelled_can_be_repeated() -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    faults.lose_reply("create", "commits/*")
+    faults.fail("get", commit_key(2), nth=2)
+    with pytest.raises(CommitOutcomeUnknown):
+        await tx.commit()
+    async with held_commit(faults, store.transaction().commit()):
+        repeated = asyncio.create_task(tx.commit())  # waits for its turn
+        await asyncio.sleep(0)
+        repeated.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await repeated
+    assert await tx.commit() == tx.version == 2
 
 
 async def test_another_commit_takes_the_version_while_the_response_is_awaited() -> None:

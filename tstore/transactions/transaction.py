@@ -20,7 +20,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from tstore.array import Array
-from tstore.errors import CommitOutcomeUnknown, Misuse, NotFound, SourceCondemned, TStoreError
+from tstore.errors import (
+    CommitOutcomeUnknown,
+    Conflict,
+    DeadlineExceeded,
+    Inconsistent,
+    Misuse,
+    NotFound,
+    SnapshotExpired,
+    SourceCondemned,
+    TStoreError,
+)
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.codecs import Codecs
 from tstore.format.objects.object_ref import ObjectRef
@@ -218,29 +228,47 @@ class Transaction:
             await self._staging.delete_heartbeat()
 
     async def _commit(self, deliver: Deliver) -> int | None:
-        repeated = self._sealed is not None  # after `CommitOutcomeUnknown`
+        in_doubt = repeated = self._sealed is not None  # after `CommitOutcomeUnknown`
         record = self._sealed = self._sealed or await self._seal()
         try:
-            if self._member is None:
-                await self._append(record, repeated)
-            else:
-                member = self._member
-                fragment = fragment_from_record(record, member.host, member.hosts, self._staging.structure_check)
-                commit = CooperativeCommit(self._log, member, self._durability)
-                self.version = await deliver(commit, fragment)
-                self._lifecycle.state = "delivered"
-        except NotFound:
-            await self._staging.check_not_condemned()
+            await self._commit_sealed(record, deliver, repeated)
+        except (Conflict, Inconsistent, SnapshotExpired, DeadlineExceeded):
+            in_doubt = False  # these follow from what is stored
             raise
         except CommitOutcomeUnknown:
-            self._lifecycle.state = "undecided"
+            in_doubt = True
+            raise
+        except Exception as error:
+            if repeated:
+                raise self._still_unknown(error) from error
             raise
         finally:
             if self.version is not None:
                 self._lifecycle.state = "committed"
             elif self._lifecycle.state == "committing":
-                self._lifecycle.state = "aborted"
+                self._lifecycle.state = "undecided" if in_doubt else "aborted"
         return self.version
+
+    async def _commit_sealed(self, record: Record, deliver: Deliver, repeated: bool) -> None:
+        try:
+            if self._member is None:
+                await self._append(record, repeated)
+                return
+            member = self._member
+            fragment = fragment_from_record(record, member.host, member.hosts, self._staging.structure_check)
+            commit = CooperativeCommit(self._log, member, self._durability)
+            self.version = await deliver(commit, fragment)
+            self._lifecycle.state = "delivered"
+        except NotFound:
+            await self._staging.check_not_condemned()
+            raise
+
+    def _still_unknown(self, cause: Exception) -> CommitOutcomeUnknown:
+        return CommitOutcomeUnknown(
+            f"{self._log.storage.url}: whether an earlier call of commit() has committed transaction {self.id} is "
+            f"still unknown ({cause}); call commit() again, or store.outcome({self.id!r})",
+            self.id,
+        )
 
     async def _seal(self) -> Record:
         """Write what the record refers to, and return the record; after an error the transaction is aborted."""
