@@ -198,7 +198,7 @@ async def test_a_power_failure_after_a_commit_above_two_concurrent_copies(
 async def test_a_power_failure_after_a_collection_above_one_that_was_killed_while_archiving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records are deleted only once their archive is durable, even if the process that created it never learned it."""
+    """Records are deleted only once their archive is durable, even if its creator never learned that."""
     url, twin = tmp_path / "disk" / "s", tmp_path / "twin"
     url.parent.mkdir()
     with override_constants(ROOT_EVERY=4, ARCHIVE_EVERY=4):
