@@ -21,7 +21,7 @@ from tests.support.forging import forged, place, placed
 from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.cli import main
-from tstore.errors import Denied, InvalidArgument, SnapshotExpired, TimelineChanged, TStoreError
+from tstore.errors import Corrupt, Denied, InvalidArgument, SnapshotExpired, TimelineChanged, TStoreError
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Collection, Record
@@ -462,11 +462,17 @@ async def test_a_cache_on_disk_forgets_the_voided_record(tmp_path: Path) -> None
         pytest.fail("it is never forgotten")
 
 
-async def test_a_commit_that_claims_to_be_a_repair_is_harmless() -> None:
+@pytest.mark.parametrize("voided", [[-5, "x", 10**9], [1, 2, -5]])
+async def test_a_commit_that_claims_to_be_a_repair_can_be_voided(voided: list[object]) -> None:
     store = await filled(0, 1)
     await store.snapshot()
-    record = Record("repair-forged", 2, 1.0, metadata={"voided": [1, 2, -5, "x", 10**9]})
-    await place(store.log.storage, 3, forged(record))
+    await place(store.log.storage, 3, forged(Record("repair-forged", 2, 1.0, metadata={"voided": voided})))
+    if 1 in voided:
+        with pytest.raises(Corrupt, match="a repair voided"):
+            await tstore.steps(store)
+        assert [damage.version for damage in (await store.repair()).damaged] == [1, 2]
+        await store.repair(void_intact=[3])
+        store = await tstore.open(store.url)
     assert await tstore.steps(store) == [0, 1]
     await check_works(store.url)
 

@@ -120,8 +120,8 @@ def roots_for(versions: Iterable[int]) -> set[int]:
 
 
 def version_of(key: str) -> int:
-    """Return the version in the key of a record, archive or root."""
-    return int(key.rpartition("/")[2])
+    """Return the version in the key of a record, archive, root or saved record."""
+    return int(key.rpartition("/")[2][:20])
 
 
 def folder_of(transaction: str) -> str:

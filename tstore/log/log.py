@@ -64,6 +64,7 @@ from tstore.format.objects.encoding import encode
 from tstore.format.objects.records import VOID, Record
 from tstore.format.tree.changes import Changes
 from tstore.format.tree.retention import refuse_condemned
+from tstore.log.chain import OtherHistory
 from tstore.log.commits import CommitObjects, StagedRecord
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
@@ -202,7 +203,7 @@ class Append:
                     pause = next_pause(pause, attempts, duration)
                     await asyncio.sleep(pause if pause >= _TICK else 0)
         except Exception as error:
-            if isinstance(error, TimelineChanged):
+            if isinstance(error, TimelineChanged | OtherHistory):
                 with contextlib.suppress(Unavailable, NotFound, Corrupt, UnsupportedFormat):
                     await self._read_again()
             if self._undecided:

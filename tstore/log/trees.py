@@ -192,7 +192,8 @@ class Trees:
     async def drop_voided(self) -> None:
         """Drop the trees, records and roots of versions that a repair voided, in memory and in the cache on disk.
 
-        Raise `TimelineChanged` if this process has used a record that was voided since.
+        Raise `TimelineChanged` if this process has used a record that was voided since, and `Corrupt` if that
+        record is there again, as from a backup made before the repair.
         """
         voided = self._records.voided
         while voided:
@@ -206,6 +207,11 @@ class Trees:
                 cached = self._records.cached(version)
                 if cached is not None and not cached.record.void:
                     await self._records.refetch(version, cached.check)
+                    raise Corrupt(
+                        f"{self._objects.storage.url}: {commit_key(version)} is a record again, though a repair "
+                        "voided that version, so it was probably restored from a backup made before; "
+                        f"`tstore repair --void-intact {version}` voids it again"
+                    )
                 voided.discard(version)  # last: if the storage does not respond, the next call tries again
 
     async def root(self, version: int) -> Root | None:

@@ -42,6 +42,8 @@ __all__ = [
     "last_readable_collection",
     "listed_records",
     "missing_records",
+    "unlisted_voids",
+    "unvoided",
 ]
 
 _MAX_MISSING = 1000
@@ -198,14 +200,44 @@ async def damaged_versions(log: LogReader, voided: Collection[int] = ()) -> list
 
     damaged: list[DamagedVersion] = []
     inherited = _Inherited(log, Replay(log, living, voided), living)
+    restored: dict[int, DamagedVersion] = {}
     async for version, (record, damage) in log.each(check, (v for v in range(1, newest + 1) if v not in voided)):
         if damage is not None:
             damaged.append(damage)
         elif record is not None and (fault := await inherited.fault(version, record)):
             damaged.append(DamagedVersion(version, fault, True))
+        if record is not None and record.voids:
+            reasons = await unvoided(log, version, [v for v in record.voids if v not in voided])
+            restored |= {v: DamagedVersion(v, reason, True) for v, reason in reasons.items()}
     reason = f"{log.storage.url}: {{}} is missing although later commits exist"
     missing = [version for version in await missing_records(log, newest) if version not in voided]
+    damaged = [*(d for d in damaged if d.version not in restored), *restored.values()]
+    damaged.sort(key=lambda damage: damage.version)
     return [*damaged, *(DamagedVersion(v, reason.format(commit_key(v)), False) for v in missing)]
+
+
+async def unvoided(log: LogReader, repair: int, voided: Iterable[int]) -> dict[int, str]:
+    """Return the versions that a repair voided, but which have a record again, each with a sentence about it."""
+    restored = {}
+    for version in voided:
+        with contextlib.suppress(*UNREADABLE):
+            if not (await log.record(version)).void:
+                restored[version] = (
+                    f"{log.storage.url}: {commit_key(version)} is a record again, though the repair in version "
+                    f"{repair} voided that version, so it was probably restored from a backup made before; "
+                    f"`tstore repair --void-intact {version}` voids it again"
+                )
+    return restored
+
+
+async def unlisted_voids(log: LogReader, newest: int) -> list[int]:
+    """Return the versions voided by repairs whose own commits are missing: interrupted, or voided themselves."""
+    voided, listed = set[int](), set[int]()
+    async for version, record in log.each_record(range(1, newest + 1)):
+        if record.was_voided:
+            voided.add(version)
+        listed.update(record.voids)
+    return sorted(voided - listed)
 
 
 class _Inherited:

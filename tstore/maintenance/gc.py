@@ -2,6 +2,7 @@
 
 1. Raise `Corrupt` if a record is missing although later ones exist: the data of its transaction would look
    abandoned. Read the ledger of living versions from the newest collection's record, and add the records since.
+   Raise `Corrupt` also if one of these versions is void: a repair was interrupted.
 2. Choose the versions to expire. A version needs what its transaction wrote, and dependencies: objects of other
    transactions that the ledger lists. An expiring version releases both. A released object that the next living
    version needs becomes a dependency of that version. Any other is condemned, unless a living version needs it.
@@ -28,10 +29,11 @@
 A transaction that is condemned, or reuses a condemned object, reads the collection's record when it commits
 (`log.log`), and fails. So safety does not depend on clocks: ages only select candidates.
 
-Cost: the records since the last collection; the permission check; one listing each of `txn/` and `commits/`; for
-each expired version or deleted transaction that wrote objects one listing, and the deletion of each of its objects
-(and of its folder, where the storage has folders); for each run of expired versions that is not followed by a
-complete save, the tree of the next living version. The ledger takes about 100 bytes for each living version.
+Cost: the records since the last collection; the permission check; one listing each of `txn/`, `commits/` and
+`damaged/`; for each expired version or deleted transaction that wrote objects one listing, and the deletion of
+each of its objects (and of its folder, where the storage has folders); for each run of expired versions that is
+not followed by a complete save, the tree of the next living version. The ledger takes about 100 bytes for each
+living version.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ import datetime
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
+from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.format.arguments import checked_duration
 from tstore.format.layout import (
     is_collectable,
@@ -52,6 +54,7 @@ from tstore.format.layout import (
     owner_of,
     root_key,
     roots_for,
+    version_of,
 )
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Collection, Record
@@ -160,6 +163,7 @@ class _Plan:
     async def make(self, keep: Keep | None, min_age: float) -> None:
         """Choose what to condemn: steps 2 and 3 at the top of this file. `min_age` is in seconds."""
         alive = self.ledger.alive
+        await self._check_repaired()
         if keep is not None:
             keep.check(alive)
         retained = set(alive) if keep is None else keep.select(alive, world.now())
@@ -174,6 +178,16 @@ class _Plan:
         self._leftover_objects = await self._log.storage.sizes(objects)
         await self._find_abandoned(names, min_age)
         await self._measure()
+
+    async def _check_repaired(self) -> None:
+        """Raise `Corrupt` if a repair has voided a living version but not recorded it: it was interrupted."""
+        voided = {version_of(key) for key in await self._log.storage.list("damaged/") if is_object(key)}
+        for version in sorted(voided.intersection(self.ledger.alive)):
+            if (await self._log.anew().record(version)).void:
+                raise Corrupt(
+                    f"{self._log.storage.url}: version {version} is void, but the repair that voided it has not "
+                    f"ended, so nothing was collected; finish it with `tstore repair --void {version}`"
+                )
 
     async def _expire(self, retained: set[int]) -> None:
         """Remove versions that are not retained from the ledger, and release their objects and roots."""

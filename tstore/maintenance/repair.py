@@ -6,15 +6,18 @@ storage. A version N is voided in the following steps, which can be repeated aft
    and refuse unless they are to be voided too. They may have written chunks to an array that N created or resized,
    or need objects of versions before N that were collected because N had replaced the whole tree. If the record
    can't be read, such versions can't be read either; afterwards they are listed as damaged.
-1. Save the bytes of N's record as `damaged/<N>-<their checksum>`.
+1. Save the bytes of N's record as `damaged/<N>-<their checksum>`, none if it is missing. By this name a garbage
+   collection notices a repair that was interrupted before step 4, and refuses to begin.
 2. Delete the roots (saved trees) of version N and later ones: they may contain the changes of N.
 3. Replace N's record by a void record, durably. It has the checksums by which later records may refer to N
    (`_named`). Delete the roots that other processes wrote in the meantime.
-4. Commit a record of the repair, so that the history shows it and open stores notice. It drops the tags that later
-   commits set to N. If the newest garbage collection lists N as living, this commit is itself a collection that
-   expires N: the objects that N wrote or needed become dependencies of the next living version, so that nothing
-   that may be in use is deleted. If there is none, the newest state is that of a version before N, which may have
-   expired. Unless it lacks data, that version is alive again and inherits what N needed, as later commits need it.
+4. Commit a record of the repair, so that the history shows it and open stores notice. It also lists the versions
+   voided by earlier repairs whose own commits do not exist: they were interrupted or voided. It drops the tags
+   that later commits set to N. If the newest garbage collection lists N as living, this commit is itself a
+   collection that expires N: the objects that N wrote or needed become dependencies of the next living version, so
+   that nothing that may be in use is deleted. If there is none, the newest state is that of a version before N,
+   which may have expired. Unless it lacks data, that version is alive again and inherits what N needed, as later
+   commits need it.
 5. Delete the roots of N and later versions again: until that commit, open stores may have written stale roots.
    A store that writes one later notices the repair, and deletes it (`log.roots`).
 
@@ -51,7 +54,7 @@ from tstore.format.layout import (
     folder_of,
     root_key,
 )
-from tstore.format.objects.encoding import encode
+from tstore.format.objects.encoding import decode, encode
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.pages import stored
 from tstore.format.objects.records import INLINE_MANIFEST_BYTES, REPAIR, REPLACED, VOIDED, Record
@@ -65,7 +68,7 @@ from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
 from tstore.maintenance.compaction import may_be_archived
-from tstore.maintenance.damage import DamagedVersion, damaged_versions
+from tstore.maintenance.damage import DamagedVersion, damaged_versions, unlisted_voids
 from tstore.maintenance.gc import Overtaken
 from tstore.maintenance.repair_plan import RepairPlan, condemned_by
 from tstore.maintenance.replay import UNREADABLE
@@ -130,13 +133,16 @@ async def repair_store(
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
     saved = [key for version in wanted if (key := await _void(storage, log_id, version, newest))]
     log = LogReader.strict(storage, log_id)  # a new reader, whose cache has none of the replaced records
-    commit, restated = await _commit_repair(Log(log), wanted, saved, gc, await condemned_by(storage, wanted))
-    await _delete_roots(storage, wanted[0], commit)  # writers that missed the commit may have left stale roots
+    unlisted = set(await unlisted_voids(log, await log.newest())).difference(wanted)
+    voided = sorted({*wanted, *unlisted})
+    condemned = await condemned_by(storage, voided)
+    commit, restated = await _commit_repair(Log(log), voided, saved, max(gc, *unlisted, 0), condemned)
+    await _delete_roots(storage, voided[0], commit)  # writers that missed the commit may have left stale roots
     collection = await log.collection(commit)
-    expired = [] if collection is None else [version for version in collection.expired if version not in wanted]
-    voided = [d for d in damaged if d.version in wanted]
+    expired = [] if collection is None else [version for version in collection.expired if version not in voided]
+    repaired = [d for d in damaged if d.version in wanted]
     remaining = [d for d in await damaged_versions(LogReader.strict(storage, log_id)) if d.version not in wanted]
-    return RepairReport(sorted([*voided, *remaining]), wanted, saved, commit, expired, restated)
+    return RepairReport(sorted([*repaired, *remaining]), wanted, saved, commit, expired, restated)
 
 
 async def _check_voidable(
@@ -219,10 +225,10 @@ async def _void(storage: Storage, log_id: bytes, version: int, newest: int) -> s
     except NotFound:
         data = b""
     if not await _is_voided(log, version):
-        if data:
-            saved_key = f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"
-            with contextlib.suppress(AlreadyExists):  # an earlier repair was interrupted
-                await storage.create(saved_key, data, Durability.FSYNC)
+        name = f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"
+        with contextlib.suppress(AlreadyExists):  # an earlier repair was interrupted
+            await storage.create(name, data, Durability.FSYNC)
+        saved_key = name if data else ""
         await _delete_roots(storage, version, newest)
         void = Record(
             REPAIR + world.token(12),
@@ -249,20 +255,22 @@ async def _named(log: LogReader, version: int, data: bytes) -> set[bytes]:
 
     It is that of its record `data`. If this is damaged, missing or in the place of another one, those that later
     records name are accepted too. A record of another history has none: what refers to it belongs to that history.
+    If the version was voided before, and its record restored, the repair may refer to the void record.
     """
+    readable = False
     try:
-        await log.record(version)
-        return {check_of(data)}
+        readable = await log.record(version) is not None
     except OtherHistory:
         return set()
     except UNREADABLE:
-        named = {check_of(data)} if len(data) >= SHORTEST_FRAME else set()
+        pass
+    named = {check_of(data)} if len(data) >= SHORTEST_FRAME else set()
     for later in range(version + 1, first_link(version + 1) + ROOT_EVERY + 1):
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
             other = await log.commits.get(later)
             unseal(other, b"R")
             link = link_of(other)
-            if link.version == version:
+            if link.version == version and (not readable or version in decode(other, Record).voids):
                 named.add(link.check)
     return named
 

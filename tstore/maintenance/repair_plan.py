@@ -92,14 +92,15 @@ class RepairPlan:
 
     async def _expire(self, gc: int) -> None:
         """Choose what expires, and release what that wrote or needed."""
-        log, voided = self._log, self._voided
+        log = self._log
         ledger, previous = await ledger_at(log, self._base)
-        remaining = sorted(ledger.alive.keys() - set(voided))
+        void = {version async for version, record in log.each_record(sorted(ledger.alive)) if record.void}
+        remaining = sorted(ledger.alive.keys() - void)
         older = [version for version in remaining if version < gc]
         head = max(set(older) - ledger.copies, default=0)  # a collection keeps it
         incomplete = await incomplete_versions(log, [version for version in older if version != head])
         needing = await self._needing_revoked(remaining)
-        self.expired = sorted({*ledger.alive.keys() & voided, *incomplete, *needing})
+        self.expired = sorted({*void, *incomplete, *needing})
         self._ledger = ledger
         if not self.expired:
             return
@@ -116,12 +117,14 @@ class RepairPlan:
                 orphaned += entry.dependencies
         for version, objects in released.items():
             ledger.inherit(version, objects, standalone=ledger.alive[version].standalone)
-        self._tags = {tag: v for v in self.expired for tag in ledger.alive[v].tags}
         self._ledger = ledger.without(self.expired)
         if previous is not None:
             transactions = self._revoked.transactions.union(previous.transactions)
             self._condemned = Condemned(transactions, self._revoked.objects.union(previous.objects))
-        self.lacks_newest = not await self._revive_newest(orphaned)
+        revived = await self._revive_newest(orphaned)
+        self.lacks_newest = revived is None
+        self.expired = [version for version in self.expired if version != revived]
+        self._tags = {tag: v for v in self.expired for tag in ledger.alive[v].tags}
 
     async def _needing_revoked(self, versions: Sequence[int]) -> list[int]:
         """Return which of these versions need what a voided collection had condemned.
@@ -140,36 +143,38 @@ class RepairPlan:
             if version not in candidates:
                 continue
             gone = own_gone if record.source else manifest_gone
-            gone = gone or any(condemned.includes(f"txn/{name}/") for name in record.transactions)
+            for name in record.transactions:
+                if not gone and condemned.includes(f"txn/{name}/"):
+                    gone = bool(await _transaction_objects(self._log, name))  # small commits have none
             with contextlib.suppress(*UNREADABLE):
                 gone = gone or any(map(condemned.includes, await run(packs_of, await self._log.tree(version))))
             if gone:
                 needing.append(version)
         return needing
 
-    async def _revive_newest(self, needed: Sequence[str]) -> bool:
-        """Add the version whose state is the newest to the living ones; return False if it lacks data.
+    async def _revive_newest(self, needed: Sequence[str]) -> int | None:
+        """Add the version whose state is the newest to the living ones and return it; None if it lacks data.
 
         It depends on the objects `needed`, and on the packs to which its tree refers.
         """
         log = self._log
         version = await state_of(log, await head_as_of(log, self._base))
         if version == 0 or version in self._ledger.alive:
-            return True
+            return version
         record = await log.record(version)
         try:
             await log.objects.manifests(version, record)
             packs = await run(packs_of, await log.tree(version))
         except UNREADABLE:
-            return False
+            return None
         objects = {*packs, *(m.key for m in record.manifests if isinstance(m, ObjectRef))}
         if any(map(self._condemned.includes, objects)) or len(await log.storage.sizes(objects)) < len(objects):
-            return False
+            return None
         self._ledger.add(version, msgspec.structs.replace(record, tags=(), dropped=(), tagged={}))
         entry = self._ledger.alive[version]
         others = [key for key in sorted({*needed, *packs}) if owner_of(key) != entry.transaction]
         self._ledger.inherit(version, others, standalone=entry.standalone)
-        return True
+        return version
 
 
 async def condemned_by(storage: Storage, voided: Sequence[int]) -> Condemned:

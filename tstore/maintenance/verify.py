@@ -49,6 +49,7 @@ from tstore.maintenance.damage import (
     known_expiry,
     last_readable_collection,
     missing_records,
+    unvoided,
 )
 from tstore.maintenance.distinct_chunks import ChunkList, DistinctChunks, array_label
 from tstore.maintenance.read_back import read_back
@@ -164,6 +165,7 @@ class _Verification:
                 faults.append(fault)
             if record is not None and record.voids:  # merges between have restated what it voided
                 self._merge_faults = {v: f for v, f in self._merge_faults.items() if v < min(record.voids)}
+                faults += (await unvoided(log, version, record.voids)).values()
             if version % ROOT_EVERY == 0 and (fault := await self._replayed.root_fault(version)):
                 faults.append(fault)
             for manifest in [*manifests, *await self._inherited(version, record)]:

@@ -189,8 +189,8 @@ class Staging:
 
     @property
     def base_version(self) -> int:
-        """The newest version as of the first use of the transaction, perhaps a copy; 0 before it."""
-        return 0 if self._staged is None else self._staged.base.version
+        """The head as of the first use of the transaction; 0 before it."""
+        return 0 if self._staged is None else self._staged.base.head
 
     @property
     def bytes_added(self) -> int:
@@ -275,7 +275,7 @@ class Staging:
     async def await_read(self, staged: StagedTree, work: Awaitable[T]) -> T:
         """Await work that reads the base or packs; raise `SnapshotExpired` or `Conflict` if gc deleted those."""
         try:
-            return await guard_expiry(self.reader, staged.base.version, work)
+            return await guard_expiry(self.reader, staged.base.head, work)
         except (Corrupt, NotFound):
             await self.check_not_condemned()
             raise
