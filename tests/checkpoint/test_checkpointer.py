@@ -343,6 +343,65 @@ def test_hosts_in_lockstep_lose_only_the_step_of_a_transient_error(url: str, err
     assert blocking.steps(url) == [1, 3, 4, 5]
 
 
+class _Unreadable:
+    """An array that can't be read."""
+
+    shape, dtype = (4, 300), np.dtype("f8")
+
+    def __array__(self, *_: object, **__: object) -> Any:
+        raise RuntimeError("no such device")
+
+
+WRONG: dict[str, Any] = {
+    "tree": {"tree": {"w": object()}},
+    "values": {"tree": _Unreadable()},
+    "arguments": {"metrics": {"loss": "low"}},
+}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_peers_of_a_host_that_can_not_begin_to_save_are_told_at_once(
+    url: str, wrong: str, overwrite: bool
+) -> None:
+    """Not only after their own timeout, and they stay in lockstep."""
+    lockstep, told = threading.Barrier(2), []
+
+    def train(host: int) -> None:
+        with Checkpointer(url, host=host, hosts=2, attempt="a") as job:
+            for step in range(1, 4):
+                lockstep.wait(60)
+                arguments = {"step": step, "tree": part(host, step), "overwrite": overwrite}
+                try:
+                    job.save(**arguments | (WRONG[wrong] if (host, step) == (1, 2) else {})).wait(60)
+                except Exception as raised:
+                    told.append((host, step, raised))
+
+    with futures.ThreadPoolExecutor(2) as hosts:
+        list(hosts.map(train, range(2)))
+    own, other = sorted(told, key=lambda each: -each[0])
+    assert [own[:2], other[:2]] == [(1, 2), (0, 2)]
+    assert not isinstance(own[2], Unavailable)
+    assert isinstance(other[2], DeadlineExceeded)
+    assert "host 1 of 2 gave up" in str(other[2])
+    assert blocking.steps(url) == [1, 3]
+
+
+async def test_peers_of_a_host_that_refuses_a_second_save_are_told_at_once(url: str) -> None:
+    jobs = [
+        tstore.Checkpointer(url, host=host, hosts=2, attempt="a", in_flight="refuse", timeout=20)
+        for host in range(2)
+    ]
+    first = await jobs[1].save(1, part(1, 1))
+    with pytest.raises(Misuse, match="a save is under way"):
+        await jobs[1].save(2, part(1, 2))
+    assert await (await jobs[0].save(1, part(0, 1))).committed == await first.committed
+    with pytest.raises(DeadlineExceeded, match="host 1 of 2 gave up"):
+        await (await jobs[0].save(2, part(0, 2))).committed
+    assert await (await jobs[1].save(3, part(1, 3))).staged is None
+    assert await (await jobs[0].save(3, part(0, 3))).committed == 2
+
+
 async def test_every_error_names_the_host_that_is_dead(url: str) -> None:
     """Host 3 of 6 was killed. The others save three steps, and each of them gives up at its own moment."""
     jobs = [

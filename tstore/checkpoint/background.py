@@ -204,25 +204,25 @@ async def _save(
     in_flight: InFlight,
 ) -> int:
     lock = _locks.get().setdefault((store.url, checkpoint.host), asyncio.Lock())
-    if in_flight == "refuse" and lock.locked():
-        raise Misuse(
-            f"{store.url}: a save is under way, so step {save.step} is not saved; wait for it, or pass "
-            "in_flight='queue'"
-        )
-    async with lock:
+    async with contextlib.AsyncExitStack() as stack:
+        async with checkpoint.withdrawn_on_error(store.opened):
+            if in_flight == "refuse" and lock.locked():
+                raise Misuse(
+                    f"{store.url}: a save is under way, so step {save.step} is not saved; wait for it, or pass "
+                    "in_flight='queue'"
+                )
+            await stack.enter_async_context(lock)
+            if staging == "memory":
+                await memory.copy(checkpoint.jobs)
+
+        def on_written() -> None:
+            save._set_staged()
+            stack.enter_context(low_priority())  # from here on the caller computes beside the save
+
         if staging == "turns":
-            with contextlib.ExitStack() as stack:
-
-                def on_written() -> None:
-                    save._set_staged()
-                    stack.enter_context(low_priority())  # from here on the caller computes beside the save
-
-                return await checkpoint.save(await store.opened(), on_written)
-        if staging == "memory":
-            await memory.copy(checkpoint.jobs)
-        save._set_staged()
-        with low_priority():
-            return await checkpoint.save(await store.opened())
+            return await checkpoint.save(await store.opened(), on_written)
+        on_written()
+        return await checkpoint.save(await store.opened())
 
 
 class BackgroundSave:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -21,7 +22,8 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.format.tree.tree import group_document
-from tstore.runtime.pool import give_way, run_to_end
+from tstore.runtime.background_loop import BACKGROUND
+from tstore.runtime.pool import give_way, run_to_end, wait_all
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.steps import step_tag, steps_of
 from tstore.storage.objects import checked_durability
@@ -70,6 +72,13 @@ class Checkpoint(NamedTuple):
     check_tags: Callable[[Mapping[str, int]], None] = _any_tags
     withdraws: bool = False
 
+    @staticmethod
+    def unmade(step: int, host: int, hosts: int, attempt: str | None, overwrite: bool) -> Checkpoint:
+        """Return a checkpoint without values, to withdraw the one whose making fails on this host."""
+        return Checkpoint(
+            step, (), {}, {}, b"", "", {}, "fsync", host, hosts, attempt, None, overwrite, withdraws=True
+        )
+
     async def save(self, store: Store, on_written: Callable[[], None] | None = None) -> int:
         """Commit the checkpoint and return its version.
 
@@ -83,6 +92,27 @@ class Checkpoint(NamedTuple):
             if on_written is not None:
                 raise
             return await self._commit(store, None if token is None else f"{token}.anew", _no_prior)
+
+    @contextlib.asynccontextmanager
+    async def withdrawn_on_error(self, opened: Callable[[], Awaitable[Store]]) -> AsyncIterator[None]:
+        """Withdraw the checkpoint, if it `withdraws`, when the block fails, which comes before `save`.
+
+        `opened` returns the store on the background loop.
+        """
+
+        async def withdraw_it() -> None:
+            tx, _ = await self._transaction(await opened(), self.attempt)
+            await withdraw(tx)
+
+        try:
+            yield
+        except BaseException as error:
+            if self.withdraws and self.hosts > 1 and self.attempt is not None:
+                try:
+                    await wait_all([BACKGROUND.start(withdraw_it()).future], lambda: None)
+                except TStoreError as failure:
+                    error.add_note(f"the other hosts wait for this one, because it could not tell them: {failure}")
+            raise
 
     async def stage(self, store: Store) -> Transaction:
         """Write the values into a transaction and return it; `commit_step` or `Transaction.deliver` ends it."""

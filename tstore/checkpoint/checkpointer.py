@@ -23,6 +23,7 @@ from tstore.checkpoint.background import (
     unseen_error,
     wait_staged,
 )
+from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
 from tstore.checkpoint.rollback import check_newest, check_order, next_attempt, roll_back
@@ -174,22 +175,24 @@ class Checkpointer:
         store = self._background_store = self._background_store or BackgroundStore(self._store)
         attempt = self._next_attempt(store.url, step)  # every host counts this call, even if it raises below
         self._check_process()
-        checkpoint = await checkpoint_from_arguments(
-            tree,
-            step,
-            host=self._host,
-            hosts=self._hosts,
-            attempt=attempt,
-            codecs=self._codecs,
-            metrics=metrics,
-            attributes=attributes,
-            message=message,
-            durability="fsync",
-            timeout=self._timeout,
-            overwrite=overwrite,
-        )
-        self._forget_failed_step()
-        await check_order(self._store, step, self._last_step)
+        unmade = Checkpoint.unmade(step, self._host, self._hosts, attempt, overwrite)
+        async with unmade.withdrawn_on_error(store.opened):
+            checkpoint = await checkpoint_from_arguments(
+                tree,
+                step,
+                host=self._host,
+                hosts=self._hosts,
+                attempt=attempt,
+                codecs=self._codecs,
+                metrics=metrics,
+                attributes=attributes,
+                message=message,
+                durability="fsync",
+                timeout=self._timeout,
+                overwrite=overwrite,
+            )
+            self._forget_failed_step()
+            await check_order(self._store, step, self._last_step)
         preempted = self._preemption_agreed if self._agree is not None else self._signal.received
         checkpoint = checkpoint._replace(
             check_tags=lambda tags: check_newest(store.url, step, tags), withdraws=True
