@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import tstore
 from tests.support.http_server import MARKER, PACK, WRITE, client_of, everybody
 from tstore.conformance.faults import open_faulty
 from tstore.errors import DeadlineExceeded
+from tstore.format.layout import commit_key
 from tstore.server import Server
 
 
@@ -143,6 +146,42 @@ async def test_a_server_names_only_durable_objects_as_existing(calls: CallLog, t
             calls.entries.clear()  # as if the server had died before it flushed the folder
             assert (await client.create(key, data)).status == 412
             assert calls.entries == [("fsync", os.path.normpath(f"s{os.path.dirname(key)}"))]
+
+
+async def test_a_server_sends_only_durable_records(
+    calls: CallLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client whose request to create one got no response reads it, and takes its commit for durable.
+
+    The server that received the request was killed, or another process created the record.
+    """
+    store = await tstore.open(tmp_path / "s")
+
+    async def is_synced_for(method: str, version: int) -> bool:
+        calls.entries.clear()
+        assert (await client(method, f"/{commit_key(version)}")).status == 200
+        return ("fsync", "s/commits") in calls.entries
+
+    async with store.transaction():
+        pass
+    async with Server(tmp_path / "s", access=everybody()) as server, client_of(server, WRITE) as client:
+        assert await is_synced_for("GET", 1)
+        assert not await is_synced_for("GET", 1)
+        async with store.transaction():
+            pass
+        assert await is_synced_for("HEAD", 2)
+        async with await tstore.open(server.url, storage_options={"token": WRITE}) as remote:
+            async with remote.transaction():
+                pass
+        assert not await is_synced_for("GET", 3)
+        async with store.transaction():
+            pass
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "I/O error")))
+            assert (await client("GET", f"/{commit_key(4)}")).status == 503
+        assert await is_synced_for("GET", 4)
+    async with Server(tmp_path / "s", mode="r", access=everybody()) as server, client_of(server, WRITE) as client:
+        assert not await is_synced_for("GET", 4)
 
 
 async def test_fragments_of_a_group_are_durable(calls: CallLog, tmp_path: Path) -> None:

@@ -205,6 +205,8 @@ class App:
             if kind is None or kind is Kind.FOLDER:
                 raise Refused(404, "there is no such object")
             async with self._served.open(key, kind) as opened:
+                if kind is Kind.RECORD and self._max_scope > Scope.READ:
+                    await self._writes.make_durable(key)
                 if request.method == "HEAD" and opened.age is None:
                     entry = await self._served.storage.head(key)
                     opened = opened._replace(age=None if entry is None else entry.age)

@@ -6,8 +6,9 @@
 3. A record is accepted only as the next version, so that no request can leave a gap in the log, and only if it
    follows from the log. A root or an archive is accepted only if it equals the one that follows from the log
    (`admission`).
-4. Before a server answers that an object exists already, it makes the object durable: a client whose first request
-   got no response reads it back, and takes it for its own.
+4. Before a server answers that an object exists already, or sends a record, it makes the object durable, unless it
+   is known to be: a client whose first request got no response reads it back, and takes it for its own. The server
+   that received that request may have been killed, or may be waiting for the disk.
 5. A pack or a manifest is replaced only with the scope ADMIN, and only by bytes that have every checksum which
    living versions give for it (`restoring`). So a copy can repair it without deleting it first.
 6. A record is deleted only if its archive exists. Roots, and data and metadata of a transaction, are deleted only
@@ -59,6 +60,7 @@ class Writes:
         self._admission = Admission(served.storage, limits.wait, self._turns)
         self._restoring = Restoring(served.storage)
         self._memory = Shares(BODY_MEMORY, limits.wait, waiting_for="memory")
+        self._durable = 0  # the records up to this version are
 
     async def put(self, request: web.BaseRequest, key: str, kind: Kind, sender: Sender) -> PutMode:
         """Store the body of a request; return the mode, create or replace."""
@@ -79,6 +81,12 @@ class Writes:
             await self._flush(key)
             raise
         return mode
+
+    async def make_durable(self, key: str) -> None:
+        """Make a record that exists durable, unless it is known to be."""
+        if (version := version_of(key)) > self._durable:
+            await self._flush(key)
+            self._durable = max(self._durable, version)
 
     async def delete(self, key: str, kind: Kind) -> None:
         """Delete an object; raise `Refused` if that is not permitted."""
@@ -181,6 +189,7 @@ class Writes:
             return
         admitted = await self._admission.admit(version_of(key), parsed, data, sender)
         await self._admission.commits.create(version_of(key), data, Durability.FSYNC)
+        self._durable = max(self._durable, version_of(key))
         self._admission.advance(admitted, data)
 
 
