@@ -16,7 +16,7 @@ import pytest
 from tests.support import forks
 from tstore.conformance.faults import Faults
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull
-from tstore.storage.base import Storage
+from tstore.storage.base import Leading, Storage
 from tstore.storage.connect import connect
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
@@ -415,3 +415,21 @@ async def test_packs_are_discarded_in_a_thread_while_others_list() -> None:
         finally:
             ended.set()
         aborting.result()
+
+
+@pytest.mark.parametrize("existing", [0, 1, 2])
+async def test_an_object_that_seems_damaged_and_then_absent_is_missing(existing: int) -> None:
+    """As if a proxy had answered the first request."""
+    storage = Faults(MemoryStorage(str(uuid.uuid4())))
+    keys = [f"k/{number}" for number in range(4)]
+    for key in keys[:existing]:
+        await storage.create(key, key.encode(), NONE)
+    storage.fail("get", keys[existing], error=Corrupt)
+    assert await storage.leading(keys) == Leading([key.encode() for key in keys[:existing]], hole=False)
+    await storage.create(keys[existing + 1], b"", NONE)
+    storage.fail("get", keys[existing], error=Corrupt, nth=1)
+    assert (await storage.leading(keys)).hole
+    storage.clear_rules()
+    storage.fail("get", keys[0], error=Corrupt, times=9)
+    with pytest.raises(Corrupt):
+        await storage.leading(keys)

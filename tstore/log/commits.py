@@ -20,7 +20,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Iterable
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
@@ -156,9 +155,7 @@ class CommitObjects:
         if (loaded := self._loaded.get(end)) is not None:
             return loaded
         key = archive_key(end)
-        objects: list[bytes] = []
-        with contextlib.suppress(NotFound):  # `leading` reads it twice if the first response is damaged
-            objects = (await self.storage.leading([key])).objects  # one quick read, which is never stale
+        objects = (await self.storage.leading([key])).objects  # one quick read, which is never stale
         if not objects:
             if end in self._existing:
                 raise Corrupt(f"{self.storage.url}: {key} is missing; restore it from a copy of the store")

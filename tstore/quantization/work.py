@@ -134,10 +134,11 @@ class BatchWork:
         """Return an array whose chunks in wasteful packs are in other packs."""
         rows = [row for row in array.rows if row.pack not in wasteful]
         moving = sorted((row for row in array.rows if row.pack in wasteful), key=lambda row: row.number)
-        while moving:
-            sums = list(itertools.accumulate(row.length for row in moving))
-            batch = moving[: max(1, bisect.bisect_right(sums, _MOVED_BYTES))]
-            moving = moving[len(batch) :]
+        ends = list(itertools.accumulate((row.length for row in moving), initial=0))
+        first = 0
+        while first < len(moving):
+            end = bisect.bisect_right(ends, ends[first] + _MOVED_BYTES, first + 2) - 1
+            batch, first = moving[first:end], end
             data: dict[int, bytes] = {}
             deliver = partial(_keep, data)
             await read_encoded(self._store.log.storage, array.path, batch, deliver)

@@ -331,15 +331,17 @@ async def _read_leading(storage: Storage, keys: Iterable[str], concurrency: int)
     while batch := list(itertools.islice(keys, count)):
         gets = [_get_short(storage, key) for key in batch]
         results = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # a single get needs no task
-        missing = results.index(None) if None in results else len(batch)
-        for key, result in zip(batch[:missing], results, strict=False):
-            assert result is not None
-            # an object too long to be read together with others is read alone
-            objects.append(await storage.get(key) if isinstance(result, Corrupt) else result)
-            size += len(objects[-1])
+        for missing, key in enumerate(batch):
+            result = results[missing]
+            if isinstance(result, Corrupt):  # perhaps too long to be read together with others
+                result = await _get_or_none(storage, key)
+            if result is None:
+                break
+            objects.append(result)
+            size += len(result)
             if size > LEADING_BYTES and len(objects) > 1:
                 return Leading(objects, False, truncated=True)
-        if missing == len(batch):
+        else:
             count = min(2 * count, concurrency)
             continue
         if missing + 1 < len(batch):
@@ -349,12 +351,17 @@ async def _read_leading(storage: Storage, keys: Iterable[str], concurrency: int)
             hole = len(batch) > missing + 1 and await storage.size(batch[-1]) is not None
         if not hole:
             break
-        try:
-            await storage.get(batch[missing])
-        except NotFound:
+        if await _get_or_none(storage, batch[missing]) is None:
             return Leading(objects, True)
         keys = itertools.chain(batch[missing:], keys)  # the missing object exists by now, so there is no hole
     return Leading(objects, False)
+
+
+async def _get_or_none(storage: Storage, key: str) -> bytes | None:
+    try:
+        return await storage.get(key)
+    except NotFound:
+        return None
 
 
 async def _get_short(storage: Storage, key: str) -> bytes | Corrupt | None:
