@@ -462,6 +462,24 @@ async def test_a_collection_keeps_the_roots_to_which_living_ones_refer(tmp_path:
 
 
 @pytest.mark.usefixtures("short")
+async def test_a_reader_whose_tree_is_of_a_collected_root_goes_on_from_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages that it has not read yet are deleted, although it has all records since."""
+    store, expected = await filled(tmp_path / "store", 57)
+    reader = await tstore.open(store.url)
+    assert (await reader.snapshot()).tree.nodes.is_paged
+    while await store.log.reader.newest() < 65:
+        await write(store, "g01/a0", 7)
+    expected["g01/a0"] = 7
+    await store.collect(tstore.Keep(last=1))
+    assert roots_in(tmp_path / "store") == [64]
+    read = page_reads(monkeypatch)
+    assert await values(reader) == expected
+    assert set(read) == {root_key(64)}
+
+
+@pytest.mark.usefixtures("short")
 async def test_a_hint_at_an_expired_root_is_followed_past_it(tmp_path: Path) -> None:
     """As while a collection deletes objects: the root is still there, but neither its parent nor the manifests."""
     url = tmp_path / "store"
