@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import trustme
 
 import tstore
-from tests.support.s3_endpoint import BUCKET, Endpoint
+from tests.support.s3_endpoint import BUCKET, Endpoint, error
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.runtime.event_loops import on_io
 from tstore.storage.objects import PutMode
@@ -58,6 +60,49 @@ async def test_a_damaged_object_is_noticed_by_the_checksum_in_the_response(
     endpoint.change = lambda key, body: body[:-1] + b"?"
     with pytest.raises(Corrupt, match=f"damaged: {size} bytes with CRC32 .* but the server stored other bytes"):
         await on_io(objects.put("damaged", [bytes(size)], mode))
+    await on_io(objects.close())
+
+
+def md5(data: bytes) -> str:
+    return hashlib.md5(data).hexdigest()
+
+
+@pytest.mark.parametrize("mode", PutMode)
+@pytest.mark.parametrize("size", [10, 2 << 20])
+async def test_a_damaged_object_is_noticed_by_its_etag(endpoint: Endpoint, mode: PutMode, size: int) -> None:
+    """Once an ETag was the MD5 of a body, as those of this server then are."""
+    endpoint.etag = md5
+    objects = S3Storage(URL, **endpoint.options())
+    await on_io(objects.put("sound", [bytes(size)], mode))
+    endpoint.change = lambda key, body: body[:-1] + b"?"
+    with pytest.raises(Corrupt, match=f"damaged: {size} bytes with MD5 .* but the server stored other bytes"):
+        await on_io(objects.put("damaged", [bytes(size)], mode))
+    assert endpoint.asked("GET") == []
+    await on_io(objects.close())
+
+
+@pytest.mark.parametrize("etag", [md5, lambda stored: md5(b"key" + stored), lambda stored: "tag"])
+async def test_a_short_object_whose_etag_tells_nothing_is_read_back_once(endpoint: Endpoint, etag: Any) -> None:
+    endpoint.etag = etag
+    endpoint.change = lambda key, body: body + b"?"
+    objects = S3Storage(URL, **endpoint.options())
+    await on_io(objects.put("hint", [b"1"], PutMode.REPLACE))  # others may replace it before it is read
+    await on_io(objects.put("long", [bytes(2 << 20)], PutMode.CREATE))
+    assert endpoint.asked("GET") == []
+    with pytest.raises(Corrupt, match=r"short: 2 bytes with CRC32 .* but the server stored other bytes"):
+        await on_io(objects.put("short", [b"ab"], PutMode.CREATE))
+    endpoint.change = lambda key, body: body
+    reads = 0 if etag is md5 else 1
+    for name in ("x", "y", "z"):
+        await on_io(objects.put(name, [b"ab"], PutMode.CREATE))
+    assert len(endpoint.asked("GET")) == 1 + reads
+    await on_io(objects.close())
+
+
+async def test_who_may_not_read_writes(endpoint: Endpoint) -> None:
+    endpoint.refuse = lambda request: error(403, "AccessDenied") if request.method == "GET" else None
+    objects = S3Storage(URL, **endpoint.options())
+    await on_io(objects.put("x", [b"ab"], PutMode.CREATE))
     await on_io(objects.close())
 
 

@@ -36,6 +36,7 @@ class Endpoint:
         self.change: Callable[[str, bytes], bytes] = lambda key, body: body
         """What becomes of a body before it is stored."""
         self.echoes_checksums = False
+        self.etag: Callable[[bytes], str] = lambda stored: "tag"
         self.bucket_exists = True
         self.url = ""
 
@@ -94,7 +95,7 @@ class Endpoint:
             return error(412, "PreconditionFailed")
         self.objects[key] = self.change(key, body)
         self.metadata[key] = {n: v for n, v in request.headers.items() if n.lower().startswith("x-amz-meta-")}
-        headers = {"ETag": '"tag"'}
+        headers = {"ETag": f'"{self.etag(self.objects[key])}"'}
         if self.echoes_checksums:
             headers["x-amz-checksum-crc32"] = _crc32(self.objects[key])
         return web.Response(headers=headers)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.bounds import MAX_METRICS, tags_excess_message
 from tstore.format.frame import check_of
-from tstore.format.layout import ROOT_EVERY, archive_end, commit_key, root_key
+from tstore.format.layout import MARKER, ROOT_EVERY, archive_end, commit_key, root_key
 from tstore.format.objects.archives import Archive
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.records import REPAIR, Record, Root
@@ -196,7 +196,9 @@ class Admission:
         return await self.commits.archive(archive_end(version)) is not None
 
     async def check_marker(self, marker: Marker) -> None:
-        """Raise `Corrupt` if the records that exist already belong to another log than the store of a marker."""
+        """Raise `Corrupt` if there are records of another log already, or a store around this one."""
+        if await self._storage.enclosing(MARKER):
+            raise Corrupt("the server's folder is inside another store; serve one beside it")
         log_id = (await self._newest()).chain.log_id
         if log_id not in (None, marker.log_id):
             raise Corrupt("the records here belong to another store")

@@ -101,6 +101,8 @@ class Writes:
             return
         if kind in (Kind.HEARTBEAT, Kind.OTHER):
             await self._storage.delete(key)
+            if kind is Kind.HEARTBEAT:
+                await self._served.remove_empty_folder(key.rpartition("/")[0])
             return
         try:
             deletable = await self._admission.may_delete(key)

@@ -31,11 +31,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from tstore.errors import Corrupt, NotFound
+from tstore.errors import Corrupt, Denied, NotFound
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import STREAMS
 from tstore.storage.limits import checked_pages
@@ -242,8 +243,16 @@ class Storage(abc.ABC):
         pages = checked_pages(self.pages(prefix), prefix, self.url)
         return [entry async for page in pages for entry in page.entries]
 
+    def above(self) -> Iterator[Storage]:
+        """Yield the folders above the URL, nearest first, as far as they can be known."""
+        return iter(())
+
     async def enclosing(self, key: str) -> str | None:
         """Return the nearest folder above the URL that has an object of this key, None if none is known."""
+        for folder in self.above():
+            with contextlib.suppress(Denied):  # permissions may end at the store's own folder
+                if await folder.head(key) is not None:
+                    return folder.url
         return None
 
     async def list(self, prefix: str) -> Keys:

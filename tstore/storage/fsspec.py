@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import datetime
 import errno
 import inspect
@@ -46,6 +47,7 @@ from tstore.storage.objects import (
     PutMode,
     checked_key,
     overlong,
+    prefixes_above,
     read_limit,
     too_short,
 )
@@ -161,6 +163,12 @@ class FsspecStorage(Storage):
                 raise
             with contextlib.suppress(TStoreError):  # the folder may have objects
                 await self._call("delete", key, "rmdir", path)
+
+    def above(self) -> Iterator[Storage]:
+        for root in filter(None, (prefix.rstrip("/") for prefix in prefixes_above(f"{self._root}/"))):
+            folder = copy.copy(self)
+            folder._root, folder.url = root, self.url[: len(root) - len(self._root)]
+            yield folder
 
     async def close(self) -> None:
         """See `Storage.close`; a file system closes its sessions when it is garbage-collected."""

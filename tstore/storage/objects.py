@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tstore.errors import Corrupt, InvalidArgument
@@ -27,6 +27,7 @@ __all__ = [
     "checked_durability",
     "checked_key",
     "overlong",
+    "prefixes_above",
     "read_limit",
     "too_short",
 ]
@@ -92,6 +93,13 @@ def checked_key(key: str, url: str) -> str:
             f"most {MAX_KEY_BYTES}"
         )
     return key
+
+
+def prefixes_above(prefix: str) -> Iterator[str]:
+    """Yield the shorter prefixes of a prefix that ends in "/", longest first: of "a/b/", these are "a/" and ""."""
+    while prefix:
+        prefix = prefix[: prefix.rfind("/", 0, -1) + 1]
+        yield prefix
 
 
 class Durability(enum.Enum):
@@ -176,8 +184,8 @@ class Traffic(NamedTuple):
     """Requests made since a store was opened, and the object bytes they carried.
 
     `requests` and `failed` count by operation: "get", "read", "head", "create", "replace", "list" (each page),
-    "delete", "sync" and "sweep". Every attempt counts. A request has failed unless it returned its result, or
-    showed that the object is missing or already exists.
+    "delete", "enclosing" (once for a new store), "sync" and "sweep". Every attempt counts. A request has failed
+    unless it returned its result, or showed that the object is missing or already exists.
     """
 
     requests: dict[str, int]

@@ -90,7 +90,7 @@ class Wrapper(Storage):
         return await self.around(Request("empty", ""), self.inner.empty)
 
     async def enclosing(self, key: str) -> str | None:
-        return await self.inner.enclosing(key)
+        return await self.around(Request("enclosing", key), lambda: self.inner.enclosing(key))
 
     async def list(self, prefix: str) -> Keys:
         if not self.capabilities.native_io:

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import datetime
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -60,6 +61,7 @@ from tstore.storage.objects import (
     Page,
     PutMode,
     checked_key,
+    prefixes_above,
 )
 
 __all__ = ["GcsStorage"]
@@ -195,6 +197,12 @@ class GcsStorage(Storage):
         with contextlib.suppress(NotFound):
             async with self._request("DELETE", "storage/v1", name, {}, self._label(key), accepted=(200, 204)):
                 pass
+
+    def above(self) -> Iterator[Storage]:
+        for prefix in prefixes_above(self._prefix):
+            folder = copy.copy(self)  # with the same connections
+            folder._prefix, folder.url = prefix, f"gs://{self._bucket}/{prefix}".rstrip("/")
+            yield folder
 
     async def close(self) -> None:
         if self._session is not None:

@@ -106,9 +106,8 @@ class HttpStorage(Storage):
     @property
     def capabilities(self) -> Capabilities:
         """What the server has shown so far; nothing before its first response."""
-        is_tstore = self._is_tstore
-        ranges = bool(self._ranges)
-        return Capabilities(is_tstore, listing=is_tstore, ranges=ranges, durable=is_tstore, folders=is_tstore)
+        is_tstore = self._is_tstore  # which removes a folder with its last object
+        return Capabilities(is_tstore, listing=is_tstore, ranges=bool(self._ranges), durable=is_tstore)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         no_cache = {"Cache-Control": "no-cache"}  # a cache in between may lack objects that the server has

@@ -1,1 +1,2 @@
-"""Objects in a bucket of S3. `store`: the storage. `address`: its URLs. `responses`: limits and errors."""
+"""Objects in a bucket of S3. `store`: the storage. `address`: its URLs. `checksums`: what was stored. `responses`:
+limits and errors."""

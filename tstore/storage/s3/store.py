@@ -13,21 +13,21 @@ A create has exactly one winner among many writers:
 
 Every PUT carries the CRC32 of the body in a header, and the body is sent as it is. By default botocore frames the
 body over https (`aws-chunked`, with the checksum at its end), and a server that does not know the framing stores
-it as part of the object. The response's checksum is compared with ours, for servers that do not check.
+it as part of the object. What the response tells of the stored bytes is compared (`checksums`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import base64
 import contextlib
+import copy
 import email.utils
+import functools
 import io
 import os
 import secrets
 import weakref
-import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
@@ -36,7 +36,6 @@ from s3fs import S3FileSystem
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, TStoreError, Unavailable
 from tstore.format.bounds import HEAD_BYTES
 from tstore.runtime.event_loops import PerLoop, wait_io
-from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.http.responses import sanitize
 from tstore.storage.http.sockets import open_socket
@@ -50,19 +49,19 @@ from tstore.storage.objects import (
     PutMode,
     checked_key,
     overlong,
+    prefixes_above,
     read_limit,
     too_short,
 )
 from tstore.storage.s3.address import split_url
+from tstore.storage.s3.checksums import StoredBytes, crc32, declare_checksum
 from tstore.storage.s3.responses import BoundedSession, closing_responses, mapped_error, new_session, status_of
 
 __all__ = ["S3Storage"]
 
 _CONNECTIONS = 64
 _PIECE = 256 << 10
-_LONG = 1 << 20  # bytes; the checksum of a longer body is computed in the thread pool
 _UPLOAD = "tstore-put"  # the key of the upload's token in the metadata of an object
-_CHECKSUM_HEADER = "x-amz-checksum-crc32"
 
 _CONFIG = {
     "connect_timeout": CONNECT_SECONDS,
@@ -128,6 +127,7 @@ class S3Storage(Storage):
         self._profile = profile
         self._idle_seconds = float((config_kwargs or {}).get("read_timeout") or IDLE_SECONDS)
         self._connections = PerLoop(_Connection)
+        self._stored_bytes = StoredBytes()
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         async with self._request("read", key) as (connection, deadline):
@@ -170,7 +170,7 @@ class S3Storage(Storage):
         options: dict[str, Any] = {"IfNoneMatch": "*"} if mode is PutMode.CREATE else {}
         single = len(buffers) == 1 and isinstance(buffers[0], (bytes, bytearray))
         body = buffers[0] if single else b"".join(buffers)
-        check = await run(_crc32, body) if len(body) >= _LONG else _crc32(body)
+        check = await crc32(body)
         try:
             async with self._request("write", key) as (connection, deadline):
                 deadline.extend(len(body))  # at once, since the HTTP client does not tell what it has sent
@@ -187,11 +187,8 @@ class S3Storage(Storage):
             if stored != upload_token:
                 raise
             return
-        if response.get("ChecksumCRC32", check) != check:
-            raise Corrupt(
-                f"{self.url}: {key}: {len(body)} bytes with CRC32 {check} were sent, but the server stored other "
-                f"bytes, with {sanitize(str(response['ChecksumCRC32']))}; the stored object is damaged, delete it"
-            )
+        read_back = functools.partial(self.get, key) if mode is PutMode.CREATE else None
+        await self._stored_bytes.check(f"{self.url}: {key}", body, check, response, read_back)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         options: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "Delimiter": delimiter}
@@ -218,6 +215,12 @@ class S3Storage(Storage):
         with contextlib.suppress(NotFound):  # some servers send 404
             async with self._request("delete", key) as (connection, _):
                 await connection.client.delete_object(**self._object(key), **connection.file_system.req_kw)
+
+    def above(self) -> Iterator[Storage]:
+        for prefix in prefixes_above(self._prefix):
+            folder = copy.copy(self)  # with the same connections
+            folder._prefix, folder.url = prefix, f"s3://{self._bucket}/{prefix}".rstrip("/")
+            yield folder
 
     async def close(self) -> None:
         connection = self._connections.pop()
@@ -335,7 +338,7 @@ class _Connection:
 
         # "Expect: 100-continue" costs a round trip per write, and waits forever if the server does not respond
         client.meta.events.unregister("before-call.s3", add_expect_header)
-        client.meta.events.register("before-call.s3.PutObject", _declare_checksum)
+        client.meta.events.register("before-call.s3.PutObject", declare_checksum)
         self.file_system, self.client = file_system, client
         self._finalizer = weakref.finalize(self, _close_forgotten, client, asyncio.get_running_loop(), os.getpid())
         self._finalizer.atexit = False  # `_close_all` closes the client at exit, and waits
@@ -360,16 +363,6 @@ def _close_forgotten(client: Any, loop: asyncio.AbstractEventLoop, process: int)
 def _close_all() -> None:
     for storage in list(_connected):  # aiohttp complains about sessions that are open when the interpreter ends
         wait_io(storage.close())
-
-
-def _crc32(body: bytes | bytearray) -> str:
-    return base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
-
-
-def _declare_checksum(params: dict[str, Any], **_: Any) -> None:
-    """Tell botocore of the checksum in the header, so that over https it need not sign a SHA-256 of the body."""
-    algorithm = {"algorithm": "crc32", "in": "header", "name": _CHECKSUM_HEADER}
-    params["context"]["checksum"] = {"request_algorithm": algorithm}
 
 
 def _age(response: Any, written: Any) -> float | None:
