@@ -26,6 +26,7 @@ from tstore.errors import (
     TStoreError,
     Unreachable,
 )
+from tstore.storage import limits
 from tstore.storage.gcs.store import GcsStorage
 from tstore.storage.objects import Entry, PutMode
 
@@ -231,6 +232,20 @@ async def test_a_token_service_that_fails_is_waited_for_if_it_may_recover(
         await renewed.put("k", [b"x"], CREATE)
     assert isinstance(raised.value, TemporaryFailure) == (error is TemporaryFailure)
     tokens.status = 200
+    await renewed.put("k", [b"x"], CREATE)
+
+
+async def test_a_silent_token_service_costs_no_more_than_a_silent_server(
+    tokens: TokenService, renewed: GcsStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.1)
+    tokens.gate.clear()
+    async with asyncio.timeout(20):
+        with pytest.raises(TemporaryFailure, match=r"credentials can't be obtained now .*silent"):
+            await renewed.put("k", [b"x"], CREATE)
+    tokens.gate.set()
+    monkeypatch.undo()
     await renewed.put("k", [b"x"], CREATE)
 
 

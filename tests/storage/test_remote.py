@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import datetime
 import gc
+import json
 import os
+import re
 import threading
 import uuid
 from collections.abc import Callable
@@ -33,6 +35,7 @@ from tstore.errors import (
 )
 from tstore.runtime import budget, event_loops
 from tstore.storage.base import Storage
+from tstore.storage.connect import connect
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers, Durability, PutMode
 from tstore.storage.packs import PACK
@@ -604,3 +607,42 @@ async def test_the_time_for_retries_is_an_option_of_every_server(url: str, secon
 async def test_local_stores_take_no_time_for_retries(url: str) -> None:
     with pytest.raises(InvalidArgument, match="takes no storage_options; got retry_timeout"):
         await tstore.open(url, storage_options={"retry_timeout": 1})
+
+
+# ---- options from the environment
+
+
+VARIABLE = "TSTORE_STORAGE_OPTIONS"
+
+
+async def repeated_for(url: str, options: dict[str, Any] | None = None) -> float:
+    """Return for how many seconds a request was repeated to a server that nobody runs."""
+    with pytest.raises(Unavailable) as raised:
+        await connect(url, options).get("k")
+    spent = re.search(rf"repeated for (\S+) s \(.* or {VARIABLE} sets how long\)", str(raised.value))
+    return float(spent[1]) if spent else 0.0
+
+
+async def test_options_come_from_the_environment_for_the_urls_that_begin_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The longest beginning counts, and what is passed counts before all."""
+    server = "http://127.0.0.1:9"  # where nobody listens
+    none, some = {"retry_timeout": 0}, {"retry_timeout": 0.4}
+    monkeypatch.setenv(VARIABLE, json.dumps({f"{server}/a": some, "http://": none, "gs://": {"no": "such"}}))
+    for name in ("b", "ab"):
+        assert await repeated_for(f"{server}/{name}") < 0.1
+    for name in ("a", "a/b/"):
+        assert await repeated_for(f"{server}/{name}") >= 0.1
+    assert await repeated_for(f"{server}/a", none) < 0.1
+    with pytest.raises(InvalidArgument, match=rf"unknown storage_options 'no' \(passed, or in {VARIABLE}\)"):
+        connect("gs://bucket")
+    assert connect("memory://x").url == "memory://x"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"gs://": 1}', '{"gs://": "secret"}', '{"gs": {"token": "secret"}}'])
+async def test_wrong_options_in_the_environment_are_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(InvalidArgument, match=f"^{VARIABLE}: ") as raised:
+        connect("gs://bucket")
+    assert "secret" not in str(raised.value)

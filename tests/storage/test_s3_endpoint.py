@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import ssl
+import string
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import botocore.exceptions
 import numpy as np
 import pytest
 import trustme
+from aiohttp import web
 
 import tstore
 from tests.support.s3_endpoint import BUCKET, Endpoint, error
-from tstore.errors import Corrupt, InvalidArgument
+from tstore.errors import Corrupt, Denied, InvalidArgument, TemporaryFailure, Throttled, Unavailable
 from tstore.runtime.event_loops import on_io
 from tstore.storage.objects import PutMode
+from tstore.storage.s3.responses import mapped_error
 from tstore.storage.s3.store import S3Storage
 
 URL = f"s3://{BUCKET}/run"
@@ -174,3 +178,116 @@ def test_an_arn_of_something_else_is_refused(rest: str) -> None:
 def test_a_checksum_of_ones_own_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="ChecksumAlgorithm can't be set"):
         S3Storage(URL, s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
+
+
+# ---- errors of botocore before it sends a request
+
+
+LASTING = {  # what to do about them
+    "log in again": [
+        "NoCredentialsError",
+        "UnauthorizedSSOTokenError",
+        "SSOTokenLoadError",
+        "TokenRetrievalError",
+    ],
+    "certificate": ["SSLError"],
+    "settings of AWS": [
+        "UnsupportedS3ArnError",
+        "ConfigParseError",
+        "NoRegionError",
+        "MissingDependencyException",
+    ],
+}
+
+
+@pytest.mark.parametrize(("advice", "name"), [(a, name) for a, names in LASTING.items() for name in names])
+def test_what_a_repetition_does_not_mend_is_not_repeated(advice: str, name: str) -> None:
+    found = mapped_error("s3://b", "b", "read", "k", made(name))
+    assert isinstance(found, Denied | InvalidArgument)
+    assert advice in str(found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CredentialRetrievalError",
+        "MetadataRetrievalError",
+        "ConnectTimeoutError",
+        "ReadTimeoutError",
+        "HTTPClientError",
+        "EndpointConnectionError",
+        "ConnectionClosedError",
+        "ProxyConnectionError",
+    ],
+)
+def test_what_may_pass_is_repeated(name: str) -> None:
+    assert isinstance(mapped_error("s3://b", "b", "read", "k", made(name)), Unavailable)
+
+
+def made(name: str) -> Exception:
+    """Return an exception of botocore."""
+    kind = getattr(botocore.exceptions, name)
+    error: Exception = kind(**{field: "x" for _, field, _, _ in string.Formatter().parse(kind.fmt) if field})
+    return error
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "ExpiredTokenException", Denied),  # of the token service
+        (400, "InvalidIdentityToken", Denied),
+        (400, "IDPCommunicationError", TemporaryFailure),
+        (400, "RequestTimeoutException", TemporaryFailure),
+        (400, "ThrottledException", Throttled),
+        (400, "RequestThrottled", Throttled),
+        (400, "BandwidthLimitExceeded", Throttled),
+    ],
+)
+async def test_codes_with_status_400(
+    endpoint: Endpoint, status: int, code: str, expected: type[Exception]
+) -> None:
+    endpoint.refuse = lambda request: error(status, code)
+    objects = S3Storage(URL, **endpoint.options())
+    with pytest.raises(expected, match=code):
+        await on_io(objects.get("k"))
+    await on_io(objects.close())
+
+
+# ---- redirects, and other successes than 200
+
+
+@pytest.mark.parametrize("location", [True, False])
+@pytest.mark.parametrize("only_objects", [True, False])
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_a_redirect_is_not_followed(
+    endpoint: Endpoint, status: int, only_objects: bool, location: bool
+) -> None:
+    """The body, and the session token of the credentials, would go to another server."""
+    async with Endpoint().running() as other:
+        headers = {"Location": f"{other.url}/{BUCKET}/run/k"} if location else {}
+        refusal = lambda request: error(status, "Redirect", **headers)  # noqa: E731
+        endpoint.refuse = lambda request: refusal(request) if "run" in request.path or not only_objects else None
+        objects = S3Storage(URL, **endpoint.options(token="session-token"))
+        for call in (
+            lambda: objects.put("k", [b"x"], PutMode.CREATE),
+            lambda: objects.get("k"),
+            lambda: objects.delete("k"),
+        ):
+            before = len(endpoint.requests)
+            with pytest.raises(Denied, match="redirects"):
+                await on_io(call())
+            assert len(endpoint.requests) - before < 10
+        assert other.requests == []
+        await on_io(objects.close())
+
+
+@pytest.mark.parametrize("status", [202, 203, 206])
+async def test_a_success_that_stores_or_sends_less_is_none(endpoint: Endpoint, status: int) -> None:
+    objects = S3Storage(URL, **endpoint.options())
+    await on_io(objects.put("k", [b"abc"], PutMode.CREATE))
+    endpoint.refuse = lambda request: web.Response(status=status, body=b"" if request.method == "PUT" else b"a")
+    with pytest.raises(Corrupt, match=f"status {status}, not the whole object"):
+        await on_io(objects.get("k"))
+    with pytest.raises(Unavailable, match=f"status {status}"):
+        await on_io(objects.put("x", [b"abc"], PutMode.CREATE))
+    await on_io(objects.close())

@@ -6,5 +6,6 @@
 3. `http/`, `gcs/`, `s3/`, `fsspec`: storage behind a network. `limits`: what a server may cost in time and memory.
 4. `wrapper`: the base of wrappers. `remote`: the wrappers around a storage behind a network. `retry`: the wrapper
    that repeats requests. `cache`: local files in front of any storage. `reading`: a storage that is only read.
-5. `connect`: from a URL to its storage. `probe`: a test whether that storage creates exclusively.
+5. `connect`: from a URL to its storage, with options of the `environment`. `probe`: a test whether that storage
+   creates exclusively.
 """

@@ -14,6 +14,7 @@ from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 from tstore.storage.base import Storage
 from tstore.storage.cache import Cache
+from tstore.storage.environment import VARIABLE, options_for
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.remote import as_remote
@@ -67,13 +68,14 @@ def storage_at(url: Any, storage_options: Mapping[str, Any] | None = None) -> St
 def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Return the storage at a path or URL; no request is made yet.
 
-    `storage_options` are options of that kind of storage, such as `token` or `endpoint_url`. For every storage but
-    a local one, `retry_timeout` is the seconds for which failed requests are repeated (`retry`). Raise
-    `InvalidArgument` for an invalid URL, an unknown scheme or option, or a missing package.
+    `storage_options` are options of that kind of storage, such as `token` or `endpoint_url`; those that it lacks
+    are taken from the environment (`environment`). For every storage but a local one, `retry_timeout` is the
+    seconds for which failed requests are repeated (`retry`). Raise `InvalidArgument` for an invalid URL, an
+    unknown scheme or option, or a missing package.
     """
     if not isinstance(url, (str, os.PathLike)):
         raise InvalidArgument(f"{url!r:.60} is not the location of a store; pass a URL or a path")
-    text, options = os.fspath(url), dict(storage_options or {})
+    text = os.fspath(url)
     if not text:
         raise InvalidArgument(
             "the URL of a store is empty; expected a path, or a URL such as memory://name, http(s)://, gs:// or "
@@ -93,6 +95,7 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
             f"URL after {chain[1]}::, and cache=FOLDER to keep what is read (or ./{chain[1]}::… for a folder of "
             "that name)"
         )
+    options = {**options_for(text), **(storage_options or {})}
     seconds = options.pop(_RETRY_TIMEOUT, None)
     policy = RETRY_POLICY if seconds is None else RetryPolicy.lasting(seconds)
     remote = _remote(scheme, text, options)
@@ -155,7 +158,8 @@ def _with_options(storage_class: Callable[..., Storage], url: str, options: dict
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise InvalidArgument(
-            f"{url}: unknown storage_options {', '.join(map(repr, unknown))}; expected {', '.join(known)}"
+            f"{url}: unknown storage_options {', '.join(map(repr, unknown))} (passed, or in {VARIABLE}); expected "
+            f"{', '.join(known)}"
         )
     return storage_class(url, **options)
 

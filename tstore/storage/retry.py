@@ -36,6 +36,7 @@ from tstore.errors import (
 )
 from tstore.runtime import world
 from tstore.storage.base import Storage
+from tstore.storage.environment import VARIABLE
 from tstore.storage.limits import one_call
 from tstore.storage.objects import Buffers, Durability, Page, PutMode
 from tstore.storage.wrapper import Request, Wrapper, request_of_put
@@ -95,7 +96,7 @@ class RetryingStorage(Wrapper):
                     wait = self._wait(error, pause, self._deadline(error) - call_time.spent)
                     if wait is None:
                         if call_time.spent:
-                            setting = "storage_options={'retry_timeout': …} sets how long"
+                            setting = f"storage_options={{'retry_timeout': …}} or {VARIABLE} sets how long"
                             error.args = (f"{error}; repeated for {call_time.spent:.3g} s ({setting})",)
                         raise
                     operation = f"{request.operation} {request.key}"

@@ -10,7 +10,8 @@
 4. A token is used until it expires. google.auth wants a new one some minutes before, which is then fetched in the
    background. So neither a slow nor a failing token service affects requests in these minutes; they wait for a
    token only if there is no usable one.
-5. A token service or metadata server that fails temporarily is a `TemporaryFailure`, which `retry` repeats.
+5. A token service or metadata server that fails temporarily, or is silent for as long as no server may be, is a
+   `TemporaryFailure`, which `retry` repeats.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tstore.errors import Denied, InvalidArgument, TemporaryFailure, TStoreError
 from tstore.runtime.event_loops import PerLoop
 from tstore.runtime.pool import run
 from tstore.storage.http.responses import is_temporary
+from tstore.storage.limits import Deadline
 
 __all__ = ["Credentials"]
 
@@ -70,7 +72,7 @@ class Credentials:
                 is_usable = credentials.token_state is not TokenState.INVALID
                 renewal = self._renewing(credentials, is_usable)
                 if not is_usable and renewal is not None:
-                    await asyncio.shield(renewal)
+                    await self._wait(renewal)
             credentials.apply(headers)
         return headers
 
@@ -84,8 +86,19 @@ class Credentials:
         if current.items() <= sent.items():  # no other task has renewed them since
             renewal = self._renewing(credentials, is_usable=False)
             assert renewal is not None
-            await asyncio.shield(renewal)
+            await self._wait(renewal)
         return True
+
+    async def _wait(self, renewal: asyncio.Task[None]) -> None:
+        """Wait for a renewal as long as for any response; raise `TemporaryFailure` if it takes longer."""
+        deadline = Deadline()
+        try:
+            async with deadline:
+                await asyncio.shield(renewal)
+        except TimeoutError as error:
+            raise TemporaryFailure(
+                f"{self._url}: credentials can't be obtained now ({deadline.message}); try again"
+            ) from error
 
     def _renewing(self, credentials: Any, is_usable: bool) -> asyncio.Task[None] | None:
         """Return the renewal in progress or a new one; None if one of a usable token failed a moment ago."""

@@ -1,4 +1,4 @@
-"""Responses of an S3 server: limits of their size in memory, and error responses as the errors of `Storage`.
+"""Responses of an S3 server: limits of their size, no redirects, and error responses as the errors of `Storage`.
 
 The body of an object is streamed, and `store` limits it. botocore reads all other responses (listings, error
 responses) whole. If reading or parsing a response fails, its connection stays open until `closing_responses`
@@ -40,11 +40,28 @@ __all__ = ["BoundedSession", "closing_responses", "mapped_error", "new_session",
 
 _MISSING = {"NoSuchKey", "404", "NotFound"}
 _DENIED = {"AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"}
+# from the token service, with status 400
+_DENIED |= {"ExpiredTokenException", "InvalidIdentityToken", "InvalidClientTokenId", "UnrecognizedClientException"}
 _BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
+_BUSY |= {"ThrottledException", "RequestThrottled", "RequestThrottledException", "TooManyRequestsException"}
+_BUSY |= {"BandwidthLimitExceeded", "LimitExceededException", "PriorRequestNotComplete"}
 _FULL = {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
-_TRANSIENT = {"RequestTimeout"}  # with status 400; other temporary failures are known by their status
+_TRANSIENT = {
+    "RequestTimeout",
+    "RequestTimeoutException",
+    "IDPCommunicationError",
+}  # with status 400; other temporary failures are known by their status
 # with status 400: the body was damaged in transit
 _TRANSIENT |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
+
+_NETWORK = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError)
+_NO_TOKEN = (boto.CredentialRetrievalError, boto.MetadataRetrievalError)  # a process or a server gave none
+# by name, because older versions lack some: the credentials are missing, incomplete or expired
+_LOG_IN = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "UnknownCredentialError"}
+_LOG_IN |= {"SSOError", "LoginError", "TokenRetrievalError", "NoAuthTokenError", "RefreshWithMFAUnsupportedError"}
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MAX_RESPONSES = 8  # of one request: botocore finds the region of a bucket, and sends the request again
 
 _MAX_LISTING_BYTES = 4 << 20  # a thousand names of 1024 bytes each, all of them escaped
 _MAX_REFUSAL_BYTES = 64 << 10
@@ -57,19 +74,26 @@ def mapped_error(url: str, bucket: str, action: str, key: str, error: Exception)
     failure = f"{url}: can't {action} {key!r}"
     if isinstance(error, boto.ClientError):
         return _refusal(action, failure, error, bucket)
-    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)):
+    reason = sanitize(str(error)) or type(error).__name__
+    if not _LOG_IN.isdisjoint(kind.__name__ for kind in type(error).__mro__):
         return Denied(
-            f"{failure}: {sanitize(str(error))}; pass storage_options={{'key': …, 'secret': …}} or {{'anon': "
-            "True}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            f"{failure}: {reason}; log in again (aws sso login), pass storage_options={{'key': …, 'secret': …}} "
+            "or {'anon': True}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    if isinstance(error, (boto.ParamValidationError, ValueError)) and not isinstance(error, OSError):
-        return InvalidArgument(f"{failure}: {sanitize(str(error))}; check the URL and storage_options")
+    if isinstance(error, _NO_TOKEN):
+        return TemporaryFailure(f"{failure}: credentials can't be obtained now ({reason}); try again")
+    if isinstance(error, boto.SSLError):
+        return Denied(
+            f"{failure}: no trusted connection ({reason}); check that the server speaks https, and check its "
+            "certificate; name a private authority in AWS_CA_BUNDLE, or as client_kwargs={'verify': FILE}"
+        )
+    if isinstance(error, (boto.BotoCoreError, ValueError)) and not isinstance(error, (OSError, *_NETWORK)):
+        return InvalidArgument(f"{failure}: {reason}; check the URL, storage_options and the settings of AWS")
     cause = getattr(error, "kwargs", {}).get("error")
     if isinstance(cause, TStoreError):  # raised by `BoundedSession`
         return type(cause)(f"{failure}: {cause}")
     error_type = Unreachable if isinstance(error, boto.EndpointConnectionError) else Unavailable
-    message = sanitize(str(error)) or type(error).__name__
-    return error_type(f"{failure}: {message}; check endpoint_url, or try again")
+    return error_type(f"{failure}: {reason}; check endpoint_url, or try again")
 
 
 def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
@@ -97,6 +121,8 @@ def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
     if code in _DENIED or status in (401, 402, 403, 407, 451, 511):
         note = f" ({FORBIDDEN})" if status == 403 and action in ("read", "stat") else ""
         return Denied(f"{message}; check the credentials and the rights of their owner on bucket {bucket!r}{note}")
+    if status in _REDIRECTS:
+        return Denied(f"{message}; redirects are not followed: check endpoint_url and the region of the bucket")
     if status in (405, 501, 505):
         return Denied(f"{message}; the server lacks a feature that a store needs; use another server")
     return InvalidArgument(f"{message}; check the URL and storage_options")
@@ -134,12 +160,24 @@ def closing_responses() -> Iterator[None]:
 
 
 class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
-    """An HTTP session for botocore that limits the size of responses in memory."""
+    """An HTTP session for botocore that limits the size of responses in memory, and follows no redirects.
+
+    botocore itself follows those to another region, and signs the request for it. aiohttp would send the body and
+    the session token of the credentials to any server.
+    """
 
     async def _get_session(self, proxy_url: str | None) -> Any:
         session = await super()._get_session(proxy_url)
         session._response_class = _BoundedResponse  # aiobotocore has no setting for this
-        return session
+        return _WithoutRedirects(session)
+
+
+class _WithoutRedirects:
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def request(self, method: str, **arguments: Any) -> aiohttp.ClientResponse:
+        return await self._session.request(method, allow_redirects=False, **arguments)
 
 
 class _BoundedResponse(aiohttp.ClientResponse):
@@ -148,6 +186,8 @@ class _BoundedResponse(aiohttp.ClientResponse):
         await super().start(connection)
         if (received := _received.get()) is not None:
             received.append(self)
+            if len(received) > _MAX_RESPONSES:
+                raise Denied("the server redirects without end; check endpoint_url and the region of the bucket")
         return self
 
     async def read(self) -> bytes:

@@ -134,6 +134,8 @@ class S3Storage(Storage):
             response = await connection.client.get_object(**self._object(key), **connection.file_system.req_kw)
             deadline.start_phase()
             async with response["Body"] as body:
+                if (status := response["ResponseMetadata"]["HTTPStatusCode"]) != 200:
+                    raise Corrupt(f"{self.url}: {key}: the server sent status {status}, not the whole object")
                 return await self._read_whole(key, body, int(response.get("ContentLength", 0)), max_size, deadline)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
@@ -187,6 +189,8 @@ class S3Storage(Storage):
             if stored != upload_token:
                 raise
             return
+        if (status := response["ResponseMetadata"]["HTTPStatusCode"]) not in (200, 201, 204):
+            raise Unavailable(f"{self.url}: {key}: the server sent status {status}, and may have stored nothing")
         read_back = functools.partial(self.get, key) if mode is PutMode.CREATE else None
         await self._stored_bytes.check(f"{self.url}: {key}", body, check, response, read_back)
 
