@@ -365,6 +365,32 @@ async def test_an_object_of_a_diverged_copy_is_not_replaced(name: str, tmp_path:
     assert {path: path.read_bytes() for path in target.rglob(f"{name}*")} == before
 
 
+@pytest.mark.parametrize("alike", [False, True])
+async def test_a_copy_to_a_merged_store_notices_records_of_other_lengths(alike: bool, tmp_path: Path) -> None:
+    """Those of equal lengths pass, as "Not promised" says; `verify` of the destination names them."""
+    source, target = tmp_path / "a", tmp_path / "b"
+    await saved(str(source), range(2))
+    shutil.copytree(source, target)
+    for store, writer in ((source, "a"), (target, "b" if alike else "other")):
+        opened = await tstore.open(store)
+        for number in range(3):
+            async with opened.transaction(f"{writer}/{number}") as tx:
+                await tx.create_group(f"{writer}/{number}")
+    await saved(str(source), range(2, 4))
+    for path in [p for p in source.rglob("*") if p.is_file()]:  # as `cp -rn` does
+        if not (theirs := target / path.relative_to(source)).exists():
+            theirs.parent.mkdir(exist_ok=True)
+            shutil.copy(path, theirs)
+    await saved(str(source), range(4, 5))
+    if alike:
+        await tstore.copy(source, target)
+    else:
+        with pytest.raises(Conflict, match="from version 3 on"):
+            await tstore.copy(source, target)
+    faults = (await (await tstore.open(target)).verify()).faults
+    assert f"{commit_key(6)}: it refers to another {commit_key(5)}" in faults[0]
+
+
 async def test_objects_of_another_copy_are_synced() -> None:
     """The other copy may have died before it synced them."""
     source, target = new(), new()

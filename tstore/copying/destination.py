@@ -67,20 +67,21 @@ class Destination:
             common -= 1
         if common and not await self._agrees(records, common):
             version = await self._first_difference(records, common)
-            await self._check_readable(version)
+            await self._readable(version)
             raise self._diverged(records, version)
         return newest
 
     async def lost_records(self, records: SourceRecords, newest: int) -> list[int]:
         """List the records of both stores, and return the versions up to `newest` that the destination lacks.
 
-        Raise `Corrupt` if a record whose size differs from the source's is damaged.
+        Records whose sizes differ are compared: raise `Corrupt` if one is damaged, `Conflict` if it belongs to another
+        history, as after `cp -rn` of a diverged copy.
         """
         sizes = await _record_sizes(self.storage)
         expected = await _record_sizes(records.storage)
-        for version in sizes.keys() & expected.keys():
-            if sizes[version] != expected[version]:
-                await self._check_readable(version)
+        for version in sorted(sizes.keys() & expected.keys()):
+            if sizes[version] != expected[version] and not (await self._readable(version)).was_voided:
+                await self.check_same_records(records, [version])
         unlisted = [version for version in range(1, min(newest, records.newest) + 1) if version not in sizes]
         return sorted(set(unlisted) - await self.commits.existing(unlisted))
 
@@ -169,11 +170,11 @@ class Destination:
                 f"{self._marker.uuid} (a copy of one version has a new uuid); choose an empty destination"
             )
 
-    async def _check_readable(self, version: int) -> None:
-        """Raise `Corrupt` if a record is damaged."""
+    async def _readable(self, version: int) -> Record:
+        """Return a record; raise `Corrupt` if it is damaged."""
         key = commit_key(version)
         try:
-            decode(await self.commits.get(version), Record)
+            return decode(await self.commits.get(version), Record)
         except Corrupt as error:
             raise Corrupt(
                 f"{self.storage.url}: {key} is damaged: {error}; delete it where it is stored, while nothing is "
