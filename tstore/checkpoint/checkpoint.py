@@ -29,6 +29,7 @@ from tstore.steps import step_tag, steps_of
 from tstore.storage.objects import checked_durability
 from tstore.store import Store
 from tstore.transactions.attempts import detected_attempt
+from tstore.transactions.membership import Membership
 from tstore.transactions.staging import Staging
 from tstore.transactions.transaction import Transaction, check_undelivered, staging_of, withdraw
 
@@ -91,7 +92,7 @@ class Checkpoint(NamedTuple):
         except SourceCondemned:  # all hosts get this error, and save again under the same new attempt
             if on_written is not None:
                 raise
-            return await self._commit(store, None if token is None else f"{token}.anew", _no_prior)
+            return await self._commit(store, None if token is None else _anew(token), _no_prior)
 
     @contextlib.asynccontextmanager
     async def withdrawn_on_error(self, opened: Callable[[], Awaitable[Store]]) -> AsyncIterator[None]:
@@ -140,7 +141,7 @@ class Checkpoint(NamedTuple):
         try:
             base = await staging_of(tx).base()  # first, so that a concurrent save of this step conflicts
             version = self._other_save(base.tags, replaced)
-            if version is not None and (await store.log.reader.record(version)).transaction == tx.id:
+            if version is not None and (await store.log.reader.record(version)).transaction in self._ids(tx):
                 await tx.abort()
                 await self._confirm_repeated(store, version)
                 return version
@@ -247,6 +248,14 @@ class Checkpoint(NamedTuple):
                 ) from conflict
             raise self._saved_already(store, version) from conflict
 
+    def _ids(self, tx: Transaction) -> set[str]:
+        """Return the ids under which this attempt may have saved the step: see `save`."""
+        token = self.attempt if self.attempt is not None else detected_attempt(os.environ, self.hosts)
+        if self.hosts == 1 or token is None:
+            return {tx.id}
+        anew = Membership.from_arguments(step_tag(self.step), self.host, self.hosts, _anew(token))
+        return {tx.id, anew.transaction}
+
     def _other_save(self, tags: Mapping[str, int], replaced: int | None) -> int | None:
         """Return the version of a save of this step other than the replaced one, or None if there is none."""
         version = tags.get(step_tag(self.step))
@@ -293,6 +302,11 @@ class Checkpoint(NamedTuple):
             f"{store.url}: step {self.step} is saved already, as version {version}, which is unchanged; save as "
             "another step, or pass overwrite=True"
         )
+
+
+def _anew(attempt: str) -> str:
+    """Return the attempt with which hosts save again if a garbage collection condemned what they refer to."""
+    return f"{attempt}.anew"
 
 
 async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Snapshot | None:

@@ -74,7 +74,7 @@ class Destination:
     async def lost_records(self, records: SourceRecords, newest: int) -> list[int]:
         """List the records of both stores, and return the versions up to `newest` that the destination lacks.
 
-        Records whose sizes differ are compared: raise `Corrupt` if one is damaged, `Conflict` if it belongs to another
+        Compare records whose sizes differ: raise `Corrupt` for a damaged one, and `Conflict` for one of another
         history, as after `cp -rn` of a diverged copy.
         """
         sizes = await _record_sizes(self.storage)
