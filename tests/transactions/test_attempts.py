@@ -166,15 +166,42 @@ if start == 0:
 """
 
 
-def torchrun(folder: Path, number: int, *options: str) -> subprocess.Popen[bytes]:
-    folder.mkdir(exist_ok=True)
+AGENTS = """
+import os, sys
+import torch.distributed.run
+
+folder, agents, (reading, writing) = sys.argv[1], [], os.pipe()
+two = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-conf"]
+two += ["is_host=0", "--rdzv-endpoint"]
+one = ["--nnodes", "1", "--nproc-per-node", "2", "--standalone"]
+for job, number, options in (("two", 0, two), ("two", 1, two), ("one", 0, one)):
+    agents.append(os.fork())
+    if agents[-1] == 0:
+        if job == "two":
+            options.append(f"127.0.0.1:{int(os.read(reading, 5))}")
+        os.environ["AGENT"] = str(number)
+        common = ["--max-restarts", "2", "--monitor-interval", "0.05"]
+        script = [f"{folder}/worker.py", f"{folder}/{job}/store", f"{folder}/{job}"]
+        torch.distributed.run.main([*options, *common, *script])
+        sys.exit()
+server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+os.write(writing, f"{server.port:5}".encode() * 2)
+statuses = [os.waitpid(pid, 0)[1] for pid in agents]
+assert not any(statuses), statuses
+"""
+"""Agents of two jobs, forked from one process, since each import of PyTorch takes seconds."""
+
+
+def run_agents(folder: Path) -> None:
+    for job in ("one", "two"):
+        (folder / job).mkdir()
     (folder / "worker.py").write_text(WORKER)
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *options, "--max-restarts", "2"]
-    command += ["--monitor-interval", "0.05", str(folder / "worker.py"), str(folder / "store"), str(folder)]
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root), str(root / "codecs"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "AGENT": str(number), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    command = [sys.executable, "-W", "ignore", "-c", AGENTS, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def told(folder: Path) -> dict[str, list[Any]]:
@@ -184,16 +211,7 @@ def told(folder: Path) -> dict[str, list[Any]]:
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is not installed")
 def test_a_worker_of_torchrun_is_killed_and_all_are_started_again(tmp_path: Path) -> None:
     """One agent has a token for each start. Of two agents, one restarts its worker with the same variables."""
-    from torch.distributed import TCPStore
-
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    two = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-conf"]
-    two += ["is_host=0", "--rdzv-endpoint", f"127.0.0.1:{server.port}"]
-    agents = [torchrun(tmp_path / "two", number, *two) for number in range(2)]
-    agents.append(torchrun(tmp_path / "one", 0, "--nnodes", "1", "--nproc-per-node", "2", "--standalone"))
-    for process in agents:
-        _, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, errors.decode()
+    run_agents(tmp_path)
     by_one, by_two = told(tmp_path / "one"), told(tmp_path / "two")
     assert by_one["0-0-0"][1].startswith("DeadlineExceeded")
     assert {name: lines for name, lines in by_one.items() if name.endswith("-1")} == {
