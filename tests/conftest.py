@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import re
 import signal
 import sys
 import uuid
@@ -38,6 +40,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + len(os.sched_getaffinity(0))
 
 
+# no test loses its power, so none waits for a disk, which took tests of local stores most of their time: here and
+# in forked processes these calls only check their argument. Tests of durability count and order them, or record
+# them to simulate a power failure. New interpreters make the real ones.
+os.fsync, os.sync = os.fstat, lambda: None  # type: ignore[assignment]
+
+
 LONG = ("test_install", "test_examples", "test_jobs", "test_bench", "test_readme")
 """The modules with the longest tests."""
 
@@ -55,6 +63,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # tests leave little garbage, and each look through the heap takes 0.2 s
     gc.enable()
+
+
+_folders = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A new folder. Pytest's own fixture looks at the folders of all tests before, to number this one."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    path = tmp_path_factory.getbasetemp() / f"{name}{next(_folders)}"
+    path.mkdir()
+    return path
 
 
 @pytest.fixture(params=["local", "memory"])

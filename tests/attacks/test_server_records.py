@@ -27,7 +27,7 @@ from tstore import Keep
 from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.checksums import digest
-from tstore.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.format.layout import commit_key, root_key
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.format.objects.encoding import decode
@@ -428,26 +428,26 @@ async def many(store: tstore.Store, versions: int) -> None:
             pass
 
 
-async def test_a_root_of_a_future_version_is_refused(place: Place) -> None:
+async def test_a_root_of_a_future_version_is_refused(frequent_roots: None, place: Place) -> None:
     """Readers would trust it once its version exists, and the next gc would delete what it lacks."""
-    key = f"/{root_key(ROOT_EVERY)}"
+    key = f"/{root_key(OFTEN)}"
     other = {**dict.fromkeys(("step/1", "step/2"), 1)}
-    for root in (Root(ROOT_EVERY, bytes(16), other, manifest()), Root(ROOT_EVERY, bytes(16), {}, manifest())):
+    for root in (Root(OFTEN, bytes(16), other, manifest()), Root(OFTEN, bytes(16), {}, manifest())):
         for client in (place.write, place.admin):
             response = await client.create(key, framed(root))
             assert response.status == 422
-            assert "there is no version 64 yet" in json.loads(response.body)["error"]
-    await many(place.store, ROOT_EVERY)
+            assert f"there is no version {OFTEN} yet" in json.loads(response.body)["error"]
+    await many(place.store, OFTEN)
     async with await opened(place.server) as store:
         assert await tstore.steps(store) == [1, 2, 3]
         assert (await store.verify()).ok
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the server that took the records", "another"])
-async def test_only_the_correct_root_is_accepted(place: Place, again: bool) -> None:
-    await many(place.store, ROOT_EVERY + 1)
-    true = (place.folder / root_key(ROOT_EVERY)).read_bytes()
-    (place.folder / root_key(ROOT_EVERY)).unlink()
+async def test_only_the_correct_root_is_accepted(frequent_roots: None, place: Place, again: bool) -> None:
+    await many(place.store, OFTEN + 1)
+    true = (place.folder / root_key(OFTEN)).read_bytes()
+    (place.folder / root_key(OFTEN)).unlink()
     root = decode(true, Root)
     forged = [
         msgspec.structs.replace(root, tags={}),
@@ -465,36 +465,36 @@ async def test_only_the_correct_root_is_accepted(place: Place, again: bool) -> N
         client = await stack.enter_async_context(client_of(server, WRITE))
         for other in forged:
             assert framed(other) != true
-            response = await client.create(f"/{root_key(ROOT_EVERY)}", framed(other))
+            response = await client.create(f"/{root_key(OFTEN)}", framed(other))
             assert response.status == 422
-            assert "differs from the records up to version 64" in json.loads(response.body)["error"]
-        assert (await client.create(f"/{root_key(ROOT_EVERY)}", true)).status == 201
+            assert f"differs from the records up to version {OFTEN}" in json.loads(response.body)["error"]
+        assert (await client.create(f"/{root_key(OFTEN)}", true)).status == 201
 
 
-async def test_a_root_that_can_not_be_computed_is_refused(tmp_path: Path) -> None:
+async def test_a_root_that_can_not_be_computed_is_refused(frequent_roots: None, tmp_path: Path) -> None:
     """A part of the data that it is computed from is gone, as is the root before it."""
     folder = tmp_path / "store"
     async with await tstore.open(folder) as store:
-        await many(store, 3 * ROOT_EVERY)
+        await many(store, 3 * OFTEN)
         async with store.transaction() as tx:
             for i in range(200):
                 await (await tx.create_array(f"many/{i}", (64,), "f4", (4,))).write(np.full(64, i))
-        await many(store, 4 * ROOT_EVERY)
-    roots = {v: folder / root_key(v) for v in range(ROOT_EVERY, 5 * ROOT_EVERY, ROOT_EVERY)}
+        await many(store, 4 * OFTEN)
+    roots = {v: folder / root_key(v) for v in range(OFTEN, 5 * OFTEN, OFTEN)}
     data = {v: path.read_bytes() for v, path in roots.items()}
     async with Server(folder, access=everybody()) as server, client_of(server, WRITE) as client:
-        for version in (64, 128):
+        for version in (OFTEN, 2 * OFTEN):
             roots[version].unlink()
-        assert (await client.create(f"/{root_key(128)}", data[128])).status == 422
-        assert (await client.create(f"/{root_key(64)}", data[64])).status == 201
-        assert (await client.create(f"/{root_key(128)}", data[128])).status == 201
-        roots[256].unlink()
+        assert (await client.create(f"/{root_key(2 * OFTEN)}", data[2 * OFTEN])).status == 422
+        assert (await client.create(f"/{root_key(OFTEN)}", data[OFTEN])).status == 201
+        assert (await client.create(f"/{root_key(2 * OFTEN)}", data[2 * OFTEN])).status == 201
+        roots[4 * OFTEN].unlink()
         [large] = folder.glob("txn/*/manifest-*")
         bytes_of = large.read_bytes()
         large.unlink()
-        assert (await client.create(f"/{root_key(256)}", data[256])).status == 422
+        assert (await client.create(f"/{root_key(4 * OFTEN)}", data[4 * OFTEN])).status == 422
         large.write_bytes(bytes_of)
-        assert (await client.create(f"/{root_key(256)}", data[256])).status == 201
+        assert (await client.create(f"/{root_key(4 * OFTEN)}", data[4 * OFTEN])).status == 201
 
 
 async def test_a_manifest_of_a_group_written_first_by_another_client(place: Place) -> None:
@@ -784,16 +784,16 @@ async def test_a_server_continues_with_a_restored_backup(place: Place) -> None:
 
 
 @pytest.mark.parametrize("rooted", [False, True])
-async def test_a_server_notices_a_repair(tmp_path: Path, rooted: bool) -> None:
+async def test_a_server_notices_a_repair(frequent_roots: None, tmp_path: Path, rooted: bool) -> None:
     """A voided version is neither part of its validation of the next record, nor of the roots that it computes."""
     folder = tmp_path / "store"
     async with Server(folder, access=everybody()) as server, client_of(server, WRITE) as client:
         async with await opened(server) as store:
             await filled(store)
             if rooted:
-                await several(store, ROOT_EVERY - NEWEST, 4)
+                await several(store, OFTEN - NEWEST, 4)
         if rooted:  # the server knows the root from now on
-            key = root_key(ROOT_EVERY)
+            key = root_key(OFTEN)
             assert (await client.create(f"/{key}", (folder / key).read_bytes())).status == 412
             (folder / key).unlink()
         async with await tstore.open(folder) as local:
@@ -802,12 +802,12 @@ async def test_a_server_notices_a_repair(tmp_path: Path, rooted: bool) -> None:
             assert told is not None
         newest = told
         if rooted:
-            (folder / root_key(ROOT_EVERY)).unlink(missing_ok=True)
+            (folder / root_key(OFTEN)).unlink(missing_ok=True)
             async with await tstore.open(folder) as local:
-                tree = await local.log.reader.tree(ROOT_EVERY)
-                check = (await local.log.reader.stored(ROOT_EVERY)).check
+                tree = await local.log.reader.tree(OFTEN)
+                check = (await local.log.reader.stored(OFTEN)).check
             right = tree.root(check).data
-            assert (await client.create(f"/{root_key(ROOT_EVERY)}", right)).status == 201
+            assert (await client.create(f"/{root_key(OFTEN)}", right)).status == 201
         forged = framed(commit(manifest("x", replaces_node=False), base=newest))  # the array of the voided version
         response = await client.create(f"/{commit_key(newest + 1)}", forged)
         assert response.status == 422

@@ -7,7 +7,7 @@ import contextlib
 import datetime
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ import tstore.sync as blocking
 from tests.support.http_server import ADMIN, everybody
 from tstore.cli import main
 from tstore.errors import Conflict, InvalidArgument, NotFound, SnapshotExpired
-from tstore.format.layout import ROOT_EVERY
 from tstore.server import Server
+from tstore.simulation.scenario import override_constants
 from tstore.storage.connect import storage_at
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.remote import RemoteStorage
@@ -221,11 +221,21 @@ async def test_only_tags_of_a_copy_conflict(connect: Connect, shared: str) -> No
     assert not await is_exact(store, "t")
 
 
-async def test_many_commits_and_copies_are_read_from_roots(connect: Connect) -> None:
+OFTEN = 16
+
+
+@pytest.fixture
+def frequent_roots() -> Iterator[None]:
+    """Make every 16th commit write a root, so that a history with several roots is short."""
+    with override_constants(ROOT_EVERY=OFTEN):
+        yield
+
+
+async def test_many_commits_and_copies_are_read_from_roots(connect: Connect, frequent_roots: None) -> None:
     """Versions with a root are copies, follow copies, or precede them; the tree of a root is that of the head."""
     store = await first(connect)
-    copies = {ROOT_EVERY - 1, ROOT_EVERY, 2 * ROOT_EVERY, 2 * ROOT_EVERY + 1, 2 * ROOT_EVERY + 3}
-    for version in range(2, 2 * ROOT_EVERY + 4):
+    copies = {OFTEN - 1, OFTEN, 2 * OFTEN, 2 * OFTEN + 1, 2 * OFTEN + 3}
+    for version in range(2, 2 * OFTEN + 4):
         if version in copies:
             assert await quantized(store, f"copy/{version}", at=1) == version
             head = await (await tstore.open(connect(), "r")).snapshot()
@@ -237,7 +247,7 @@ async def test_many_commits_and_copies_are_read_from_roots(connect: Connect) -> 
     reader = await tstore.open(connect(), "r")
     assert (await reader.verify()).ok
     assert await is_exact(reader)
-    for version in (*copies, ROOT_EVERY + 1, 2 * ROOT_EVERY - 1, 2 * ROOT_EVERY + 2):
+    for version in (*copies, OFTEN + 1, 2 * OFTEN - 1, 2 * OFTEN + 2):
         fresh = await tstore.open(connect(), "r")
         snapshot = await fresh.snapshot(version)
         counter = (await (await snapshot.array("n")).read())[0]

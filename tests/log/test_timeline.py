@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tstore.format.layout import commit_key, root_key
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Root
 from tstore.log.records import VersionCache
+from tstore.simulation.scenario import override_constants
 from tstore.storage.base import Storage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability
@@ -59,24 +60,33 @@ def expected(upto: int, since: int, offset: int) -> list[int]:
 
 # ---- roots
 
+OFTEN = 16
 
-async def test_a_root_of_another_history_is_not_trusted(tmp_path: Path) -> None:
+
+@pytest.fixture
+def frequent_roots() -> Iterator[None]:
+    """Make every 16th commit write a root, so that a history with several roots is short."""
+    with override_constants(ROOT_EVERY=OFTEN):
+        yield
+
+
+async def test_a_root_of_another_history_is_not_trusted(frequent_roots: None, tmp_path: Path) -> None:
     """An incremental copy that died, or a restore of files, leaves `roots/` ahead of `commits/`."""
-    await fill(tmp_path / "a", 60)
+    await fill(tmp_path / "a", 12)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    await fill(tmp_path / "a", 70)
+    await fill(tmp_path / "a", 22)
     shutil.copytree(tmp_path / "a/roots", tmp_path / "b/roots")
-    await fill(tmp_path / "b", 70, offset=1000)
+    await fill(tmp_path / "b", 22, offset=1000)
     for reader in (await tstore.open(tmp_path / "b", "r"), await tstore.open(tmp_path / "b")):
-        assert await state(reader) == expected(70, 60, 1000)
-        assert await state(reader, 64) == expected(64, 60, 1000)
+        assert await state(reader) == expected(22, 12, 1000)
+        assert await state(reader, 16) == expected(16, 12, 1000)
     [fault] = (await reader.verify()).faults
-    assert root_key(64) in fault
+    assert root_key(OFTEN) in fault
     assert "is not the root of" in fault
     assert "delete this object" in fault
-    (tmp_path / "b" / root_key(64)).unlink()
+    (tmp_path / "b" / root_key(OFTEN)).unlink()
     assert (await reader.verify()).ok
-    assert await state(await tstore.open(tmp_path / "b", "r")) == expected(70, 60, 1000)
+    assert await state(await tstore.open(tmp_path / "b", "r")) == expected(22, 12, 1000)
 
 
 def flipped(data: bytes) -> bytes:
@@ -89,27 +99,27 @@ def unfit(data: bytes) -> bytes:
 
 
 def later(data: bytes) -> bytes:
-    return forged(replace(decode(data, Root), version=128))
+    return forged(replace(decode(data, Root), version=2 * OFTEN))
 
 
 @pytest.mark.parametrize("change", [flipped, unfit, later, lambda data: data[:-1], lambda _: b""])
 async def test_a_damaged_root_stops_no_reader_and_no_commit(
-    change: Callable[[bytes], bytes], tmp_path: Path
+    frequent_roots: None, change: Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
-    await fill(tmp_path, 70)
-    path = tmp_path / root_key(64)
+    await fill(tmp_path, 22)
+    path = tmp_path / root_key(OFTEN)
     path.write_bytes(change(path.read_bytes()))
-    assert await state(await tstore.open(tmp_path, "r")) == expected(70, 70, 0)
-    await fill(tmp_path, 130)
-    assert await state(await tstore.open(tmp_path, "r")) == expected(130, 130, 0)
+    assert await state(await tstore.open(tmp_path, "r")) == expected(22, 22, 0)
+    await fill(tmp_path, 34)
+    assert await state(await tstore.open(tmp_path, "r")) == expected(34, 34, 0)
     [fault] = (await (await tstore.open(tmp_path, "r")).verify()).faults
-    assert root_key(64) in fault
+    assert root_key(OFTEN) in fault
     assert "Readers ignore it; delete this object" in fault
 
 
-async def test_verify_detects_a_root_with_the_wrong_tree(tmp_path: Path) -> None:
-    await fill(tmp_path, 140)
-    path = tmp_path / root_key(64)
+async def test_verify_detects_a_root_with_the_wrong_tree(frequent_roots: None, tmp_path: Path) -> None:
+    await fill(tmp_path, 36)
+    path = tmp_path / root_key(OFTEN)
     right = decode(path.read_bytes(), Root)
     before = right.manifest
     for wrong, names in [
@@ -120,26 +130,28 @@ async def test_verify_detects_a_root_with_the_wrong_tree(tmp_path: Path) -> None
     ]:
         path.write_bytes(forged(wrong))
         faults = (await (await tstore.open(tmp_path, "r")).verify()).faults
-        [fault] = [f for f in faults if root_key(64) in f]
-        assert f"differs from the records up to version 64 in {names};" in fault
+        [fault] = [f for f in faults if root_key(OFTEN) in f]
+        assert f"differs from the records up to version 16 in {names};" in fault
     path.write_bytes(forged(right))
     assert (await (await tstore.open(tmp_path, "r")).verify()).ok
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-async def test_roots_of_versions_that_expired_are_no_fault(replaces: bool, tmp_path: Path) -> None:
+async def test_roots_of_versions_that_expired_are_no_fault(
+    frequent_roots: None, replaces: bool, tmp_path: Path
+) -> None:
     """The manifests that the records refer to are deleted; they are too long to be inline."""
     store = await tstore.open(tmp_path)
-    for step in range(70):
+    for step in range(22):
         async with store.transaction(tag=f"step/{step}", durability="none") as tx:
             if replaces:
                 await staging_of(tx).replace_all(b"")
             w = await (tx.create_array("w", (600,), "int64", (1,)) if replaces or not step else tx.array("w"))
             await w.write(step)
-    await store.collect(Keep(tags=("step/65",)))
+    await store.collect(Keep(tags=("step/17",)))
     assert (await store.verify()).faults == []
     fresh = await tstore.open(tmp_path, "r")
-    for step in (65, 69):
+    for step in (17, 21):
         assert (await (await (await fresh.snapshot(f"step/{step}")).array("w")).read() == step).all()
 
 
@@ -227,16 +239,16 @@ async def noticed(handle: tstore.Store, *late: tstore.Transaction) -> None:
 
 
 async def open_at_the_newest(url: Any, store: tstore.Store) -> tstore.Store:
-    await write(store, 50, 0)
+    await write(store, 13, 0)
     handle = await tstore.open(url)
     await handle.snapshot()
     return handle
 
 
 async def open_at_an_older_version(url: Any, store: tstore.Store) -> tstore.Store:
-    await write(store, 50, 0)
+    await write(store, 13, 0)
     handle = await tstore.open(url)
-    await handle.snapshot(45)
+    await handle.snapshot(12)
     return handle
 
 
@@ -245,7 +257,7 @@ async def open_before_the_first_commit(url: Any, store: tstore.Store) -> tstore.
     handle = await tstore.open(url)
     async with handle.transaction() as tx:
         await tx.create_array("w", (10,), "int64", (2,))
-        await write(store, 50, 0)
+        await write(store, 13, 0)
         with pytest.raises(Conflict):
             await tx.commit()
     return handle
@@ -257,14 +269,14 @@ async def open_long_before(url: Any, store: tstore.Store) -> tstore.Store:
     handle = await tstore.open(url)
     async with handle.transaction() as tx:
         await (await tx.array("w")).resize((5,))
-        await write(store, 50, 0)
+        await write(store, 13, 0)
         with pytest.raises(Conflict):
             await tx.commit()
     return handle
 
 
 OPENED = [open_at_the_newest, open_at_an_older_version, open_before_the_first_commit, open_long_before]
-UPTO = [40, 50, 70]
+UPTO = [10, 13, 18]
 
 
 @pytest.mark.parametrize("connect", ["local", "server"], indirect=True)
@@ -278,40 +290,40 @@ UPTO = [40, 50, 70]
     ],
 )
 async def test_a_replaced_store_is_noticed_whatever_was_read_of_it(
-    opened: Callable[[Any, tstore.Store], Any], upto: int, evicted: bool, connect: Callable[[], Any]
+    frequent_roots: None, opened: Callable[..., Any], upto: int, evicted: bool, connect: Callable[[], Any]
 ) -> None:
-    """Whatever was read of 50 versions; the backup is of version 40, and went on to another version."""
+    """Whatever was read of 13 versions; the backup is of version 10, and went on to another version."""
     other = await tstore.open(connect())
     handle = await opened(connect(), other)
     if evicted:
-        await handle.snapshot(40)
+        await handle.snapshot(10)
         handle.log.reader.records._cached.drop_from(0)
     backup = {k: d for k, d in (await backed_up(other.log.storage)).items() if not k.startswith("commits/")}
-    for version in range(1, 41):
+    for version in range(1, 11):
         backup[commit_key(version)] = await other.log.storage.get(commit_key(version))
     await put_back(other.log.storage, backup)
     await fill(connect(), upto, 1000)
     await noticed(handle)
 
 
-@pytest.mark.parametrize("upto", [70, 66])
+@pytest.mark.parametrize("upto", [22, 18])
 async def test_a_cache_shows_nothing_that_a_restored_backup_lacks(
-    upto: int, connect: Callable[[], Any], tmp_path: Path
+    frequent_roots: None, upto: int, connect: Callable[[], Any], tmp_path: Path
 ) -> None:
-    await fill(connect(), 60)
+    await fill(connect(), 12)
     plain = await tstore.open(connect())
     backup = await backed_up(plain.log.storage)
-    await fill(connect(), 70)
-    for at in (None, 62, 64, 70):
+    await fill(connect(), 22)
+    for at in (None, 14, 16, 22):
         await state(await tstore.open(connect(), "r", cache=tmp_path / "cache"), at)
     await put_back(plain.log.storage, backup)
     reader = await tstore.open(connect(), "r", cache=tmp_path / "cache")
-    assert (await reader.snapshot()).version == 60
+    assert (await reader.snapshot()).version == 12
     await fill(connect(), upto, 1000)
     reader = await tstore.open(connect(), "r", cache=tmp_path / "cache")
-    assert await state(reader) == expected(upto, 60, 1000)
-    for at in (62, 64, 65):
-        assert await state(reader, at) == expected(at, 60, 1000)
+    assert await state(reader) == expected(upto, 12, 1000)
+    for at in (14, 16, 17):
+        assert await state(reader, at) == expected(at, 12, 1000)
 
 
 # ---- many commits, many threads

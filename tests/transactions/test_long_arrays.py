@@ -149,7 +149,7 @@ async def test_changes_over_segments_are_read_back(url: str) -> None:
 
 
 @pytest.mark.parametrize("dimensions", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("url", "seed"), [(("local", "memory")[n % 2], n) for n in range(6)], indirect=["url"])
 async def test_resizes_of_random_arrays(
     url: str, seed: int, dimensions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
