@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -19,6 +19,7 @@ from tstore.format.bounds import COLLECTION_BYTES
 from tstore.log.reader import LogReader
 from tstore.runtime.event_loops import on_io
 from tstore.runtime.pool import Workers
+from tstore.simulation.virtual import VirtualLoop
 from tstore.storage import limits
 from tstore.storage.base import Storage
 from tstore.storage.cache import Cache, CachedStorage
@@ -163,17 +164,24 @@ async def test_after_a_body_was_sent_the_response_has_the_time_that_the_body_may
                 await create
 
 
-async def test_a_transfer_above_the_minimum_rate_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(test())
+
+
+def test_a_transfer_above_the_minimum_rate_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_RATE", 1000)
-    clock = asyncio.get_running_loop().time
-    async with Deadline(0.4) as within:
-        began = clock()
-        while clock() < began + 1.2:
-            await asyncio.sleep(0.02)
-            within.extend(1000)
-    for size, pause in [(1 << 40, 60), (1, 0.01)]:  # far ahead of the minimum rate and then silent; too slow
-        with pytest.raises(TimeoutError):
-            await moving(size, pause)
+
+    async def test() -> None:
+        async with Deadline(0.4) as within:
+            for _ in range(60):
+                await asyncio.sleep(0.02)
+                within.extend(1000)
+        for size, pause in [(1 << 40, 60), (1, 0.01)]:  # far ahead of the minimum rate and then silent; too slow
+            with pytest.raises(TimeoutError):
+                await moving(size, pause)
+
+    on_virtual_time(test)
 
 
 async def moving(size: int, pause: float) -> None:
@@ -183,10 +191,13 @@ async def moving(size: int, pause: float) -> None:
             await asyncio.sleep(pause)
 
 
-async def test_time_spent_by_the_client_does_not_count() -> None:
-    async with Deadline(0.2) as within:
-        await within.pause(asyncio.sleep(0.5))
-        within.extend(1)
+def test_time_spent_by_the_client_does_not_count() -> None:
+    async def test() -> None:
+        async with Deadline(0.2) as within:
+            await within.pause(asyncio.sleep(0.5))
+            within.extend(1)
+
+    on_virtual_time(test)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1"])

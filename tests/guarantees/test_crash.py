@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,8 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
                 assert ready.wait(30)
                 if number % 2:
                     told.wait(30)
+                    while reader.is_alive() and (not seen or seen[-1] < lines[0]):
+                        time.sleep(0.001)
                 told.clear()
                 told.wait(rng.uniform(0, 0.03))
                 os.kill(writer, signal.SIGKILL)

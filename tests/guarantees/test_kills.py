@@ -266,13 +266,16 @@ def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path, ki
         try:
             for _ in range(kills):
                 slot = rng.randrange(SLOTS)
-                until_written(outs[slot])
+                until(lambda slot=slot: outs[slot].exists() and outs[slot].read_bytes())
                 time.sleep(rng.uniform(0, 0.04))
                 os.kill(pids[slot], signal.SIGKILL)
                 assert server.wait(pids[slot]) == -signal.SIGKILL
                 took(outs[slot], acknowledged[slot], last, slot)
                 outs[slot].unlink()
                 pids[slot] = server.start(outs[slot], url, slot)
+            until(lambda: len(seen) > 3 or failures)
+            for out in outs:
+                until(lambda out=out: out.exists() and out.read_bytes().count(b"\n") > 1)  # it has committed
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
@@ -299,9 +302,9 @@ def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path, ki
         tx.array("shared").write(-1)
 
 
-def until_written(out: Path) -> None:
+def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
-    while not out.exists() or not out.read_bytes():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -359,9 +362,8 @@ def test_clients_of_a_server_killed_at_random_moments(tmp_path: Path, kills: int
         for number in range(kills):
             out = tmp_path / f"out-{number}"
             client = clients.start(out, server.url, http_server.ADMIN, number)
-            until = 1 + rng.randrange(3)
-            while not (out.exists() and out.read_text().count("\n") >= until):
-                time.sleep(0.001)
+            lines = 1 + rng.randrange(3)
+            until(lambda out=out, lines=lines: out.exists() and out.read_text().count("\n") >= lines)
             time.sleep(rng.random() * 0.03)
             os.kill(client, signal.SIGKILL)
             assert clients.wait(client) == -signal.SIGKILL

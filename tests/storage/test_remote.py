@@ -544,6 +544,12 @@ async def test_no_acknowledged_commit_is_lost_to_a_bad_network(seed: int) -> Non
         assert set(values) == {10.0 * number + turn}
 
 
+async def landed(faults: Faults) -> None:
+    """Wait for late and repeated requests."""
+    while faults._late:
+        await asyncio.wait(faults._late)
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_an_unknown_outcome_is_reported_and_learned_later(seed: int) -> None:
     name = anew()
@@ -563,7 +569,7 @@ async def test_an_unknown_outcome_is_reported_and_learned_later(seed: int) -> No
         except Unavailable:
             outcomes[tx.id] = None
             await tx.abort()
-    await event_loops.on_io(asyncio.sleep(0.6))  # late requests have landed
+    await event_loops.on_io(landed(faults))
     assert len({v for v in outcomes.values() if v is not None}) > 2
     assert all(named)
     for transaction, version in outcomes.items():
