@@ -9,6 +9,7 @@ people.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,29 +47,38 @@ LONGEST = 400  # lines; a module has fewer
 
 
 @dataclass(frozen=True)
-class Module:
-    """A source file: its dotted name and its syntax tree."""
-
-    name: str
-    path: Path
-    text: str
-
-    @property
-    def syntax(self) -> ast.Module:
-        return ast.parse(self.text, str(self.path))
-
-    @property
-    def package(self) -> str:
-        return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
-
-
-@dataclass(frozen=True)
 class Import:
     """One imported name: `from module import name`, or `import module` with no name."""
 
     module: str
     name: str
     line: int
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file: its dotted name, its docstring and its imports."""
+
+    name: str
+    path: Path
+    text: str
+
+    @property
+    def package(self) -> str:
+        return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
+
+    @property
+    def docstring(self) -> str:
+        return self._parsed[0]
+
+    @property
+    def imports(self) -> list[Import]:
+        return self._parsed[1]
+
+    @functools.cached_property
+    def _parsed(self) -> tuple[str, list[Import]]:
+        syntax = ast.parse(self.text, str(self.path))
+        return ast.get_docstring(syntax) or "", list(imports_in(syntax, self.package))
 
 
 def modules_of(folder: Path) -> dict[str, Module]:
@@ -80,14 +90,14 @@ def modules_of(folder: Path) -> dict[str, Module]:
     return modules
 
 
-def imports_of(module: Module) -> Iterator[Import]:
-    for node in ast.walk(module.syntax):
+def imports_in(syntax: ast.Module, package: str) -> Iterator[Import]:
+    for node in ast.walk(syntax):
         match node:
             case ast.Import(names=names):
                 for alias in names:
                     yield Import(alias.name, "", node.lineno)
             case ast.ImportFrom(module=origin, names=names, level=level):
-                base = module.package.split(".")
+                base = package.split(".")
                 base = base[: len(base) - level + 1] if level else []
                 for alias in names:
                     yield Import(".".join([*base, *([origin] if origin else [])]), alias.name, node.lineno)
@@ -111,7 +121,7 @@ def layer_of(module: str, layers: Sequence[Sequence[str]]) -> str:
 
 def targets_of(module: Module, modules: Mapping[str, Module]) -> Iterator[tuple[str, int]]:
     """Yield the full names of the tstore modules that a module imports, with line numbers."""
-    for import_ in imports_of(module):
+    for import_ in module.imports:
         target = (
             f"{import_.module}.{import_.name}" if f"{import_.module}.{import_.name}" in modules else import_.module
         )
@@ -153,7 +163,7 @@ def foreign_faults(modules: Mapping[str, Module], forbidden: str) -> list[str]:
     return [
         f"{module.name}:{import_.line} imports {import_.module}, and must know nothing of {forbidden}"
         for module in modules.values()
-        for import_ in imports_of(module)
+        for import_ in module.imports
         if within(import_.module, forbidden)
     ]
 
@@ -161,7 +171,7 @@ def foreign_faults(modules: Mapping[str, Module], forbidden: str) -> list[str]:
 def privacy_faults(modules: Mapping[str, Module]) -> list[str]:
     faults = []
     for module in modules.values():
-        for import_ in imports_of(module):
+        for import_ in module.imports:
             parts = [*import_.module.split("."), import_.name]
             private = [i for i, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")]
             if private and ".".join(parts[: private[0]]) not in owners(module, modules):
@@ -180,7 +190,7 @@ def form_faults(modules: Mapping[str, Module]) -> list[str]:
         lines = len(module.text.splitlines())
         if lines >= LONGEST:
             faults.append(f"{module.name} has {lines} lines, and must have fewer than {LONGEST}: split it")
-        if not ast.get_docstring(module.syntax):
+        if not module.docstring:
             faults.append(f"{module.name} has no docstring: say what it is")
     return faults
 
@@ -192,7 +202,7 @@ def guide_faults(modules: Mapping[str, Module]) -> list[str]:
         package, _, name = module.name.rpartition(".")
         if package in ("", "tstore") or name.startswith("_"):
             continue
-        guide = ast.get_docstring(modules[package].syntax) or ""
+        guide = modules[package].docstring
         forms = (f"`{name}`", f"`{name}/`", f"`{name.partition('_')[0]}_…`")
         if not any(form in guide for form in forms):
             faults.append(f"{module.name} is not named at the top of {package}/__init__.py: say what it is for")
