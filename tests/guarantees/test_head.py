@@ -33,7 +33,10 @@ Connect = Callable[[], Any]
 W = np.random.default_rng(0).normal(size=(64, 64)).astype("f4")
 
 
-@pytest.fixture(params=["local", "remote", "server"])
+STORAGES = ("local", "remote", "server")
+
+
+@pytest.fixture(params=STORAGES)
 async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Connect]:
     """Another storage of the same store, as another process has one."""
     name, store = str(uuid.uuid4()), tmp_path / "store"
@@ -157,8 +160,15 @@ async def _create(tx: tstore.Transaction) -> None:
     await tx.create_array("new", (2,), "f4")
 
 
-@pytest.mark.parametrize("isolation", ["snapshot", "serializable"])
-@pytest.mark.parametrize("change", [_write, _append, _resize, _delete, _create])
+@pytest.mark.parametrize(
+    ("connect", "change", "isolation"),  # each two of them together
+    [
+        (storage, change, ("snapshot", "serializable")[(i + j) % 2])
+        for i, storage in enumerate(STORAGES)
+        for j, change in enumerate((_write, _append, _resize, _delete, _create))
+    ],
+    indirect=["connect"],
+)
 async def test_a_copy_conflicts_with_no_transaction(connect: Connect, change: Any, isolation: Any) -> None:
     """Neither with one that is open while the copy is committed, nor with one that is committed during it."""
     store = await first(connect)
@@ -280,7 +290,12 @@ KEPT = (
 )
 
 
-@pytest.mark.parametrize(("keep", "kept"), KEPT, ids=lambda value: repr(value)[:60])
+@pytest.mark.parametrize(
+    ("connect", "keep", "kept"),
+    [(STORAGES[number % 3], *rule) for number, rule in enumerate(KEPT)],
+    indirect=["connect"],
+    ids=lambda value: repr(value)[:60],
+)
 async def test_copies_live_with_their_source(connect: Connect, keep: tstore.Keep, kept: set[int]) -> None:
     """1 is step/1, with the copies 2 and 3, and 4 a copy of 2; 5 is step/2, with 6 and 7; 8 is the head."""
     store = await tstore.open(connect())
