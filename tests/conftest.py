@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -9,9 +10,12 @@ import re
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -63,6 +67,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # tests leave little garbage, and each look through the heap takes 0.2 s
     gc.enable()
+
+
+@functools.cache
+def _generators(module: ModuleType) -> list[tuple[np.random.Generator, Mapping[str, Any]]]:
+    """Return the random generators of a module, with their states."""
+    return [(g, g.bit_generator.state) for g in vars(module).values() if isinstance(g, np.random.Generator)]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let each test draw the same random numbers, whichever tests ran before it in this process."""
+    if isinstance(item, pytest.Function):
+        for generator, state in _generators(item.module):
+            generator.bit_generator.state = state
 
 
 _folders = itertools.count()
