@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.collisions import tuples_of_equal_hash
 from tests.support.forging import forged, placed, sealed
+from tests.support.fuzzing import bounded_time
 from tests.support.work import counted_work
 from tstore import Keep
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
@@ -171,6 +173,31 @@ def test_a_long_record_of_empty_lists_is_refused_at_once(field: str, size: int) 
     with counted_work() as work, pytest.raises(Corrupt):
         decode(data, Record)
     assert work.steps < 15 * RECORD_VALUES  # rather than of each value until the end
+
+
+def keyed_by_tuples(length: int) -> msgspec.Raw:
+    """Return metadata whose keys are arrays that have one hash."""
+    keys = map(msgspec.msgpack.encode, tuples_of_equal_hash(length))
+    return msgspec.Raw(b"\x81\xa1a\xdf" + length.to_bytes(4, "big") + b"".join(key + b"\xc0" for key in keys))
+
+
+@pytest.mark.parametrize("length", [1000, 30_000])
+@pytest.mark.parametrize("name", ["record", "fragment", "parts"])
+def test_metadata_with_keys_that_collide_is_refused_before_it_is_decoded(name: str, length: int) -> None:
+    metadata: Any = keyed_by_tuples(length)
+    if name == "parts":
+        data = forged(BODIES[name], parts=(Part("a", 1.0, "m", ("x",), 3, metadata), BODIES[name].parts[1]))
+    else:
+        data = forged(BODIES[name], metadata=metadata)
+    with bounded_time(1), pytest.raises(Corrupt, match="the metadata of a commit has a key that is no text"):
+        decode(data, type(BODIES[name]))
+
+
+def test_keys_of_short_metadata_collide_for_a_short_time() -> None:
+    metadata: Any = keyed_by_tuples(60)
+    parts = tuple(Part(f"a{i}", 1.0, "", (), 0, metadata) for i in range(150))
+    with bounded_time(1), pytest.raises(Corrupt, match=r"metadata\['a'\]"):
+        decode(forged(BODIES["parts"], parts=parts), Record)
 
 
 async def small() -> tstore.Store:

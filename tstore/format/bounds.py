@@ -172,26 +172,33 @@ _ALL_BUT_BRACKETS_AND_COMMAS = bytes(set(_ALL_BUT_BRACKETS) - set(b","))
 
 
 def packed_excess_message(data: bytes | memoryview, values: int, levels: int, count: int = 0) -> str:
-    """Return how msgpack data exceed these bounds; "" if they do not or are truncated.
+    """Return how msgpack data exceed these bounds, or that a key is no text; "" if neither, or if truncated.
 
-    Counting starts at `count` and stops at the first value beyond the bounds.
+    Counting starts at `count` and stops at the first value beyond the bounds. Keys of other types are refused
+    before the parser meets them: it hashes arrays and numbers without a secret, so that many may collide.
     """
     if len(data) <= min(values - count, levels):  # each value and each level takes a byte or more
         return ""
     at, size = 0, len(data)
     remaining: list[int] = []  # values to come in each enclosing container
+    in_map: list[bool] = []  # whether it is a map, in which an even number of values to come begins with a key
     while at < size:
         count += 1
         if count > values:
             return f"more than {values:,} values"
+        first = data[at]
+        if remaining and in_map[-1] and not remaining[-1] % 2 and not (0xA0 <= first < 0xC0 or first in _TEXT):
+            return "a key that is no text"
         children, at = _value_at(data, at)
         if children:
             remaining.append(children)
+            in_map.append(first < 0x90 or first >= 0xDE)
             if len(remaining) > levels:
                 return f"more than {levels} levels of nesting"
             continue
         while remaining and remaining[-1] == 1:  # the last value of a container also ends the container
             remaining.pop()
+            in_map.pop()
         if remaining:
             remaining[-1] -= 1
     return ""
@@ -221,6 +228,9 @@ _PREFIXED = {
 }
 """By first byte, for text, bytes and extensions: the `struct` format of the length, and the number of bytes that
 the length does not count (1 for the type of an extension)."""
+
+_TEXT = (0xD9, 0xDA, 0xDB)
+"""The first bytes of text that is not short."""
 
 _CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2)}
 """By first byte, for arrays and maps: the `struct` format of the length, and the values per item (2 in a map)."""

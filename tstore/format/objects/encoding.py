@@ -103,6 +103,7 @@ _NAME_FIELDS = ("tags", "deleted", "reused", "dropped", "tagged")
 """The lists and maps of names in a record or fragment."""
 
 _SHORT_RECORD = 4 << 10  # bytes of a record whose values are not counted
+_SHORT_METADATA = 1 << 10  # bytes of metadata whose keys are not checked before they are decoded
 _SHORT_COLLECTION = 1 << 20  # bytes of a collection whose values are not counted: they take at most about 30 MiB
 _ASCII = bytes(range(128))
 _VALUE_BYTES = 96  # bytes of a string, a number or an empty container in memory
@@ -176,9 +177,16 @@ def _count_within_living(alive: msgspec.Raw) -> tuple[int, list[str]]:
 
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
     """Raise `Corrupt` if a body has too many bytes, names, living versions or values of metadata to be decoded."""
-    if len(packed) <= METADATA_VALUES or kind not in _OUTLINES:
-        return  # a value has a byte or more, so a body of so few bytes exceeds no bound
+    if len(packed) <= _SHORT_RECORD or kind not in _OUTLINES:
+        return
     outline: Any = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
+    metadata = [] if kind is Manifest else [part for part in _metadata(outline) if len(part) > _SHORT_METADATA]
+    for packed_metadata in metadata:
+        excess = packed_excess_message(packed_metadata, METADATA_VALUES, METADATA_LEVELS)
+        if excess or len(packed_metadata) > METADATA_BYTES:
+            raise Corrupt(f"the metadata of a commit has {excess or f'{len(packed_metadata):,} bytes'}")
+    if len(packed) <= METADATA_VALUES:
+        return  # a value has a byte or more, so a body of so few bytes exceeds no bound
     if kind is Manifest:
         longest = max(child_count(memoryview(names)) for names in (outline.paths, outline.documents))
         if longest > MANIFEST_NODES:
@@ -192,16 +200,10 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
         )
     if excess := collection_excess_message(memoryview(getattr(outline, "collection", b""))):
         raise Corrupt(f"the record of a garbage collection has {excess}")
-    name_count, metadata = sum(map(child_count, _names(outline))), _metadata(outline)
-    excess = packed_excess_message(b"".join(metadata), RECORD_VALUES, METADATA_LEVELS, name_count)
+    name_count = sum(map(child_count, _names(outline)))
+    excess = packed_excess_message(b"".join(_metadata(outline)), RECORD_VALUES, METADATA_LEVELS, name_count)
     if excess:
         raise Corrupt(f"the names and the metadata of a commit have {excess}")
-    for packed_metadata in metadata:
-        excess = ""
-        if len(packed_metadata) > METADATA_VALUES:
-            excess = packed_excess_message(packed_metadata, METADATA_VALUES, METADATA_LEVELS)
-        if excess or len(packed_metadata) > METADATA_BYTES:
-            raise Corrupt(f"the metadata of a commit has {excess or f'{len(packed_metadata):,} bytes'}")
 
 
 def _unpack(packed: bytes | memoryview, kind: type[T]) -> T:
