@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import random
 import tracemalloc
 import uuid
@@ -16,12 +17,13 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.collisions import equal_hashes
 from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
 from tstore.convert.exporting import export_safetensors
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
 from tstore.format.objects.documents import Document
-from tstore.format.tree_document import paths_in, stored_document
+from tstore.format.tree_document import is_document, paths_in, stored_document
 
 
 class State(NamedTuple):
@@ -135,6 +137,26 @@ def test_odd_structures_in_a_store(tmp_path: Path) -> None:
             return accepted
 
         fuzz("structures in a store", attack, 150)
+
+
+def test_keys_that_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers and complex numbers are hashed without a secret; NaNs are different keys with the same text."""
+    monkeypatch.setattr("tstore.format.number_keys._MAX_SECONDS", 0.3)
+    numbers = [["int", str(n)] for n in equal_hashes(40_000)]
+    lines = [["complex", f"{float(-1_000_003 * n).hex()} {float(n).hex()}"] for n in range(1, 40_000)]
+    for keys in (numbers, lines):
+        document = ["dict", [[key, ["int", "1"]] for key in keys]]
+        assert is_document(document)
+        for visit in (scalars_in, lambda document: unflatten(document, {})):
+            with bounded_time(15), pytest.raises(ValueError, match="numbers as keys of dicts collide"):
+                visit(document)
+    document = ["dict", [[["float", "nan"], ["none"]] for _ in range(40_000)] + [[["str", "a"], ["int", "1"]]]]
+    with bounded_time(2), pytest.raises(ValueError, match="over 16 keys that are written nan"):
+        scalars_in(document)
+    with bounded_time(2), pytest.raises(InvalidArgument, match="over 16 keys that are written nan"):
+        flatten({float("nan"): None for _ in range(40_000)})
+    honest = {3**40 + 2**40 * i: i for i in range(100_000)} | {math.nan: 1, 5: 2, "5": 3, b"5": 4, 0.5: 5}
+    assert repr(unflatten(flatten(honest)[0], {})) == repr(honest)
 
 
 @pytest.mark.parametrize("levels", [201, 300, 490, 980])

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.collisions import equal_hashes, long_walks
 from tests.support.fuzzing import bounded_time, fuzz, mutated
 from tests.support.lazy import lazy
 from tests.support.weights import raw
@@ -654,22 +655,16 @@ def int_key(number: int) -> bytes:
     return b"\x8a\x0a" + number.to_bytes(10, "little", signed=True)
 
 
-COLLIDING = [i * ((1 << 61) - 1) for i in range(1, 40_000)]  # Python's hashes of these are all 0
-
-
+COLLIDING = equal_hashes(40_000)
 NUMBERS = [int_key(number) + b"N" for number in COLLIDING]
 
 
 @pytest.mark.parametrize(
     ("pickled", "message"),
     [
-        (b"}(" + b"".join(NUMBERS) + b"u", "keys of dicts that are numbers"),
-        (b"}" + b"".join(item + b"s" for item in NUMBERS), "keys of dicts that are numbers"),
-        (b"](" + (b"}(" + b"".join(NUMBERS[:200]) + b"u") * 99 + b"e", "keys of dicts that are numbers"),
-        (
-            b"}" + b"".join(b"G" + struct.pack(">d", n) + b"Ns" for n in COLLIDING),
-            "keys of dicts that are numbers",
-        ),
+        (b"}(" + b"".join(NUMBERS) + b"u", "numbers as keys of dicts collide"),
+        (b"}" + b"".join(item + b"s" for item in NUMBERS), "numbers as keys of dicts collide"),
+        (b"](" + (b"}(" + b"".join(NUMBERS[:2000]) + b"u") * 99 + b"e", "numbers as keys of dicts collide"),
         (b"](" + b"".join(b"Nr" + struct.pack("<I", n << 16) for n in range(9)) + b"e", "not a valid pickle"),
         (b"Np-1\n", "not a valid pickle"),
         (b"]q\0g-1\n", "not a valid pickle"),
@@ -679,21 +674,30 @@ NUMBERS = [int_key(number) + b"N" for number in COLLIDING]
             for opcodes in (b"}", b"]", b"(", b"}K\0Ns", b"K\1\x85\x85\x85", b"](K\1e")
         ),
     ],
-    ids=range(14),
+    ids=range(13),
 )
 def test_numbers_that_collide_and_values_that_fill_the_memory(
     pickled: bytes, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "memory" in message:
         monkeypatch.setattr("tstore.convert.pickled._MEMORY", 1 << 18)
+    monkeypatch.setattr("tstore.format.number_keys._MAX_SECONDS", 0.5)
     data = np.frombuffer(archive(HEAD + pickled + b"."), np.uint8)
     with bounded_time(20), pytest.raises((Corrupt, UnsupportedFormat), match=message):
         read_archive(data, "x")
 
 
+def test_small_numbers_that_walk_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.format.number_keys._MAX_SECONDS", 0.1)
+    pickled = b"}(" + b"".join(b"J" + struct.pack("<i", n) + b"N" for n in long_walks(15)) + b"u."
+    data = np.frombuffer(archive(HEAD + pickled), np.uint8)
+    with bounded_time(5), pytest.raises(Corrupt, match="numbers as keys of dicts collide"):
+        read_archive(data, "x")
+
+
 def test_honest_numbers_as_keys() -> None:
     state = {i: {"step": i} for i in range(20_000)}
-    sparse = {i * 1_000_003: -i for i in range(5000)} | {0.5: 1, True: 2, -7: 3}
+    sparse = {i * 1_000_003 - (1 << 70): -i for i in range(200_000)} | {0.5: 1, True: 2, -7: 3}
     for value in (state, sparse, [True] * 100_000, [(i, i) for i in range(20_000)]):
         for protocol in (2, 4):
             data = np.frombuffer(archive(pickle.dumps(value, protocol)), np.uint8)
@@ -713,7 +717,7 @@ def test_holes_of_sparse_files_are_no_values(tmp_path: Path) -> None:
 
 def test_positions_and_offsets_that_collide() -> None:
     leaves = [(("list", n), n) for n in COLLIDING]
-    with bounded_time(5), pytest.raises(Corrupt, match=r"the keys .* in one list, at list; expected 0 to 39998"):
+    with bounded_time(5), pytest.raises(Corrupt, match=r"the keys .* in one list, at list; expected 0 to 39999"):
         nested(leaves, "x")
     shuffled = random.Random(1).sample(range(1000), 1000)
     assert nested([(("a", i, "b"), i) for i in shuffled], "x") == {"a": [{"b": i} for i in range(1000)]}

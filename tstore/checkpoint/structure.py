@@ -16,6 +16,7 @@ import numpy as np
 
 from tstore.errors import InvalidArgument
 from tstore.format.bounds import PATH_LEVELS, path_excess_message
+from tstore.format.number_keys import NumberKeys
 from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, paths_in, scalar_node, scalar_value
 
 __all__ = ["flatten", "path_part", "scalars_in", "unflatten", "unflatten_like"]
@@ -24,6 +25,7 @@ _KEY_TYPES = (bool, int, float, str, bytes)
 _ESCAPED = re.compile(r"[%/\x00-\x1f]")
 _RESERVED = frozenset({".", "..", "zarr.json"})  # names that no node can have
 _MAX_SHOWN_LENGTH = 200  # characters of a path in an error message
+_MAX_EQUAL_TEXTS = 16  # keys of a dict with the same text: some of other types, or NaNs, of which no two are equal
 _MAX_PATHS = 1 << 28  # characters in the paths of all containers and Python scalars of a tree
 
 
@@ -149,16 +151,25 @@ def _advice(containers: list[Any]) -> str:
     return "expected arrays, Python or NumPy scalars, None, and dicts, lists, tuples and dataclasses of them"
 
 
-def _named_items(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
-    """Yield keys, values and path components; a "%" distinguishes keys with the same text, such as 5 and "5"."""
+def _named_items(
+    mapping: Mapping[Any, Any], error: type[ValueError] = InvalidArgument
+) -> Iterator[tuple[Any, Any, str]]:
+    """Yield keys, values and path components; a "%" distinguishes keys with the same text, such as 5 and "5".
+
+    Raise `error` if too many keys have the same text.
+    """
     if type(mapping) is dict and _are_names(mapping):
         yield from zip(mapping, mapping.values(), mapping, strict=True)
         return
     used_parts: set[str] = set()
     for key, value in mapping.items():
-        part = path_part(key)
+        text = part = path_part(key)
         while part in used_parts:
             part += "%"
+        if len(part) > len(text) + _MAX_EQUAL_TEXTS:
+            raise InvalidArgument(
+                f"a dict has over {_MAX_EQUAL_TEXTS} keys that are written {text:.40}; use text as keys"
+            )
         used_parts.add(part)
         yield key, value, part
 
@@ -242,27 +253,30 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any], is_part: bool =
     If leaves are left out, so are Python scalars, None and empty containers; in lists, None stands in for each.
     """
     partial = is_part or not leaves.keys() >= set(paths_in(document))
-    tree = _built(document, leaves, partial)
+    tree = _built(document, leaves, partial, NumberKeys())
     return {} if tree is _LEFT_OUT else tree
 
 
-def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool) -> Any:
+def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool, keys: NumberKeys) -> Any:
     """Return the tree of a node; `partial` says whether any leaves are left out."""
     match node:
         case ["array", path]:
             return leaves.get(path, _LEFT_OUT)
-        case ["arrays", start, keys]:
-            built = {key: leaves[path] for key in keys if (path := start + key) in leaves}
+        case ["arrays", start, names]:
+            built = {key: leaves[path] for key in names if (path := start + key) in leaves}
         case ["scalar", path]:
             return leaves[path][()] if path in leaves else _LEFT_OUT
         case ["none"]:
             return _LEFT_OUT if partial else None
         case ["dict", items]:
-            built = {scalar_value(k): v for k, n in items if (v := _built(n, leaves, partial)) is not _LEFT_OUT}
+            built = {}
+            for key, item in items:
+                if (value := _built(item, leaves, partial, keys)) is not _LEFT_OUT:
+                    keys.insert(built, scalar_value(key), value)
         case ["dataclass" | "namedtuple", _, items]:
-            built = {f: v for f, n in items if (v := _built(n, leaves, partial)) is not _LEFT_OUT}
+            built = {f: v for f, n in items if (v := _built(n, leaves, partial, keys)) is not _LEFT_OUT}
         case ["list" | "tuple" as node_type, items]:
-            values = [_built(n, leaves, partial) for n in items]
+            values = [_built(n, leaves, partial, keys) for n in items]
             if partial and all(v is _LEFT_OUT for v in values):
                 return _LEFT_OUT
             values = [None if v is _LEFT_OUT else v for v in values]
@@ -353,7 +367,7 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 def scalars_in(document: TreeDocument) -> dict[str, Any]:
     """Return the Python scalars of a document by path; raise `ValueError` for paths that are too long."""
     scalars: dict[str, Any] = {}
-    unstored = _UnstoredPaths()
+    unstored, keys = _UnstoredPaths(), NumberKeys()
 
     def walk(node: TreeDocument, path: str) -> None:
         if node[0] in ("array", "scalar", "none"):
@@ -362,7 +376,10 @@ def scalars_in(document: TreeDocument) -> dict[str, Any]:
             raise ValueError(f"the path of a container or scalar has {excess}")
         match node:
             case ["dict", items] if any(child[0] != "array" for _, child in items):
-                for _, child, part in _named_items({scalar_value(k): n for k, n in items}):
+                children: dict[Any, TreeDocument] = {}
+                for key, child in items:
+                    keys.insert(children, scalar_value(key), child)
+                for _, child, part in _named_items(children, ValueError):
                     walk(child, _join(path, part))
             case ["dict" | "arrays", *_]:
                 return

@@ -6,7 +6,7 @@ interpret. A name that is not in the reader's list is refused.
 
 A pickle may refer to one value many times, so that its expansion may be exponentially longer than the pickle.
 Readers therefore count the values that they visit with `Visits`, which also limits the opcodes, their memory, and
-numbers as keys: Python hashes numbers without a secret, so that a pickle could choose those that collide.
+the time that numbers as keys of dicts take.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.format.number_keys import NumberKeys
 
 __all__ = ["Instance", "Name", "PersistentId", "Visits", "check_key", "parse_pickle"]
 
 _MAX_OPCODES = 1 << 25
 _MAX_VISITS = 1 << 22
-_MAX_NUMBERS = 1 << 14  # numbers as keys of dicts; as many that collide take a few seconds
 _MEMORY = 64 << 20  # bytes for the values of any pickles
 _MEMORY_PER_BYTE = 24  # more, for each byte of a pickle
 _MAX_SHOWN = 100  # characters of a name in a message
@@ -58,11 +58,11 @@ class Instance:
 class Visits:
     """Counts the values of one or more pickles that a reader visits; raises `Corrupt` if they are too many.
 
-    `opcodes_left` is how many more opcodes the pickles may have together.
+    `opcodes_left` is how many more opcodes the pickles may have together; `keys` inserts the keys of all dicts.
     """
 
     def __init__(self, subject: str) -> None:
-        self._subject, self._count, self._numbers = subject, 0, 0
+        self._subject, self._count, self.keys = subject, 0, NumberKeys()
         self.opcodes_left, self._memory_left = _MAX_OPCODES, _MEMORY
 
     def add(self) -> None:
@@ -70,20 +70,6 @@ class Visits:
         self._count += 1
         if self._count > _MAX_VISITS:
             raise Corrupt(f"{self._subject} is a pickle of more than {_MAX_VISITS} values; check where it is from")
-
-    def add_key(self, key: Any, position: int) -> None:
-        """Count the key of a dict that has `position` keys already.
-
-        Numbers from 0 on, as in the state of optimizers, do not collide, and are not counted.
-        """
-        if isinstance(key, (str, bytes, Instance)) or (isinstance(key, int) and 0 <= key <= position):
-            return
-        self._numbers += 1
-        if self._numbers > _MAX_NUMBERS:
-            raise UnsupportedFormat(
-                f"{self._subject} has more than {_MAX_NUMBERS} keys of dicts that are numbers and do not count "
-                "from 0 on; use text as keys"
-            )
 
     def add_memory(self, size: int) -> None:
         """Count bytes of memory, about; negative ones are allowed in addition."""
@@ -192,8 +178,7 @@ class _Machine:
             if isinstance(key, tuple):
                 raise UnsupportedFormat(f"{self._subject} has a dict with a tuple as a key; use text as keys")
             check_key(key)
-            self._visits.add_key(key, len(target))
-            target[key] = value
+            self._visits.keys.insert(target, key, value)
 
     def push_dict_to_mark(self) -> None:
         items = self.pop_to_mark()

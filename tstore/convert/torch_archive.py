@@ -193,9 +193,7 @@ class _Archive:
         """Return a dict with what these keys and values stand for."""
         plain: dict[Any, Any] = {}
         for key, item in pairs:
-            plain_key = self._key(key)
-            self._visits.add_key(plain_key, len(plain))
-            plain[plain_key] = self._plain(item)
+            self._visits.keys.insert(plain, self._key(key), self._plain(item))
         return plain
 
     def _key(self, key: Any) -> Any:
