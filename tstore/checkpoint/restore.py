@@ -123,7 +123,7 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
             reading.add(path, leaf)
     arrays = await _packed_arrays(source, quantized) | await reading.read()
     if target is None:
-        return source.unflatten(arrays)
+        return await source.tree(arrays)
     with parsing(f"{snapshot.location}: its structure"):
         return unflatten_like(target, arrays, source.scalars)
 

@@ -5,8 +5,8 @@ A restore of few groups of a large store reads only their part of the structure,
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from tstore.checkpoint.leaves import dtype_of
 from tstore.checkpoint.request import Request
@@ -23,9 +23,14 @@ from tstore.format.tree_document import (
     stored_document,
 )
 from tstore.format.tree_parts import part_of
+from tstore.runtime.computing import compute
 from tstore.snapshot import Snapshot
 
 __all__ = ["Source"]
+
+T = TypeVar("T")
+
+_SHORT = 1 << 18  # bytes of the metadata of the root group, which is visited in milliseconds
 
 
 class _Structure(NamedTuple):
@@ -62,13 +67,15 @@ class Source:
         structure = await _part_of_structure(snapshot, request)
         if structure is None:
             await snapshot.read_nodes()
-            with parsing(f"{snapshot.location}: its structure"):
-                document = _saved_structure(snapshot)
-                structure = _Structure(document, scalars_in(document))
-        return Source(snapshot, request, structure)
+            structure = await _computed(snapshot, _whole_structure, snapshot)
+        return await _computed(snapshot, Source, snapshot, request, structure)
+
+    async def tree(self, arrays: Mapping[str, Any]) -> Any:
+        """Return the restored tree with these arrays by path, without a target."""
+        return await _computed(self.snapshot, self.unflatten, arrays)
 
     def unflatten(self, arrays: Mapping[str, Any]) -> Any:
-        """Return the restored tree with these arrays by path, without a target."""
+        """Do what `tree` does, without a thread."""
         with parsing(f"{self.snapshot.location}: its structure"):
             return unflatten(self.document, arrays, self.is_part)
 
@@ -128,6 +135,12 @@ class Source:
         return [f"{path}: stored {meta.dtype}{list(meta.shape)}{cast}, target {wanted}{list(shape)}"]
 
 
+async def _computed(snapshot: Snapshot, call: Callable[..., T], *args: Any) -> T:
+    """Make a call that visits a structure, so that a cancellation ends it if the structure is long."""
+    root = snapshot.tree.nodes.get("")
+    return call(*args) if root is None or len(root.document) <= _SHORT else await compute(call, *args)
+
+
 def _top_patterns(wanted: Iterable[str], unexpected: Iterable[str]) -> str:
     """Return what to pass as `only` for just the wanted paths: up to three top-level patterns, otherwise "…"."""
     groups = {path.partition("/")[0] for path in wanted}
@@ -147,7 +160,7 @@ async def _part_of_structure(snapshot: Snapshot, request: Request) -> _Structure
         return None
     await snapshot.read_nodes([""])
     stored, extent = snapshot.reserved_attribute("structure"), request.extent
-    document = part_of(stored, extent)
+    document = await _computed(snapshot, part_of, stored, extent)
     if document is None:
         return None
     with parsing(f"{snapshot.location}: its structure"):
@@ -155,7 +168,7 @@ async def _part_of_structure(snapshot: Snapshot, request: Request) -> _Structure
     selected = list(filter(request.matches, scalars))
     if selected:
         tops = extent.with_groups({path.partition("/")[0] for path in selected})
-        if (document := part_of(stored, tops)) is None:
+        if (document := await _computed(snapshot, part_of, stored, tops)) is None:
             return None
         extent = extent.with_groups(_groups_of(selected, paths_in(document)))
     paths = sorted(path for path in paths_in(document) if path in extent)
@@ -178,6 +191,12 @@ def _groups_of(scalars: Iterable[str], paths: Iterable[str]) -> set[str]:
     return {
         next((above for above in parents(path) if above in groups), path.partition("/")[0]) for path in scalars
     }
+
+
+def _whole_structure(snapshot: Snapshot) -> _Structure:
+    with parsing(f"{snapshot.location}: its structure"):
+        document = _saved_structure(snapshot)
+        return _Structure(document, scalars_in(document))
 
 
 def _saved_structure(snapshot: Snapshot) -> TreeDocument:

@@ -10,6 +10,8 @@ import os
 import re
 import signal
 import sys
+import threading
+from _thread import interrupt_main
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeAlias
 
@@ -56,6 +58,8 @@ _KEYWORD = re.compile(r"(?<!\S)(Keep\()?(\w+)=(…|'[^']*'|[^\s'…,;:)]+)(?(1)\
 """An argument in a message of the library, such as "bits=0.0", "tag=…" or "Keep(tags=…)"."""
 
 _MAX_VERSION_DIGITS = 20
+
+_LONGEST_STEP = 0.5  # seconds of the event loop after Ctrl-C
 
 STEP = click.IntRange(0)
 """The type of an option that is a step."""
@@ -164,10 +168,12 @@ def run(work: Work, show: Callable[[Document], None], as_json: bool, milestones:
     """Run the work, print its document unless it is None, and return the exit code."""
     terminations: list[int] = []
     tasks: list[asyncio.Task[Any]] = []
+    handler = signal.getsignal(signal.SIGINT)  # asyncio replaces the default one
 
     async def begin() -> Document | None:
         tasks.append(asyncio.current_task())  # type: ignore[arg-type]
-        return await work(progress)
+        with _ending_long_step() if handler is signal.default_int_handler else contextlib.nullcontext():
+            return await work(progress)
 
     try:
         with _handling_sigterm(terminations, tasks), Progress(milestones and not as_json) as progress:
@@ -233,6 +239,40 @@ def discard_output() -> None:
 
 
 @contextlib.contextmanager
+def _ending_long_step() -> Iterator[None]:
+    """Let Ctrl-C also end a step of the event loop that lasts long, such as the parsing of a hostile file.
+
+    asyncio's handler cancels the task at the first Ctrl-C, and raises `KeyboardInterrupt` in it at the second.
+    """
+    cancel = signal.getsignal(signal.SIGINT)
+    loop = asyncio.get_running_loop()
+    signals: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        if not signals:
+            _repeat_after_long_step(loop, number)
+        signals.append(number)
+        cancel(number, frame)  # type: ignore[operator, misc]
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, cancel)
+
+
+def _repeat_after_long_step(loop: asyncio.AbstractEventLoop, number: int) -> None:
+    """Handle a signal once more if the event loop is still busy with the same step after `_LONGEST_STEP`."""
+    timer = threading.Timer(_LONGEST_STEP, interrupt_main, (number,))
+    timer.daemon = True
+    timer.start()
+    loop.call_soon_threadsafe(timer.cancel)
+
+
+@contextlib.contextmanager
 def _handling_sigterm(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C, so that temporary files and processes are removed; record it in `received`.
 
@@ -250,8 +290,9 @@ def _handling_sigterm(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -
             signal.raise_signal(signal.SIGINT)
             return
         for task in tasks:
-            if not task.done():
+            if not task.done() and len(received) == 1:
                 task.get_loop().call_soon_threadsafe(task.cancel)
+                _repeat_after_long_step(task.get_loop(), number)
                 return
         raise KeyboardInterrupt
 

@@ -22,7 +22,7 @@ from tstore.convert.names import ATTRIBUTE
 from tstore.convert.torch_file import open_trusted
 from tstore.errors import InvalidArgument, name_list
 from tstore.quantization.policy import CodecRules
-from tstore.runtime.pool import run
+from tstore.runtime.computing import compute
 from tstore.storage.local.atomic_file import mapped_errors
 from tstore.store import Store
 
@@ -121,10 +121,10 @@ async def import_torch_file(
 async def _save(
     kind: SourceKind, paths: Sequence[str], store: StrPath | Store, step: int, codecs: CodecRules
 ) -> ImportReport:
-    tree, attributes = await run(_OPEN[kind], paths)
+    tree, attributes = await compute(_OPEN[kind], paths)
     name = os.fsencode(os.path.basename(paths[0].rstrip("/"))).decode(errors="replace")
     name += f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    _, leaves = flatten(tree)
+    _, leaves = await compute(flatten, tree)
     sizes = [math.prod(leaf.shape) * dtype_of(p, leaf).itemsize for p, leaf in leaves.items()]
     version = await save(store, tree, step, codecs=codecs, attributes=attributes, message=f"imported from {name}")
     left_out = orbax.other_items(paths[0]) if kind is SourceKind.ORBAX else []

@@ -246,10 +246,17 @@ def _parse_json(text: bytes, path: StrPath) -> dict[str, Any]:
     return fields
 
 
+class _Name(str):
+    """A name in a header. Python code makes each, so that a cancellation can end the parsing of many."""
+
+    __slots__ = ()
+
+
 def _check_structure(text: bytes, path: StrPath) -> None:
     """Raise `Corrupt` if a long text can't be a header, before `json` takes ten times its size to parse it."""
     try:
-        msgspec.json.decode(text, type=dict[str, dict[str, str | list[int]]])
+        structure = dict[_Name, dict[str, str | list[int]]]
+        msgspec.json.decode(text, type=structure, dec_hook=lambda kind, name: kind(name))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _corrupt(path, "the header", "a JSON object of tensors", f"{error!s:.200}") from error
 

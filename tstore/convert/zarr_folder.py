@@ -26,7 +26,8 @@ from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.arrays.grid import Selection, chunk_number, part_of, projections
 from tstore.format.arrays.points import PointProjection, PointSelection, point_projections
 from tstore.format.json_numbers import with_json_numbers
-from tstore.runtime.pool import each, run
+from tstore.runtime.computing import compute
+from tstore.runtime.pool import each
 
 __all__ = ["ZarrArray", "ZarrNode", "read_array", "read_nodes"]
 
@@ -80,7 +81,7 @@ class ZarrArray:
         """Return the numbers of the chunks that may exist, ascending; None if the server can't list them."""
         if self._folder.is_http:
             return None
-        return np.array(await run(self.listed_chunks), np.int64)
+        return np.array(await compute(self.listed_chunks), np.int64)
 
     def listed_chunks(self) -> Sequence[int]:
         """Return the numbers of all chunks that may exist, ascending. Blocking.
@@ -188,7 +189,7 @@ def _projections(selection: Selection | PointSelection, meta: ArrayMeta) -> Iter
 
 async def read_array(folder: Folder, path: str, format_: int) -> ZarrArray:
     """Return the array at a path, of Zarr format 2 or 3; raise `NotFound` if there is none."""
-    node = await run(_node, folder, path, (format_,))
+    node = await compute(_node, folder, path, (format_,))
     if node is None or not node.is_array:
         what = "no array" if node is None else "a group, not an array,"
         raise NotFound(f"{folder.url}/{path} has {what} of Zarr v{format_}; check the path and the format")
@@ -200,7 +201,7 @@ async def read_nodes(folder: Folder) -> list[ZarrNode]:
 
     Where a server can't list its files, the nodes are those of consolidated metadata.
     """
-    return await run(lambda: list(_walk(folder)))
+    return await compute(lambda: list(_walk(folder)))
 
 
 def _walk(folder: Folder) -> Iterator[ZarrNode]:

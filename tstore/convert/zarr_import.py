@@ -21,7 +21,8 @@ from tstore.format.arrays.grid import chunk_coordinates
 from tstore.format.checksums import block_checks
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.runtime.pool import each, run
+from tstore.runtime.computing import compute
+from tstore.runtime.pool import each
 from tstore.store import Store, opened
 from tstore.transactions.encoded import EncodedStaging
 from tstore.transactions.handles import create_array
@@ -78,7 +79,7 @@ async def _copy(staging: Staging, path: str, array: ZarrArray) -> None:
     """Store the chunks of an array and stage the references to them."""
     meta = array.meta
     per_round = max(1, min(_ROUND_CHUNKS, _ROUND_BYTES // max(1, meta.chain.max_length)))
-    numbers = iter(await run(array.listed_chunks))
+    numbers = iter(await compute(array.listed_chunks))
     tables: list[ChunkTable] = []
     while batch := list(itertools.islice(numbers, per_round)):
         loaded: dict[int, tuple[bytes, bytes]] = {}

@@ -247,14 +247,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-async def run(call: Callable[..., T], *args: Any) -> T:
-    """Make one blocking call in a control thread and return its result; cancellation waits for the call's end."""
+async def run(call: Callable[..., T], *args: Any, stop: Callable[[], object] = lambda: None) -> T:
+    """Make one blocking call in a control thread and return its result.
+
+    Cancellation calls `stop` and waits for the call's end.
+    """
     if (before_call := _before_call.get()) is not None:
         await before_call()
         return call(*args)
     awaited = _AwaitedCall(call, args)
     _threads.control.start(awaited)
-    return await awaited.result()
+    return await awaited.result(stop)
 
 
 class _AwaitedCall(Generic[T]):
@@ -276,7 +279,7 @@ class _AwaitedCall(Generic[T]):
         with contextlib.suppress(RuntimeError):  # the loop was closed without waiting
             self._loop.call_soon_threadsafe(self._wake)
 
-    async def result(self, stop: Callable[[], object] = lambda: None) -> T:
+    async def result(self, stop: Callable[[], object]) -> T:
         """Return or raise the outcome of the call; cancellation calls `stop` and waits for the call's end."""
         cancelled: asyncio.CancelledError | None = None
         while not self._returned and self._raised is None:

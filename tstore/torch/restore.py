@@ -111,7 +111,7 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
     source = await Source.read(snapshot, request)
     if target is None:
         arrays = await _read(source, request, source.leaves(None, request))
-        return from_values(source.unflatten(arrays))
+        return from_values(await source.tree(arrays))
     destination, failure, stored = None, None, None
     try:
         stateful = holds_stateful(target)
