@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import threading
-from _thread import interrupt_main
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeAlias
 
@@ -266,7 +265,7 @@ def _ending_long_step() -> Iterator[None]:
 
 def _repeat_after_long_step(loop: asyncio.AbstractEventLoop, number: int) -> None:
     """Handle a signal once more if the event loop is still busy with the same step after `_LONGEST_STEP`."""
-    timer = threading.Timer(_LONGEST_STEP, interrupt_main, (number,))
+    timer = threading.Timer(_LONGEST_STEP, signal.raise_signal, (number,))
     timer.daemon = True
     timer.start()
     loop.call_soon_threadsafe(timer.cancel)
