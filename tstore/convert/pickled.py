@@ -20,7 +20,7 @@ from tstore.format.number_keys import NumberKeys
 
 __all__ = ["Instance", "Name", "PersistentId", "Visits", "check_key", "parse_pickle"]
 
-_MAX_OPCODES = 1 << 25
+_MAX_OPCODES = 1 << 26  # 100 MB of metadata of torch.distributed.checkpoint have 54 million
 _MAX_VISITS = 1 << 22
 _MEMORY = 64 << 20  # bytes for the values of any pickles
 _MEMORY_PER_BYTE = 24  # more, for each byte of a pickle
