@@ -20,6 +20,7 @@ from tstore.conformance.faults import open_faulty
 from tstore.errors import DeadlineExceeded
 from tstore.format.layout import commit_key
 from tstore.server import Server
+from tstore.simulation.scenario import override_constants
 
 
 class CallLog:
@@ -283,6 +284,50 @@ async def test_a_durable_commit_syncs_the_data_it_references(
     await tstore.save(store, {"frozen": frozen, "x": 2.0}, 2)
     commits = [e for e in entries if e == "sync" or e.isdigit()]
     assert commits == [f"{1:020}", "sync", f"{2:020}", f"{3:020}"]
+
+
+async def test_an_archive_is_as_durable_as_the_data_of_its_records(
+    calls: CallLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collection expires nothing, so it has no record for which everything would be flushed."""
+    monkeypatch.setattr(os, "sync", lambda: calls.add("sync", "."))
+    store = await tstore.open(tmp_path / "s")
+    with override_constants(ARCHIVE_EVERY=4, ROOT_EVERY=4):
+        for _ in range(9):
+            async with store.transaction(durability="none"):
+                pass
+        assert (await store.collect()).version is None
+    archived = calls.first("link", containing("/archives/"))
+    assert calls.first("sync", containing("")) < archived
+    assert calls.first("fsync", containing("s/archives/.")) < archived
+
+
+async def test_a_voided_record_is_saved_before_it_is_replaced(calls: CallLog, tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path / "s")
+    for _ in range(2):
+        async with store.transaction():
+            pass
+    await store.repair(void_intact=[2])
+    replaced = calls.first("replace", containing("/commits/"))
+    assert calls.first("link", containing("/damaged/")) < calls.first("fsync", "s/damaged".__eq__) < replaced
+
+
+async def test_a_folder_whose_fsync_failed_is_synced_by_the_next_attempt(
+    calls: CallLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await tstore.open(tmp_path / "s")
+    fsync, failures = os.fsync, [OSError(errno.EIO, "injected fault")]
+
+    def failing(fd: int) -> None:
+        if failures and os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / "s"):
+            raise failures.pop()
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    calls.entries.clear()
+    assert await store.transaction().commit() == 2  # above a void record
+    assert not failures
+    assert calls.first("fsync", "s".__eq__) < calls.first("link", containing("/commits/"))
 
 
 def synced(calls: CallLog, path: str) -> int:

@@ -254,6 +254,16 @@ async def test_nothing_is_deleted_by_the_collection_that_archives(url: str) -> N
     assert len(await records(connect(url))) == 7
 
 
+async def test_records_are_deleted_only_while_their_archive_can_be_read(url: str) -> None:
+    """Also by a process that has read the archive before it was damaged."""
+    store = await fill(url, range(1, 20))
+    await store.collect(None)
+    assert await store.log.reader.commits.archive(4) is not None
+    await connect(url).replace(archive_key(4), b"garbage")
+    await store.collect(None)
+    assert set(map(commit_key, range(1, 5))) <= set(await records(connect(url)))
+
+
 @pytest.mark.parametrize("operation", ["create", "delete"])
 async def test_a_compaction_that_was_killed_is_continued(operation: str, url: str) -> None:
     await fill(url, range(1, 30))
@@ -277,13 +287,16 @@ async def test_racing_collections_write_the_same_archives(url: str) -> None:
 
 
 async def test_long_records_stay_as_they_are(url: str) -> None:
-    store = await fill(url, range(1, 5))
+    """A reader that stood still reads them as objects, and those after them from an archive."""
+    store, early = await fill(url, range(1, 5)), await tstore.open(url, "r")
+    assert await values(early) == [1, 2, 3, 4]
     async with store.transaction("5", metadata={"long": "x" * 2000}) as tx:
         await (await tx.array("x")).append(np.array([5]))
     await fill(url, range(6, 20))
     with override_constants(ARCHIVE_BYTES=4000):
         await compact(store)
     assert await archives(connect(url)) == [archive_key(4), archive_key(12)]
+    assert await values(early) == list(range(1, 20))
     await check(url, list(range(1, 20)))
 
 

@@ -213,6 +213,18 @@ async def test_links_over_a_voided_record_stay_verifiable(ours: Path) -> None:
     assert not (await (await tstore.open(ours)).verify()).ok
 
 
+@pytest.mark.parametrize("version", range(3, 9))
+async def test_a_damaged_record_to_which_one_later_record_refers_can_be_voided(
+    version: int, tmp_path: Path
+) -> None:
+    """That may be the last one of the same block."""
+    with override_constants(ROOT_EVERY=4):
+        store = await filled(tmp_path / "s", 9)
+        await store.log.storage.replace(commit_key(version), b"garbage")
+        assert (await (await tstore.open(tmp_path / "s")).repair([version])).ok
+        assert (await (await tstore.open(tmp_path / "s")).verify()).faults == []
+
+
 async def test_a_server_refuses_a_record_that_does_not_follow(ours: Path) -> None:
     right = link_of(placed_in(ours, 7, encode(Record("a", 6, 1.0))))
     data = encode(Record("a", 6, 1.0))

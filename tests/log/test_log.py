@@ -635,6 +635,23 @@ async def test_a_hole_in_the_log_is_not_filled(tmp_path: Path) -> None:
     assert await tstore.save(url, {"x": np.arange(3)}, 9) == 4
 
 
+@pytest.mark.parametrize("where", ["memory", "folder"])
+async def test_a_hole_above_what_an_open_store_knows_is_not_filled(where: str, tmp_path: Path) -> None:
+    """The store has looked for later records before its first commit; then others commit, and a record is lost."""
+    url = anew() if where == "memory" else str(tmp_path / "store")
+    await fill(url, 2)
+    store = await tstore.open(url)
+    async with store.transaction():
+        pass
+    await fill(url, 2)
+    await lose(url, [4])
+    for _ in range(2):
+        with pytest.raises(Corrupt, match=commit_key(4)):
+            async with store.transaction():
+                pass
+    assert commit_key(4) not in await store.log.storage.list("commits/")
+
+
 async def test_a_tree_may_be_evicted_while_a_root_is_read() -> None:
     """Readers of one store use many versions at once, but only a few trees are cached."""
     url = f"memory://{uuid.uuid4()}"

@@ -24,7 +24,7 @@ import tstore
 import tstore.sync as blocking
 from tests.support.held_commit import held_commit
 from tests.support.http_server import ADMIN, everybody
-from tstore import Keep
+from tstore import Keep, tags
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import (
     Conflict,
@@ -44,7 +44,6 @@ from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers, Durability, PutMode
 from tstore.storage.remote import as_remote
 from tstore.storage.wrapper import Wrapper
-from tstore.tags import remove_steps_after
 from tstore.transactions.transaction import staging_of
 
 NEVER = timedelta(days=10_000)
@@ -613,6 +612,37 @@ async def test_a_commit_that_reuses_condemned_packs_is_refused(url: str) -> None
     await check_whole(store)
 
 
+async def test_a_commit_that_reuses_a_pack_condemned_alone_is_refused(url: str) -> None:
+    """The pack that another host wrote in the expired transaction is still needed."""
+    store, faults = await open_faulty(url)
+    hosts = [store.transaction(name="both", host=host, hosts=2, attempt="x") for host in range(2)]
+    for tx, name in zip(hosts, ("a", "b"), strict=True):
+        await (await tx.create_array(name, (2000,), "f8")).write(1)
+    await asyncio.gather(*[tx.commit() for tx in hosts])
+    source = await store.snapshot()
+    async with store.transaction() as tx:
+        await (await tx.array("a")).write(2)
+    tx = store.transaction()
+    await tx.copy_array(await source.array("a"), "copy")
+    async with held_commit(faults, tx.commit()) as committing:
+        report = await (await tstore.open(url)).collect(Keep(newer_than=timedelta(0)))
+        assert (report.versions, report.transactions, len(report.packs)) == ([1], [], 1)
+    with pytest.raises(Conflict, match="removed chunks that this transaction reuses"):
+        await committing
+
+
+async def test_a_version_that_a_tag_to_keep_names_during_a_gc_is_kept(url: str) -> None:
+    store, faults = await open_faulty(url)
+    for step in range(3):
+        await tstore.save(store, tree_of(step), step)
+    await tags.set_tag(store, "best", 1)
+    async with held_commit(faults, store.collect(Keep(tags=("best",)))) as collecting:
+        await tags.move_tag(await tstore.open(url), "best", 2)
+    assert (await collecting).versions == [1, 4]
+    assert np.array_equal((await tstore.restore(store, at="best"))["moving"], tree_of(1)["moving"])
+    await check_whole(store)
+
+
 async def test_a_save_reuses_chunks_of_the_newest_step_during_a_gc(url: str) -> None:
     store, faults = await open_faulty(url)
     for step in range(3):
@@ -835,7 +865,7 @@ async def test_a_step_that_is_the_newest_again_during_a_gc_stays(url: str) -> No
     store = await saved(url, 3)
     collecting, faults = await open_faulty(url)
     async with held_commit(faults, collecting.collect(Keep(last=1))) as gc:
-        await remove_steps_after(store, 1)
+        await tags.remove_steps_after(store, 1)
     assert (await gc).versions == [1, 3]
     assert np.array_equal((await tstore.restore(store))["moving"], tree_of(1)["moving"])
     await check_whole(store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 
 import tstore
 from tests.support.held_commit import held_commit
+from tstore import Keep, tags
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import CommitOutcomeUnknown, Conflict
 from tstore.format.layout import commit_key
 from tstore.maintenance import repair
+from tstore.maintenance.repair import RepairReport
 
 VALUES = np.arange(8, dtype="f4")
 
@@ -140,3 +143,81 @@ async def test_a_commit_that_exists_is_not_denied_because_another_was_voided(
     other = await tstore.open(store.url)
     assert await other.outcome(tx.id) == 3
     await check_voided(store)
+
+
+async def saved(steps: int) -> tstore.Store:
+    """Return a store whose version of each step has a pack of its own."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    for step in range(1, steps + 1):
+        await tstore.save(store, {"w": np.arange(2000.0) + step}, step)
+    return store
+
+
+async def repair_beside_a_save(store: tstore.Store, version: int, patch: pytest.MonkeyPatch) -> RepairReport:
+    """Void a version; before the repair appends its first record, another process saves step 9."""
+    append, pending = repair.Log.append, [True]
+
+    async def append_late(log: Any, *arguments: Any) -> int:
+        if pending:
+            pending.clear()
+            await tstore.save(store.url, {"w": np.arange(2000.0) + 9}, 9)
+        return await append(log, *arguments)
+
+    patch.setattr(repair.Log, "append", append_late)
+    return await (await tstore.open(store.url)).repair(void_intact=[version])
+
+
+async def check_head(url: str, value: int) -> None:
+    """Check that the head has a value, also after all other versions have expired."""
+    for _ in range(2):
+        store = await tstore.open(url)
+        w = await (await store.snapshot()).array("w")
+        assert (await w.read())[0] == value
+        assert (await store.verify()).faults == []
+        for step in (await tstore.steps(store))[:-1]:
+            await tags.remove_step(store, step)
+        await store.collect(Keep(newer_than=timedelta(0)), abandoned=timedelta(0))
+
+
+async def test_a_save_beside_a_repair_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record of the repair is that of a collection too, since the last one had kept the voided version."""
+    store = await saved(4)
+    await store.collect(Keep(last=2))
+    report = await repair_beside_a_save(store, 4, monkeypatch)
+    assert report.ok
+    await check_head(store.url, 9)
+
+
+async def test_a_save_beside_a_repair_that_restates_an_older_version_stays_the_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = await saved(5)
+    await store.collect(Keep(every=3, last=1), abandoned=timedelta(0))
+    report = await repair_beside_a_save(store, 5, monkeypatch)
+    assert (report.ok, report.restated) == (True, None)
+    await check_head(store.url, 9)
+
+
+async def test_what_a_repair_restates_outlives_the_older_version() -> None:
+    """It refers to packs of that version."""
+    store = await saved(5)
+    await store.collect(Keep(every=3, last=1), abandoned=timedelta(0))
+    report = await store.repair(void_intact=[5])
+    assert report.restated == 3
+    store = await tstore.open(store.url)
+    await tags.set_tag(store, "restated", report.version)
+    await tags.remove_step(store, 3)
+    expired = await store.collect(Keep(tags=("restated",)), abandoned=timedelta(0))
+    assert 3 in expired.versions
+    assert (await (await (await store.snapshot("restated")).array("w")).read())[0] == 3
+
+
+async def test_a_repair_restates_no_copy() -> None:
+    """The newest living version that is complete is a quantized copy, which must not become the head."""
+    store = await saved(3)
+    await tstore.quantize(store, formats="e4m3", tag="q")
+    for step in (4, 5):
+        await tstore.save(store, {"w": np.arange(2000.0) + step}, step)
+    await store.collect(Keep(every=3, last=1), abandoned=timedelta(0))
+    assert (await store.repair(void_intact=[6])).restated == 3
+    await check_head(store.url, 3)
