@@ -645,6 +645,8 @@ async def test_a_hole_above_what_an_open_store_knows_is_not_filled(where: str, t
         pass
     await fill(url, 2)
     await lose(url, [4])
+    with pytest.raises(Corrupt, match=commit_key(4)):
+        await store.snapshot()
     for _ in range(2):
         with pytest.raises(Corrupt, match=commit_key(4)):
             async with store.transaction():

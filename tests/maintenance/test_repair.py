@@ -27,6 +27,7 @@ from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Collection, Record
 from tstore.maintenance import repair
 from tstore.server import Server
+from tstore.simulation.scenario import override_constants
 from tstore.storage.memory import MemoryStorage
 
 VALUES = np.arange(4000.0)
@@ -460,6 +461,21 @@ async def test_a_cache_on_disk_forgets_the_voided_record(tmp_path: Path) -> None
         break
     else:
         pytest.fail("it is never forgotten")
+
+
+async def test_a_cache_on_disk_forgets_roots_that_may_include_the_voided_version(tmp_path: Path) -> None:
+    with override_constants(ROOT_EVERY=4):
+        store = await filled(*range(5))
+        cached = await tstore.open(store.log.storage, "r", cache=tmp_path)
+        assert await tstore.steps(cached) == [0, 1, 2, 3, 4]
+        await (await tstore.open(store.url)).repair(void_intact=[2])
+        for _ in range(3):
+            cached = await tstore.open((await tstore.open(store.url)).log.storage, "r", cache=tmp_path)
+            with contextlib.suppress(TimelineChanged):
+                assert await tstore.steps(cached) == [0, 2, 3, 4]
+                assert await tstore.steps(cached) == [0, 2, 3, 4]
+                return
+        pytest.fail("they are never forgotten")
 
 
 @pytest.mark.parametrize("voided", [[-5, "x", 10**9], [1, 2, -5]])
