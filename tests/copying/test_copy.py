@@ -711,3 +711,22 @@ async def test_a_destination_that_is_no_location_is_refused(tmp_path: Path) -> N
     await tstore.save(tmp_path / "store", {"w": np.arange(3)}, 0)
     with pytest.raises(InvalidArgument, match="None is not the location of a store; pass a URL or a path"):
         await tstore.copy(tmp_path / "store", None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kept", [(), ("q",)])
+async def test_a_living_version_based_on_an_expired_one_below_a_copy_is_copied(
+    kept: tuple[str, ...], tmp_path: Path
+) -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        for name in ("a", "b"):
+            await (await tx.create_array(name, (2000,), "f8")).write(1)
+    await tstore.quantize(store, formats="e4m3", tag="q")
+    async with store.transaction(tag="head") as tx:
+        await (await tx.array("a")).write(2)
+    report = await store.collect(Keep(tags=("head", *kept)))
+    assert report.versions == ([1] if kept else [1, 2])
+    await tstore.copy(store, tmp_path / "s")
+    copied = await tstore.open(tmp_path / "s")
+    assert (await (await (await copied.snapshot()).array("b")).read())[0] == 1
+    assert (await copied.verify()).faults == []

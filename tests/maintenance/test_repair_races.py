@@ -15,9 +15,10 @@ from tests.support.held_commit import held_commit
 from tstore import Keep, tags
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import CommitOutcomeUnknown, Conflict
-from tstore.format.layout import commit_key
+from tstore.format.layout import commit_key, root_key
 from tstore.maintenance import repair
 from tstore.maintenance.repair import RepairReport
+from tstore.simulation.scenario import override_constants
 
 VALUES = np.arange(8, dtype="f4")
 
@@ -221,3 +222,19 @@ async def test_a_repair_restates_no_copy() -> None:
     await store.collect(Keep(every=3, last=1), abandoned=timedelta(0))
     assert (await store.repair(void_intact=[6])).restated == 3
     await check_head(store.url, 3)
+
+
+async def test_a_root_that_is_written_after_a_repair_is_removed() -> None:
+    """Its writer had read the tree before that."""
+    with override_constants(ROOT_EVERY=4):
+        store, faults = await new_store()
+        for at in (0, 2):
+            await (await write(store, at)).commit()
+        gate = faults.hold("create", root_key(4))
+        committing = asyncio.create_task((await create_group(store, "g")).commit())
+        await gate.reached()
+        await void(store, 2)
+        gate.release()
+        assert await committing == 4
+        other = await tstore.open(store.url)
+        assert (await (await (await other.snapshot()).array("a")).read()).tolist() == [0, 1, 9, 3, 4, 5, 6, 7]

@@ -497,6 +497,16 @@ async def test_resizing_keeps_the_values_in_range(store: tstore.Store) -> None:
     assert (await newest(store) == expected).all()
 
 
+async def test_a_patch_cut_off_by_a_resize_does_not_come_back(store: tstore.Store) -> None:
+    """The chunk does not exist yet."""
+    async with store.transaction() as tx:
+        sparse = await tx.create_array("sparse", (8,), "i4", (4,), sparse=True)
+        await sparse[5:7].write(9)
+        for length in (6, 8):
+            await (await tx.array("sparse")).resize((length,))
+    assert (await (await (await store.snapshot()).array("sparse")).read()).tolist() == [0, 0, 0, 0, 0, 9, 0, 0]
+
+
 @pytest.mark.parametrize("commits", ["one", "one for each step"])
 @pytest.mark.parametrize("shape", [(5, 8), (8, 3), (5, 6), (1, 1), (4, 8), (0, 8)], ids=str)
 async def test_values_cut_off_by_a_resize_do_not_come_back(
