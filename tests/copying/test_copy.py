@@ -720,7 +720,7 @@ async def test_a_living_version_based_on_an_expired_one_below_a_copy_is_copied(
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     async with store.transaction() as tx:
         for name in ("a", "b"):
-            await (await tx.create_array(name, (2000,), "f8")).write(1)
+            await (await tx.create_array(name, (20_000,), "f8")).write(1)
     await tstore.quantize(store, formats="e4m3", tag="q")
     async with store.transaction(tag="head") as tx:
         await (await tx.array("a")).write(2)
