@@ -81,6 +81,17 @@ async def test_a_step_before_the_newest_is_refused(url: str, staging: Any, overw
     assert (await tstore.restore(url))["value"] == 4
 
 
+async def test_a_step_before_one_that_another_job_saved_meanwhile_is_refused(url: str) -> None:
+    """The job has saved before, so it looks at the steps of the store only as it saves."""
+    [checkpoints] = job(url)
+    await save([checkpoints], [10])
+    await tstore.save(url, state(30.0), 30)
+    late = await checkpoints.save(11, state(11.0))
+    with pytest.raises(InvalidArgument, match="step 11 comes before step 30"):
+        await late.committed
+    assert await tstore.steps(url) == [10, 30]
+
+
 async def test_what_is_removed_stays_readable_as_a_version(url: str) -> None:
     [checkpoints] = hosts = job(url)
     await save(hosts, [1, 2, 3])

@@ -18,6 +18,7 @@ from tstore.storage.base import PackWriter
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import BufferStream, Durability
 from tstore.storage.remote import as_remote
+from tstore.transactions import staged_array
 from tstore.transactions.transaction import staging_of
 
 BIG = 200_000
@@ -478,3 +479,51 @@ async def test_handles_of_snapshots_stay_valid(eight: tstore.Store) -> None:
         await (await tx.array("a")).resize((3,))
     assert (await view.read()).tolist() == [2, 3]
     assert (await old.read()).tolist() == list(range(8))
+
+
+# ---- chunks that are rewritten with their patches
+
+
+async def begun_with_zeros(store: tstore.Store) -> tuple[tstore.Transaction, tstore.Array]:
+    """Return a transaction on an array of zeros in two chunks, and the array."""
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", (8,), "i4", (4,))).write(0)
+    tx = store.transaction()
+    return tx, await tx.array("a")
+
+
+async def test_an_older_rewrite_that_ends_later_does_not_replace_a_newer_one(
+    store: tstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewrite, pending, reached, released = staged_array.write_patched, [True], asyncio.Event(), asyncio.Event()
+
+    async def held(*arguments: Any) -> Any:
+        first = bool(pending)
+        pending.clear()
+        rows = await rewrite(*arguments)
+        if first:
+            reached.set()
+            await released.wait()
+        return rows
+
+    monkeypatch.setattr(staged_array, "write_patched", held)
+    tx, a = await begun_with_zeros(store)
+    await a[0:1].write(1)
+    older = asyncio.create_task(a.read())
+    await reached.wait()
+    await a[1:2].write(2)
+    assert (await a.read()).tolist() == [1, 2, 0, 0, 0, 0, 0, 0]
+    released.set()
+    await older
+    await tx.commit()
+    assert (await read(store, "a")).tolist() == [1, 2, 0, 0, 0, 0, 0, 0]
+
+
+async def test_a_rewritten_chunk_does_not_replace_one_written_whole_later(store: tstore.Store) -> None:
+    tx, a = await begun_with_zeros(store)
+    await a[0:1].write(1)
+    await a.read()
+    await a[0:4].write(2)
+    await a[4:5].write(3)
+    await tx.commit()
+    assert (await read(store, "a")).tolist() == [2, 2, 2, 2, 3, 0, 0, 0]
