@@ -30,6 +30,7 @@ __all__ = [
     "saved_steps",
     "source_snapshot",
     "step_tag",
+    "step_tags",
     "steps",
     "steps_of",
 ]
@@ -38,6 +39,12 @@ __all__ = [
 def step_tag(step: int) -> str:
     """Return the tag of the checkpoint of a step."""
     return f"step/{step}"
+
+
+def step_tags(tags: Iterable[str], step: int) -> list[str]:
+    """Return the tag of a step, and those among the tags that begin with it, as `quantize` names copies."""
+    tag = step_tag(step)
+    return [tag, *(name for name in tags if name.startswith(f"{tag}/"))]
 
 
 def steps_of(tags: Iterable[str]) -> list[int]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tstore.errors import Conflict, InvalidArgument
 from tstore.format.arguments import checked_name, checked_tag
-from tstore.steps import chosen_snapshot, step_tag, steps_of
+from tstore.steps import chosen_snapshot, step_tag, step_tags, steps_of
 from tstore.store import Store
 from tstore.transactions.transaction import Transaction, staging_of
 
@@ -65,15 +65,17 @@ async def drop_tag(store: Store, tag: str) -> int:
 
 
 async def remove_step(store: Store, step: int) -> int:
-    """Drop the tag of a step and return the version of this commit; raise `NotFound` if there is no such step.
+    """Drop the tags of a step and return the version of this commit; raise `NotFound` if there is no such step.
 
-    The version of the step stays readable by its number until garbage collection removes it.
+    These are its own and those of its copies (`step_tags`). The version of the step stays readable by its number
+    until garbage collection removes it.
     """
     tag = step_tag(step)
     while True:
         await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
         try:
-            return await _commit(store.transaction(f"remove step {step}", drop_tag=tag))
+            tags = step_tags(await store.tags(), step)
+            return await _commit(store.transaction(f"remove step {step}", drop_tag=tags))
         except Conflict as conflict:  # repeat it if another step was saved meanwhile
             if f"tag {tag}" in conflict.paths:
                 raise
@@ -82,14 +84,17 @@ async def remove_step(store: Store, step: int) -> int:
 async def remove_steps_after(store: Store, step: int) -> int | None:
     """Drop the tags of all steps after a step; return the version of this commit, or None without later steps.
 
+    Drop also the tags of their copies.
+
     A step that is saved meanwhile is removed too. Raise `NotFound` if there is no such step. The versions of the
     later steps stay readable, as after `remove_step`.
     """
     while True:
         await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
-        if not (later := later_steps(await store.tags(), step)):
+        existing = await store.tags()
+        if not (later := later_steps(existing, step)):
             return None
-        tags = [step_tag(number) for number in later]
+        tags = [tag for number in later for tag in step_tags(existing, number)]
         with contextlib.suppress(Conflict):  # a step was saved meanwhile
             return await _commit(store.transaction(f"remove the steps after {step}", drop_tag=tags))
 

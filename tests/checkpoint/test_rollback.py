@@ -12,6 +12,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
+from tstore.cli import main
 from tstore.conformance.faults import open_faulty
 from tstore.errors import (
     AlreadyExists,
@@ -277,3 +278,40 @@ async def test_several_tags_are_dropped_in_one_commit(url: str) -> None:
         async with store.transaction(drop_tag=["a", "b"]):
             pass
         assert await store.tags() == {"c": 3}
+
+
+@pytest.mark.parametrize("how", ["rollback", "remove", "overwrite"])
+async def test_the_tags_of_copies_go_with_their_step(tmp_path: Path, how: str) -> None:
+    url = tmp_path / "s"
+    for step in (10, 20):
+        await tstore.save(url, {"w": np.full((64, 64), step, "f4")}, step)
+    await tstore.quantize(url, "e4m3")
+    await tstore.quantize(url, "e4m3", at="step/10", tag="mine")
+    assert set(await (await tstore.open(url)).tags()) == {"step/10", "step/20", "step/20/e4m3", "mine"}
+    if how == "rollback":
+        async with tstore.Checkpointer(url) as checkpoints:
+            await checkpoints.rollback(10)
+    elif how == "remove":
+        assert await asyncio.to_thread(main, ["rm", str(url), "--step", "20"]) == 0
+    await tstore.save(url, {"w": np.full((64, 64), 3, "f4")}, 20, overwrite=how == "overwrite")
+    assert set(await (await tstore.open(url)).tags()) == {"step/10", "step/20", "mine"}
+    assert (await tstore.quantize(url, "e4m3")).tag == "step/20/e4m3"
+    assert (await tstore.restore(url, at="step/20/e4m3"))["w"][0, 0] == 3
+
+
+async def test_the_default_tag_of_a_copy_moves_to_that_of_the_version_saved_instead(tmp_path: Path) -> None:
+    """A step that several hosts overwrite keeps the tags of its copies: only one host can drop tags."""
+    url = tmp_path / "s"
+    await tstore.save(url, {"w": np.full((64, 64), 1, "f4")}, 20)
+    await tstore.quantize(url, "e4m3")
+    with pytest.raises(AlreadyExists, match="names version 2 already"):
+        await tstore.quantize(url, "e4m3")
+
+    async def save(host: int) -> int:
+        part = ((slice(host * 32, host * 32 + 32), slice(0, 64)), np.full((32, 64), 3, "f4"))
+        tree = {"w": tstore.Shards((64, 64), "f4", [part])}
+        return await tstore.save(url, tree, 20, host=host, hosts=2, attempt="a", overwrite=True)
+
+    await asyncio.gather(save(0), save(1))
+    assert (await tstore.quantize(url, "e4m3")).tag == "step/20/e4m3"
+    assert (await tstore.restore(url, at="step/20/e4m3"))["w"][0, 0] == 3

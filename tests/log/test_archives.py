@@ -355,6 +355,25 @@ async def test_a_lost_archive_is_a_gap_that_a_repair_can_void(url: str) -> None:
     assert (await tstore.restore(await tstore.open(url)))["w"][0] == 20
 
 
+@pytest.mark.parametrize("lost", [1, 2])
+async def test_a_store_that_lost_its_first_archives_is_not_new(lost: int, url: str) -> None:
+    """Nor is it if the hint is lost too, although all numbers that a search begins with are absent."""
+    store = await fill(url, range(1, 4 * lost + 9))
+    await compact(store)
+    storage = connect(url)
+    for number in range(lost):
+        await storage.delete(archive_key(EVERY * (number + 1)))
+    await storage.delete("latest")
+    for number in (1, 2):
+        assert await storage.size(commit_key(number)) is None
+    with pytest.raises(Corrupt, match=f"{commit_key(1)} is missing"):
+        await (await tstore.open(url)).snapshot()
+    with pytest.raises(Corrupt, match=f"{commit_key(1)} is missing"):
+        await tstore.steps(url)
+    with pytest.raises(Corrupt, match=f"{commit_key(1)} is missing"):
+        await tstore.save(url, {"w": np.zeros(3)}, 1)
+
+
 async def test_old_records_that_are_intact_are_not_voided(url: str) -> None:
     """A collection may be archiving them; later they are in an archive."""
     store = await fill(url, range(1, 30))

@@ -82,6 +82,28 @@ async def test_no_collection_between_the_halves_of_a_repair(
     assert (await store.verify()).faults == []
 
 
+async def test_an_interrupted_repair_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await steps(url, 1, 7, 9)
+    await interrupt(store, 2, monkeypatch)
+    store = await tstore.open(url)
+    sentence = "the repair that voided version 2 was interrupted; finish it with `tstore repair --void 2`"
+    assert (await store.verify()).faults == [f"{url}: {sentence}"]
+    assert (await store.repair()).damaged == [(2, f"{url}: {sentence}", True)]
+    assert (await store.repair([2])).ok
+    assert (await (await tstore.open(url)).verify()).faults == []
+
+
+async def test_a_job_goes_on_after_a_repair(url: str) -> None:
+    async with tstore.Checkpointer(url) as checkpoints:
+        for step in (1, 2, 3):
+            await (await checkpoints.save(step, {"w": np.full(3, step)})).committed
+        await (await tstore.open(url)).repair(void_intact=[2])
+        with pytest.raises(TimelineChanged, match="a repair voided version 2 while the store was open"):
+            await (await checkpoints.save(4, {"w": np.full(3, 4)})).committed
+        assert await (await checkpoints.save(5, {"w": np.full(3, 5)})).committed == 5
+    assert await tstore.steps(url) == [1, 3, 5]
+
+
 async def test_another_repair_ends_one_that_was_interrupted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = await steps(url, 1, 7, 9)
     await store.collect(Keep(last=2))

@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.save import checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
-from tstore.errors import DeadlineExceeded, Denied, InvalidArgument, Misuse, TStoreError
+from tstore.errors import DeadlineExceeded, Denied, InvalidArgument, Misuse, TimelineChanged, TStoreError
 from tstore.format.arguments import quote
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.background_loop import BACKGROUND, SIGNAL_CHECK
@@ -137,7 +137,7 @@ def checked_choices(staging: Any, in_flight: Any) -> None:
 
 
 class BackgroundStore:
-    """The store of background saves, from a URL or a `Store`; `opened` returns a `Store` for their event loop.
+    """The store of background saves, from a URL or a `Store`.
 
     Raise `InvalidArgument` for anything else, and `Denied` for a `Store` opened with mode "r".
     """
@@ -155,8 +155,18 @@ class BackgroundStore:
         if self._callers_store is not None:
             close_after(self._callers_store, work)
 
+    async def save(self, checkpoint: Checkpoint, on_written: Callable[[], None] | None = None) -> int:
+        """Save a checkpoint on the event loop of background saves, as `Checkpoint.save` does."""
+        store = await self.opened()
+        try:
+            return await checkpoint.save(store, on_written)
+        except TimelineChanged:  # as after a repair; later saves open the store again
+            if self._opened is store:
+                self._opened = None
+            raise
+
     async def opened(self) -> Store:
-        """Return the store, created if there is none."""
+        """Return the store for the event loop of background saves, created if there is none."""
         if self._opened is None:
             if self._callers_store is None:
                 self._opened = await open(self._storage, "a")
@@ -220,9 +230,9 @@ async def _save(
             stack.enter_context(low_priority())  # from here on the caller computes beside the save
 
         if staging == "turns":
-            return await checkpoint.save(await store.opened(), on_written)
+            return await store.save(checkpoint, on_written)
         on_written()
-        return await checkpoint.save(await store.opened())
+        return await store.save(checkpoint)
 
 
 class BackgroundSave:

@@ -25,7 +25,7 @@ from tstore.format.tree.tree import group_document
 from tstore.runtime.background_loop import BACKGROUND
 from tstore.runtime.pool import give_way, run_to_end, wait_all
 from tstore.snapshot import Snapshot, snapshot_of
-from tstore.steps import step_tag, steps_of
+from tstore.steps import step_tag, step_tags, steps_of
 from tstore.storage.objects import checked_durability
 from tstore.store import Store
 from tstore.transactions.attempts import detected_attempt
@@ -191,7 +191,8 @@ class Checkpoint(NamedTuple):
     async def _transaction(self, store: Store, attempt: str | None) -> tuple[Transaction, int | None]:
         """Return a new transaction for this checkpoint, and the version of the step that it overwrites, if any."""
         tag = step_tag(self.step)
-        replaced = (await store.tags()).get(tag) if self.overwrite else None
+        tags = await store.tags() if self.overwrite else {}
+        replaced = tags.get(tag)
         if replaced is not None and attempt is not None:
             # under the old name, this attempt may have committed the step that is replaced
             attempt = f"{attempt}.over.{replaced}"
@@ -200,6 +201,8 @@ class Checkpoint(NamedTuple):
             None if self.overwrite else tag,
             durability=self.durability,
             move_tag=tag if self.overwrite else None,
+            # of copies; a cooperative transaction can't drop tags
+            drop_tag=(step_tags(tags, self.step)[1:] or None) if self.hosts == 1 else None,
             name=tag if self.hosts > 1 else None,
             host=self.host,
             hosts=self.hosts,

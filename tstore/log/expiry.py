@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import TypeVar
 
 from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable, UnsupportedFormat
+from tstore.format.layout import ARCHIVE_EVERY
 from tstore.format.objects.records import Collection, LivingVersion, Record
 from tstore.format.tree.retention import Ledger
 from tstore.format.tree.tree import Tree
@@ -140,7 +141,7 @@ async def newest_tree(log: LogReader) -> Tree:
     """
     while True:
         version = await log.newest()
-        await log.check_end(version)
+        await (log.check_end if version % ARCHIVE_EVERY else log.look_ahead)(version)
         try:
             return await log.head(version)
         except NotFound:

@@ -10,8 +10,10 @@ ends the log; old records lie in archives (`commits`).
 
 A lost record looks like the end of the log. So a search also probes one or two of the four numbers above
 the newest version, and `check_end` raises `Corrupt` if one exists above a missing record. Before its first
-commit a writer looks further (`look_ahead`): at the numbers 2, 4, 8, … up to `1 << _FAR` after the newest version.
-If n records in a row were lost and at least n later ones exist, the record of one of these numbers exists.
+commit a writer looks further (`look_ahead`): at the numbers 2, 4, 8, … up to `1 << _FAR` after the newest version,
+and at the first number of the next block of an archive, and of the second, fourth, … after it. If n records or
+archives in a row were lost and at least n later ones exist, one of these numbers exists. A reader looks there as
+well if the log seems to be empty, or to end with a block.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tstore.errors import Corrupt, NotFound, Unavailable, UnsupportedFormat
 from tstore.format.frame import NO_RECORD, Link
-from tstore.format.layout import HINT, ROOT_EVERY, commit_key
+from tstore.format.layout import ARCHIVE_EVERY, HINT, ROOT_EVERY, archive_end, commit_key
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Collection, Record, StoredRecord
 from tstore.format.objects.roots import StoredRoot
@@ -246,9 +248,10 @@ class LogReader:
             raise self.records.missing_error(version + 1)
 
     async def probe_above(self, version: int) -> set[int]:
-        """Probe the numbers 2, 4, 8, … above a version, and return those that exist."""
-        numbers = [version + (2 << i) for i in range(_FAR)]
-        existing = await self.commits.existing(numbers)
+        """Probe the numbers at which `look_ahead` looks, and return those that exist."""
+        near = [version + (2 << i) for i in range(_FAR)]
+        blocks = [archive_end(version + 1) + ARCHIVE_EVERY * ((1 << i) - 1) + 1 for i in range(_FAR // 2)]
+        existing = await self.commits.existing({*near, *blocks})
         self._search.highest = max(self._search.highest, *existing, 0)
         return existing
 

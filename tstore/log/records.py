@@ -259,13 +259,12 @@ class Records:
 
     def _timeline_changed(self, version: int, data: bytes | None) -> TimelineChanged:
         """Note that the store was replaced, and return the error; raise `Corrupt` if the bytes are damaged."""
-        if data is not None:
-            self._objects.decode(commit_key(version), data, Record)
+        record = None if data is None else self._objects.decode(commit_key(version), data, Record)
         what = "is gone" if data is None else "differs from the record read before"
-        self.replaced = (
-            f"{self._storage.url}: {commit_key(version)} {what}: the store was replaced while it was open, for "
-            "example by a restored backup; open it again"
-        )
+        cause = f"{commit_key(version)} {what}: the store was replaced while it was open, as by a restored backup"
+        if record is not None and record.was_voided:
+            cause = f"a repair voided version {version} while the store was open"
+        self.replaced = f"{self._storage.url}: {cause}; open it again"
         return TimelineChanged(self.replaced)
 
     def missing_error(self, version: int) -> Corrupt:

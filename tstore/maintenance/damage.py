@@ -38,6 +38,7 @@ __all__ = [
     "checked_newest",
     "damaged_versions",
     "incomplete_versions",
+    "interrupted_repair",
     "known_expiry",
     "last_readable_collection",
     "listed_records",
@@ -201,6 +202,7 @@ async def damaged_versions(log: LogReader, voided: Collection[int] = ()) -> list
     damaged: list[DamagedVersion] = []
     inherited = _Inherited(log, Replay(log, living, voided), living)
     restored: dict[int, DamagedVersion] = {}
+    unlisted, listed = set[int](), set[int]()
     async for version, (record, damage) in log.each(check, (v for v in range(1, newest + 1) if v not in voided)):
         if damage is not None:
             damaged.append(damage)
@@ -209,8 +211,15 @@ async def damaged_versions(log: LogReader, voided: Collection[int] = ()) -> list
         if record is not None and record.voids:
             reasons = await unvoided(log, version, [v for v in record.voids if v not in voided])
             restored |= {v: DamagedVersion(v, reason, True) for v, reason in reasons.items()}
+            listed.update(record.voids)
+        elif record is not None and record.was_voided:
+            unlisted.add(version)
     reason = f"{log.storage.url}: {{}} is missing although later commits exist"
     missing = [version for version in await missing_records(log, newest) if version not in voided]
+    if voided or not all(damage.record_intact for damage in damaged):
+        unlisted.clear()  # the repair that voids other versions lists these too
+    for version in unlisted - listed:
+        restored[version] = DamagedVersion(version, interrupted_repair(log, version), True)
     damaged = [*(d for d in damaged if d.version not in restored), *restored.values()]
     damaged.sort(key=lambda damage: damage.version)
     return [*damaged, *(DamagedVersion(v, reason.format(commit_key(v)), False) for v in missing)]
@@ -228,6 +237,14 @@ async def unvoided(log: LogReader, repair: int, voided: Iterable[int]) -> dict[i
                     f"`tstore repair --void-intact {version}` voids it again"
                 )
     return restored
+
+
+def interrupted_repair(log: LogReader, version: int) -> str:
+    """Return a sentence about a void version that no commit of a repair lists."""
+    return (
+        f"{log.storage.url}: the repair that voided version {version} was interrupted; finish it with "
+        f"`tstore repair --void {version}`"
+    )
 
 
 async def unlisted_voids(log: LogReader, newest: int) -> list[int]:

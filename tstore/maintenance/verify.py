@@ -46,9 +46,11 @@ from tstore.log.reader import LogReader
 from tstore.maintenance.damage import (
     KnownExpiry,
     check_references,
+    interrupted_repair,
     known_expiry,
     last_readable_collection,
     missing_records,
+    unlisted_voids,
     unvoided,
 )
 from tstore.maintenance.distinct_chunks import ChunkList, DistinctChunks, array_label
@@ -140,6 +142,7 @@ class _Verification:
         self._replayed = Replay(log, lambda version: not known.expired(version))
         self._last_collection: int | None = 0  # None after a damaged record, which may be that of a collection
         self._damaged: list[int] = []
+        self._void: set[int] = set()  # by repairs
         self._archived: set[int] = set()  # the last version of each archive
         self._unlisted: set[int] = set()  # versions whose chunks are not listed; a later version may need some
         self._unchecked = set(known.suspected)
@@ -163,6 +166,8 @@ class _Verification:
                 self._merge_faults[version] = fault
             if record is not None and (fault := await self._replayed.fault(version, record)):
                 faults.append(fault)
+            if record is not None and record.was_voided:
+                self._void.add(version)
             if record is not None and record.voids:  # merges between have restated what it voided
                 self._merge_faults = {v: f for v, f in self._merge_faults.items() if v < min(record.voids)}
                 faults += (await unvoided(log, version, record.voids)).values()
@@ -176,6 +181,10 @@ class _Verification:
         for missing in (await missing_records(log, self._newest))[:1]:
             reason = f"{log.storage.url}: {commit_key(missing)} is missing although later commits exist"
             faults.append(f"{reason}; restore it from a copy: until then the later commits can't be read")
+        if self._void and not self._damaged:
+            with self._reporting(""):
+                unlisted = self._void.intersection(await unlisted_voids(log, self._newest))
+                faults += [interrupted_repair(log, version) for version in unlisted]
         faults += [*self._merge_faults.values(), *await self._transactions.faults(log)]
         self._chunks.flush()
         chunks, size = self._chunks.count, self._chunks.bytes

@@ -208,10 +208,14 @@ class _Job(NamedTuple):
         message = self.message or f"quantized from version {source.version}: {description}"
         existing = (await store.tags()).get(name)
         if existing is not None:
-            raise AlreadyExists(
-                f"{store.url}: the tag {name!r} names version {existing} already; pass another one as tag=…"
-            )
-        async with store.transaction(message, name) as tx:
+            origin = (await store.log.reader.record(existing)).source
+            if self.tag is not None or origin in (0, source.version):
+                raise AlreadyExists(
+                    f"{store.url}: the tag {name!r} names version {existing} already; pass another one as tag=…"
+                )
+        # a default tag moves from a copy of what this version has replaced
+        move = None if existing is None else name
+        async with store.transaction(message, name if move is None else None, move_tag=move) as tx:
             staging = staging_of(tx)
             await staging.replace_all(b"", source.version)  # no structure check: no other host takes part
             work = BatchWork(store, source, tx.id, Durability.FSYNC, self.executor, self.progress, self.memory)
