@@ -5,8 +5,9 @@
    saved.
 2. `save`: a tree as one commit; `checkpoint`: its transaction. `jobs`: the write jobs of its arrays. `union`:
    one tree from trees that differ between hosts.
-3. `background`: saves while the caller goes on, from the copies that `staging` makes. `checkpointer`: a series of
-   saves at the steps that `policies` choose. `rollback`: going on from an earlier step of a series.
+3. `background`: saves while the caller goes on, to a `background_store`, from the copies that `staging` makes.
+   `checkpointer`: a series of saves at the steps that `policies` choose. `rollback`: going on from an earlier
+   step of a series.
 4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
    `reading`: the regions that it reads. `restore`: the restore itself, and the plan of its reads.
 

@@ -19,21 +19,20 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, Generic, Literal, TypeVar, get_args
 
+from tstore.checkpoint.background_store import BackgroundStore
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.save import checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
-from tstore.errors import DeadlineExceeded, Denied, InvalidArgument, Misuse, TimelineChanged, TStoreError
+from tstore.errors import DeadlineExceeded, InvalidArgument, Misuse
 from tstore.format.arguments import quote
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.background_loop import BACKGROUND, SIGNAL_CHECK
 from tstore.runtime.event_loops import LoopCall, PerLoop
 from tstore.runtime.pool import low_priority, wait_all
-from tstore.storage.connect import storage_at
-from tstore.store import Store, close_after, open
+from tstore.store import Store
 
 __all__ = [
     "BackgroundSave",
-    "BackgroundStore",
     "InFlight",
     "StagingChoice",
     "abandon",
@@ -134,51 +133,6 @@ def checked_choices(staging: Any, in_flight: Any) -> None:
         if not isinstance(value, str) or value not in get_args(choices):
             expected = " or ".join(map(repr, get_args(choices)))
             raise InvalidArgument(f"{name}={quote(value)}: expected {expected}")
-
-
-class BackgroundStore:
-    """The store of background saves, from a URL or a `Store`.
-
-    Raise `InvalidArgument` for anything else, and `Denied` for a `Store` opened with mode "r".
-    """
-
-    def __init__(self, store: str | os.PathLike[str] | Store) -> None:
-        if isinstance(store, Store) and store.mode == "r":
-            raise Denied(f"{store.url} was opened with mode='r'; open it with mode='r+' to write")
-        self._callers_store = store if isinstance(store, Store) else None
-        self._storage = store.log.storage if isinstance(store, Store) else storage_at(store)
-        self._opened: Store | None = None
-        self.url = self._storage.url
-
-    def close_after(self, work: Future[None]) -> None:
-        """Make `close` of the caller's `Store` wait for `work`, which uses the connections of that `Store`."""
-        if self._callers_store is not None:
-            close_after(self._callers_store, work)
-
-    async def save(self, checkpoint: Checkpoint, on_written: Callable[[], None] | None = None) -> int:
-        """Save a checkpoint on the event loop of background saves, as `Checkpoint.save` does."""
-        store = await self.opened()
-        try:
-            return await checkpoint.save(store, on_written)
-        except TimelineChanged:  # as after a repair; later saves open the store again
-            if self._opened is store:
-                self._opened = None
-            raise
-
-    async def opened(self) -> Store:
-        """Return the store for the event loop of background saves, created if there is none."""
-        if self._opened is None:
-            if self._callers_store is None:
-                self._opened = await open(self._storage, "a")
-            else:
-                self._opened = Store(self._storage, self._callers_store.marker, self._callers_store.mode)
-        return self._opened
-
-    async def close(self) -> None:
-        """Release open files and connections, unless they are those of the caller's `Store`."""
-        if self._callers_store is None:
-            with contextlib.suppress(TStoreError):
-                await self._storage.close()
 
 
 def start_save(

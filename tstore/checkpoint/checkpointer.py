@@ -11,7 +11,6 @@ from typing import Any, Literal, Self, TypeVar
 
 from tstore.checkpoint.background import (
     BackgroundSave,
-    BackgroundStore,
     InFlight,
     StagingChoice,
     abandon,
@@ -23,6 +22,7 @@ from tstore.checkpoint.background import (
     unseen_error,
     wait_staged,
 )
+from tstore.checkpoint.background_store import BackgroundStore
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
