@@ -207,6 +207,24 @@ async def test_what_conflicts(url: str, change: str) -> None:
     assert all(path.startswith("a") for path in raised.value.paths)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_appends_along_two_axes_conflict_with_another_append(url: str, first: int) -> None:
+    """The two together are a change of the whole array, which the commit does not move."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", (4, 4), "int32", (4, 4))).write(0)
+    tx = store.transaction()
+    for axis in (first, 1 - first):
+        array = await tx.array("a")
+        shape = [1 if i == axis else n for i, n in enumerate(array.shape)]
+        await array.append(np.ones(shape, int), axis=axis)
+    async with store.transaction() as other:
+        await (await other.array("a")).append(np.full((1, 4), 2))
+    with pytest.raises(Conflict):
+        await tx.commit()
+    assert (await (await (await store.snapshot()).array("a")).read()).tolist() == [[0] * 4] * 4 + [[2] * 4]
+
+
 @pytest.mark.parametrize("change", ["write before", "write after", "resize", "create"])
 async def test_an_append_beside_other_changes_of_the_array(url: str, change: str) -> None:
     """The values are there, and a concurrent append conflicts as with a resize."""

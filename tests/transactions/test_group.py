@@ -16,6 +16,7 @@ from tests.support import forks
 from tstore.conformance.faults import open_faulty
 from tstore.errors import (
     AlreadyExists,
+    Conflict,
     DeadlineExceeded,
     Inconsistent,
     InvalidArgument,
@@ -130,6 +131,21 @@ async def test_a_host_delivers_without_waiting_and_the_last_one_commits(url: str
         async with store.transaction() as alone:
             with pytest.raises(Misuse, match="one host"):
                 await alone.deliver()
+
+
+async def test_a_commit_is_validated_from_the_lowest_base_of_its_hosts(url: str) -> None:
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", (4,), "int8", (2,))).write(0)
+    early, late = [store.transaction(name="t", host=host, hosts=2, attempt="a") for host in (1, 0)]
+    await (await early.array("a"))[2:4].write(1)
+    async with store.transaction() as tx:
+        await (await tx.array("a")).write(9)  # conflicts with the host that has begun before
+    await (await late.array("a"))[0:2].write(1)
+    assert await early.deliver() is None
+    with pytest.raises(Conflict):
+        await late.commit()
+    assert (await (await (await store.snapshot()).array("a")).read()).tolist() == [9] * 4
 
 
 async def test_an_absent_host_is_named(url: str) -> None:
