@@ -731,3 +731,16 @@ async def test_a_living_version_based_on_an_expired_one_below_a_copy_is_copied(
     copied = await tstore.open(tmp_path / "s")
     assert np.array_equal(await (await (await copied.snapshot()).array("b")).read(), values)
     assert (await copied.verify()).faults == []
+
+
+async def test_a_copy_of_a_quantized_version_has_its_manifest(tmp_path: Path) -> None:
+    """The manifest is an object of its own."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    await tstore.save(store, {f"w{i}": np.full((8, 10), i % 8, "f4") for i in range(150)}, 1)
+    report = await tstore.quantize(store, formats="e4m3", tag="q")
+    assert any("/manifest" in key for key in await store.log.storage.list("txn/"))
+    await tstore.copy(store, tmp_path / "s", at="q")
+    copied = await tstore.open(tmp_path / "s")
+    assert (await (await (await copied.snapshot()).array("w149")).read())[0, 0] == 149 % 8
+    assert (await copied.verify()).faults == []
+    assert report.version == 2

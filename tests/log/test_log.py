@@ -273,6 +273,22 @@ async def test_a_repeated_commit_that_fails_does_not_deny_the_first_one(
     assert await messages(url) == ["m1", "mine"]
 
 
+async def test_commits_that_shared_a_record_are_not_made_twice_if_they_are_repeated_together() -> None:
+    store, faults = await open_faulty(anew())
+    async with store.transaction() as tx:
+        for name in ("a", "b"):
+            await tx.create_array(name, (0,), "i4", (2,))
+    both = [store.transaction() for _ in range(2)]
+    for tx, name in zip(both, ("a", "b"), strict=True):
+        await (await tx.array(name)).append(np.array([1]))
+    faults.lose_reply("create", commit_key(2))
+    faults.fail("get", commit_key(2))
+    results = await asyncio.gather(*[tx.commit() for tx in both], return_exceptions=True)
+    assert [type(result) for result in results] == [CommitOutcomeUnknown, CommitOutcomeUnknown]
+    assert await asyncio.gather(*[tx.commit() for tx in reversed(both)]) == [2, 2]
+    assert (await store.snapshot()).version == 2
+
+
 async def test_a_repeated_commit_that_is_cancelled_can_be_repeated() -> None:
     url = anew()
     store, faults, tx = await started(url)
