@@ -14,7 +14,8 @@
    ends without creating any later record. Records that the destination has lost are created first; a damaged
    record is an error.
 6. Create the roots, whose records exist by now. A server refuses a root that it can't derive from its own records;
-   the root is then omitted, since it only saves time.
+   the root is then omitted, since it only saves time. It accepts one that has the changes of a lost record, and so
+   is needed (`Record.resumes`).
 7. If the destination was not a store, create the marker.
 8. Write the `latest` hint.
 9. Archive the records of old versions (`compaction`), which were created one by one.
@@ -376,7 +377,7 @@ class _Copy:
             root, stored = await run(decode_root, data), await self._log.stored(version)
         except (NotFound, Corrupt, UnsupportedFormat):
             return None
-        return data if (root.version, root.record_check) == (version, stored.check) else None
+        return data if root.version == version and stored.has_root(root) else None
 
 
 def _batch_by_size(keys: Iterable[str], manifests: Mapping[str, ObjectRef]) -> Iterator[list[str]]:

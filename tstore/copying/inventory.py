@@ -250,6 +250,11 @@ class Inventory(NamedTuple):
         """Add the chunks and segments of all nodes of a tree to their packs."""
         self.add(tree.manifest())
 
+    def add_base(self, tree: Tree) -> None:
+        """Add the manifest that a tree continues, which no record names if the one that wrote it was lost."""
+        if (base := tree.nodes.base) is not None:
+            self.manifests[base.key] = base
+
 
 def _by_pack(table: ChunkTable) -> Iterator[tuple[str, ChunkTable]]:
     """Yield each pack that is not inline, with the chunks in it."""
@@ -287,6 +292,7 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
     inventory = Inventory(base, (), {}, {}, set())
     versions = []
     previous_expired = False  # if so, its chunks were not added, but a later version may refer to them
+    resumes = 0  # the version that has the changes of a lost record
 
     async def read_version(version: int) -> tuple[Record, list[Manifest]]:
         """Return the record, and its manifests if the version is living."""
@@ -296,6 +302,9 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
         return record, await log.objects.manifests(version, record) if needed else []
 
     async for version, (record, manifests) in log.each(read_version, range(1, base + 1)):
+        resumes = max(resumes, record.resumes)
+        if 0 < resumes <= version:
+            previous_expired, resumes = True, 0
         if changes_nothing(record):
             continue
         written = {m.key: m for m in record.manifests if isinstance(m, ObjectRef)}
@@ -307,7 +316,9 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
             if record.source:  # a copy has no chunks but those that it lists
                 continue
             if previous_expired and not record.replaces:
-                await run(inventory.add_tree, await log.tree(version))
+                tree = await log.tree(version)
+                await run(inventory.add_tree, tree)
+                inventory.add_base(tree)
             previous_expired = False
         else:
             previous_expired = previous_expired or not record.source
@@ -319,7 +330,9 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
     """Return the inventory of a version; if it changed nothing, that of the head before it."""
     base, version = version, await state_of(log, version)
     inventory = Inventory(base, (version,) if version else (), {}, {}, set())
-    await run(inventory.add_tree, await log.tree(version))
+    tree = await log.tree(version)
+    await run(inventory.add_tree, tree)
+    inventory.add_base(tree)
     async for number, record in log.each_record(range(version, 0, -1)):
         if number == version or not record.source:
             inventory.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})

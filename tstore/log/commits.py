@@ -46,6 +46,11 @@ class CommitObjects:
             dict
         )  # which begin in the next turn
 
+    @property
+    def advice(self) -> str:
+        """The advice for a damaged or missing record or archive."""
+        return f"restore it from a copy of the store, or see tstore repair {self.storage.url}"
+
     async def get(self, version: int, max_size: int | None = None) -> bytes:
         """Return the record of a version; raise `NotFound`, or `Corrupt` if it or its archive is damaged.
 
@@ -136,6 +141,10 @@ class CommitObjects:
             or archive_key(archive_end(version)) in sizes
         }
 
+    def is_archived(self, version: int) -> bool:
+        """Return whether an archive that has been read has the record of a version."""
+        return archive_end(version) in self._existing
+
     def stage(self, data: bytes, durability: Durability) -> StagedRecord:
         """Return a record without a version, to be created as the first of several versions that is free."""
         return StagedRecord(self, self.storage.stage(data, durability))
@@ -158,14 +167,14 @@ class CommitObjects:
         objects = (await self.storage.leading([key])).objects  # one quick read, which is never stale
         if not objects:
             if end in self._existing:
-                raise Corrupt(f"{self.storage.url}: {key} is missing; restore it from a copy of the store")
+                raise Corrupt(f"{self.storage.url}: {key} is missing; {self.advice}")
             return None
         try:
             archive = decode(objects[0], Archive)
             if archive.end != end:
                 raise Corrupt(f"it is the archive up to version {archive.end}")
         except (Corrupt, UnsupportedFormat) as error:
-            advice = "; restore it from a copy of the store" if isinstance(error, Corrupt) else ""
+            advice = f"; {self.advice}" if isinstance(error, Corrupt) else ""
             raise type(error)(f"{self.storage.url}: {key}: {error}{advice}") from error
         self._existing.add(end)
         self._loaded[end] = archive

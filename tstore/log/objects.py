@@ -57,7 +57,7 @@ class MetadataObjects:
     @property
     def advice(self) -> str:
         """The advice for a damaged or missing record."""
-        return f"restore it from a copy of the store, or see tstore repair {self.storage.url}"
+        return self.commits.advice
 
     async def load(self, version: int, process: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
         """Return the result of `process` for the bytes of the record of a version.

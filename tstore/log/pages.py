@@ -10,13 +10,14 @@ from tstore.format.layout import is_root
 from tstore.format.objects.object_ref import ObjectRef, Page, PagePlace
 from tstore.format.objects.pages import decode_page
 from tstore.format.objects.segments import SegmentSource
+from tstore.format.tree.node import Node
 from tstore.format.tree.nodes import Nodes
-from tstore.format.tree.stored_nodes import ManifestNodes, PageNodes
+from tstore.format.tree.stored_nodes import DerivedNodes, ManifestNodes, PageNodes
 from tstore.log.ranges import Ranges, read_range
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 
-__all__ = ["PageReader", "read_pages"]
+__all__ = ["PageReader", "nodes_in_pages", "read_pages"]
 
 _Key = tuple[str, int, Page, str | None]  # of the object, and the place of the page: all that is verified
 
@@ -97,3 +98,12 @@ async def read_pages(nodes: Nodes, paths: Collection[str] | None = None) -> None
 
 def _key(key: str, place: PagePlace) -> _Key:
     return key, place.offset, place.page, place.stop
+
+
+def nodes_in_pages(reference: ObjectRef, nodes: dict[str, Node]) -> list[DerivedNodes] | None:
+    """Return nodes, whose paths ascend, in the pages of a reference, None if this has others."""
+    if sum(page.nodes for page in reference.pages) != len(nodes):
+        return None
+    items = iter(nodes.items())
+    pages = [DerivedNodes(dict(itertools.islice(items, page.nodes))) for page in reference.pages]
+    return pages if [page.paths[0] for page in pages] == [page.first for page in reference.pages] else None

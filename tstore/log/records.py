@@ -19,11 +19,11 @@ from typing import Generic, TypeVar, cast
 from msgspec.structs import replace
 
 from tstore.errors import Corrupt, NotFound, TimelineChanged, UnsupportedFormat
-from tstore.format.frame import check_of
-from tstore.format.layout import commit_key
+from tstore.format.frame import check_of, link_of
+from tstore.format.layout import archive_end, archive_key, commit_key
 from tstore.format.objects.encoding import memory_of
 from tstore.format.objects.records import Collection, Record, StoredRecord
-from tstore.log.chain import Chain
+from tstore.log.chain import Chain, OtherHistory
 from tstore.log.objects import MetadataObjects
 from tstore.storage.objects import SHORT_OBJECT
 
@@ -228,8 +228,16 @@ class Records:
         try:
             self.chain.add(version, record, data)
         except Corrupt as error:
-            raise self._objects.with_key(commit_key(version), error) from error
+            raise self._objects.with_key(commit_key(version), self._in_archive(version, data, error)) from error
         return self.add(version, record, data)
+
+    def _in_archive(self, version: int, data: bytes, error: Corrupt) -> Corrupt:
+        """Return the error of a record, with the archive that has it, or the one to which it refers."""
+        archived = [v for v in (link_of(data).version, version) if self._commits.is_archived(v)]
+        if not archived or isinstance(error, OtherHistory) == self._commits.is_archived(version):
+            return error
+        key = archive_key(archive_end(archived[0]))
+        return type(error)(f"{error}; {key}, which has {commit_key(archived[0])}, may be that of a diverged copy")
 
     async def refetch(self, version: int, check: bytes) -> None:
         """Read the record of a version again; raise `TimelineChanged` unless it has this checksum."""

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
-from tstore.errors import AlreadyExists, Corrupt, NotFound, TimelineChanged, TStoreError
-from tstore.format.layout import HINT, root_chain, root_key
+from tstore.errors import (
+    AlreadyExists,
+    Corrupt,
+    Denied,
+    NotFound,
+    StorageFull,
+    TimelineChanged,
+    TStoreError,
+    UnsupportedFormat,
+)
+from tstore.format.layout import HINT, parent_root, root_chain, root_key
+from tstore.format.objects.records import Root
 from tstore.format.objects.roots import StoredRoot
 from tstore.format.tree.tree import Tree
 from tstore.log.reader import LogReader
+from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
 
-__all__ = ["write_root"]
+__all__ = ["create_missing", "has_lost_changes", "write_root"]
 
 
 async def write_root(log: LogReader, version: int) -> None:
@@ -22,11 +34,7 @@ async def write_root(log: LogReader, version: int) -> None:
     try:
         tree = await log.head(version)
         stored = await log.root(tree)
-        chain = list(filter(tree.nodes.knows, root_chain(stored.root.parent)))
-        existing = await log.storage.sizes(map(root_key, chain))
-        for earlier in [v for v in chain if root_key(v) not in existing]:
-            with contextlib.suppress(NotFound, Corrupt):
-                await _create_root(log, await log.root(await log.head(earlier)))
+        await create_missing(log, filter(tree.nodes.knows, root_chain(stored.root.parent)))
         is_stored = await _create_root(log, stored)
         if await _was_repaired(log):  # the repair may have deleted what contains voided changes before this root
             await log.storage.delete(root_key(version))
@@ -38,6 +46,28 @@ async def write_root(log: LogReader, version: int) -> None:
         log.trees.replace(Tree.from_root(stored.root, log.objects.pages, tree))
     with contextlib.suppress(TStoreError):
         await log.storage.replace(HINT, str(version).encode())
+
+
+async def create_missing(log: LogReader, versions: Iterable[int]) -> bool:
+    """Create the roots of versions, in ascending order, that do not exist; return False if one can't be made."""
+    versions = list(versions)
+    existing = await log.storage.sizes(map(root_key, versions))
+    complete = True
+    for version in [v for v in versions if root_key(v) not in existing]:
+        try:
+            await _create_root(log, await log.root(await log.head(version)))
+        except (NotFound, Corrupt, Denied, StorageFull):
+            complete = False
+    return complete
+
+
+async def has_lost_changes(storage: Storage, root: Root) -> bool:
+    """Return whether a root that has the right checksum has the changes of a lost record (`Record.resumes`)."""
+    log, version = LogReader(storage), root.version
+    with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
+        lost = [r.resumes async for _, r in log.each_record(range(parent_root(version) + 1, version + 1))]
+        return version in lost and (await log.stored(version)).has_root(root)
+    return False
 
 
 async def _was_repaired(log: LogReader) -> bool:

@@ -13,13 +13,16 @@ of the last commit that replaced the whole tree. Garbage collection keeps both a
 them. If an earlier root is missing or damaged, its tree is built from the records, and if some of its pages are,
 those pages are. If that fails, because manifests of expired versions are gone, roots that refer to this one are
 skipped too: a version that replaced the whole tree, and those after it, need no older manifest.
+
+If a record was lost, but not the root of a later version, the void record that a repair puts in its place names
+that version (`Record.resumes`). Trees of earlier versions are made without the lost record. A tree of that version
+or a later one is made from the root, never across the void record.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -33,11 +36,11 @@ from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Record, Root, StoredRecord
 from tstore.format.objects.references import Manifest
 from tstore.format.tree.changes import Changes
-from tstore.format.tree.node import Node
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.stored_nodes import DerivedNodes
 from tstore.format.tree.tree import Tree
 from tstore.log.objects import MetadataObjects
+from tstore.log.pages import nodes_in_pages
 from tstore.log.records import CACHED_RECORDS, Records, VersionCache
 from tstore.runtime.event_loops import PerLoop, run_apart
 from tstore.runtime.pool import run, uses_threads
@@ -103,7 +106,23 @@ class Trees:
 
         Roots whose version is in `lost`, or that refer to one of these, are not used; more are added to it.
         """
-        return await self._after(*await self._nearest(version, before, lost), version)
+        tree, records = await self._nearest(version, before, lost)
+        void = [read.record for read in records if read.record is not None and read.record.void]
+        resumed = max((r for r in (tree.resumes, *(record.resumes for record in void)) if r <= version), default=0)
+        if resumed > tree.version:
+            tree, records = await self._resumed(resumed, version, before, lost), records[resumed - tree.version :]
+        return await self._after(tree, records, version)
+
+    async def _resumed(self, version: int, newest: int, before: int, lost: set[int]) -> Tree:
+        """Return the tree of a version from its root, which has the changes of a record that is lost."""
+        root = await self._usable_root(version, newest) if version < before else None
+        tree = None if root is None else await self._tree_of_root(root, lost)
+        if tree is None:
+            raise Corrupt(
+                f"{self._objects.storage.url}: {root_key(version)}, or a root to which it refers, is missing or "
+                "damaged, and only these have the changes of a lost record; restore it from a copy of the store"
+            )
+        return tree
 
     async def _after(self, tree: Tree, records: Sequence[_ReadAhead], version: int) -> Tree:
         """Return the tree as of a version after an earlier tree and all records between them."""
@@ -119,11 +138,16 @@ class Trees:
             record = await self._records.with_collection(number, record)
             # the nodes before a commit that replaces them are not needed, and may have expired
             read = manifests.pop(number, []) if number >= last_replacing else Nodes()
-            nodes = tree.nodes
-            if nodes.is_paged and (record.deleted or (isinstance(read, list) and nodes.after_reads(read))):
-                tree = await run(tree.after, number, record, read)  # this may read pages
-            else:
-                tree = tree.after(number, record, read)
+            try:
+                nodes = tree.nodes
+                if nodes.is_paged and (record.deleted or (isinstance(read, list) and nodes.after_reads(read))):
+                    tree = await run(tree.after, number, record, read)  # this may read pages
+                else:
+                    tree = tree.after(number, record, read)
+            except Corrupt as error:
+                if str(error).startswith(self._objects.storage.url):  # that of a page
+                    raise
+                raise self._objects.with_key(commit_key(number), error) from error
         return tree
 
     def _from_cached(self, version: int) -> Tree | None:
@@ -134,7 +158,7 @@ class Trees:
             stored = self._records.cached(before)
             if stored is None or stored.is_long or stored.record.collection is not None:
                 return None
-            if stored.record.deleted or stored.record.replaces:
+            if stored.record.deleted or stored.record.replaces or stored.record.void:
                 return None  # a deletion may read pages; manifests before a replaced tree may be damaged
             record = stored.record.of_head
             manifests = self._objects.inline_manifests(before, record)
@@ -143,7 +167,7 @@ class Trees:
             commits.append((before, record, manifests))
             before -= 1
             tree = self._cached.get(before)
-        if _may_lose_pages(tree, version):
+        if _may_lose_pages(tree, version) or 0 < tree.resumes <= version:
             return None
         writes: list[Manifest] = []  # of the last commits that only wrote chunks, which are applied together
         for number, record, manifests in reversed(commits):
@@ -341,22 +365,14 @@ class Trees:
             with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
                 nodes = (await self._built(version, version, lost)).nodes
                 changed = nodes.changed(nodes.parent_of(version))
-                return _in_pages(reference, {path: node for path, node in changed.items() if node is not None})
+                known = {path: node for path, node in changed.items() if node is not None}
+                return nodes_in_pages(reference, known)
         return None
-
-
-def _in_pages(reference: ObjectRef, nodes: dict[str, Node]) -> list[DerivedNodes] | None:
-    """Return nodes, whose paths ascend, in the pages of a reference, None if this has others."""
-    if sum(page.nodes for page in reference.pages) != len(nodes):
-        return None
-    items = iter(nodes.items())
-    pages = [DerivedNodes(dict(itertools.islice(items, page.nodes))) for page in reference.pages]
-    return pages if [page.paths[0] for page in pages] == [page.first for page in reference.pages] else None
 
 
 def _is_of(root: Root, version: int, stored: StoredRecord | None) -> bool:
     """Return whether a root was written for exactly this record of this version."""
-    return stored is not None and (root.version, root.record_check) == (version, stored.check)
+    return stored is not None and root.version == version and stored.has_root(root)
 
 
 def _may_lose_pages(tree: Tree, version: int) -> bool:

@@ -3,8 +3,9 @@
 1. Use the list of the objects of records that the collection has made to find gaps. All of them belong to versions
    that are not archived yet, except those of the next step. So the cost follows these, not the whole history.
 2. Delete the objects of versions whose archive exists before this compaction creates any. The archive has all of
-   these records; an object that a stalled writer created beside it is no commit (`log.commits`). First make the
-   archives durable: a collection that was killed may have left one that is not.
+   these records; an object that a stalled writer created beside it is no commit (`log.commits`). But keep them all
+   if some are of another history than the archive, as in two copies that were merged (`foreign_archive`). First
+   make the archives durable: a collection that was killed may have left one that is not.
 3. Create an archive for every other block of `ARCHIVE_EVERY` versions that ends at least `ROOT_EVERY` versions
    before the newest, if each of its records can be read. Leave their objects to a later collection: so a request
    that is under way while one collection archives misses nothing. A compaction that was killed, or failed, is
@@ -16,10 +17,13 @@ voids no intact record that a collection may be archiving (`may_be_archived`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import functools
+from collections.abc import Container, Sequence
 
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, StorageFull, UnsupportedFormat
 from tstore.format.bounds import ARCHIVE_BYTES
+from tstore.format.frame import check_of, link_of, unseal
 from tstore.format.layout import (
     ARCHIVE_EVERY,
     ROOT_EVERY,
@@ -36,7 +40,7 @@ from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.storage.objects import Durability
 
-__all__ = ["compact", "may_be_archived"]
+__all__ = ["compact", "foreign_archive", "may_be_archived"]
 
 
 def may_be_archived(version: int, newest: int) -> bool:
@@ -44,7 +48,7 @@ def may_be_archived(version: int, newest: int) -> bool:
     return archive_end(version) + ROOT_EVERY <= newest
 
 
-async def compact(log: LogReader, newest: int, listed: Iterable[int]) -> None:
+async def compact(log: LogReader, newest: int, listed: Sequence[int]) -> None:
     """Archive the records of old versions by the steps at the top of this file.
 
     `newest` is a version that exists; `listed` has those whose records have objects of their own.
@@ -57,20 +61,60 @@ async def compact(log: LogReader, newest: int, listed: Iterable[int]) -> None:
     archived = await log.storage.sizes(map(archive_key, blocks))
     if archived:
         await log.storage.flush("archives", Durability.FSYNC)
+    own = set(listed)
     for end, versions in blocks.items():
         if archive_key(end) in archived:
-            await _delete(log, end, versions)
+            await _delete(log, end, versions, own)
         elif len(versions) == ARCHIVE_EVERY:
             await _archive(log, end)
 
 
-async def _delete(log: LogReader, end: int, versions: Sequence[int]) -> None:
-    """Delete the objects of records that are in an archive, unless this can't be read."""
+async def foreign_archive(log: LogReader, end: int, listed: Container[int]) -> str:
+    """Return why an archive is of another history than objects of records beside it; "" if it is not.
+
+    The record after those of the archive names the checksum of the archive's last one. And an object beside the
+    archive is that of a stalled writer, unless its link names a record that is not in the log. `listed` has the
+    versions whose records have objects of their own.
+    """
+    commits = CommitObjects(log.storage)  # which read now, not from memory
+    beside = [version for version in range(end - ARCHIVE_EVERY + 1, end + 2) if version in listed]
+    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):  # which is reported elsewhere
+        if not beside or await commits.archive(end) is None:
+            return ""
+        for versions in batched(beside):
+            own = await together(functools.partial(_own, log), versions)
+            for version, data in zip(versions, own, strict=True):
+                if not data or (version <= end and await commits.get(version) == data):
+                    continue
+                link = link_of(data)
+                if not 0 < link.version <= end:
+                    continue
+                named = await commits.get(link.version)
+                if link.check not in (check_of(named), *log.objects.decode_record(link.version, named).replaced):
+                    return (
+                        f"{log.storage.url}: {archive_key(end)} has records of another history of the store than "
+                        f"{commit_key(version)}, as if one came from a copy that has diverged; move that away. "
+                        "Delete the archive if all of its records have objects of their own"
+                    )
+    return ""
+
+
+async def _own(log: LogReader, version: int) -> bytes:
+    """Return the object of a record, empty if it can't be read."""
+    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):
+        data = await log.storage.get(commit_key(version))
+        unseal(data, b"R")
+        return data
+    return b""
+
+
+async def _delete(log: LogReader, end: int, versions: Sequence[int], own: Container[int]) -> None:
+    """Delete the objects of records that are in an archive, unless this can't be read or is foreign."""
     try:
         archive = await CommitObjects(log.storage).archive(end)  # read now, not from memory
     except (Corrupt, UnsupportedFormat):
         return
-    if archive is not None:  # the size may have been stale
+    if archive is not None and not await foreign_archive(log, end, own):  # the size may have been stale
         await together(log.storage.delete, map(commit_key, versions))
 
 

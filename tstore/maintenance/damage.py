@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.format.layout import commit_key, is_record, owner_of, version_of
+from tstore.format.layout import ARCHIVE_EVERY, commit_key, is_record, owner_of, version_of
 from tstore.format.objects.records import Record
 from tstore.format.tree.retention import packs_of
 from tstore.format.tree.validation import pack_ends
 from tstore.log.expiry import changes_nothing, living_versions, names_falsely
 from tstore.log.reader import LogReader
+from tstore.maintenance.compaction import foreign_archive
 from tstore.maintenance.replay import UNREADABLE, Replay
 from tstore.runtime.concurrency import batched
 from tstore.runtime.pool import run
@@ -37,6 +38,7 @@ __all__ = [
     "check_references",
     "checked_newest",
     "damaged_versions",
+    "foreign_archives",
     "incomplete_versions",
     "interrupted_repair",
     "known_expiry",
@@ -173,12 +175,16 @@ async def check_named(log: LogReader, version: int, record: Record) -> None:
         )
 
 
-async def damaged_versions(log: LogReader, voided: Collection[int] = ()) -> list[DamagedVersion]:
+async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> list[DamagedVersion]:
     """Return the versions that are damaged or of a newer tstore, in order. No record above a gap is read.
 
-    Instead, return those that would be damaged if the versions in `voided` were void.
+    Raise `Corrupt` if an archive is of another history than the records beside it: it hides those that are right.
+    Instead, return those that would be damaged if the versions in `voided` were void: it maps each to the version
+    from which on its changes are known nevertheless, 0 for none (`Record.resumes`).
     """
     newest = await log.newest()
+    for fault in await foreign_archives(log, newest, await listed_records(log)):
+        raise Corrupt(fault)
     known = await known_expiry(log, newest)
     log = log.anew()  # reads in order, so that it is the later one of two records that is out of place
 
@@ -203,11 +209,14 @@ async def damaged_versions(log: LogReader, voided: Collection[int] = ()) -> list
     inherited = _Inherited(log, Replay(log, living, voided), living)
     restored: dict[int, DamagedVersion] = {}
     unlisted, listed = set[int](), set[int]()
+    resumed: dict[int, int] = {}  # by lost version, the one whose root has its changes
     async for version, (record, damage) in log.each(check, (v for v in range(1, newest + 1) if v not in voided)):
         if damage is not None:
             damaged.append(damage)
         elif record is not None and (fault := await inherited.fault(version, record)):
             damaged.append(DamagedVersion(version, fault, True))
+        if record is not None and record.resumes:
+            resumed[version] = record.resumes
         if record is not None and record.voids:
             reasons = await unvoided(log, version, [v for v in record.voids if v not in voided])
             restored |= {v: DamagedVersion(v, reason, True) for v, reason in reasons.items()}
@@ -221,6 +230,7 @@ async def damaged_versions(log: LogReader, voided: Collection[int] = ()) -> list
     for version in unlisted - listed:
         restored[version] = DamagedVersion(version, interrupted_repair(log, version), True)
     damaged = [*(d for d in damaged if d.version not in restored), *restored.values()]
+    damaged += await _lost_with_roots(log, resumed, newest)
     damaged.sort(key=lambda damage: damage.version)
     return [*damaged, *(DamagedVersion(v, reason.format(commit_key(v)), False) for v in missing)]
 
@@ -257,6 +267,19 @@ async def unlisted_voids(log: LogReader, newest: int) -> list[int]:
     return sorted(voided - listed)
 
 
+async def _lost_with_roots(log: LogReader, resumed: Mapping[int, int], newest: int) -> list[DamagedVersion]:
+    """Return the lost versions whose changes are lost too, since the root that had them is, and is needed."""
+    damaged = []
+    try:
+        if resumed:
+            await log.head(newest)
+    except UNREADABLE as error:
+        for version, root in resumed.items():
+            if await log.trees.root(root) is None:
+                damaged.append(DamagedVersion(version, str(error), False))
+    return damaged
+
+
 class _Inherited:
     """Checks of what versions inherit from the versions before them, in order."""
 
@@ -266,13 +289,19 @@ class _Inherited:
         self._living = living
         self._owners: set[str] = set()  # the transactions of living versions, which are checked with these
         self._is_complete = True  # False after a version that is not living, until a later one is complete
+        self._resumes = 0  # the version that has the changes of lost records
 
     async def fault(self, version: int, record: Record) -> str:
         """Return what is wrong with what a version inherits; "" for nothing, and if it is not living."""
         if fault := await self._replay.fault(version, record):
             return fault
+        self._resumes = max(self._resumes, record.resumes)
+        if 0 < self._resumes <= version:
+            self._is_complete, self._resumes = False, 0
         if changes_nothing(record) or not self._living(version):
             self._is_complete &= not record.of_head.changes_nodes
+            return ""
+        if record.voids and not record.changes_nodes:  # the version whose state it has is checked
             return ""
         self._owners.update(record.transactions)
         if record.source:
@@ -309,6 +338,13 @@ async def missing_records(log: LogReader, newest: int) -> list[int]:
     Readers stop at the first of them. On storage that can't be listed, only some of the later numbers are probed.
     """
     return await _missing_among(log, newest, await listed_records(log))
+
+
+async def foreign_archives(log: LogReader, newest: int, listed: Sequence[int]) -> list[str]:
+    """Return a sentence for each archive that is of another history than the records beside it."""
+    own = set(listed)
+    ends = range(ARCHIVE_EVERY, newest + 1, ARCHIVE_EVERY)
+    return [fault for end in ends if (fault := await foreign_archive(log, end, own))]
 
 
 async def listed_records(log: LogReader) -> list[int]:

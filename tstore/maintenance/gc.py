@@ -63,6 +63,7 @@ from tstore.log.expiry import ledger_at
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
+from tstore.log.roots import create_missing
 from tstore.maintenance.collect_report import CollectReport
 from tstore.maintenance.compaction import compact
 from tstore.maintenance.damage import checked_newest
@@ -100,6 +101,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
         if dry_run:
             return plan.report(None, dry_run)
         try:
+            await plan.complete_roots()
             version = await _commit(log, plan) if plan.condemns else None
         except Overtaken as overtaken:
             drops += overtaken.dropped_tags
@@ -268,6 +270,12 @@ class _Plan:
         """Whether anything expires or is to be deleted, so that a record is needed."""
         leftovers = self._leftover_objects or any(self.listed[t] for t in self._leftover_transactions)
         return bool(self.expired or self.abandoned or leftovers)
+
+    async def complete_roots(self) -> None:
+        """Create the needed roots that are missing, or spare those from which they would follow if that fails."""
+        needed = sorted(roots_for([*self.ledger.alive, self.base]))
+        if self._roots and not await create_missing(self._log, needed):
+            self._roots = []
 
     def spare(self, version: int, other: Record) -> None:
         """Add a commit newer than `base` to the ledger, so that its transaction and what it reuses are spared.

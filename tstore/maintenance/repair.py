@@ -3,23 +3,31 @@
 Records are never rewritten, with this one exception: an explicit act of an administrator with direct access to the
 storage. A version N is voided in the following steps, which can be repeated after a failure at any of them.
 0. If the record can be read, find out which later versions would be damaged if N were void (`damaged_versions`),
-   and refuse unless they are to be voided too. They may have written chunks to an array that N created or resized,
-   or need objects of versions before N that were collected because N had replaced the whole tree. If the record
-   can't be read, such versions can't be read either; afterwards they are listed as damaged.
+   and refuse unless they are to be voided too. They may have written chunks to an array that N created or
+   resized, or need objects of versions before N that were collected because N had replaced the whole tree. If the
+   record can't be read, such versions can't be read either; afterwards they are listed as damaged. If the record
+   can't be read, find out which later root vouches for its changes (`lost_records`): from its version R on, the
+   state of the store is known. The record is lost, its effect is not. Every refusal comes before the first change
+   (but a collection may archive an intact record first).
 1. Save the bytes of N's record as `damaged/<N>-<their checksum>`, none if it is missing. By this name a garbage
    collection notices a repair that was interrupted before step 4, and refuses to begin.
-2. Delete the roots (saved trees) of version N and later ones: they may contain the changes of N.
-3. Replace N's record by a void record, durably. It has the checksums by which later records may refer to N
-   (`_named`). Delete the roots that other processes wrote in the meantime.
+2. Delete the roots (saved trees) of version N and later ones: they may contain the changes of N. But if R vouches
+   for N, keep those from R on: they do contain these changes, and it is right that they do.
+3. Replace N's record by a void record, durably, alone or in an archive (`void_records`). It has the checksums by
+   which later records may refer to N (`lost_records.named_checks`), and names R. Readers make the trees of
+   versions from R on from the root of R or a later one, and those of versions below R without N. Delete the roots
+   that other processes wrote in the meantime.
 4. Commit a record of the repair, so that the history shows it and open stores notice. It also lists the versions
    voided by earlier repairs whose own commits do not exist: they were interrupted or voided. It drops the tags
-   that later commits set to N. If the newest garbage collection lists N as living, this commit is itself a
-   collection that expires N: the objects that N wrote or needed become dependencies of the next living version, so
-   that nothing that may be in use is deleted. If there is none, the newest state is that of a version before N,
-   which may have expired. Unless it lacks data, that version is alive again and inherits what N needed, as later
-   commits need it.
-5. Delete the roots of N and later versions again: until that commit, open stores may have written stale roots.
-   A store that writes one later notices the repair, and deletes it (`log.roots`).
+   that name N. If the newest garbage collection lists N as living, this commit is itself a collection that
+   expires N: the objects that N wrote or needed become dependencies of the next living version, so that nothing
+   that may be in use is deleted. If there is none, the newest state is that of a version before N, which may have
+   expired. Unless it lacks data, that version is alive again and inherits what N needed, as later commits need
+   it. If R vouches for N, and no record names N's transaction, its objects that the tree of R needs become
+   dependencies of the next living version too (`RepairPlan.protect`).
+5. Delete the roots of step 2 again: until that commit, open stores may have written stale roots. A store that
+   writes one later notices the repair, and deletes it (`log.roots`). From R on none is stale: what open stores
+   write has the changes of N as well.
 
 The data of N is collected a week later, like that of any transaction that did not commit. After step 4, no
 transaction that is based on N or a later version can be committed any more, nor one that may be N itself
@@ -36,44 +44,32 @@ notices that its record is void (`gc`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
-import xxhash
 
-from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, UnsupportedFormat
-from tstore.format.frame import SHORTEST_FRAME, check_of, link_of, linked, unseal
+from tstore.errors import Denied, InvalidArgument
 from tstore.format.layout import (
-    ARCHIVE_EVERY,
-    ROOT_EVERY,
-    archive_end,
-    archive_key,
     commit_key,
-    first_link,
     folder_of,
-    root_key,
 )
-from tstore.format.objects.encoding import decode, encode
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.pages import stored
-from tstore.format.objects.records import INLINE_MANIFEST_BYTES, REPAIR, REPLACED, VOIDED, Record
+from tstore.format.objects.records import INLINE_MANIFEST_BYTES, REPAIR, VOIDED, Record
 from tstore.format.objects.references import Manifest
 from tstore.format.plain_text import pluralize
 from tstore.format.tree.retention import Condemned
 from tstore.format.tree.tree import Tree
-from tstore.log.chain import OtherHistory
-from tstore.log.expiry import named_collection
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
-from tstore.maintenance.compaction import may_be_archived
 from tstore.maintenance.damage import DamagedVersion, damaged_versions, unlisted_voids
 from tstore.maintenance.gc import Overtaken
 from tstore.maintenance.repair_plan import RepairPlan, condemned_by
 from tstore.maintenance.replay import UNREADABLE
+from tstore.maintenance.void_records import VoidRecords, is_voided, lost_with_archives, resumed_without
 from tstore.runtime import world
-from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.cache import without_cache
@@ -122,22 +118,27 @@ async def repair_store(
     storage = without_cache(storage)
     log = LogReader.strict(storage, log_id)
     damaged = await damaged_versions(log)
-    wanted = sorted({*void, *void_intact})
+    lost = {damage.version for damage in damaged if not damage.record_intact}
+    wanted = sorted(await lost_with_archives(log, [*void, *void_intact], lost))
     if not wanted:
-        return RepairReport(damaged, [], [], None, [])
+        known = await resumed_without(LogReader.strict(storage, log_id), lost)
+        return RepairReport([_with_consequence(one, known) for one in damaged], [], [], None, [])
     # a damaged version may be above a gap in the log, where `newest` ends
     newest = max([await log.newest(), *(damage.version for damage in damaged)])
-    await _check_voidable(log, wanted, newest, damaged, void_intact)
-    await _check_consequences(log, wanted, damaged)
+    await _check_voidable(log, wanted, newest, lost, void_intact)
+    named = {damage.version for damage in damaged}
+    records = await VoidRecords.make(LogReader.strict(storage, log_id), wanted, lost, named, newest)
+    await _check_consequences(log, records.resumes, lost, damaged)
     # the newest voided version whose list of expired versions is lost
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
-    saved = [key for version in wanted if (key := await _void(storage, log_id, version, newest))]
+    saved = await records.write()
     log = LogReader.strict(storage, log_id)  # a new reader, whose cache has none of the replaced records
     unlisted = set(await unlisted_voids(log, await log.newest())).difference(wanted)
     voided = sorted({*wanted, *unlisted})
     condemned = await condemned_by(storage, voided)
-    commit, restated = await _commit_repair(Log(log), voided, saved, max(gc, *unlisted, 0), condemned)
-    await _delete_roots(storage, voided[0], commit)  # writers that missed the commit may have left stale roots
+    resumed = set(records.resumes.values()) - {0}
+    commit, restated = await _commit_repair(Log(log), voided, saved, max(gc, *unlisted, 0), condemned, resumed)
+    await records.delete_roots(commit)  # writers that missed the commit may have left stale roots
     collection = await log.collection(commit)
     expired = [] if collection is None else [version for version in collection.expired if version not in voided]
     repaired = [d for d in damaged if d.version in wanted]
@@ -145,11 +146,20 @@ async def repair_store(
     return RepairReport(sorted([*repaired, *remaining]), wanted, saved, commit, expired, restated)
 
 
+def _with_consequence(damage: DamagedVersion, known: Mapping[int, int]) -> DamagedVersion:
+    """Return a damaged version with a reason that says what voiding it would take away."""
+    if damage.version not in known:
+        return damage
+    if root := known[damage.version]:
+        return damage._replace(reason=f"{damage.reason}; versions from {root} on keep its changes if it is voided")
+    return damage._replace(reason=f"{damage.reason}; its changes are lost if it is voided")
+
+
 async def _check_voidable(
     log: LogReader,
     wanted: Sequence[int],
     newest: int,
-    damaged: Sequence[DamagedVersion],
+    lost: Set[int],
     void_intact: Sequence[int],
 ) -> None:
     """Raise an error unless all wanted versions can be voided; intact records need `void_intact`."""
@@ -159,35 +169,29 @@ async def _check_voidable(
             f"{url}: a server never replaces a record; run `tstore repair FOLDER` on the host of the server, "
             "where `tstore serve` runs"
         )
-    unreadable = [damage.version for damage in damaged if not damage.record_intact]
     for version in wanted:
         if not 1 <= version <= newest:
             raise InvalidArgument(f"{url} has no version {version} to void; its newest is {newest}")
-        await _check_not_archived(log, version)
-        if may_be_archived(version, newest) and version not in unreadable and not await _is_voided(log, version):
-            raise InvalidArgument(
-                f"{url}: version {version} is so old that a garbage collection may be archiving its record, so it "
-                "can't be voided; restore the store from a copy instead"
-            )
         # a voided version passes too, so that an interrupted repair can be finished
-        if not (version in unreadable or version in void_intact or await _is_voided(log, version)):
+        if not (version in lost or version in void_intact or await is_voided(log, version)):
             raise InvalidArgument(
                 f"{url}: the record of version {version} is intact, so nothing was voided; to void it anyway, "
                 f"pass void_intact=[{version}]"
             )
-    if others := [version for version in unreadable if version not in wanted]:
+    if others := sorted(lost - set(wanted)):
         raise InvalidArgument(
             f"{url}: {commit_key(others[0])} is missing or damaged too, so the repair can't be committed and "
             f"nothing was voided; restore it from a copy, or void {_shown(others)} too"
         )
 
 
-async def _check_consequences(log: LogReader, wanted: Sequence[int], damaged: Sequence[DamagedVersion]) -> None:
+async def _check_consequences(
+    log: LogReader, wanted: Mapping[int, int], lost: Set[int], damaged: Sequence[DamagedVersion]
+) -> None:
     """Raise `InvalidArgument` if versions that can be read now would be damaged without the intact ones."""
-    unreadable = [damage.version for damage in damaged if not damage.record_intact]
-    if intact := [v for v in wanted if v not in unreadable and not await _is_voided(log, v)]:
-        lost = set(wanted).difference(intact)
-        before = {d.version for d in (await damaged_versions(log, lost) if lost else damaged)}
+    if intact := sorted([v for v in wanted if v not in lost and not await is_voided(log, v)]):
+        others = {version: resumes for version, resumes in wanted.items() if version not in intact}
+        before = {d.version for d in (await damaged_versions(log, others) if others else damaged)}
         after = [damage for damage in await damaged_versions(log, wanted) if damage.version not in before]
         if after:
             raise InvalidArgument(
@@ -197,95 +201,10 @@ async def _check_consequences(log: LogReader, wanted: Sequence[int], damaged: Se
             )
 
 
-async def _check_not_archived(log: LogReader, version: int) -> None:
-    """Raise `InvalidArgument` if the record of a version is in an archive, intact or damaged."""
-    key = archive_key(end := archive_end(version))
-    if await log.storage.size(key) is not None:
-        first = end - ARCHIVE_EVERY + 1
-        raise InvalidArgument(
-            f"{log.storage.url}: the record of version {version} is in {key}, which nothing changes, so it can't "
-            "be voided; if it is damaged, restore that object from a copy of the store; without one, delete it "
-            f"and void all versions from {first} to {end}"
-        )
-
-
 def _shown(versions: Sequence[int]) -> str:
     """Return versions as text, of many the first and their number."""
     shown = ", ".join(map(str, versions[:_MAX_SHOWN]))
     return shown if len(versions) <= _MAX_SHOWN else f"{shown}, … ({len(versions)} in all)"
-
-
-async def _void(storage: Storage, log_id: bytes, version: int, newest: int) -> str:
-    """Replace the record of a version by a void record; return the key of the saved record, "" for none."""
-    log, key, saved_key = LogReader.strict(storage, log_id), commit_key(version), ""
-    async for _ in log.each_record(range(first_link(version) or 1, version)):
-        pass  # so that the record is compared with those before it
-    try:
-        data = await storage.get(key)
-    except NotFound:
-        data = b""
-    if not await _is_voided(log, version):
-        name = f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"
-        with contextlib.suppress(AlreadyExists):  # an earlier repair was interrupted
-            await storage.create(name, data, Durability.FSYNC)
-        saved_key = name if data else ""
-        await _delete_roots(storage, version, newest)
-        void = Record(
-            REPAIR + world.token(12),
-            version - 1,
-            world.now(),
-            f"version {version} was voided" + (f"; its record was saved as {saved_key}" if saved_key else ""),
-            void=True,
-            durable=False,  # earlier versions may not be durable
-            collected=await _gc_before(log, version),
-            metadata={
-                VOIDED: await _ids(log, version),
-                REPLACED: sorted(check.hex() for check in await _named(log, version, data)),
-            },
-        )
-        link, _ = await log.link(version - 1)
-        await storage.replace(key, linked(encode(void), link))
-        await storage.sync()
-    await _delete_roots(storage, version, newest)
-    return saved_key
-
-
-async def _named(log: LogReader, version: int, data: bytes) -> set[bytes]:
-    """Return the checksums by which the links of later records may refer to a version to be voided.
-
-    It is that of its record `data`. If this is damaged, missing or in the place of another one, those that later
-    records name are accepted too. A record of another history has none: what refers to it belongs to that history.
-    If the version was voided before, and its record restored, the repair may refer to the void record.
-    """
-    readable = False
-    try:
-        readable = await log.record(version) is not None
-    except OtherHistory:
-        return set()
-    except UNREADABLE:
-        pass
-    named = {check_of(data)} if len(data) >= SHORTEST_FRAME else set()
-    for later in range(version + 1, first_link(version + 1) + ROOT_EVERY + 1):
-        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
-            other = await log.commits.get(later)
-            unseal(other, b"R")
-            link = link_of(other)
-            if link.version == version and (not readable or version in decode(other, Record).voids):
-                named.add(link.check)
-    return named
-
-
-async def _is_voided(log: LogReader, version: int) -> bool:
-    with contextlib.suppress(*UNREADABLE):
-        return (await log.record(version)).was_voided
-    return False
-
-
-async def _ids(log: LogReader, version: int) -> list[str]:
-    """Return the ids in the record of a version, none if it can't be read."""
-    with contextlib.suppress(*UNREADABLE):
-        return sorted((await log.record(version)).ids)
-    return []
 
 
 async def _may_have_collected(log: LogReader, version: int) -> bool:
@@ -296,28 +215,13 @@ async def _may_have_collected(log: LogReader, version: int) -> bool:
     return True
 
 
-async def _gc_before(log: LogReader, version: int) -> int:
-    """Return the newest garbage collection before a version, as named by the nearest readable record below it."""
-    for before in range(version - 1, 0, -1):
-        with contextlib.suppress(*UNREADABLE):
-            return await named_collection(log, before)
-    return 0
-
-
-async def _delete_roots(storage: Storage, version: int, newest: int) -> None:
-    """Delete the roots of a version and of all later ones, up to `newest` or the newest readable version."""
-    first = -(-version // ROOT_EVERY) * ROOT_EVERY
-    last = max(newest, await LogReader.strict(storage).newest())
-    for numbers in batched(range(first, last + 1, ROOT_EVERY)):
-        await together(storage.delete, [root_key(number) for number in numbers])
-
-
 async def _commit_repair(
-    log: Log, voided: Sequence[int], saved: Sequence[str], gc: int, condemned: Condemned
+    log: Log, voided: Sequence[int], saved: Sequence[str], gc: int, condemned: Condemned, resumed: Set[int]
 ) -> tuple[int, int | None]:
     """Commit the record of the repair and return its version, and the version that it restated, if any.
 
     `gc` is the newest voided version that may have been a gc, 0 for none; `condemned` is what those had condemned.
+    `resumed` are the versions whose roots have the changes of lost records.
     """
     restated = None
     while True:
@@ -330,6 +234,8 @@ async def _commit_repair(
             metadata={VOIDED: list(voided), "saved": list(saved)},
         )
         plan = await RepairPlan.make(log.reader, base, voided, gc, condemned)
+        for version in sorted(resumed):
+            await plan.protect(version)
         with contextlib.suppress(Overtaken):
             if plan.lacks_newest:
                 restated = await _restate(log, base, await plan.newest_complete(), voided)
@@ -338,7 +244,7 @@ async def _commit_repair(
 
 
 async def _append(log: Log, record: Record, voided: Sequence[int], plan: RepairPlan) -> int:
-    if not plan.expired:
+    if not plan.collects:
         record = msgspec.structs.replace(record, dropped=await _tags_of(log.reader, voided, record.base))
 
     async def validate(newer: Newer) -> Record:
@@ -346,7 +252,7 @@ async def _append(log: Log, record: Record, voided: Sequence[int], plan: RepairP
             if not {*other.tags, *other.dropped, *other.tagged}.isdisjoint(record.dropped):
                 raise Overtaken
             plan.add(version, other)
-        return msgspec.structs.replace(record, collection=plan.collection()) if plan.expired else record
+        return msgspec.structs.replace(record, collection=plan.collection()) if plan.collects else record
 
     return await log.append(await validate(()), validate, Durability.FSYNC)
 
@@ -383,6 +289,8 @@ async def _restate(log: Log, base: int, tree: Tree, voided: Sequence[int]) -> in
 
 async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[str, ...]:
     """Return the tags that commits up to `base` set to voided versions, and that still name these versions."""
+    with contextlib.suppress(*UNREADABLE):
+        return tuple(tag for tag, version in (await log.head(base)).tags.items() if version in voided)
     tagged: dict[str, int] = {}
     async for _, record in log.each_record(range(voided[0] + 1, base + 1)):
         for tag in (*record.tags, *record.dropped):

@@ -47,6 +47,7 @@ class RepairPlan:
         self._tags: dict[str, int] = {}  # of expired versions
         self._ledger = Ledger()
         self.expired: list[int] = []
+        self._protects = False
         self.lacks_newest = False
         """Whether the newest state is that of a version that lacks data, so that another must be committed."""
 
@@ -60,6 +61,28 @@ class RepairPlan:
         plan = RepairPlan(log, base, voided, revoked)
         await plan._expire(gc)
         return plan
+
+    @property
+    def collects(self) -> bool:
+        """Whether the commit of the repair is that of a garbage collection."""
+        return bool(self.expired) or self._protects
+
+    async def protect(self, resumed: int) -> None:
+        """Make what lost records wrote dependencies of a living version: what the tree of version `resumed` needs.
+
+        No record names it any more, so a garbage collection would take it for abandoned.
+        """
+        tree = await self._log.head(resumed)
+        used = await run(packs_of, tree)
+        used |= {base.key} if (base := tree.nodes.base) is not None else set()
+        ledger = self._ledger
+        version = min((v for v in ledger.alive.keys() - ledger.copies if v >= resumed), default=0)
+        unknown = {owner_of(key) for key in used - ledger.dependencies} - ledger.transactions - {""}
+        if version and unknown:
+            written = await together(lambda owner: _transaction_objects(self._log, owner), sorted(unknown))
+            objects = [key for keys in written for key in keys]
+            ledger.inherit(version, objects, standalone=ledger.alive[version].standalone)
+            self._protects = True
 
     def add(self, version: int, other: Record) -> None:
         """Add a newer commit; raise `Overtaken` if it requires another plan."""
@@ -102,6 +125,9 @@ class RepairPlan:
         needing = await self._needing_revoked(remaining)
         self.expired = sorted({*void, *incomplete, *needing})
         self._ledger = ledger
+        if previous is not None:
+            transactions = self._revoked.transactions.union(previous.transactions)
+            self._condemned = Condemned(transactions, self._revoked.objects.union(previous.objects))
         if not self.expired:
             return
         kept = sorted(ledger.alive.keys() - set(self.expired) - ledger.copies)
@@ -118,9 +144,6 @@ class RepairPlan:
         for version, objects in released.items():
             ledger.inherit(version, objects, standalone=ledger.alive[version].standalone)
         self._ledger = ledger.without(self.expired)
-        if previous is not None:
-            transactions = self._revoked.transactions.union(previous.transactions)
-            self._condemned = Condemned(transactions, self._revoked.objects.union(previous.objects))
         revived = await self._revive_newest(orphaned)
         self.lacks_newest = revived is None
         self.expired = [version for version in self.expired if version != revived]

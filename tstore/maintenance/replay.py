@@ -4,20 +4,23 @@ Each record must follow from the tree before it (`check_founded`): after the ver
 array was lost or voided, a later write has chunks of an array that is not there. And a living version needs the
 manifests of older ones, back to the last commit that replaced the whole tree. Collections keep these manifests;
 but if that commit is voided, the version needs those before it, which may be gone.
+
+After records that can't be read, or are left out, the replay begins again with the tree of the next root. So it
+does at the root that has the changes of a lost record (`Record.resumes`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.frame import NO_RECORD
-from tstore.format.layout import commit_key, root_key
-from tstore.format.objects.records import REPAIR, Record
+from tstore.format.layout import commit_key, first_link, root_key
+from tstore.format.objects.records import REPAIR, RESUMES, Record
 from tstore.format.objects.references import Manifest
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.tree import Tree
@@ -32,32 +35,32 @@ UNREADABLE = (Corrupt, NotFound, UnsupportedFormat)
 """The errors from reading a record that is damaged, missing or of a newer tstore."""
 
 
-_VOID = Record(f"{REPAIR}void", 0, 0.0, void=True)
-
-
 class Replay:
     """The tree built from records alone, up to the last version that was checked; versions are checked in order.
 
-    `living` tells whether a version is living. Versions in `voided` count as void; their records are not read.
+    `living` tells whether a version is living. Versions in `voided` count as void; their records are not read. It
+    maps each to the version from which on its changes are known nevertheless, 0 for none (`Record.resumes`).
     """
 
-    def __init__(self, log: LogReader, living: Callable[[int], bool], voided: Collection[int] = ()) -> None:
+    def __init__(self, log: LogReader, living: Callable[[int], bool], voided: Mapping[int, int] = {}) -> None:
         self._log = log
         self._living = living
         self._voided = voided
-        self._tree: Tree | None = Tree.empty()  # None after a record that can't be read
-        self._restarts = False
+        self._tree: Tree | None = Tree.empty()  # None after a record that can't be read, until the next root
+        self._stopped = 0  # if there is no tree: only a root above this version can begin the replay again
         self._nodes_known = True  # False after a manifest that can't be read, such as that of an expired version
         self._lost = 0, ""  # the version from which on the nodes are not known, and why
         self._unfounded: dict[int, str] = {}  # living versions that do not follow from those before, and why
 
-    def skip(self, *, restart: bool) -> None:
-        """Skip records; with `restart`, begin again at the next root."""
-        self._tree, self._restarts = None, restart
+    def skip(self, version: int) -> None:
+        """Leave out the records before a version."""
+        self._tree, self._stopped = None, version - 1
 
     async def fault(self, version: int, record: Record) -> str:
         """Return why a living version is not what its writer committed; "" if it is, or if that is not known."""
         if changes_nothing(record) or record.replaces or record.source or not self._living(version):
+            return ""
+        if record.voids and not record.changes_nodes:  # what is damaged is the version whose state it has
             return ""
         await self._advance(version)
         if self._tree is None:
@@ -89,18 +92,19 @@ class Replay:
             return ""
         except (Corrupt, UnsupportedFormat) as error:
             reason = str(error) if key in str(error) else f"{name}: {error}"
+            try:
+                await self._log.head(version)
+            except UNREADABLE:  # records that are lost, or expired
+                return f"{reason}. Only it has the tree of version {version}; restore it from a copy of the store"
             return f"{reason}. Readers ignore it; {advice}"
         try:
             stored = await self._log.stored(version)
-            parent_check = (await self._log.stored(root.parent)).check if root.parent else NO_RECORD
+            parent = await self._log.stored(root.parent) if root.parent else None
         except UNREADABLE:  # which is reported elsewhere
             return ""
-        if (root.version, root.record_check, root.parent_check) != (version, stored.check, parent_check):
+        follows = root.parent_check == NO_RECORD if parent is None else parent.accepts(root.parent_check)
+        if root.version != version or not stored.has_root(root) or not follows:
             return f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}"
-        if self._restarts:
-            with contextlib.suppress(*UNREADABLE):  # its nodes may have expired; then a later root will do
-                self._tree, self._nodes_known, self._restarts = await self._log.tree(version), True, False
-            return ""
         try:
             replayed, nodes_known = self._tree, self._nodes_known
             differing = [] if replayed is None else await run(replayed.differences, tree, nodes_known)
@@ -116,15 +120,27 @@ class Replay:
         if record is None or not any(manifest.merges for manifest in manifests):
             return ""
         await self._advance(version - 1)
-        if self._tree is not None and (self._nodes_known or record.source):
+        if self._tree is not None and self._tree.leads_to(version) and (self._nodes_known or record.source):
             try:
                 await run(run_steps, check_merges(record, manifests, self._tree.nodes))
             except UNREADABLE as error:
                 return f"{self._log.storage.url}: {commit_key(version)}: {error}"
         return ""
 
+    async def _restart(self, version: int) -> None:
+        """Begin again with the tree of the last root below a version, if there is one above what can't be read."""
+        root = first_link(version)
+        if root <= self._stopped:
+            return
+        self._stopped = root  # it is tried once
+        with contextlib.suppress(*UNREADABLE):  # its nodes may have expired; then a later root will do
+            if await self._log.trees.root(root) is not None:
+                self._tree, self._nodes_known = await self._log.head(root), True
+
     async def _advance(self, version: int) -> None:
-        """Replay the records up to a version; a record that can't be read ends the replay for good."""
+        """Replay the records up to a version; a record that can't be read ends the replay until the next root."""
+        if self._tree is None:
+            await self._restart(version)
         if self._tree is None:
             return
         log, versions = self._log, range(self._tree.version + 1, version + 1)
@@ -132,6 +148,9 @@ class Replay:
             # no manifest is needed from before the last commit that replaces the whole tree
             first = max([v async for v, record in self._records(versions) if record.replaces], default=0)
             async for number, record in self._records(versions):
+                if number in (self._tree.resumes, record.resumes):
+                    self._tree, self._nodes_known = await log.head(number), True
+                    continue
                 if number == first:
                     self._nodes_known = True
                 manifests: list[Manifest] = []
@@ -142,6 +161,7 @@ class Replay:
                 record = await log.records.with_collection(number, record)
                 self._tree = self._tree.after(number, record, manifests)
         except UNREADABLE:
+            self._stopped = max(self._stopped, self._tree.version)
             self._tree = None
 
     async def _records(self, versions: range) -> AsyncIterator[tuple[int, Record]]:
@@ -149,7 +169,7 @@ class Replay:
         for voided, numbers in itertools.groupby(versions, lambda number: number in self._voided):
             if voided:
                 for number in numbers:
-                    yield number, _VOID
+                    yield number, _void(self._voided[number])
             else:
                 async for item in self._log.each_record(numbers):
                     yield item
@@ -170,3 +190,7 @@ class Replay:
                 self._nodes_known, self._lost = False, (version, str(error))
             return []
         return manifests
+
+
+def _void(resumes: int) -> Record:
+    return Record(f"{REPAIR}void", 0, 0.0, void=True, metadata={RESUMES: resumes})

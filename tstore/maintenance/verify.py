@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tstore.errors import Corrupt, parsing
-from tstore.format.layout import ARCHIVE_EVERY, ROOT_EVERY, archive_end, commit_key, is_object, roots_for
+from tstore.format.layout import ARCHIVE_EVERY, ROOT_EVERY, commit_key, is_object, roots_for
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.documents import Document
 from tstore.format.objects.object_ref import ObjectRef
@@ -46,9 +46,11 @@ from tstore.log.reader import LogReader
 from tstore.maintenance.damage import (
     KnownExpiry,
     check_references,
+    foreign_archives,
     interrupted_repair,
     known_expiry,
     last_readable_collection,
+    listed_records,
     missing_records,
     unlisted_voids,
     unvoided,
@@ -145,6 +147,7 @@ class _Verification:
         self._void: set[int] = set()  # by repairs
         self._archived: set[int] = set()  # the last version of each archive
         self._unlisted: set[int] = set()  # versions whose chunks are not listed; a later version may need some
+        self._resumes = 0  # the version that has the changes of lost records
         self._unchecked = set(known.suspected)
         self._arrays: set[str] = set()
         self._nodes: dict[str, tuple[str, Document]] = {}
@@ -202,6 +205,7 @@ class _Verification:
             self._archived.update(itertools.compress(some, exist))
         if not self._archived:
             return list(range(1, self._newest + 1))
+        self._faults += await foreign_archives(self._log, self._newest, await listed_records(self._log))
         alive = [*self._known.alive, *range(self._known.collection + 1, self._newest + 1)]
         kept = sorted({*alive, *roots_for(alive)})
         versions = list[int]()
@@ -226,7 +230,7 @@ class _Verification:
             with contextlib.suppress(*UNREADABLE):
                 self._last_collection = await existing_collection(self._log, record.collected)
         self._unlisted.add(version - 1)
-        self._replayed.skip(restart=archive_end(version) not in self._archived)
+        self._replayed.skip(version)
 
     def _add_read(self, chunks: int, size: int) -> None:
         """Report that chunks have been read."""
@@ -285,6 +289,10 @@ class _Verification:
             return []
         if self._damaged[-1:] == [version - 1] == [record.collected]:
             self._unlisted.discard(version - 1)  # the damaged version is a garbage collection: it has no chunks
+        self._resumes = max(self._resumes, record.resumes)
+        if 0 < self._resumes <= version:
+            self._unlisted.add(self._resumes)
+            self._resumes = 0
         if changes_nothing(record) or record.source:  # a copy has no chunks but those that it lists
             return []
         if self._known.expired(version):

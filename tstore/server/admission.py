@@ -153,7 +153,7 @@ class Admission:
         if self._state.version == version - 1:
             self._state.chain.add(version, record, data)
             self._state.advance(version, record, check_of(data), loaded)
-        if version % ROOT_EVERY == 0 and loaded.complete:
+        if version % ROOT_EVERY == 0 and loaded.complete and not loaded.tree.resumes:
             self._trees.put(version, (check_of(data), loaded.tree))
 
     async def check_root(self, version: int, root: Root, data: bytes) -> None:

@@ -103,7 +103,7 @@ class LogState:
             tree = await log.head(version)
             await run(tree.nodes.load)  # the records that follow are compared with all nodes
             memory = manifest_memory(await run(tree.manifest)) + tags_memory(tree.tags)
-            state.loaded = LoadedTree(tree, complete=True, memory=memory)
+            state.loaded = LoadedTree(tree, complete=not tree.resumes, memory=memory)
         except (Corrupt, NotFound, UnsupportedFormat):
             tree = Tree.empty()
             async for number, record in log.each_record(range(1, version + 1)):
@@ -144,6 +144,10 @@ class LogState:
 
     def advance(self, version: int, record: Record, check: bytes, loaded: LoadedTree) -> None:
         """Advance to the next version, with the checksum of its record and the resulting tree."""
+        if record.resumes:
+            loaded = loaded._replace(tree=loaded.tree.after(version, record, []))
+        if loaded.tree.resumes:  # only a root has the changes of a lost record
+            loaded = loaded._replace(complete=False)
         self.version, self.check, self.loaded = version, check, loaded
         self._remember(version, record)
         self.collected = record.collected if record.collection is None else version

@@ -5,7 +5,7 @@
 2. A body that is truncated, stalls, is too long or has another checksum is discarded.
 3. A record is accepted only as the next version, so that no request can leave a gap in the log, and only if it
    follows from the log. A root or an archive is accepted only if it equals the one that follows from the log
-   (`admission`).
+   (`admission`). With the scope ADMIN, as in a copy, a root may also have the changes of a lost record.
 4. Before a server answers that an object exists already, or sends a record, it makes the object durable, unless it
    is known to be: a client whose first request got no response reads it back, and takes it for its own. The server
    that received that request may have been killed, or may be waiting for the disk.
@@ -30,6 +30,7 @@ from tstore.format.layout import version_of
 from tstore.format.objects.archives import Archive
 from tstore.format.objects.records import Record, Root
 from tstore.log.marker import Marker
+from tstore.log.roots import has_lost_changes
 from tstore.runtime.pool import run
 from tstore.server.access import Scope, Sender
 from tstore.server.admission import Admission
@@ -181,7 +182,11 @@ class Writes:
         if isinstance(parsed, Marker):
             await self._admission.check_marker(parsed)
         if isinstance(parsed, Root):
-            await self._admission.check_root(parsed.version, parsed, data)
+            try:
+                await self._admission.check_root(parsed.version, parsed, data)
+            except Corrupt:
+                if sender.scope < Scope.ADMIN or not await has_lost_changes(self._storage, parsed):
+                    raise
         if isinstance(parsed, Archive):
             await self._admission.check_archive(parsed, data, sender)
         if kind is Kind.MANIFEST and mode is PutMode.REPLACE:

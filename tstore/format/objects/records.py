@@ -37,6 +37,7 @@ __all__ = [
     "MAX_PARTS_READ",
     "REPAIR",
     "REPLACED",
+    "RESUMES",
     "VOID",
     "VOIDED",
     "Collection",
@@ -58,6 +59,9 @@ The commit of the repair lists versions there, a void record the ids in the reco
 
 REPLACED = "replaced"
 """The metadata key, in a record that replaces a voided one, for the checksums by which others may refer to it."""
+
+RESUMES = "resumes"
+"""The metadata key, in a record that replaces a lost one, for the next version whose root has its changes."""
 
 VOID = ".void"
 """The suffix of the transaction id of a void record, unless a repair wrote it. No transaction has such an id."""
@@ -246,6 +250,15 @@ class Record(Body, frozen=True):
         return self.void and self.by_repair
 
     @property
+    def resumes(self) -> int:
+        """The version from which on the effect of the lost record that this one replaces is known; 0 for none.
+
+        It has a root, without which its tree, and those of later versions, can't be built.
+        """
+        version = self.metadata.get(RESUMES) if self.was_voided else None
+        return version if isinstance(version, int) and version > 0 else 0
+
+    @property
     def voids(self) -> tuple[int, ...]:
         """The versions that a repair voided, if this record is the repair's own commit; otherwise none."""
         if not self.by_repair:
@@ -285,6 +298,16 @@ class StoredRecord(NamedTuple):
     record: Record
     check: bytes
     memory: int
+
+    def accepts(self, check: bytes) -> bool:
+        """Return whether others may name the record by a checksum: its own, or that of one that it replaces."""
+        return check == self.check or check in self.record.replaced
+
+    def has_root(self, root: Root) -> bool:
+        """Return whether a root was written for this record, or for the lost one that it replaces."""
+        return root.record_check == self.check or (
+            self.record.resumes == root.version and root.record_check in self.record.replaced
+        )
 
     @property
     def is_long(self) -> bool:

@@ -299,7 +299,8 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
 
     `ledger` has these versions, and `used` are the packs to which the newest of them refers. `voided` are versions
     that the record names and a repair has voided since. Their tags and objects are no longer known, so if there
-    are such versions, tags and inherited objects are not compared.
+    are such versions, tags and inherited objects are not compared. Nor are the objects that a repair makes living
+    versions inherit: it may have lost the record of the transaction that wrote them.
     """
     collection, before = record.collection, ledger.alive.keys()
     assert collection is not None
@@ -318,7 +319,7 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     revived = collection.versions - expected
     if record.by_repair and len(revived) == 1 and max(revived) < max(voided, default=0):
         expected |= revived
-    _check_living(collection, ledger, expected, voided)
+    _check_living(collection, ledger, expected, voided | set(record.voids))
     tags = {} if voided else {tag: version for version in expired for tag in ledger.alive[version].tags}
     # the collection may also list tags that were moved away from an expired version in the meantime
     if not set(collection.tags.values()) <= expired or not tags.items() <= collection.tags.items():

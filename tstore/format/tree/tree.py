@@ -36,12 +36,15 @@ class Tree:
     """All nodes by path, and all tags, as of `version`; immutable.
 
     The last `copies` versions up to this one are copies; the nodes are those of the head before them.
+    `resumes` is not 0 if a record before this version is lost: from version `resumes` on, trees have its changes
+    again, so they can't be made from this one (`Record.resumes`).
     """
 
     version: int
     nodes: Nodes
     tags: Mapping[str, int]
     copies: int = 0
+    resumes: int = 0
 
     @property
     def head(self) -> int:
@@ -75,13 +78,19 @@ class Tree:
                 nodes = nodes.without(record.deleted)
             nodes = nodes.after(manifests, record.paged_manifest)
         copies = self.copies + 1 if record.source else 0
-        return Tree(version, nodes if version % ROOT_EVERY else nodes.sealed(version), tags, copies)
+        resumes = max(self.resumes, record.resumes) if record.void else self.resumes
+        return Tree(version, nodes if version % ROOT_EVERY else nodes.sealed(version), tags, copies, resumes)
 
     def after_writes(self, version: int, manifests: Sequence[Manifest]) -> Tree:
         """Return this tree after the commits up to `version`, which only wrote chunks; that one has no root."""
         if version == self.version:
             return self
-        return Tree(version, self.nodes.after(manifests) if manifests else self.nodes, self.tags)
+        nodes = self.nodes.after(manifests) if manifests else self.nodes
+        return Tree(version, nodes, self.tags, resumes=self.resumes)
+
+    def leads_to(self, version: int) -> bool:
+        """Return whether the tree of a later version can be made from this one."""
+        return not 0 < self.resumes <= version
 
     def manifest(self) -> Manifest:
         """Return one manifest of all nodes and their chunks; all have `replaces_node` set."""
