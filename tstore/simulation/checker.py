@@ -15,6 +15,8 @@
                    that was acknowledged before the read began
     once           at most one attempt saves a step, unless the step has expired in between
     collected      the versions that a gc leaves alive are complete, and exactly those that its rule keeps
+    rolled back    a rollback drops the tags of all later steps; no commit saves a step after it that one of its
+                   hosts had delivered before it (checked by `tstore.simulation.judge`)
     tagged         a version is alive when a commit tags it, and a gc based on a version before that commit does
                    not expire it
     consistent     `Store.outcome` agrees with the log, and `Store.history` with the message and metadata of each
@@ -25,7 +27,7 @@ The model is in `tstore.simulation.history`; it has no packs, records or request
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded, Inconsistent
@@ -33,6 +35,7 @@ from tstore.format.objects.records import Record
 from tstore.format.tree.retention import Keep
 from tstore.log.history import Commit
 from tstore.simulation.history import (
+    ROLLBACK,
     Attempt,
     History,
     Listing,
@@ -44,7 +47,7 @@ from tstore.simulation.history import (
 from tstore.simulation.repairs import agrees
 from tstore.simulation.write_sets import WriteSet
 
-__all__ = ["CommittedVersion", "find_violations", "versions_to_keep"]
+__all__ = ["CommittedVersion", "find_violations", "rolled_back_to", "versions_to_keep"]
 
 Acknowledged = Sequence[tuple[float, int, str]]
 """The time, version and transaction of each acknowledged commit."""
@@ -83,6 +86,9 @@ def find_violations(
     for read in history.reads:
         violations += _check_read(read, states, tags, of_heads, history)
     acknowledged = [] if history.lagging else of_heads
+    for host, head, look in history.looks:
+        if not (history.repaired is not None and history.repaired.rests(head)) and head in states:
+            violations += [] if look.agrees(states[head]) else [f"{host} saw nothing in version {head}: {look}"]
     for listing in history.listings:
         if history.repaired is not None and history.repaired.rests(listing.base):
             continue
@@ -105,6 +111,7 @@ def _versions_by_transaction(
             if name in by_transaction:
                 violations.append(f"transaction {name} is both version {by_transaction[name]} and {version}")
             is_known = name in history.attempts or commit.record.message in history.attempts_by_message
+            is_known = is_known or rolled_back_to(commit.record) is not None
             if not is_known and commit.record.collection is None and not commit.record.by_repair:
                 violations.append(f"version {version} commits transaction {name}, which no host began")
             by_transaction.setdefault(name, version)
@@ -147,6 +154,11 @@ def _replay(
             current_tags.update(dict.fromkeys(attempt.tags, attempt.target or version))
             if attempt.target in expired:
                 violations.append(f"version {version} tags version {attempt.target}, which had expired")
+        if (step := rolled_back_to(commit.record)) is not None:
+            dropped, later = set(commit.record.dropped), set(_later_steps(current_tags, step))
+            if later - dropped or dropped != set(_later_steps(dropped, step)):
+                violations.append(f"version {version} rolls back to step {step}, but dropped {dropped} of {later}")
+            current_tags = {t: v for t, v in current_tags.items() if t not in dropped}
         if commit.record.collection is not None:
             expired.update(commit.record.collection.expired)
             current_tags = {t: v for t, v in current_tags.items() if v not in expired}
@@ -173,6 +185,19 @@ def _changed_since_read(version: int, before: State, attempt: Attempt) -> Iterat
         view = apply(before, ops)
         if result != (frozenset(view) if path is None else view.get(path)):
             yield f"version {version} is serializable, but {path or 'the paths'} changed after it read {result}"
+    for look in attempt.looks if attempt.serializable else ():
+        if not look.agrees(before):
+            yield f"version {version} is serializable, but what it saw as absent exists: {look}"
+
+
+def rolled_back_to(record: Record) -> int | None:
+    """Return the step to which a commit rolls back, None if it does something else."""
+    before, found, step = record.message.partition(ROLLBACK)
+    return int(step) if found and not before and not record.void else None
+
+
+def _later_steps(tags: Iterable[str], step: int) -> list[str]:
+    return [tag for tag in tags if tag.startswith("step/") and int(tag[5:]) > step]
 
 
 def _check_bases(log: Mapping[int, CommittedVersion], history: History, repaired: Repaired) -> Iterator[str]:
@@ -244,6 +269,7 @@ def _check_steps(log: Mapping[int, CommittedVersion]) -> Iterator[str]:
     for commit in log.values():
         if commit.record.collection is not None:
             saved -= commit.record.collection.tags.keys()  # an expired step may be saved again
+        saved -= set(commit.record.dropped)
         steps = [tag for tag in commit.record.tags if tag.startswith("step/")]
         yield from (f"{tag} was saved twice" for tag in steps if tag in saved)
         saved.update(steps)

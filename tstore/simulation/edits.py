@@ -27,7 +27,7 @@ from tstore.simulation.history import (
 from tstore.transactions.staging import Isolation
 from tstore.transactions.transaction import Transaction, staging_of
 
-__all__ = ["burst", "create", "transact", "write"]
+__all__ = ["burst", "create", "new_transaction", "transact", "write"]
 
 _RESIZABLE = PATHS[1:]  # not the first array, because cooperative transactions write to fixed cells of it
 _LONGEST = 4 * CELLS  # the length up to which values are appended
@@ -44,7 +44,7 @@ async def transact(client: Client) -> None:
         tag = client.random.choice(_TAGS)
         tags[client.random.choice(("move_tag", "move_tag", "tag", "drop_tag", "drop_tag"))] = tag
     isolation: Isolation = "serializable" if client.random.random() < 0.25 else "snapshot"
-    tx, attempt = _new_transaction(client, tags, isolation, durable=client.random.random() >= _NOT_DURABLE)
+    tx, attempt = new_transaction(client, tags, isolation, durable=client.random.random() >= _NOT_DURABLE)
     began = client.loop.time()
     if client.random.random() < 0.05:
         await _interrupt(client, tx, attempt, asyncio.create_task(_edit_and_commit(client, tx, attempt, began)))
@@ -65,12 +65,12 @@ async def burst(client: Client) -> None:
         if client.random.random() < 0.5:
             tag = client.random.choice(_TAGS)
             tags = {"drop_tag": tag} if tag in existing and client.random.random() < 0.6 else {"move_tag": tag}
-        tx, attempt = _new_transaction(client, tags, "snapshot", durable=durable)
+        tx, attempt = new_transaction(client, tags, "snapshot", durable=durable)
         work.append(client.conclude(tx, attempt, 0, _write_chunk(client, tx, attempt, PATHS[2 + number % 3])))
     await asyncio.gather(*work)
 
 
-def _new_transaction(
+def new_transaction(
     client: Client, tags: dict[str, Any], isolation: Isolation, *, durable: bool
 ) -> tuple[Transaction, Attempt]:
     """Begin a transaction with a unique message and unique metadata, and record it in the history."""

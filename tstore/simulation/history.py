@@ -18,6 +18,7 @@ from tstore.format.tree.retention import Keep
 __all__ = [
     "CELLS",
     "PER_CHUNK",
+    "ROLLBACK",
     "Append",
     "Attempt",
     "Clear",
@@ -27,6 +28,7 @@ __all__ = [
     "Delete",
     "History",
     "Listing",
+    "Look",
     "Op",
     "Put",
     "Read",
@@ -43,6 +45,8 @@ CELLS = 12
 """The cells of every array before a resize."""
 PER_CHUNK = 4
 """The cells per chunk."""
+ROLLBACK = "remove the steps after "
+"""The beginning of the message of a rollback, before the step."""
 _WIDE, _NARROW = 160, 1  # values per cell
 
 Cells = tuple[int, ...]
@@ -154,6 +158,24 @@ class TransactionRead(NamedTuple):
     result: Cells | frozenset[str]
 
 
+class Look(NamedTuple):
+    """What a look of a transaction showed as absent after its operations `own_ops`.
+
+    It is chunks of an array, by number, or the array itself if `chunks` is None.
+    """
+
+    own_ops: tuple[Op, ...]
+    path: str
+    chunks: frozenset[int] | None
+
+    def agrees(self, state: State) -> bool:
+        """Return whether that may be absent in a state: a chunk with values other than zeros exists."""
+        cells = apply(state, self.own_ops).get(self.path)
+        if cells is None or self.chunks is None:
+            return cells is None or self.chunks is not None
+        return not any(any(cells[n * PER_CHUNK : (n + 1) * PER_CHUNK]) for n in self.chunks)
+
+
 class Attempt:
     """One transaction: the operations of its hosts, and its outcomes.
 
@@ -175,6 +197,7 @@ class Attempt:
         self.durable = True
         self.serializable = False
         self.transaction_reads: list[TransactionRead] = []
+        self.looks: list[Look] = []
         self.hosts = hosts
         self.ops: dict[int, list[Op]] = {h: [] for h in range(hosts)}  # by host
         self.bases: dict[int, int] = {}  # by host: the version on which it based its operations
@@ -265,6 +288,7 @@ class History:
         self.gcs: list[CompletedGc] = []
         self.violations: list[str] = []
         self.listings: list[Listing] = []
+        self.looks: list[tuple[str, int, Look]] = []  # the host, its base, what it saw
         self.start = start  # the version from which the run began
         self.attempts_by_message: dict[str, Attempt] = {}  # those whose transaction ids are not known
         self.lagging = lagging  # whether an older version may be returned as the newest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from tstore.format.layout import MARKER, commit_key, is_archive
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.segments import SEGMENT_ROW
 from tstore.log.expiry import head_as_of
-from tstore.simulation.checker import CommittedVersion, find_violations
+from tstore.simulation.checker import CommittedVersion, find_violations, rolled_back_to
 from tstore.simulation.client import SimulatedStore, read_state
 from tstore.simulation.edits import create
 from tstore.simulation.history import Attempt, History
@@ -57,6 +58,7 @@ async def judge_store(
                 violations.append(f"the head, version {head}, has expired")
             violations += await _find_faults(store)
             violations += _find_withdrawn(storage, log)
+            violations += _find_behind_rollback(storage, log)
             commits = [c async for c in store.history() if c.version > start]
             for name in history.attempts:
                 history.reported.setdefault(name, []).append(await store.outcome(name))
@@ -186,6 +188,21 @@ def _find_withdrawn(storage: SharedObjects, log: CommittedLog) -> list[str]:
                 continue
             if storage.created[key] < storage.created[commit_key(version)]:
                 violations.append(f"host {withdrawal.host} withdrew {transaction}, which is version {version}")
+    return violations
+
+
+def _find_behind_rollback(storage: SharedObjects, log: CommittedLog) -> list[str]:
+    """Return one sentence for each step saved behind a rollback of which a host had delivered its part before."""
+    violations, rollback = [], 0
+    for version, commit in log.items():
+        if rolled_back_to(commit.record) is not None:
+            rollback = version
+        if not rollback or commit.record.void or not any(tag.startswith("step/") for tag in commit.record.tags):
+            continue
+        for transaction in commit.record.transactions:
+            parts = [time for key, time in storage.created.items() if key.startswith(f"txn/{transaction}/part-")]
+            if min(parts, default=math.inf) < storage.created[commit_key(rollback)]:
+                violations.append(f"version {version} saves {commit.record.tags} behind the rollback {rollback}")
     return violations
 
 

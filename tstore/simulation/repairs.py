@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 from tstore.errors import InvalidArgument, TStoreError
-from tstore.format.layout import MARKER, commit_key
+from tstore.format.layout import MARKER
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Record
 from tstore.log.marker import Marker
@@ -23,7 +23,7 @@ __all__ = ["agrees", "repair_once"]
 
 async def repair_once(storage: HostStorage, history: History, rng: random.Random) -> None:
     """Void a version of the run, and those that a concurrent commit has based on it meanwhile."""
-    newest = sum(key.startswith("commits/") for key in storage.storage.objects)
+    newest = max(storage.storage.records())
     if newest <= history.start:
         return
     wanted = [rng.randint(history.start + 1, newest)]
@@ -31,7 +31,8 @@ async def repair_once(storage: HostStorage, history: History, rng: random.Random
     history.repairing = True
     try:
         while wanted:
-            voided |= {v: decode(storage.storage.objects[commit_key(v)], Record) for v in wanted}
+            records = storage.storage.records()
+            voided |= {v: decode(records[v], Record) for v in wanted}
             try:
                 log_id = Marker.decode(storage.storage.objects[MARKER]).log_id
                 report = await repair_store(storage, log_id, [], wanted)

@@ -43,7 +43,7 @@ __all__ = ["BatchResult", "Outcome", "simulate", "simulate_many"]
 
 _DEADLINE = 3_600.0  # virtual seconds within which every host must end
 _BATCH = 25  # runs per task of a process
-_FIRST_REPAIRED, _FIRST_ARCHIVED = 1000, 2000
+_FIRST_REPAIRED, _FIRST_ARCHIVED, _FIRST_WITH_MORE = 1000, 2000, 3000
 _REPAIRED = 0.25  # the share of runs with a repair, if nothing else excludes it
 _BESIDE = 12  # operations of a host that archives while another one stands still
 _DRAIN = 60.0  # virtual seconds after which all late requests have arrived
@@ -76,10 +76,13 @@ class _Run:
         # Drawn apart, like the layout; the seeds below are those of known faults, whose runs stay what they were.
         # Copies of a repaired store have diverged, and power fails elsewhere.
         draw = 1.0 if seed < _FIRST_REPAIRED else random.Random(f"repair {seed}").random()
-        archived = scenario.archive_every < UNARCHIVED  # a repair voids no record that may be archived
+        archived = scenario.archive_every < UNARCHIVED and seed < _FIRST_WITH_MORE
         self.repairs = draw < _REPAIRED and not (
             archived or scenario.mirrored or lagging or scenario.rates.stale_lists
         )
+        more = random.Random(f"more {seed}")
+        drawn = {name: w for name, w in (("roll_back", 0.2), ("write_with_zarr", 0.6)) if more.random() < 0.4}
+        self.more = drawn if seed >= _FIRST_WITH_MORE else {}
         self.caches = contextlib.ExitStack()  # the temporary folders of the hosts' caches
 
     async def run(self) -> tuple[list[str], Counter[str]]:
@@ -153,7 +156,7 @@ class _Run:
         for restart in range(4):
             with self._new_host(f"{name}.{restart}") as host:
                 client = await self._open_client(host, store)
-                work = run_workload(client, rounds, self.scenario.mix, mirror)
+                work = run_workload(client, rounds, self.scenario.mix, mirror, self.more)
                 if await _survived(host, asyncio.create_task(work)):
                     return
             await asyncio.sleep(host.random.uniform(0, 20))
@@ -163,7 +166,7 @@ class _Run:
         with self._new_host(name) as host:
             host.rates = rates
             client = await self._open_client(host, self.primary)
-            await _survived(host, asyncio.create_task(run_workload(client, rounds, mix, None)))
+            await _survived(host, asyncio.create_task(run_workload(client, rounds, mix, None, self.more)))
 
     async def _failover(self) -> None:
         """Run a host that writes to the mirror once it exists, perhaps while others still copy to it."""

@@ -1,4 +1,4 @@
-"""The random work of a simulated host: transactions, checkpoints, reads, gc, quantized copies and replication."""
+"""The random work of a simulated host: transactions, checkpoints, rollbacks, reads, gc, copies and replication."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from tstore.simulation.cooperation import METRIC, checkpoint, finish
 from tstore.simulation.edits import burst, transact
 from tstore.simulation.history import Attempt, CompletedGc, CopyVersion, Read, cells_of
 from tstore.simulation.storage import HostStorage, SharedObjects
+from tstore.simulation.zarr_edits import write_with_zarr
 from tstore.steps import step_tag
+from tstore.tags import remove_steps_after
 
 __all__ = ["run_workload"]
 
@@ -124,6 +126,16 @@ async def _quantize(client: Client) -> None:
         client.acknowledge(report.version, message, durable=True)
 
 
+async def _roll_back(client: Client) -> None:
+    """Make an earlier step the newest, as a restarted job does."""
+    with client.expecting("roll back", Unavailable, CommitOutcomeUnknown, NotFound, SnapshotExpired):
+        steps = await tstore.steps(client.store)
+        if len(steps) > 1:
+            step = client.random.choice(steps[:-1])
+            version = await remove_steps_after(client.store, step)
+            client.host.log(f"rolls back to step {step} by version {version}")
+
+
 async def _copy_to_mirror(client: Client, mirror: SharedObjects) -> None:
     """Copy the store, or update an older copy unless it has diverged."""
     stale = (TStoreError,) if client.host.rates.stale_heads else ()  # stale sizes make objects seem absent
@@ -153,8 +165,10 @@ _OPERATIONS: dict[str, tuple[Callable[[Client], Awaitable[None]], float]] = {
     "verify": (_verify, 0.01),
     "finish": (finish, 0.03),
     "quantize": (_quantize, 0.02),
+    "roll_back": (_roll_back, 0),
+    "write_with_zarr": (write_with_zarr, 0),
 }
-"""Each operation, and its relative frequency in the mix "all"."""
+"""Each operation, and its relative frequency in the mix "all"; those that are 0 are in some runs (`more`)."""
 
 _ALL = {name: weight for name, (_, weight) in _OPERATIONS.items()}
 _MIXES: dict[str, Mapping[str, float]] = {
@@ -167,10 +181,15 @@ _MIXES: dict[str, Mapping[str, float]] = {
 """The relative frequencies of the operations, by the workload mix of the run (`Scenario.mix`)."""
 
 
-async def run_workload(client: Client, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
-    """Run up to `rounds` random operations in each of 1 to 5 tasks; with a `mirror`, also copies to it."""
+async def run_workload(
+    client: Client, rounds: int, mix: str, mirror: SharedObjects | None, more: Mapping[str, float]
+) -> None:
+    """Run up to `rounds` random operations in each of 1 to 5 tasks; with a `mirror`, also copies to it.
+
+    `more` has the frequencies of further operations.
+    """
     operations = {name: operation for name, (operation, _) in _OPERATIONS.items()}
-    weights = dict(_MIXES[mix])
+    weights = {**_MIXES[mix], **more}
     if mirror is not None:
         operations["copy"] = functools.partial(_copy_to_mirror, mirror=mirror)
         weights["copy"] = 0.1
