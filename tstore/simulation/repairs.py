@@ -20,35 +20,46 @@ from tstore.simulation.storage import HostStorage
 
 __all__ = ["agrees", "repair_once"]
 
+_TRIES = 4
+
 
 async def repair_once(storage: HostStorage, history: History, rng: random.Random) -> None:
-    """Void a version of the run, and those that a concurrent commit has based on it meanwhile."""
-    newest = max(storage.storage.records())
-    if newest <= history.start:
-        return
-    wanted = [rng.randint(history.start + 1, newest)]
-    voided: dict[int, Record] = {}
+    """Void a version of the run, and those that a concurrent commit has based on it meanwhile.
+
+    Try another version if others rest on the first, or if its record may be archived.
+    """
     history.repairing = True
     try:
-        while wanted:
-            records = storage.storage.records()
-            voided |= {v: decode(records[v], Record) for v in wanted}
-            try:
-                log_id = Marker.decode(storage.storage.objects[MARKER]).log_id
-                report = await repair_store(storage, log_id, [], wanted)
-            except InvalidArgument as error:
-                storage.host.log(f"repair: {error}")
-                if len(voided) > len(wanted):
-                    history.add_violation(f"what was damaged by a repair could not be voided: {error}")
+        for _ in range(_TRIES):
+            newest = max(storage.storage.records())
+            if newest <= history.start or await _void(storage, history, rng.randint(history.start + 1, newest)):
                 return
-            storage.host.log(f"voids {wanted} by version {report.version}: {report}, restated {report.restated}")
-            assert report.version is not None
-            history.repaired = Repaired(voided, report.version)
-            wanted = [damage.version for damage in report.damaged if damage.version not in voided]
     except TStoreError as error:
         history.add_violation(f"a repair failed: {type(error).__name__}: {error}")
     finally:
         history.repairing = False
+
+
+async def _void(storage: HostStorage, history: History, version: int) -> bool:
+    """Void a version and those that rest on it meanwhile; return False if it can't be voided."""
+    wanted, voided = [version], dict[int, Record]()
+    while wanted:
+        records = storage.storage.records()
+        former = {v: decode(records[v], Record) for v in wanted}
+        try:
+            log_id = Marker.decode(storage.storage.objects[MARKER]).log_id
+            report = await repair_store(storage, log_id, [], wanted)
+        except InvalidArgument as error:
+            storage.host.log(f"repair: {error}")
+            if voided:
+                history.add_violation(f"what was damaged by a repair could not be voided: {error}")
+            return bool(voided)
+        storage.host.log(f"voids {wanted} by version {report.version}: {report}, restated {report.restated}")
+        assert report.version is not None
+        voided |= former
+        history.repaired = Repaired(voided, report.version)
+        wanted = [damage.version for damage in report.damaged if damage.version not in voided]
+    return True
 
 
 def agrees(actual: State, expected: State, voided: set[int]) -> bool:

@@ -35,7 +35,7 @@ from tstore.simulation.judge import (
 from tstore.simulation.repairs import repair_once
 from tstore.simulation.scenario import ARCHIVES, UNARCHIVED, Layout, Scenario, override_constants
 from tstore.simulation.storage import HostStorage, SharedObjects
-from tstore.simulation.virtual import FaultFreeHost, FaultRates, Host, Stuck, VirtualLoop
+from tstore.simulation.virtual import NO_FAULTS, FaultFreeHost, FaultRates, Host, Stuck, VirtualLoop
 from tstore.simulation.workload import run_workload
 from tstore.storage.cache import Cache
 
@@ -44,7 +44,7 @@ __all__ = ["BatchResult", "Outcome", "simulate", "simulate_many"]
 _DEADLINE = 3_600.0  # virtual seconds within which every host must end
 _BATCH = 25  # runs per task of a process
 _FIRST_REPAIRED, _FIRST_ARCHIVED, _FIRST_WITH_MORE = 1000, 2000, 3000
-_REPAIRED = 0.25  # the share of runs with a repair, if nothing else excludes it
+_REPAIRED = 0.25  # the share of runs with a repair; before `_FIRST_WITH_MORE`, of those where nothing excludes it
 _BESIDE = 12  # operations of a host that archives while another one stands still
 _DRAIN = 60.0  # virtual seconds after which all late requests have arrived
 
@@ -62,6 +62,15 @@ class _Run:
     """One run: its scenario, its two stores, its hosts and its trace."""
 
     def __init__(self, seed: int, rng: random.Random, scenario: Scenario, objects: dict[str, bytes]) -> None:
+        # Drawn apart, like the layout; the seeds below are those of known faults, whose runs stay what they were.
+        # Copies of a repaired store have diverged, power fails elsewhere, and a repair needs true listings.
+        repairs = seed >= _FIRST_REPAIRED and random.Random(f"repair {seed}").random() < _REPAIRED
+        if repairs and seed >= _FIRST_WITH_MORE:
+            rates = scenario.rates._replace(stale_lists=0, stale_heads=0)
+            scenario = scenario._replace(mirrored=False, rates=rates)
+        archived = scenario.archive_every < UNARCHIVED and seed < _FIRST_WITH_MORE
+        lagging = scenario.rates.stale_heads > 0
+        self.repairs = repairs and not (archived or scenario.mirrored or lagging or scenario.rates.stale_lists)
         self.seed = seed
         self.rng = rng
         self.scenario = scenario
@@ -69,17 +78,10 @@ class _Run:
         self.hosts: list[Host] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.start = sum(k.startswith("commits/") for k in objects)  # the newest version before the run
-        strict, lagging = scenario.strict, scenario.rates.stale_heads > 0
+        strict = scenario.strict
         storages = SharedObjects(objects, strict=strict), SharedObjects({}, "mirror", strict=strict)
         self.primary, self.mirror = (SimulatedStore(s, self.start, lagging=lagging) for s in storages)
         self.mirror.history.skip_values()
-        # Drawn apart, like the layout; the seeds below are those of known faults, whose runs stay what they were.
-        # Copies of a repaired store have diverged, and power fails elsewhere.
-        draw = 1.0 if seed < _FIRST_REPAIRED else random.Random(f"repair {seed}").random()
-        archived = scenario.archive_every < UNARCHIVED and seed < _FIRST_WITH_MORE
-        self.repairs = draw < _REPAIRED and not (
-            archived or scenario.mirrored or lagging or scenario.rates.stale_lists
-        )
         more = random.Random(f"more {seed}")
         drawn = {name: w for name, w in (("roll_back", 0.2), ("write_with_zarr", 0.6)) if more.random() < 0.4}
         self.more = drawn if seed >= _FIRST_WITH_MORE else {}
@@ -180,7 +182,8 @@ class _Run:
         """Void a version while the others work."""
         rng = random.Random(f"repair of {self.seed}")
         await asyncio.sleep(rng.uniform(1, 20))
-        with self._fault_free_host("repair") as host:
+        with self._new_host("repair") as host:
+            host.rates = NO_FAULTS  # but others work between its requests
             await repair_once(HostStorage(self.primary.storage, host), self.primary.history, rng)
 
     async def _run_cooperation(self, number: int) -> None:
