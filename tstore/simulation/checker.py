@@ -19,6 +19,7 @@
                    hosts had delivered before it (checked by `tstore.simulation.judge`)
     tagged         a version is alive when a commit tags it, and a gc based on a version before that commit does
                    not expire it
+    in place       no host reads a record that was put at the number of another
     consistent     `Store.outcome` agrees with the log, and `Store.history` with the message and metadata of each
                    transaction
 
@@ -343,6 +344,8 @@ def _check_read(
     history: History,
 ) -> Iterator[str]:
     version, repaired = read.version, history.repaired
+    if version is not None and version == history.misplaced:
+        yield f"{read.host} read version {version}, a misplaced record"
     if repaired is not None and (read.tag is not None or repaired.rests(read.version or 0)):
         return  # it may have been read before the repair
     if read.tag is not None:  # a step saved again after it expired has several versions

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Iterator
 import tstore
 from tstore.errors import (
     CommitOutcomeUnknown,
+    Corrupt,
     DeadlineExceeded,
     SourceCondemned,
     TimelineChanged,
@@ -129,6 +130,10 @@ class Client:
         try:
             version = await self.store.outcome(attempt.transaction)
         except (Unavailable, TimelineChanged):
+            return
+        except Corrupt:
+            if not self.history.misplaced:
+                raise
             return
         if version is not None:
             self.history.reported.setdefault(attempt.transaction, []).append(version)

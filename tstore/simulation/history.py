@@ -294,6 +294,7 @@ class History:
         self.lagging = lagging  # whether an older version may be returned as the newest
         self.repairing = False  # whether a repair is under way, during which versions may be damaged
         self.repaired: Repaired | None = None
+        self.misplaced = 0  # the number where somebody put a record of another version
         self._values = 0
 
     def new_value(self) -> int:

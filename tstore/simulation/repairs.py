@@ -3,14 +3,19 @@
 A repair voids one version of the run while others write, collect and copy; if later versions rest on it, it is
 refused. Later versions may have taken over values that the voided one wrote: those of a chunk of which they wrote
 another part. Everything else must be as if the voided version had never been.
+
+In other runs somebody puts a record where the next one belongs, one of another version or of another store. Nobody
+may take it for a version, until it is voided.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 
+import tstore
 from tstore.errors import InvalidArgument, TStoreError
-from tstore.format.layout import MARKER
+from tstore.format.layout import MARKER, commit_key
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Record
 from tstore.log.marker import Marker
@@ -18,7 +23,7 @@ from tstore.maintenance.repair import repair_store
 from tstore.simulation.history import History, Repaired, State
 from tstore.simulation.storage import HostStorage
 
-__all__ = ["agrees", "repair_once"]
+__all__ = ["agrees", "misplace_once", "repair_once"]
 
 _TRIES = 4
 
@@ -60,6 +65,39 @@ async def _void(storage: HostStorage, history: History, version: int) -> bool:
         history.repaired = Repaired(voided, report.version)
         wanted = [damage.version for damage in report.damaged if damage.version not in voided]
     return True
+
+
+async def misplace_once(storage: HostStorage, foreign: list[bytes], history: History, rng: random.Random) -> None:
+    """Put a record of the store, or a `foreign` one, at the next number; after a while, void it."""
+    shared = storage.storage
+    records = shared.records()
+    number = max(records) + 1
+    data = rng.choice(foreign if rng.random() < 0.5 else [*records.values()])
+    shared.create(commit_key(number), data)
+    shared.make_durable(commit_key(number))
+    storage.host.log(f"misplaces a record as version {number}")
+    history.misplaced = number
+    history.repairing = True
+    try:
+        await asyncio.sleep(rng.uniform(0, 5))
+        if await _is_readable(storage, number):
+            history.add_violation(f"version {number} is read, where a record was misplaced")
+        log_id = Marker.decode(shared.objects[MARKER]).log_id
+        report = await repair_store(storage, log_id, [number], [])
+        assert report.version is not None
+        history.repaired = Repaired({number: Record("misplaced", number - 1, 0.0, void=True)}, report.version)
+    except TStoreError as error:
+        history.add_violation(f"a misplaced record could not be voided: {type(error).__name__}: {error}")
+    finally:
+        history.repairing = False
+
+
+async def _is_readable(storage: HostStorage, number: int) -> bool:
+    store = await tstore.open(storage, "r")
+    try:
+        return (await store.verify()).ok or (await store.snapshot(number)).version == number
+    except TStoreError:
+        return False
 
 
 def agrees(actual: State, expected: State, voided: set[int]) -> bool:

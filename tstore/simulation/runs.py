@@ -32,7 +32,7 @@ from tstore.simulation.judge import (
     judge_store,
     read_committed,
 )
-from tstore.simulation.repairs import repair_once
+from tstore.simulation.repairs import misplace_once, repair_once
 from tstore.simulation.scenario import ARCHIVES, UNARCHIVED, Layout, Scenario, override_constants
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import NO_FAULTS, FaultFreeHost, FaultRates, Host, Stuck, VirtualLoop
@@ -45,6 +45,7 @@ _DEADLINE = 3_600.0  # virtual seconds within which every host must end
 _BATCH = 25  # runs per task of a process
 _FIRST_REPAIRED, _FIRST_ARCHIVED, _FIRST_WITH_MORE = 1000, 2000, 3000
 _REPAIRED = 0.25  # the share of runs with a repair; before `_FIRST_WITH_MORE`, of those where nothing excludes it
+_MISPLACED = 0.3  # the share of repaired runs in which a record is misplaced
 _BESIDE = 12  # operations of a host that archives while another one stands still
 _DRAIN = 60.0  # virtual seconds after which all late requests have arrived
 
@@ -61,7 +62,14 @@ class Outcome(NamedTuple):
 class _Run:
     """One run: its scenario, its two stores, its hosts and its trace."""
 
-    def __init__(self, seed: int, rng: random.Random, scenario: Scenario, objects: dict[str, bytes]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        rng: random.Random,
+        scenario: Scenario,
+        objects: dict[str, bytes],
+        foreign_records: list[bytes],
+    ) -> None:
         # Drawn apart, like the layout; the seeds below are those of known faults, whose runs stay what they were.
         # Copies of a repaired store have diverged, power fails elsewhere, and a repair needs true listings.
         repairs = seed >= _FIRST_REPAIRED and random.Random(f"repair {seed}").random() < _REPAIRED
@@ -73,6 +81,7 @@ class _Run:
         self.repairs = repairs and not (archived or scenario.mirrored or lagging or scenario.rates.stale_lists)
         self.seed = seed
         self.rng = rng
+        self.foreign_records = foreign_records
         self.scenario = scenario
         self.trace: list[str] = []
         self.hosts: list[Host] = []
@@ -179,12 +188,16 @@ class _Run:
                 return
 
     async def _repair(self) -> None:
-        """Void a version while the others work."""
+        """Void a version while the others work, or put a record in the place of one."""
         rng = random.Random(f"repair of {self.seed}")
         await asyncio.sleep(rng.uniform(1, 20))
         with self._new_host("repair") as host:
             host.rates = NO_FAULTS  # but others work between its requests
-            await repair_once(HostStorage(self.primary.storage, host), self.primary.history, rng)
+            storage, history = HostStorage(self.primary.storage, host), self.primary.history
+            if self.seed >= _FIRST_WITH_MORE and rng.random() < _MISPLACED:
+                await misplace_once(storage, self.foreign_records, history, rng)
+            else:
+                await repair_once(storage, history, rng)
 
     async def _run_cooperation(self, number: int) -> None:
         """Run the attempts of a cooperative transaction, sequentially or concurrently."""
@@ -261,12 +274,13 @@ def simulate(seed: int) -> Outcome:
     )
     scenario = Scenario.draw(rng, layout, archive_every)
     objects = scenario.objects()  # before the loop of the run exists, because `objects` runs its own loop
+    foreign = scenario.foreign_records() if seed >= _FIRST_WITH_MORE else []
     loop = VirtualLoop()
     run: _Run | None = None
 
     async def run_all() -> tuple[list[str], Counter[str]]:
         nonlocal run
-        run = _Run(seed, rng, scenario, objects)
+        run = _Run(seed, rng, scenario, objects, foreign)
         with run.caches:
             return await run.run()
 

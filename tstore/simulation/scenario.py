@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import tstore
-from tstore.format.layout import root_key
+from tstore.format.layout import is_record, root_key
 from tstore.runtime.pool import without_threads
 from tstore.runtime.world import use_world
 from tstore.simulation.client import PATHS
@@ -144,6 +144,11 @@ class Scenario(NamedTuple):
                 versions = range(first, newest + 2 * self.root_every, self.root_every)
                 objects |= {root_key(v): foreign[root_key(v)] for v in versions if root_key(v) in foreign}
         return objects
+
+    def foreign_records(self) -> list[bytes]:
+        """Return the records of another store."""
+        objects = initial_objects(2 * self.root_every + self.initial_commits, self.root_every, self.layout, fork=1)
+        return [data for key, data in objects.items() if is_record(key)]
 
 
 def prepare_initial_stores() -> None:
