@@ -40,6 +40,8 @@ from tstore.simulation.history import (
     Attempt,
     History,
     Listing,
+    Op,
+    Put,
     Read,
     Repaired,
     State,
@@ -79,7 +81,7 @@ def find_violations(
         violations += _check_bases(log, history, history.repaired)
     violations += _check_descriptions(commits, history)
     violations += _check_outcomes(by_transaction, history)
-    violations += _check_isolation(log, history)
+    violations += _check_isolation(log, states, history)
     violations += _check_steps(log)
     # a version that was voided may have been a copy too
     copies = {version for version, commit in log.items() if commit.record.source or commit.record.was_voided}
@@ -138,6 +140,7 @@ def _replay(
     expired: set[int] = set()
     repaired = history.repaired
     voided = set() if repaired is None else repaired.values(history)
+    reshaped = set() if repaired is None else repaired.reshaped(history)
     for version, commit in log.items():
         state, current_tags = head, dict(tags[version - 1])
         rests = repaired is not None and repaired.rests(version)
@@ -166,7 +169,8 @@ def _replay(
         restates = commit.record.by_repair and commit.record.replaces  # an older state, or none
         if repaired is not None and (restates or any(map(repaired.copies, _attempts(commit, history)))):
             state = dict(commit.state or {})
-        if commit.state is not None and not agrees(commit.state, state, voided):
+        remains = reshaped if rests else set()
+        if commit.state is not None and not agrees(commit.state, state, voided, remains):
             violations.append(f"version {version} is {_format(commit.state)}, expected {_format(state)}")
         if commit.state is not None and repaired is not None:
             state, current_tags = dict(commit.state), dict(commit.tags)
@@ -246,14 +250,16 @@ def _check_descriptions(commits: Sequence[Commit], history: History) -> Iterator
             )
 
 
-def _check_isolation(log: Mapping[int, CommittedVersion], history: History) -> Iterator[str]:
+def _check_isolation(
+    log: Mapping[int, CommittedVersion], states: Mapping[int, State], history: History
+) -> Iterator[str]:
     write_sets: dict[int, list[tuple[Attempt, WriteSet]]] = {}
     for version, commit in log.items():
         write_sets[version] = []
         for attempt in _attempts(commit, history):
-            mine = WriteSet.from_ops(attempt.all_ops)
-            tags, dropped = set(attempt.tags), set(attempt.dropped_tags)
             base = min(attempt.bases.values(), default=version - 1)
+            mine = WriteSet.from_ops(_changing(attempt.all_ops, states.get(base, {})))
+            tags, dropped = set(attempt.tags), set(attempt.dropped_tags)
             for newer in range(base + 1, version + 1):
                 for other, theirs in write_sets.get(newer, ()):
                     # within a group commit (newer == version), no write is re-applied
@@ -263,6 +269,15 @@ def _check_isolation(log: Mapping[int, CommittedVersion], history: History) -> I
                     if conflict:
                         yield f"version {version}, based on {base}, and {newer} both changed {conflict}"
             write_sets[version].append((attempt, mine))
+
+
+def _changing(ops: Sequence[Op], state: State) -> Iterator[Op]:
+    """Yield the operations without writes of the values that are there: two of these do not conflict."""
+    for op in ops:
+        after = apply(state, [op])
+        if after != state or not isinstance(op, Put):
+            yield op
+        state = after
 
 
 def _check_steps(log: Mapping[int, CommittedVersion]) -> Iterator[str]:
@@ -344,7 +359,7 @@ def _check_read(
     history: History,
 ) -> Iterator[str]:
     version, repaired = read.version, history.repaired
-    if version is not None and version == history.misplaced:
+    if version and version == history.misplaced and not read.partial and read.state != states.get(version):
         yield f"{read.host} read version {version}, a misplaced record"
     if repaired is not None and (read.tag is not None or repaired.rests(read.version or 0)):
         return  # it may have been read before the repair

@@ -101,7 +101,9 @@ class Client:
             outcome = await call
         except TStoreError as error:
             self.host.log(f"{attempt.transaction}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
-            attempt.outcomes.append(error)
+            parts = attempt.parts_of_two_runs.get(host)
+            if parts is None or not self.storage.created.keys().isdisjoint(parts):
+                attempt.outcomes.append(error)  # otherwise the other run may deliver the part later
             if tx is not None:
                 await tx.abort()
             if isinstance(error, CommitOutcomeUnknown):
@@ -141,12 +143,14 @@ class Client:
     @contextlib.contextmanager
     def expecting(self, action: str, *errors: type[TStoreError]) -> Iterator[None]:
         """End the block at one of these expected errors; record any other `TStoreError` as a violation."""
+        repairing, repaired = self.history.repairing, self.history.repaired
         try:
             yield
         except errors as error:
             self.host.log(f"{action}: {type(error).__name__}: {error}")
         except TStoreError as error:
-            if self.history.repairing or (self.history.repaired and isinstance(error, TimelineChanged)):
+            beside = repairing or self.history.repairing or repaired is not self.history.repaired
+            if beside or (self.history.repaired and isinstance(error, TimelineChanged)):
                 self.host.log(f"{action}, at a repair: {type(error).__name__}: {error}")
                 return
             self.history.add_violation(f"{self.host.name} could not {action}: {type(error).__name__}: {error}")

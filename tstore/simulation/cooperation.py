@@ -43,15 +43,19 @@ class PlannedCommit(NamedTuple):
     @property
     def transactions(self) -> tuple[str, ...]:
         """The transaction's id and, for a checkpoint, the id of its retry if a gc condemns referenced chunks."""
+        return tuple(member.transaction for member in self._members(0))
+
+    def _members(self, host: int) -> list[Membership]:
         retry = () if self.step is None else (f"{self.attempt}.anew",)
-        members = [Membership.from_arguments(self.name, 0, self.hosts, a) for a in (self.attempt, *retry)]
-        return tuple(member.transaction for member in members)
+        return [Membership.from_arguments(self.name, host, self.hosts, a) for a in (self.attempt, *retry)]
+
+    def fragment_keys(self, host: int) -> list[str]:
+        """Return the keys that a host's fragment may have."""
+        return [member.fragment_key(0, host) for member in self._members(host)]
 
     def fragment_key(self, host: int) -> str:
         """Return the key of a host's fragment; "" if the host runs twice, because the other run may write it."""
-        if self.twice:
-            return ""
-        return Membership.from_arguments(self.name, host, self.hosts, self.attempt).fragment_key(0, host)
+        return "" if self.twice else self.fragment_keys(host)[0]
 
     @property
     def loss(self) -> float:
@@ -63,6 +67,8 @@ async def cooperate(client: Client, plan: PlannedCommit, host: int, timeout: flo
     """Run one host of a cooperative transaction."""
     attempt = client.history.begin(plan.transactions, (plan.name,), plan.hosts)
     attempt.durable = plan.durable
+    if plan.twice:
+        attempt.parts_of_two_runs[host] = plan.fragment_keys(host)
     await asyncio.sleep(client.random.expovariate(1))
     if plan.step is not None:
         attempt.message = f"saved {plan.values[0]}"

@@ -201,6 +201,9 @@ class Attempt:
         self.hosts = hosts
         self.ops: dict[int, list[Op]] = {h: [] for h in range(hosts)}  # by host
         self.bases: dict[int, int] = {}  # by host: the version on which it based its operations
+        self.parts_of_two_runs: dict[
+            int, list[str]
+        ] = {}  # by host, if it may run twice: the keys of its fragments
         self.outcomes: list[int | BaseException] = []
         self.aborted = False
 
@@ -275,6 +278,11 @@ class Repaired(NamedTuple):
         """Return the values that the voided versions wrote."""
         ops = [op for attempt in self.attempts(history) for op in attempt.all_ops]
         return {op.value for op in ops if isinstance(op, Put | Append)}
+
+    def reshaped(self, history: History) -> set[str]:
+        """Return the arrays that the voided versions created or resized."""
+        ops = [op for attempt in self.attempts(history) for op in attempt.all_ops]
+        return {op.path for op in ops if isinstance(op, Create | Resize | Append)}
 
 
 class History:

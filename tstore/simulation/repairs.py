@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Set
 
 import tstore
 from tstore.errors import InvalidArgument, TStoreError
@@ -100,10 +101,16 @@ async def _is_readable(storage: HostStorage, number: int) -> bool:
         return False
 
 
-def agrees(actual: State, expected: State, voided: set[int]) -> bool:
-    """Return whether two states are equal, except for cells with values that a voided version wrote."""
+def agrees(actual: State, expected: State, voided: set[int], reshaped: Set[str] = frozenset()) -> bool:
+    """Return whether two states are equal, except for what remains of a voided version.
+
+    These are cells with the values `voided`, and the arrays `reshaped` that it created or resized.
+    """
     return actual.keys() == expected.keys() and all(
-        len(cells) == len(expected[path])
-        and all(a == b or a in voided for a, b in zip(cells, expected[path], strict=True))
+        path in reshaped
+        or (
+            len(cells) == len(expected[path])
+            and all(a == b or a in voided for a, b in zip(cells, expected[path], strict=True))
+        )
         for path, cells in actual.items()
     )

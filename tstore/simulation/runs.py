@@ -70,15 +70,11 @@ class _Run:
         objects: dict[str, bytes],
         foreign_records: list[bytes],
     ) -> None:
-        # Drawn apart, like the layout; the seeds below are those of known faults, whose runs stay what they were.
-        # Copies of a repaired store have diverged, power fails elsewhere, and a repair needs true listings.
-        repairs = seed >= _FIRST_REPAIRED and random.Random(f"repair {seed}").random() < _REPAIRED
-        if repairs and seed >= _FIRST_WITH_MORE:
-            rates = scenario.rates._replace(stale_lists=0, stale_heads=0)
-            scenario = scenario._replace(mirrored=False, rates=rates)
-        archived = scenario.archive_every < UNARCHIVED and seed < _FIRST_WITH_MORE
         lagging = scenario.rates.stale_heads > 0
-        self.repairs = repairs and not (archived or scenario.mirrored or lagging or scenario.rates.stale_lists)
+        archived = scenario.archive_every < UNARCHIVED and seed < _FIRST_WITH_MORE
+        self.repairs = _is_repaired(seed) and not (
+            archived or scenario.mirrored or lagging or scenario.rates.stale_lists
+        )
         self.seed = seed
         self.rng = rng
         self.foreign_records = foreign_records
@@ -110,7 +106,8 @@ class _Run:
             self._start(self._run_host(f"host{number}", self.primary, self.rng.randint(3, 7)))
         for number in range(self.rng.choice((0, 1, 1, 2))):
             self._start(self._run_cooperation(number))
-        if scenario.archive_every < UNARCHIVED and random.Random(f"stalled {self.seed}").random() < 0.5:
+        stalled = scenario.archive_every < UNARCHIVED and random.Random(f"stalled {self.seed}").random() < 0.5
+        if stalled or (self.repairs and scenario.archive_every < UNARCHIVED):
             self._start(self._run_beside("stalled", "edits", 4, scenario.rates._replace(pauses=0.05)))
             self._start(self._run_beside("compactor", "compaction", _BESIDE, scenario.rates._replace(pauses=0)))
         if scenario.mirrored and self.rng.random() < 0.6:
@@ -263,6 +260,11 @@ async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
     return work.done()
 
 
+def _is_repaired(seed: int) -> bool:
+    """Return whether the run of a seed has a repair; drawn apart, like the layout."""
+    return seed >= _FIRST_REPAIRED and random.Random(f"repair {seed}").random() < _REPAIRED
+
+
 def simulate(seed: int) -> Outcome:
     """Simulate the run of a seed; its outcome is the same in any process."""
     rng = random.Random(f"run {seed}")
@@ -273,6 +275,8 @@ def simulate(seed: int) -> Outcome:
         archives.choice(ARCHIVES) if seed >= _FIRST_ARCHIVED and archives.random() < 0.5 else UNARCHIVED
     )
     scenario = Scenario.draw(rng, layout, archive_every)
+    if _is_repaired(seed) and seed >= _FIRST_WITH_MORE:
+        scenario = scenario.for_repair()
     objects = scenario.objects()  # before the loop of the run exists, because `objects` runs its own loop
     foreign = scenario.foreign_records() if seed >= _FIRST_WITH_MORE else []
     loop = VirtualLoop()

@@ -145,6 +145,17 @@ class Scenario(NamedTuple):
                 objects |= {root_key(v): foreign[root_key(v)] for v in versions if root_key(v) in foreign}
         return objects
 
+    def for_repair(self) -> Scenario:
+        """Return the scenario for a run with a repair.
+
+        Copies of a repaired store have diverged, and a repair needs true listings. If records are archived, many
+        are old enough for that.
+        """
+        scenario = self._replace(mirrored=False, rates=self.rates._replace(stale_lists=0, stale_heads=0))
+        if self.archive_every < UNARCHIVED:
+            scenario = scenario._replace(root_every=8, initial_commits=_INITIAL_COMMITS[8][-1])
+        return scenario
+
     def foreign_records(self) -> list[bytes]:
         """Return the records of another store."""
         objects = initial_objects(2 * self.root_every + self.initial_commits, self.root_every, self.layout, fork=1)
