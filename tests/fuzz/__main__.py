@@ -9,11 +9,12 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tests.fuzz.episode import Episode
 from tests.fuzz.journal import Fault
 from tests.fuzz.places import STORAGES, place
+from tstore.simulation.scenario import override_constants
 
 __all__ = ["main"]
 
@@ -34,17 +35,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=8, help="rounds per episode")
     parser.add_argument("--operations", type=int, default=40, help="operations per worker and round")
     parser.add_argument("--odd", type=int, default=6, help="calls with odd arguments after each round")
+    parser.add_argument("--archive-every", type=int, help="number of records per archive; they are archived early")
     parser.add_argument("--go-on", action="store_true", help="continue with the next episode after a fault")
     options = parser.parse_args(arguments)
     if options.processes and options.storage == "memory":
         parser.error("memory:// is not shared between processes; choose another --storage")
+    if options.archive_every and options.storage == "serve":
+        parser.error("a server archives records by its own constants; choose another --storage")
+    constants = {"ARCHIVE_EVERY": options.archive_every, "ROOT_EVERY": 8} if options.archive_every else {}
+    with override_constants(**constants):
+        return _run_all(options, constants)
+
+
+def _run_all(options: argparse.Namespace, constants: Mapping[str, int]) -> int:
     counts: Counter[str] = Counter()
     faults: dict[tuple[str, str], list[str]] = {}
     started, episodes = time.monotonic(), 0
     for number in itertools.count() if options.episode is None else (options.episode,):
         if time.monotonic() - started > options.seconds and episodes:
             break
-        episode = _run(options, number)
+        episode = _run(options, constants, number)
         episodes += 1
         counts.update(episode.counts)
         for fault in (*episode.faults, *episode.odd_faults):
@@ -60,12 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if faults else 0
 
 
-def _run(options: argparse.Namespace, number: int) -> Episode:
+def _run(options: argparse.Namespace, constants: Mapping[str, int], number: int) -> Episode:
     with place(options.storage) as (location, quiesce):
         seed = f"{options.seed} {number}"
         replaceable = options.storage == "local"
         episode = Episode(
-            seed, location, options.processes, tasks=options.tasks, replaceable=replaceable, quiesce=quiesce
+            seed,
+            location._replace(constants=constants),
+            options.processes,
+            tasks=options.tasks,
+            replaceable=replaceable,
+            quiesce=quiesce,
         )
         faulthandler.dump_traceback_later(_HANGS, exit=True, file=2)
         try:

@@ -20,6 +20,7 @@ from typing import Any
 from tests.fuzz.journal import Fault, Journal
 from tests.fuzz.verbs import VERBS
 from tests.fuzz.worker import Place, Worker
+from tstore.simulation.scenario import override_constants
 
 __all__ = ["WorkerProcesses", "serve"]
 
@@ -115,6 +116,7 @@ def serve() -> None:
 
 async def _work(name: str, place: Place, seed: float, file: Path, operations: int) -> dict[str, int]:
     worker = Worker(name, place, Journal(file), random.Random(seed), alone=False)
-    await worker.work(VERBS, operations)
-    await worker.close()
+    with override_constants(**place.constants):
+        await worker.work(VERBS, operations)
+        await worker.close()
     return worker.counts

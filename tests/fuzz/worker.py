@@ -50,13 +50,17 @@ _PATIENCE = 20  # seconds
 
 
 class Place(NamedTuple):
-    """The URLs of a store and its copies, its storage options, a scratch folder, and a cache folder."""
+    """The URLs of a store and its copies, its storage options, a scratch folder, and a cache folder.
+
+    `constants` are those of the protocol that worker processes override, as this process does.
+    """
 
     url: str
     copies: tuple[str, ...]
     scratch: Path
     options: Mapping[str, Any] = {}
     cache: Path | None = None
+    constants: Mapping[str, int] = {}
 
 
 class OpenTransaction:

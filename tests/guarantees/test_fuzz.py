@@ -27,9 +27,9 @@ FOUND: dict[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("storage", ["memory", "local"])
-def test_a_short_run_finds_nothing(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = fuzz.main(["--seconds", "1", "--seed", "1", "--storage", storage, "--operations", "25", "--odd", "0"])
+@pytest.mark.parametrize("options", [["--storage", "memory", "--archive-every", "4"], ["--storage", "local"]])
+def test_a_short_run_finds_nothing(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code = fuzz.main(["--seconds", "1", "--seed", "1", "--operations", "25", "--odd", "0", *options])
     told = capsys.readouterr().out
     assert code == 0, told
     assert "operations: begin" in told

@@ -50,25 +50,32 @@ async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt) ->
         cells = (await tx.array(path)).shape[0] // width
         count = -(-cells // PER_CHUNK)
         number = client.random.randrange(count)
-        key = f"{path}/c/{number}"
-        match client.random.choice(("fill", "values", "exists", "list", "list")):
-            case "exists":
-                absent = set() if await store.exists(key) else {number}
-                _note_look(client, attempt, base.head, path, absent)
-            case "list":
-                listed = {int(each.rpartition("/")[2]) async for each in store.list_prefix(f"{path}/c/")}
-                _note_look(client, attempt, base.head, path, set(range(count)) - listed)
-            case work:
-                value = 0 if work == "fill" else client.history.new_value()
-                if value:
-                    stored = np.zeros(PER_CHUNK * width, np.int64)
-                    stored[: (cells - number * PER_CHUNK) * width] = value
-                    await store.set(key, Buffer.from_bytes(stored.tobytes()))
-                else:
-                    await store.delete(key)
-                start = number * PER_CHUNK
-                ops.append(Put(path, start, min(cells, start + PER_CHUNK), value))
+        work = client.random.choice(("fill", "values", "exists", "list", "list"))
+        if work == "exists":
+            absent = set() if await store.exists(f"{path}/c/{number}") else {number}
+            _note_look(client, attempt, base.head, path, absent)
+        elif work == "list":
+            listed = {int(key.rpartition("/")[2]) async for key in store.list_prefix(f"{path}/c/")}
+            absent = set(range(count)) - listed
+            _note_look(client, attempt, base.head, path, absent)
+            if absent and client.random.random() < 0.5:  # it will be written all the same
+                number, work = min(absent), "fill"
+        if work in ("fill", "values"):
+            value = 0 if work == "fill" else client.history.new_value()
+            await _write(store, f"{path}/c/{number}", value, (cells - number * PER_CHUNK) * width, width)
+            start = number * PER_CHUNK
+            ops.append(Put(path, start, min(cells, start + PER_CHUNK), value))
     return await tx.commit()
+
+
+async def _write(store: ZarrStore, key: str, value: int, size: int, width: int) -> None:
+    """Write `size` values of a chunk, or delete it, as zarr-python does if all are zeros."""
+    if value:
+        values = np.zeros(PER_CHUNK * width, np.int64)
+        values[:size] = value
+        await store.set(key, Buffer.from_bytes(values.tobytes()))
+    else:
+        await store.delete(key)
 
 
 def _note_look(client: Client, attempt: Attempt, head: int, path: str, absent: set[int] | None) -> None:
