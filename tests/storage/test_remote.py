@@ -121,7 +121,7 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
 @pytest.mark.parametrize(
     ("commits", "looks"),
     [
-        (0, [3 + 1]),  # with each look at records, one at their archive
+        (0, [3 + 1, 16 + 8 + 8 + 7]),  # with each look at records, one at their archive; and far ahead
         (1, [3 + 1]),
         (2, [3 + 1, 1 + 2 + 1]),  # and two above
         (3, [3 + 1, 1 + 2 + 1]),

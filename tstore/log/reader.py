@@ -11,9 +11,9 @@ ends the log; old records lie in archives (`commits`).
 A lost record looks like the end of the log. So a search also probes one or two of the four numbers above
 the newest version, and `check_end` raises `Corrupt` if one exists above a missing record. Before its first
 commit a writer looks further (`look_ahead`): at the numbers 2, 4, 8, … up to `1 << _FAR` after the newest version,
-and at the first number of the next block of an archive, and of the second, fourth, … after it. If n records or
-archives in a row were lost and at least n later ones exist, one of these numbers exists. A reader looks there as
-well if the log seems to be empty, or to end with a block.
+and if the log ends with the block of an archive, at the first numbers of the second, third, fifth, … block after
+it. If n records or archives in a row were lost and at least n later ones exist, one of these numbers exists. A
+reader looks there as well if the log seems to be empty, or to end with a block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tstore.errors import Corrupt, NotFound, Unavailable, UnsupportedFormat
 from tstore.format.frame import NO_RECORD, Link
-from tstore.format.layout import ARCHIVE_EVERY, HINT, ROOT_EVERY, archive_end, commit_key
+from tstore.format.layout import ARCHIVE_EVERY, HINT, ROOT_EVERY, commit_key
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Collection, Record, StoredRecord
 from tstore.format.objects.roots import StoredRoot
@@ -249,9 +249,10 @@ class LogReader:
 
     async def probe_above(self, version: int) -> set[int]:
         """Probe the numbers at which `look_ahead` looks, and return those that exist."""
-        near = [version + (2 << i) for i in range(_FAR)]
-        blocks = [archive_end(version + 1) + ARCHIVE_EVERY * ((1 << i) - 1) + 1 for i in range(_FAR // 2)]
-        existing = await self.commits.existing({*near, *blocks})
+        numbers = [version + (2 << i) for i in range(_FAR)]
+        if version % ARCHIVE_EVERY == 0:  # the next archive may be lost
+            numbers += [version + (ARCHIVE_EVERY << i) + 1 for i in range(_FAR // 2)]
+        existing = await self.commits.existing(numbers)
         self._search.highest = max(self._search.highest, *existing, 0)
         return existing
 
