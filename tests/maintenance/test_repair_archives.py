@@ -309,6 +309,21 @@ async def test_an_open_store_goes_on_after_a_lost_record_was_voided() -> None:
     await check_resumed(store.url, 14, range(8, 15), (6,))
 
 
+async def test_a_store_that_has_read_all_records_reads_trees_from_roots() -> None:
+    """The root that has the lost changes is collected once no living version needs it."""
+    store = await filled(6)
+    await lose(store, 2)
+    assert (await (await tstore.open(store.url)).repair(void=[2])).ok
+    store = await tstore.open(store.url)
+    for value in range(8, 18):
+        await commit(store, value)
+    await store.collect(Keep(last=1))
+    assert root_key(4) not in await store.log.storage.list("roots/")
+    store = await tstore.open(store.url)
+    assert len([one async for one in store.history()]) == 17
+    assert (await (await (await store.snapshot()).array("x")).read()).tolist() == expected(17, 7)
+
+
 async def test_without_its_root_a_lost_record_is_an_error_and_can_be_voided_again() -> None:
     store = await filled(11)
     await lose(store, 2)

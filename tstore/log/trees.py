@@ -108,21 +108,14 @@ class Trees:
         """
         tree, records = await self._nearest(version, before, lost)
         void = [read.record for read in records if read.record is not None and read.record.void]
-        resumed = max((r for r in (tree.resumes, *(record.resumes for record in void)) if r <= version), default=0)
-        if resumed > tree.version:
-            tree, records = await self._resumed(resumed, version, before, lost), records[resumed - tree.version :]
-        return await self._after(tree, records, version)
-
-    async def _resumed(self, version: int, newest: int, before: int, lost: set[int]) -> Tree:
-        """Return the tree of a version from its root, which has the changes of a record that is lost."""
-        root = await self._usable_root(version, newest) if version < before else None
-        tree = None if root is None else await self._tree_of_root(root, lost)
-        if tree is None:
+        crossed = [record for record in void if 0 < record.resumes <= version]
+        if crossed or not tree.leads_to(version):
+            root = max([tree.resumes, *(record.resumes for record in crossed)])
             raise Corrupt(
-                f"{self._objects.storage.url}: {root_key(version)}, or a root to which it refers, is missing or "
+                f"{self._objects.storage.url}: {root_key(root)}, or a root to which it refers, is missing or "
                 "damaged, and only these have the changes of a lost record; restore it from a copy of the store"
             )
-        return tree
+        return await self._after(tree, records, version)
 
     async def _after(self, tree: Tree, records: Sequence[_ReadAhead], version: int) -> Tree:
         """Return the tree as of a version after an earlier tree and all records between them."""
@@ -268,10 +261,12 @@ class Trees:
         last = min(version, before - 1)
         usable = (v for v in self._cached.versions() if v <= last and lost.isdisjoint(root_chain(v)))
         cached_trees = [tree for tree in map(self._cached.get, usable) if tree is not None]
-        trees = [tree for tree in cached_trees if not _may_lose_pages(tree, version)]
+        trees = [t for t in cached_trees if t.leads_to(version) and not _may_lose_pages(t, version)]
         nearest = max(trees, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
-        if len(cached) == version - nearest.version and (trees or not cached_trees):
+        whole = len(cached) == version - nearest.version and (trees or not cached_trees)
+        void = [stored.record for stored in cached if stored is not None and stored.record.void]
+        if whole and not any(0 < record.resumes <= version for record in void):
             return nearest, [_drop_if_long(stored) for stored in cached if stored is not None]
         root_version, top = last - last % ROOT_EVERY, version
         records: list[_ReadAhead] = []
