@@ -586,7 +586,7 @@ async def test_long_records_are_read_one_at_a_time() -> None:
 async def test_long_objects_are_not_read_ahead() -> None:
     objects = Held(str(uuid.uuid4()))
     keys = [f"commits/{version:020d}" for version in range(1, 33)]
-    read, hole, cut = await as_remote(objects).leading(keys)
+    read, hole, cut, _ = await as_remote(objects).leading(keys)
     assert ([len(data) for data in read], hole, cut) == ([COLLECTION_BYTES] * 2, False, True)
     assert objects.most_held == 1
 

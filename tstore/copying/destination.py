@@ -11,7 +11,7 @@ from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, InvalidArgum
 from tstore.format.layout import MARKER, commit_key, is_record, version_of
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import REPAIR, Record
-from tstore.log.commits import CommitObjects
+from tstore.log.commits import CommitObjects, places_of
 from tstore.log.marker import Marker, check_not_nested, read_marker
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
@@ -117,11 +117,11 @@ class Destination:
         for version, data in batch:
             if REPAIR.encode() in data and (voids := decode(data, Record).voids):
                 await self.check_same_records(records, [v for v in voids if 0 < v < version])
-        staged = {version: self.commits.stage(data, Durability.NONE) for version, data in batch}
+        staged = {version: self.storage.stage(data, Durability.NONE) for version, data in batch}
         try:
-            await together(lambda version: staged[version].write(version), staged)
+            await together(lambda version: staged[version].write(commit_key(version)), staged)
             for version, data in batch:
-                creation = staged[version].create(version)
+                creation = staged[version].create(*places_of(version))
                 if not await self._count_created(creation, data) and not await self._has_record(version, data):
                     raise self._diverged(records, version)
         finally:

@@ -27,10 +27,10 @@ from tstore.format.layout import ARCHIVE_EVERY, archive_end, archive_key, commit
 from tstore.format.objects.archives import Archive
 from tstore.format.objects.encoding import decode
 from tstore.runtime.event_loops import PerLoop
-from tstore.storage.base import LEADING_BYTES, Leading, Objects, StagedObject, Storage
+from tstore.storage.base import LEADING_BYTES, Leading, Objects, Storage
 from tstore.storage.objects import SHORT_OBJECT, Durability, overlong
 
-__all__ = ["CommitObjects", "StagedRecord"]
+__all__ = ["CommitObjects", "places_of"]
 
 _LOADED = 2  # archives in memory
 
@@ -107,11 +107,13 @@ class CommitObjects:
                 assert archive is not None
                 added = [archive.record(version) for version in range(first, min(end + 1, stop))]
             else:
-                reading = self.storage.leading(map(commit_key, range(first, stop)))
+                keys = map(commit_key, range(first, stop))
                 if self.storage.tuning.latency_bound:
-                    (added, hole, truncated), archive = await asyncio.gather(reading, self._shared_look(end))
+                    reading = self.storage.leading(keys)
+                    (added, hole, truncated, _), archive = await asyncio.gather(reading, self._shared_look(end))
                 else:
-                    (added, hole, truncated), archive = await reading, await self.archive(end)
+                    added, hole, truncated, superseded = await self.storage.leading(keys, archive_key(end))
+                    archive = await self.archive(end) if superseded else None
                 archived = [] if archive is None else [end]
                 while not archived and end < archive_end(first + len(added)):  # then the next block may be
                     end += ARCHIVE_EVERY
@@ -144,10 +146,6 @@ class CommitObjects:
     def is_archived(self, version: int) -> bool:
         """Return whether an archive that has been read has the record of a version."""
         return archive_end(version) in self._existing
-
-    def stage(self, data: bytes, durability: Durability) -> StagedRecord:
-        """Return a record without a version, to be created as the first of several versions that is free."""
-        return StagedRecord(self, self.storage.stage(data, durability))
 
     async def create(self, version: int, data: bytes, durability: Durability) -> None:
         """Create a record; raise `AlreadyExists` if the version exists, be it in an archive."""
@@ -215,22 +213,6 @@ def _retrieve(task: asyncio.Task[Archive | None]) -> None:
         task.exception()
 
 
-class StagedRecord:
-    """A `StagedObject` for a record, whose creates look for the archive."""
-
-    def __init__(self, commits: CommitObjects, staged: StagedObject) -> None:
-        self._commits = commits
-        self._staged = staged
-
-    async def write(self, version: int) -> None:
-        """Do what `StagedObject.write` does."""
-        await self._staged.write(commit_key(version))
-
-    async def create(self, version: int) -> None:
-        """Create the record; raise `AlreadyExists` if the version exists; then another one can be tried."""
-        await self._staged.create(commit_key(version))
-        await self._commits.check_not_archived(version)
-
-    async def discard(self) -> None:
-        """Release what was staged."""
-        await self._staged.discard()
+def places_of(version: int) -> tuple[str, str]:
+    """Return the key of a record, and the key of its archive, as `StagedObject.create` takes them."""
+    return commit_key(version), archive_key(archive_end(version))

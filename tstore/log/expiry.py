@@ -8,7 +8,6 @@ tells. So no later record repeats its claim.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import TypeVar
 
@@ -52,11 +51,13 @@ async def named_collection(log: LogReader, version: int) -> int:
 
 async def names_falsely(log: LogReader, record: Record) -> bool:
     """Return whether the collection that a record names is readable and neither a collection nor void."""
-    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):
+    try:
         while record.collected:
             record = await log.record(record.collected)
             if record.collection is not None or not record.void:
                 return record.collection is None
+    except (Corrupt, NotFound, UnsupportedFormat):
+        return False
     return False
 
 

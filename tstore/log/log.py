@@ -65,13 +65,13 @@ from tstore.format.objects.records import VOID, Record
 from tstore.format.tree.changes import Changes
 from tstore.format.tree.retention import refuse_condemned
 from tstore.log.chain import OtherHistory
-from tstore.log.commits import CommitObjects, StagedRecord
+from tstore.log.commits import places_of
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.log.reader import LogReader
 from tstore.log.repaired import check_unaffected, refuse_voided
 from tstore.log.roots import write_root
-from tstore.storage.base import Storage
+from tstore.storage.base import StagedObject, Storage
 from tstore.storage.objects import Durability
 
 __all__ = ["Append", "Log", "check_against_collection"]
@@ -123,7 +123,7 @@ class Log:
 
         async def append_record(combined: Record, validate: Validate, on_retry: Callable[[Retry], object]) -> int:
             # `combined` is `record` itself, unless several commits share it
-            candidate = _CandidateRecord(self.reader.commits, record, data, durability)
+            candidate = _CandidateRecord(self.storage, record, data, durability)
             try:
                 return await Append(self.reader, combined, validate, on_retry, candidate, durability).run()
             finally:
@@ -352,10 +352,10 @@ class Append:
 class _CandidateRecord:
     """A record and its bytes (empty: not yet encoded), which are staged once for many numbers that are tried."""
 
-    def __init__(self, commits: CommitObjects, record: Record, data: bytes, durability: Durability) -> None:
-        self._commits = commits
+    def __init__(self, storage: Storage, record: Record, data: bytes, durability: Durability) -> None:
+        self._storage = storage
         self._durability = durability
-        self._staged: StagedRecord | None = None
+        self._staged: StagedObject | None = None
         self._link = Link()
         self.record = record
         self.data = data
@@ -375,12 +375,12 @@ class _CandidateRecord:
             self._staged = None
         if self._staged is None:
             self._link, self.data = link, linked(self.data or encode(record), link)
-            self._staged = self._commits.stage(self.data, self._durability)
+            self._staged = self._storage.stage(self.data, self._durability)
 
     async def create(self, version: int) -> None:
         """Create the prepared record as a version."""
         assert self._staged is not None
-        await self._staged.create(version)
+        await self._staged.create(*places_of(version))
 
     async def discard(self) -> None:
         if self._staged is not None:

@@ -317,7 +317,7 @@ class LogReader:
         records = self._cached_above(version)
         last, since = version + len(records), asyncio.get_running_loop().time()
         # `last` is read again, to compare
-        objects, hole, truncated = await self.commits.leading(max(1, last), version + _MAX_AHEAD + 2)
+        objects, hole, truncated, _ = await self.commits.leading(max(1, last), version + _MAX_AHEAD + 2)
         objects.reverse()  # each is popped below, so that it is freed as soon as it is decoded
         if last:
             self.records.confirm(last, objects.pop() if objects else None)

@@ -36,7 +36,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from tstore.errors import Corrupt, Denied, NotFound
+from tstore.errors import AlreadyExists, Corrupt, Denied, NotFound
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import STREAMS
 from tstore.storage.limits import checked_pages
@@ -74,6 +74,8 @@ class Leading(NamedTuple):
     hole: bool
     truncated: bool = False
     """Whether reading stopped at `LEADING_BYTES`, so that more objects may follow."""
+    superseded: bool = False
+    """Whether the object `unless` existed after the reading."""
 
 
 Objects = list[bytes | None]
@@ -89,8 +91,8 @@ class StagedObject(Protocol):
         The caller then calls `create`, with a key in the same folder as `key`.
         """
 
-    async def create(self, key: str) -> None:
-        """Create the object, as `Storage.create` does.
+    async def create(self, key: str, unless: str = "") -> None:
+        """Create the object, as `Storage.create` does; raise `AlreadyExists` also if `unless` then exists.
 
         After `AlreadyExists` another key can be tried; what exists may not be durable yet.
         """
@@ -212,12 +214,16 @@ class Storage(abc.ABC):
         sizes = await together(self.size, keys)
         return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
 
-    async def leading(self, keys: Iterable[str]) -> Leading:
+    async def leading(self, keys: Iterable[str], unless: str = "") -> Leading:
         """Return the objects before the first missing key, and whether the key after that one exists.
 
-        Stop early after `LEADING_BYTES`. Raise `Corrupt` if an object is longer than its bound (`read_limit`).
+        Then look for the object `unless`, if one is named. Stop early after `LEADING_BYTES`. Raise `Corrupt` if an
+        object is longer than its bound (`read_limit`).
         """
-        return await _read_leading(self, keys, _MAX_CONCURRENT if self.tuning.latency_bound else 1)
+        leading = await _read_leading(self, keys, _MAX_CONCURRENT if self.tuning.latency_bound else 1)
+        if unless and await _get_or_none(self, unless) is not None:
+            return leading._replace(superseded=True)
+        return leading
 
     async def short_objects(self, keys: Iterable[str]) -> Objects:
         """Return the objects, in the order of the keys; None for one that is missing, damaged, or not short.
@@ -327,8 +333,10 @@ class _StagedInMemory:
     async def write(self, key: str) -> None:
         self._durability = Durability.FSYNC  # the create then makes the bytes durable before the object appears
 
-    async def create(self, key: str) -> None:
+    async def create(self, key: str, unless: str = "") -> None:
         await self._storage.create(key, self._data, self._durability)
+        if unless and await _get_or_none(self._storage, unless) is not None:
+            raise AlreadyExists(f"{self._storage.url}: {key} exists, in {unless}")
 
     async def discard(self) -> None:
         return None

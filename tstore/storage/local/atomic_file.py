@@ -37,7 +37,7 @@ from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFo
 from tstore.runtime.pool import run
 from tstore.runtime.quick_calls import QuickCalls
 from tstore.storage.local.linking import give_name
-from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
+from tstore.storage.objects import Buffers, BufferStream, Durability, Entry, PutMode
 
 __all__ = [
     "IOV_MAX",
@@ -319,20 +319,22 @@ class LocalStagedObject:
         durability: Durability,
         path_of: Callable[[str], str],
         make_folder: Callable[[str, Durability], None],
+        head: Callable[[str], Entry | None],
         creates: QuickCalls,
     ) -> None:
         self._data = data
         self._durability = durability
         self._path_of = path_of
         self._make_folder = make_folder
+        self._head = head
         self._creates = creates
         self._file: StagedFile | None = None
 
     async def write(self, key: str) -> None:
         await run(self._write_durably, key)
 
-    async def create(self, key: str) -> None:
-        await self._creates.run(self._create, key)
+    async def create(self, key: str, unless: str = "") -> None:
+        await self._creates.run(self._create, key, unless)
 
     async def discard(self) -> None:
         if self._file is not None:
@@ -344,7 +346,7 @@ class LocalStagedObject:
             self._file = self._write(os.path.dirname(path))
             os.fsync(self._file.fd)
 
-    def _create(self, key: str) -> None:
+    def _create(self, key: str, unless: str) -> None:
         path = self._path_of(key)
         with mapped_errors("create", path):
             if self._file is None:
@@ -354,6 +356,8 @@ class LocalStagedObject:
             finally:
                 if self._file.fd < 0:  # it has its name
                     self._file = None
+        if unless and self._head(unless) is not None:
+            raise AlreadyExists(f"{path} exists, in {unless}")
 
     def _write(self, folder: str) -> StagedFile:
         self._make_folder(folder, self._durability)

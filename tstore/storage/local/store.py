@@ -137,8 +137,8 @@ class LocalStorage(Storage):
             sizes |= await run(self._sizes, batch)
         return sizes
 
-    async def leading(self, keys: Iterable[str]) -> Leading:
-        return await self._reads.run(self._leading, keys)
+    async def leading(self, keys: Iterable[str], unless: str = "") -> Leading:
+        return await self._reads.run(self._leading_unless, keys, unless)
 
     async def short_objects(self, keys: Iterable[str]) -> Objects:
         keys = list(keys)
@@ -147,7 +147,7 @@ class LocalStorage(Storage):
         return [*objects, *await together(lambda key: run(self._get_short, key), others)]
 
     def stage(self, data: bytes, durability: Durability) -> LocalStagedObject:
-        return LocalStagedObject(data, durability, self.path, self.make_folder, self._creates)
+        return LocalStagedObject(data, durability, self.path, self.make_folder, self._head, self._creates)
 
     async def empty(self) -> bool:
         return await run(self._listing.empty)
@@ -248,6 +248,10 @@ class LocalStorage(Storage):
         except OSError as error:
             with mapped_errors("read", path):
                 raise error
+
+    def _leading_unless(self, keys: Iterable[str], unless: str) -> Leading:
+        leading = self._leading(keys)
+        return leading._replace(superseded=True) if unless and self._head(unless) is not None else leading
 
     def _leading(self, keys: Iterable[str]) -> Leading:
         keys = iter(keys)
