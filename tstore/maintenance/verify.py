@@ -220,7 +220,7 @@ class _Verification:
     async def _check_archive(self, end: int) -> bool:
         """Return whether the archive that ends at a version exists; add a fault if it is damaged."""
         with self._reporting(""):
-            return await self._log.commits.archive(end) is not None
+            return await self._log.commits.check_archive(end)
         return True
 
     async def _skip_archived(self, version: int, record: Record | None) -> None:

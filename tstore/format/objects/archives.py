@@ -10,13 +10,18 @@ from tstore.errors import Corrupt
 from tstore.format.layout import ARCHIVE_EVERY, commit_key
 from tstore.format.objects.references import Body, Natural
 
-__all__ = ["Archive"]
+__all__ = ["Archive", "ArchiveEnd"]
 
 
-class Archive(Body, frozen=True):
-    """The bytes of the `ARCHIVE_EVERY` records up to version `end`, a multiple of that number."""
+class ArchiveEnd(Body, frozen=True):
+    """The first field of an archive: all that is decoded where its checksum is checked but no record is needed."""
 
     end: Natural
+
+
+class Archive(ArchiveEnd, frozen=True):
+    """The bytes of the `ARCHIVE_EVERY` records up to version `end`, a multiple of that number."""
+
     records: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=ARCHIVE_EVERY)]
 
     def validate(self) -> None:

@@ -42,7 +42,7 @@ from tstore.format.frame import (
     seal,
     unseal,
 )
-from tstore.format.objects.archives import Archive
+from tstore.format.objects.archives import Archive, ArchiveEnd
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import MAX_PARTS_READ, Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.objects.references import EXTENDS, Body, Manifest
@@ -61,6 +61,7 @@ _NOT_CONVERTED = (bytes, bytearray, memoryview, date, datetime, time, timedelta,
 _FRAME_KINDS: dict[type[Body], bytes] = {
     Record: b"R",
     Archive: b"A",
+    ArchiveEnd: b"A",
     Manifest: b"M",
     Fragment: b"F",
     Root: b"T",
