@@ -377,6 +377,8 @@ async def test_archived_records_that_are_intact_are_not_voided(url: str) -> None
     await compact(store)
     with pytest.raises(InvalidArgument, match=f"is in {archive_key(8)}, which nothing changes"):
         await store.repair(void_intact=[6])
+    with pytest.raises(InvalidArgument, match=f"is in {archive_key(8)}, which nothing changes"):
+        await store.repair(void=[6])
     assert (await store.repair(void_intact=[29])).voided == [29]
 
 

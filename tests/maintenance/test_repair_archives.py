@@ -320,6 +320,10 @@ async def test_a_store_that_has_read_all_records_reads_trees_from_roots() -> Non
     await store.collect(Keep(last=1))
     assert root_key(4) not in await store.log.storage.list("roots/")
     store = await tstore.open(store.url)
+    assert (await store.repair()).ok
+    await damage(store.log.storage, commit_key(17))
+    assert [one.version for one in (await (await tstore.open(store.url)).repair()).damaged] == [17]
+    await damage(store.log.storage, commit_key(17))  # back
     assert len([one async for one in store.history()]) == 17
     assert (await (await (await store.snapshot()).array("x")).read()).tolist() == expected(17, 7)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.format.layout import ARCHIVE_EVERY, commit_key, is_record, owner_of, version_of
+from tstore.format.layout import ARCHIVE_EVERY, commit_key, is_record, owner_of, root_key, version_of
 from tstore.format.objects.records import Record
 from tstore.format.tree.retention import packs_of
 from tstore.format.tree.validation import pack_ends
@@ -275,7 +275,7 @@ async def _lost_with_roots(log: LogReader, resumed: Mapping[int, int], newest: i
             await log.head(newest)
     except UNREADABLE as error:
         for version, root in resumed.items():
-            if await log.trees.root(root) is None:
+            if root_key(root) in str(error):
                 damaged.append(DamagedVersion(version, str(error), False))
     return damaged
 

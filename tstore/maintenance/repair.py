@@ -51,6 +51,7 @@ import msgspec
 
 from tstore.errors import Denied, InvalidArgument
 from tstore.format.layout import (
+    archive_end,
     commit_key,
     folder_of,
 )
@@ -68,7 +69,7 @@ from tstore.maintenance.damage import DamagedVersion, damaged_versions, unlisted
 from tstore.maintenance.gc import Overtaken
 from tstore.maintenance.repair_plan import RepairPlan, condemned_by
 from tstore.maintenance.replay import UNREADABLE
-from tstore.maintenance.void_records import VoidRecords, is_voided, lost_with_archives, resumed_without
+from tstore.maintenance.void_records import VoidRecords, archived, is_voided, lost_with_archives, resumed_without
 from tstore.runtime import world
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -172,6 +173,9 @@ async def _check_voidable(
     for version in wanted:
         if not 1 <= version <= newest:
             raise InvalidArgument(f"{url} has no version {version} to void; its newest is {newest}")
+        intact = version not in lost and not await is_voided(log, version)
+        if intact and await log.commits.archive(archive_end(version)) is not None:
+            raise archived(url, version)
         # a voided version passes too, so that an interrupted repair can be finished
         if not (version in lost or version in void_intact or await is_voided(log, version)):
             raise InvalidArgument(

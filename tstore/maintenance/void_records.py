@@ -32,7 +32,7 @@ from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
 
-__all__ = ["VoidRecords", "is_voided", "lost_with_archives", "resumed_without"]
+__all__ = ["VoidRecords", "archived", "is_voided", "lost_with_archives", "resumed_without"]
 
 
 async def lost_with_archives(log: LogReader, wanted: Sequence[int], lost: Set[int]) -> set[int]:
@@ -60,6 +60,15 @@ async def resumed_without(log: LogReader, lost: Set[int]) -> dict[int, int]:
     named = await named_checks(log, records)
     newest = max([await log.newest(), *lost])
     return await resumptions(log, named, newest + 1, newest)
+
+
+def archived(url: str, version: int) -> InvalidArgument:
+    """Return the error for a version to be voided whose record is in an intact archive."""
+    return InvalidArgument(
+        f"{url}: the record of version {version} is in {archive_key(archive_end(version))}, which nothing "
+        "changes, so it can't be voided; restore the store from a copy instead, or copy the versions that you "
+        "need (tstore.copy with `at`)"
+    )
 
 
 async def is_voided(log: LogReader, version: int) -> bool:
@@ -191,11 +200,7 @@ class VoidRecords:
         except Corrupt:
             return await self._log.storage.get(key)
         version = next(version for version in self._records if archive_end(version) == end)
-        raise InvalidArgument(
-            f"{self._log.storage.url}: the record of version {version} is in {key}, which nothing changes, so it "
-            "can't be voided; restore the store from a copy instead, or copy the versions that you need "
-            "(tstore.copy with `at`)"
-        )
+        raise archived(self._log.storage.url, version)
 
     async def write(self) -> list[str]:
         """Write the records; return the keys at which those that they replace were saved."""
