@@ -165,7 +165,7 @@ class Checkpoint(NamedTuple):
     async def _version_after(self, error: BaseException, tx: Transaction) -> int | None:
         """Withdraw the transaction of a failed save if the checkpoint `withdraws`; return its version, if any.
 
-        Return None if the error is true, so that it may be raised; otherwise raise another one.
+        Return None if the error holds and may be raised; otherwise raise another one.
         """
         if self.withdraws and self.hosts > 1:
             try:

@@ -338,7 +338,8 @@ class Append:
         transaction = self._record.transaction
         return CommitOutcomeUnknown(
             f"{self._log.storage.url}: it is unknown whether version {self._undecided} is this commit and durable "
-            f"({cause}), so the commit may or may not exist; call store.outcome({transaction!r}) later",
+            f"({cause}), so the commit may or may not exist; call commit() again, or "
+            f"store.outcome({transaction!r}) later",
             transaction,
         )
 

@@ -155,7 +155,7 @@ class Staging:
         await give_way()
 
     async def keep_array(self, path: str, meta: ArrayMeta, tables: tuple[Table, ...], version: int) -> None:
-        """Stage an array of another version's chunks; raise `SnapshotExpired` if gc removed that version."""
+        """Stage an array made of chunks of another version; raise `SnapshotExpired` if gc removed that version."""
         async with self.operation() as staged:
             if version not in self._known_alive:
                 await check_alive(self.reader, version, staged.base.version)
@@ -163,7 +163,7 @@ class Staging:
             staged.keep_array(path, meta, tables)
 
     async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
-        """Stage an array of which this or other processes have written the chunks to packs of the transaction."""
+        """Stage an array whose chunks this or other processes have written to packs of the transaction."""
         async with self.operation() as staged:
             staged.keep_array(path, meta, (chunks,))
             self._bytes_adopted += int(chunks.length.sum())
