@@ -431,7 +431,7 @@ QUICK = {
     "a segment is lost": 19,
     "a merge hides newer references": 46,
     "references are merged in the wrong order": 6,
-    "a create does not look for an archive": 2106,
+    "a create does not look for an archive": 2111,
     "readers ignore archives": 2029,
     "a search ignores archives": 2029,
     "a record is deleted without an archive": 2021,

@@ -433,3 +433,18 @@ async def test_an_object_that_seems_damaged_and_then_absent_is_missing(existing:
     storage.fail("get", keys[0], error=Corrupt, times=9)
     with pytest.raises(Corrupt):
         await storage.leading(keys)
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+async def test_readers_and_writers_look_for_an_object_that_supersedes_theirs(kind: str, tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path) if kind == "local" else MemoryStorage(str(uuid.uuid4()))
+    staged = storage.stage(b"a", NONE)
+    await staged.create("k/0", unless="archives/1")
+    assert await storage.leading(["k/0", "k/1", "k/2"], unless="archives/1") == Leading([b"a"], False)
+    await storage.create("archives/1", b"b", NONE)
+    assert await storage.leading(["k/0", "k/1", "k/2"], unless="archives/1") == Leading([b"a"], False, False, True)
+    with pytest.raises(AlreadyExists, match="archives/1"):
+        await staged.create("k/1", unless="archives/1")
+    await staged.create("k/2", unless="archives/2")
+    await staged.discard()
+    assert await storage.get("k/2") == b"a"
