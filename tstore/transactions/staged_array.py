@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -48,6 +49,7 @@ from tstore.transactions.patches import Patch, Region, whole_chunk, write_patche
 
 __all__ = ["StagedArray"]
 
+_NO_PATCHES: Any = MappingProxyType({})  # which all arrays without patches share: there may be many
 _ROUND_BYTES = 64 << 20  # of chunks in memory while patches are applied
 
 
@@ -63,13 +65,13 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     meta: ArrayMeta
     replaces_node: bool
     tables: tuple[Table, ...] = ()
-    patches: dict[int, tuple[Patch, ...]] = {}
+    patches: dict[int, tuple[Patch, ...]] = _NO_PATCHES
     merge: Merge | None = None  # of references in the base
     extension: Extension | None = None
-    _unapplied: dict[int, None] = {}  # chunks with patches that no rewritten chunk includes yet
+    _unapplied: dict[int, None] = _NO_PATCHES  # chunks with patches that no rewritten chunk includes yet
     _rows: Sequence[ChunkRow] = ()  # written whole, later than those of `tables`
     _patched: tuple[Table, ...] = ()  # rewritten with their patches; some of those in memory may be outdated
-    _applied: dict[int, tuple[Patch, ...]] = {}  # the patches that each rewritten chunk includes
+    _applied: dict[int, tuple[Patch, ...]] = _NO_PATCHES  # the patches that each rewritten chunk includes
 
     @property
     def flags(self) -> int:
@@ -234,6 +236,8 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
 
     def add_patch(self, number: int, patch: Patch) -> None:
         """Stage values of a part of a chunk."""
+        if not self.patches:
+            self.patches, self._unapplied, self._applied = {}, {}, {}
         self.patches[number] = (*self.patches.get(number, ()), patch)
         self._unapplied[number] = None
 
