@@ -154,7 +154,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "guarantees/test_power.py::test_a_power_failure_after_a_commit_above_two_concurrent_copies",
         Edit(
             "tstore.copying.destination:Destination.create_records",
-            "await together(lambda version: staged[version].write(version), staged)",
+            "await together(lambda version: staged[version].write(commit_key(version)), staged)",
             "pass",
         ),
     ),
@@ -256,7 +256,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a commit that was decided is withdrawn": (
         WITHDRAWAL + "test_a_host_that_gives_up_after_another_claimed_does_not_withdraw",
-        Edit(COOPERATIVE + "withdraw", "if await self.fragments.decision.withdraw(absent):", "if True:"),
+        Edit(COOPERATIVE + "withdraw", "elif not withdrawn:", "elif False:"),
     ),
     "a withdrawal is lost in a power failure": (
         WITHDRAWAL + "test_a_withdrawal_is_durable",
@@ -612,7 +612,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a voided record is known by no other name": (
         "log/test_chain.py::test_a_record_out_of_place_can_be_voided[2-3]",
-        Edit("tstore.maintenance.repair:_named", "named.add(link.check)", "pass"),
+        Edit("tstore.maintenance.lost_records:named_checks", "named[link.version].add(link.check)", "pass"),
     ),
     "a root continues any other root": (
         "log/test_chain.py::test_copies_merged_below_the_newest_root_are_noticed",

@@ -343,6 +343,8 @@ async def test_a_gc_below_void_records_is_detected() -> None:
     for version in (4, 5):
         void = Record(f"repair-{version}", version - 1, 1.0, void=True, collected=version - 1)
         await place(store.log.storage, version, encode(void))
+    repair = Record("repair-6", 5, 1.0, collected=5, metadata={"voided": [4, 5]})
+    await place(store.log.storage, 6, encode(repair))
     store = await tstore.open(store.url)
     assert await last_collection(store.log.reader, 5) == 3
     with pytest.raises(SnapshotExpired):
