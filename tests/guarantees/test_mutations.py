@@ -35,6 +35,7 @@
     a repeated save does not sync the record     test_durability.py: an existing commit is synced before its report
     dropped tags join a group commit             test_contention.py: dropped tags never share a record
     tags of other versions join a group commit   test_contention.py: tags of earlier versions never share a record
+    conflicting commits join a group commit      test_contention.py: conflicting commits do not share a record
     metrics join a group commit                  test_contention.py: retention sees every step of a group commit
     retention sees only the first step tag       test_contention.py: retention sees every step tag of one version
     an expired intermediate version is skipped   test_reapply.py: an expired intermediate version loses no update
@@ -79,13 +80,10 @@
     a repair ignores what rests on a version     test_repair_dependents.py: it is not voided alone
     trees of voided versions are kept            test_repair_dependents.py: an open store forgets them
     a repair drops a tag set meanwhile           test_repair_dependents.py: a tag set during the repair
-    a copy mixes what a repair separated         test_repair_dependents.py: a copy made before a repair
     a voided gc goes on                          test_repair_dependents.py: its gc ends
     what a voided gc condemned is alive again    test_repair_dependents.py: a gc that is still deleting
     an append passes a cooperative commit        test_group.py: values appended are not lost
-    a repair drops a tag moved away before       test_repair_dependents.py: a tag moved away before
     a repair drops a tag of another version      test_repair_dependents.py: a tag moved away before
-    a copy replaces packs of another history     test_copy_histories.py: an object of a diverged copy
     a copy replaces manifests of another one     test_copy_histories.py: an object of a diverged copy
     pages of another store's root are read       test_roots.py: a root that a backup left in place of it
     an expired version is tagged                 test_tags.py: a version that expires during the commit
@@ -306,6 +304,14 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "guarantees/test_contention.py::test_tags_of_earlier_versions_never_share_a_record",
         Edit(QUEUE + "__init__", "or record.tagged ", ""),
     ),
+    "conflicting commits join a group commit": (
+        "guarantees/test_contention.py::test_conflicting_commits_do_not_share_a_record[local]",
+        Edit(
+            "tstore.log.group_commit:QueuedCommit.may_share_with",
+            "return self._few_chunks.isdisjoint(other._few_chunks)",
+            "return True",
+        ),
+    ),
     "metrics join a group commit": (
         "guarantees/test_contention.py::test_retention_sees_every_step_of_a_group_commit",
         Edit(QUEUE + "__init__", 'or "metrics" in record.metadata', ""),
@@ -518,14 +524,6 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         REPAIRS + "test_a_tag_set_during_the_repair_is_not_dropped",
         Edit("tstore.maintenance.repair:_append", "isdisjoint(record.dropped)", "isdisjoint(())"),
     ),
-    "a copy mixes what a repair separated": (
-        REPAIRS + "test_a_copy_made_before_a_repair_is_not_mixed_with_it",
-        Edit(
-            "tstore.copying.destination:Destination.create_records",
-            "voids := decode(data, Record).voids",
-            "voids := ()",
-        ),
-    ),
     "a voided gc goes on": (
         REPAIRS + "test_a_gc_whose_record_was_damaged_and_voided_ends",
         Edit("tstore.maintenance.gc:_delete", "if version is not None:", "if False:"),
@@ -538,21 +536,9 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "transactions/test_group.py::test_values_appended_before_the_hosts_commit_are_not_lost",
         Edit(COOPERATIVE + "append", "*overlap.chunks, *overlap.extended]", "*overlap.chunks]"),
     ),
-    "a repair drops a tag moved away before": (
-        REPAIRS + "test_a_tag_moved_away_before_the_repair_is_not_dropped[None]",
-        Edit("tstore.maintenance.repair:_tags_of", "(*record.tags, *record.dropped)", "record.dropped"),
-    ),
     "a repair drops a tag of another version": (
         REPAIRS + "test_a_tag_moved_away_before_the_repair_is_not_dropped[3]",
-        Edit(
-            "tstore.maintenance.repair:_tags_of",
-            "tagged |= record.tagged",
-            "tagged = record.tagged | tagged",
-        ),
-    ),
-    "a copy replaces packs of another history": (
-        "copying/test_copy_histories.py::test_an_object_of_a_diverged_copy_is_not_replaced[pack]",
-        Edit("tstore.copying.copy:_Copy._copy_packs", "await self._check_common_records()", "pass"),
+        Edit("tstore.maintenance.repair:_tags_of", ".tags.items() if version in voided)", ".tags.items())"),
     ),
     "a copy replaces manifests of another one": (
         "copying/test_copy_histories.py::test_an_object_of_a_diverged_copy_is_not_replaced[manifest]",
