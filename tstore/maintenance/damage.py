@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.format.layout import ARCHIVE_EVERY, commit_key, is_record, owner_of, root_key, version_of
+from tstore.format.layout import ARCHIVE_EVERY, commit_key, is_object, is_record, owner_of, root_key, version_of
 from tstore.format.objects.records import Record
 from tstore.format.tree.retention import packs_of
 from tstore.format.tree.validation import pack_ends
@@ -35,6 +35,7 @@ __all__ = [
     "DamagedVersion",
     "KnownExpiry",
     "check_named",
+    "check_not_voided",
     "check_references",
     "checked_newest",
     "damaged_versions",
@@ -255,6 +256,22 @@ def interrupted_repair(log: LogReader, version: int) -> str:
         f"{log.storage.url}: the repair that voided version {version} was interrupted; finish it with "
         f"`tstore repair --void {version}`"
     )
+
+
+async def check_not_voided(log: LogReader, alive: Iterable[int]) -> None:
+    """Raise `Corrupt` if a version that counts as living is void: the repair that voided it was interrupted.
+
+    Raise `TimelineChanged` if this process has read the version before it was voided.
+    """
+    replaced = {version_of(key) for key in await log.storage.list("damaged/") if is_object(key)}
+    for version in sorted(replaced.intersection(alive)):
+        if (await log.anew().record(version)).void:
+            if (cached := log.records.cached(version)) is not None and not cached.record.void:
+                await log.records.refetch(version, cached.check)
+            raise Corrupt(
+                f"{log.storage.url}: version {version} is void, but the repair that voided it has not ended, so "
+                f"nothing was collected; finish it with `tstore repair --void {version}`"
+            )
 
 
 async def unlisted_voids(log: LogReader, newest: int) -> list[int]:

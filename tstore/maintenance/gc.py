@@ -42,7 +42,7 @@ import datetime
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, StorageFull, Unavailable
+from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.format.arguments import checked_duration
 from tstore.format.layout import (
     is_collectable,
@@ -54,7 +54,6 @@ from tstore.format.layout import (
     owner_of,
     root_key,
     roots_for,
-    version_of,
 )
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Collection, Record
@@ -66,7 +65,7 @@ from tstore.log.reader import LogReader
 from tstore.log.roots import create_missing
 from tstore.maintenance.collect_report import CollectReport
 from tstore.maintenance.compaction import compact
-from tstore.maintenance.damage import checked_newest
+from tstore.maintenance.damage import check_not_voided, checked_newest
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run, run_to_end
@@ -165,7 +164,7 @@ class _Plan:
     async def make(self, keep: Keep | None, min_age: float) -> None:
         """Choose what to condemn: steps 2 and 3 at the top of this file. `min_age` is in seconds."""
         alive = self.ledger.alive
-        await self._check_repaired()
+        await check_not_voided(self._log, alive)
         if keep is not None:
             keep.check(alive)
         retained = set(alive) if keep is None else keep.select(alive, world.now())
@@ -180,16 +179,6 @@ class _Plan:
         self._leftover_objects = await self._log.storage.sizes(objects)
         await self._find_abandoned(names, min_age)
         await self._measure()
-
-    async def _check_repaired(self) -> None:
-        """Raise `Corrupt` if a repair has voided a living version but not recorded it: it was interrupted."""
-        voided = {version_of(key) for key in await self._log.storage.list("damaged/") if is_object(key)}
-        for version in sorted(voided.intersection(self.ledger.alive)):
-            if (await self._log.anew().record(version)).void:
-                raise Corrupt(
-                    f"{self._log.storage.url}: version {version} is void, but the repair that voided it has not "
-                    f"ended, so nothing was collected; finish it with `tstore repair --void {version}`"
-                )
 
     async def _expire(self, retained: set[int]) -> None:
         """Remove versions that are not retained from the ledger, and release their objects and roots."""
