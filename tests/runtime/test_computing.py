@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import subprocess
+import sys
+import textwrap
 import threading
 import uuid
 from typing import Any, NoReturn
@@ -77,3 +80,31 @@ async def test_a_cancellation_ends_the_parsing_of_a_structure(
     monkeypatch.setattr(f"tstore.checkpoint.source.{function}", endless)
     only = "w/**" if function == "part_of" else None
     await endless.end(asyncio.create_task(tstore.restore(store, 1, only=only)))
+
+
+def test_a_cancellation_leaves_nothing_pending_in_the_interpreter() -> None:
+    """Otherwise CPython 3.11 looks for it between all instructions, and under a tracer it never ends."""
+    code = """
+        import asyncio, sys
+        from tests.runtime.test_computing import Endless, total
+        from tstore.runtime.computing import compute
+
+        async def cancel(call, *arguments, pause):
+            task = asyncio.create_task(compute(call, *arguments))
+            await asyncio.sleep(pause)
+            task.cancel()
+            await asyncio.wait([task])
+
+        async def main():
+            await cancel(Endless(), pause=0.05)
+            for number in range(200):
+                await cancel(total, 40 * number, pause=1e-4)
+
+        asyncio.run(main())
+        sys.settrace(lambda frame, event, argument: None)
+        print(total(10))
+    """
+    traced = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], check=False, capture_output=True, text=True, timeout=100
+    )
+    assert (traced.stdout, traced.stderr) == ("45\n", "")

@@ -12,6 +12,8 @@ __all__ = ["compute"]
 
 T = TypeVar("T")
 
+_LOOPS = 100
+
 
 async def compute(call: Callable[..., T], *args: Any) -> T:
     """Make a call in a control thread and return its result; cancellation ends the call, and waits for its end.
@@ -31,8 +33,9 @@ class _Interrupted(BaseException):
 class _Computation(Generic[T]):
     """A call that another thread may interrupt, once.
 
-    Under the lock the exception is either raised in the call, or withdrawn after its end, so that the thread never
-    meets it in its next call.
+    Under the lock the exception is either raised in the call, or not at all. It may arrive as the call ends; then
+    `_end` waits for it, so that the thread does not meet it in its next call. It is never withdrawn: CPython would
+    go on looking for it between the instructions of all threads, and not end under a tracer.
     """
 
     def __init__(self, call: Callable[..., T], args: tuple[Any, ...]) -> None:
@@ -42,29 +45,27 @@ class _Computation(Generic[T]):
         self._is_interrupted = False
 
     def __call__(self) -> T:
+        with self._lock:
+            if self._is_interrupted:
+                raise _Interrupted
+            self._thread = threading.get_ident()
         try:
-            with self._lock:
-                if self._is_interrupted:
-                    raise _Interrupted
-                self._thread = threading.get_ident()
             return self._call(*self._args)
         finally:
-            with self._lock:
-                self._thread = None
-                if self._is_interrupted:
-                    _set_exception(threading.get_ident(), None)
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._thread = None
+        for _ in range(_LOOPS):  # an exception that was set before arrives when this jumps back
+            pass
 
     def interrupt(self) -> None:
         """Raise an exception in the call, now or when it begins."""
         with self._lock:
             if self._thread is not None and not self._is_interrupted:
-                _set_exception(self._thread, _Interrupted)
+                import ctypes  # slow to import, and seldom needed
+
+                interrupted = ctypes.py_object(_Interrupted)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), interrupted)
             self._is_interrupted = True
-
-
-def _set_exception(thread: int, exception: type[BaseException] | None) -> None:
-    """Make a thread raise an exception at its next instruction; None withdraws one that it has not raised yet."""
-    import ctypes  # slow to import, and seldom needed
-
-    raised = None if exception is None else ctypes.py_object(exception)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
