@@ -47,7 +47,7 @@ def pytest_xdist_auto_num_workers() -> int:
 # no test loses its power, so none waits for a disk, which took tests of local stores most of their time: here and
 # in forked processes these calls only check their argument. Tests of durability count and order them, or record
 # them to simulate a power failure. New interpreters make the real ones.
-os.fsync, os.sync = os.fstat, lambda: None  # type: ignore[assignment]
+os.fsync, os.sync = os.fstat, os.getpid  # type: ignore[assignment]
 
 
 LONG = ("test_install", "test_examples", "test_jobs", "test_bench", "test_readme")
