@@ -1,44 +1,44 @@
 """An asynchronous, transactional store of chunked arrays for ML checkpoints.
 
 Functions and methods that do I/O are coroutines; `tstore.sync` has blocking ones with the same names.
-`tstore.jax`, `tstore.torch` and `tstore.zarr` are imported when they are first used.
+What a name needs is imported when it is first used: `import tstore` itself loads nothing else.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tstore import errors, sharding
-from tstore import pickling as _pickling  # noqa: F401 - registers how stores, snapshots and arrays are pickled
-from tstore.array import Appended, Array
-from tstore.checkpoint.background import BackgroundSave, save_async
-from tstore.checkpoint.checkpointer import Checkpointer
-from tstore.checkpoint.leaves import PackedShards, Shards
-from tstore.checkpoint.policies import EverySeconds, EverySteps, OnPreemption
-from tstore.checkpoint.reading import RestorePlan
-from tstore.checkpoint.restore import explain, restore
-from tstore.checkpoint.save import save
-from tstore.convert.tensorstore_spec import open
-from tstore.copying.copy import CopyReport, copy
-from tstore.format.tree.retention import Keep
-from tstore.log.group_commit import Retry
-from tstore.log.history import Commit
-from tstore.maintenance.collect_report import CollectReport
-from tstore.maintenance.diff import ArrayDiff, Diff
-from tstore.quantization.policy import Bits, MinSqnr
-from tstore.quantization.quantize import quantize, quantize_report
-from tstore.quantization.report import QuantizedArray, QuantizeReport
-from tstore.snapshot import Snapshot
-from tstore.statistics.baseline import baseline
-from tstore.statistics.heat_map import HeatMap, heat_map
-from tstore.statistics.loss import QuantizationLoss, quantization_loss
-from tstore.statistics.summary import Summary, summarize
-from tstore.steps import Step, steps
-from tstore.storage.cache import Cache
-from tstore.store import Store
-from tstore.transactions.pending import PendingTransaction
-from tstore.transactions.transaction import Transaction
+if TYPE_CHECKING:
+    from tstore import errors, sharding
+    from tstore.array import Appended, Array
+    from tstore.checkpoint.background import BackgroundSave, save_async
+    from tstore.checkpoint.checkpointer import Checkpointer
+    from tstore.checkpoint.leaves import PackedShards, Shards
+    from tstore.checkpoint.policies import EverySeconds, EverySteps, OnPreemption
+    from tstore.checkpoint.reading import RestorePlan
+    from tstore.checkpoint.restore import explain, restore
+    from tstore.checkpoint.save import save
+    from tstore.copying.copy import CopyReport, copy
+    from tstore.format.tree.retention import Keep
+    from tstore.log.group_commit import Retry
+    from tstore.log.history import Commit
+    from tstore.maintenance.collect_report import CollectReport
+    from tstore.maintenance.diff import ArrayDiff, Diff
+    from tstore.opening import open
+    from tstore.quantization.policy import Bits, MinSqnr
+    from tstore.quantization.quantize import quantize, quantize_report
+    from tstore.quantization.report import QuantizedArray, QuantizeReport
+    from tstore.saved_steps import Step, steps
+    from tstore.snapshot import Snapshot
+    from tstore.statistics.baseline import baseline
+    from tstore.statistics.heat_map import HeatMap, heat_map
+    from tstore.statistics.loss import QuantizationLoss, quantization_loss
+    from tstore.statistics.summary import Summary, summarize
+    from tstore.storage.cache import Cache
+    from tstore.store import Store
+    from tstore.transactions.pending import PendingTransaction
+    from tstore.transactions.transaction import Transaction
 
 __all__ = [
     "Appended",
@@ -90,8 +90,48 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+_PACKAGES = {"errors", "jax", "sharding", "torch", "zarr"}
+_NAMES = {
+    "array": "Appended Array",
+    "checkpoint.background": "BackgroundSave save_async",
+    "checkpoint.checkpointer": "Checkpointer",
+    "checkpoint.leaves": "PackedShards Shards",
+    "checkpoint.policies": "EverySeconds EverySteps OnPreemption",
+    "checkpoint.reading": "RestorePlan",
+    "checkpoint.restore": "explain restore",
+    "checkpoint.save": "save",
+    "copying.copy": "CopyReport copy",
+    "format.tree.retention": "Keep",
+    "log.group_commit": "Retry",
+    "log.history": "Commit",
+    "maintenance.collect_report": "CollectReport",
+    "maintenance.diff": "ArrayDiff Diff",
+    "opening": "open",
+    "quantization.policy": "Bits MinSqnr",
+    "quantization.quantize": "quantize quantize_report",
+    "quantization.report": "QuantizeReport QuantizedArray",
+    "saved_steps": "Step steps",
+    "snapshot": "Snapshot",
+    "statistics.baseline": "baseline",
+    "statistics.heat_map": "HeatMap heat_map",
+    "statistics.loss": "QuantizationLoss quantization_loss",
+    "statistics.summary": "Summary summarize",
+    "storage.cache": "Cache",
+    "store": "Store",
+    "transactions.pending": "PendingTransaction",
+    "transactions.transaction": "Transaction",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("jax", "torch", "zarr"):
+    if name in _PACKAGES:
         return importlib.import_module(f"tstore.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"tstore.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})

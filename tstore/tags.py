@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tstore.errors import Conflict, InvalidArgument
 from tstore.format.arguments import checked_name, checked_tag
-from tstore.steps import chosen_snapshot, step_tag, step_tags, steps_of
+from tstore.saved_steps import chosen_snapshot, step_tag, step_tags, steps_of
 from tstore.store import Store
 from tstore.transactions.transaction import Transaction, staging_of
 

@@ -257,7 +257,7 @@ def test_policies_compose(a: Policy, b: Policy, moment: Moment) -> None:
     assert either.uses_clock == both.uses_clock == (a.uses_clock or b.uses_clock)
     assert either.signals == both.signals == a.signals | b.signals
     for policy in (either, both):
-        same = eval(repr(policy).replace("<Signals.SIGTERM: 15>", "15"), vars(tstore))
+        same = eval(repr(policy).replace("<Signals.SIGTERM: 15>", "15"), globals())
         assert same.due(moment) == policy.due(moment)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -82,6 +84,40 @@ def test_a_parser_in_the_event_loop(stop: signal.Signals, code: int, ignoring: b
         assert processes.line(process) == "begin"
         process.send_signal(stop)
         assert "every commit is complete or absent" in ended(process, code)
+
+
+IMPORTING = """
+import sys, time
+print("importing", flush=True)
+while True:
+    try:
+        time.sleep(100)
+    except BaseException as error:  # as a module may
+        print("an import was interrupted by", repr(error))
+"""
+
+
+@pytest.mark.parametrize("module", ["numpy", "click", "exmy"])
+@pytest.mark.parametrize(
+    ("options", "out"),
+    [([], ""), (["--json"], '{"error": {"type": "Interrupted", "message": "interrupted"}}\n')],
+    ids=["", "json"],
+)
+def test_ctrl_c_during_an_import(module: str, options: list[str], out: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text(IMPORTING)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tstore", "ls", "store", *options],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with processes.running(process):
+        assert processes.line(process) == "importing"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=processes.DEADLINE) == (out, "tstore: interrupted\n")
+        assert process.returncode == 130
 
 
 IMPORT = """

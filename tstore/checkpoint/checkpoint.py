@@ -24,8 +24,8 @@ from tstore.errors import (
 from tstore.format.tree.tree import group_document
 from tstore.runtime.background_loop import BACKGROUND
 from tstore.runtime.pool import give_way, run_to_end, wait_all
+from tstore.saved_steps import step_tag, step_tags, steps_of
 from tstore.snapshot import Snapshot, snapshot_of
-from tstore.steps import step_tag, step_tags, steps_of
 from tstore.storage.objects import checked_durability
 from tstore.store import Store
 from tstore.transactions.attempts import detected_attempt

@@ -34,7 +34,7 @@ from tstore.format.arguments import checked_index, checked_step, quote
 from tstore.format.tree.retention import Keep, checked_keep
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.background_loop import BACKGROUND
-from tstore.steps import Step, saved_steps, steps
+from tstore.saved_steps import Step, saved_steps, steps
 from tstore.store import Store, opened
 from tstore.transactions.attempts import detected_attempt
 from tstore.transactions.cooperative import checked_commit_timeout

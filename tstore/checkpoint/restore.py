@@ -17,8 +17,8 @@ from tstore.data.exmy_chunks import is_packed
 from tstore.data.reader import new_values
 from tstore.errors import SnapshotExpired, parsing
 from tstore.runtime.pool import run
+from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.snapshot import Snapshot
-from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 
 __all__ = ["explain", "restore"]

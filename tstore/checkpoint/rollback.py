@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tstore.errors import DeadlineExceeded, InvalidArgument, NotAStore, Unavailable
-from tstore.steps import chosen_snapshot, step_tag, steps_of
+from tstore.saved_steps import chosen_snapshot, step_tag, steps_of
 from tstore.storage.watch import Watch
 from tstore.store import Store, opened
 from tstore.tags import last_removal, later_steps, remove_steps_after

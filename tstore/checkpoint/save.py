@@ -29,7 +29,7 @@ from tstore.format.arguments import (
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
 from tstore.quantization.studied_plan import rules_for
-from tstore.steps import step_tag
+from tstore.saved_steps import step_tag
 from tstore.storage.objects import checked_durability
 from tstore.store import Store, opened
 from tstore.transactions.cooperative import checked_commit_timeout

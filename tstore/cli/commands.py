@@ -1,4 +1,4 @@
-"""`main`, the group of all commands, and the command `demo`.
+"""The group of all commands, and the command `demo`.
 
 Every command produces one document. With `--json` only that document is printed on standard output; otherwise its
 contents are printed as sentences and tables. Progress is shown on standard error if that is a terminal.
@@ -10,7 +10,6 @@ reads the output has ended; 143 terminated by SIGTERM.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import click
@@ -41,12 +40,12 @@ from tstore.cli.text import adapt_streams
 from tstore.cli.transfer import copy, export, import_checkpoint
 from tstore.errors import TStoreError
 
-__all__ = ["cli", "main"]
+__all__ = ["cli", "run_command"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; print an error instead of raising it."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+def run_command(arguments: Sequence[str]) -> int:
+    """Run the command of these arguments and return its exit code; print an error instead of raising it."""
+    words = list(arguments)
     adapt_streams()
     as_json = "--json" in words
     try:

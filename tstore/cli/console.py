@@ -24,7 +24,7 @@ from rich.text import Text
 from tstore.cli.text import escape
 from tstore.errors import InvalidArgument, TStoreError
 from tstore.format.arguments import checked_step
-from tstore.steps import step_tag
+from tstore.saved_steps import step_tag
 
 __all__ = [
     "FAILED",

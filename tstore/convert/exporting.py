@@ -29,8 +29,8 @@ from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_index
 from tstore.runtime.pool import run
+from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.snapshot import Snapshot
-from tstore.steps import check_one_version, chosen_snapshot
 from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all
 from tstore.store import Store, opened
 

@@ -1,12 +1,11 @@
-"""`tstore.open`: a store by its URL, or a plain Zarr array by a spec of TensorStore."""
+"""A plain Zarr array by a spec of TensorStore."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tstore.array import Array
@@ -15,12 +14,8 @@ from tstore.convert.zarr_folder import read_array
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 from tstore.format.arrays.dtypes import dtype_named
-from tstore.storage.base import Storage
-from tstore.storage.cache import Cache
-from tstore.store import Mode, Store
-from tstore.store import open as open_store
 
-__all__ = ["open"]
+__all__ = ["open_spec"]
 
 _FORMATS = {"zarr3": 3, "zarr": 2, "zarr2": 2}
 _WITHOUT_EFFECT = {"context", "cache_pool", "data_copy_concurrency"}  # they only say how to read
@@ -28,63 +23,12 @@ _WITHOUT_EFFECT |= {"recheck_cached_data", "recheck_cached_metadata", "fill_miss
 _SUPPORTED = ("driver", "kvstore", "path", "dtype")
 _MODES = {"open": True, "create": False, "delete_existing": False, "assume_metadata": False}
 _BUCKETS = {"gcs": "gs", "s3": "s3"}
-_PIPELINE = re.compile(r"(\w+://[^|]*)\|(zarr[23]?):")
 _SCHEMES = ("file", "gs", "s3", "http", "https")
 
 
-@overload
-async def open(
-    url: str | os.PathLike[str] | Storage,
-    mode: Mode = "a",
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    cache: Cache | str | os.PathLike[str] | None = None,
-) -> Store: ...
-
-
-@overload
-async def open(
-    url: Mapping[str, Any],
-    mode: Mode = "a",
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    cache: Cache | str | os.PathLike[str] | None = None,
-) -> Array: ...
-
-
-async def open(
-    url: str | os.PathLike[str] | Storage | Mapping[str, Any],
-    mode: Mode = "a",
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    cache: Cache | str | os.PathLike[str] | None = None,
-) -> Store | Array:
-    """Open the store at a URL or path, or on a `Storage`.
-
-    URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
-    `storage_options` are options of that storage, such as a `token`; they are never shown. `cache` is a local
-    folder of at most 10 GiB for objects read from a server; pass a `Cache` for another limit.
-
-    The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
-    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
-    `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
-    (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
-    exclusively), `InvalidArgument` (a wrong URL, option or mode).
-
-    In place of a URL, pass the spec of a plain Zarr array, v3 or v2, as TensorStore takes it: `{"driver": "zarr3",
-    "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not
-    exist have the fill value; others have no checksums, so a damaged one is noticed only if it does not decode.
-    """
-    if isinstance(url, str) and (pipeline := _PIPELINE.fullmatch(url)):
-        raise InvalidArgument(
-            f"{quote(url)} is a URL pipeline of TensorStore; pass a spec, such as "
-            f"{{'driver': {pipeline[2]!r}, 'kvstore': {pipeline[1]!r}}}"
-        )
-    if not isinstance(url, Mapping):
-        return await open_store(url, mode, storage_options=storage_options, cache=cache)
-    if mode in ("r+", "x") or cache is not None:
-        raise InvalidArgument("a plain Zarr array is only read, in place: pass no mode and no cache with a spec")
-    spec = dict(url)
+async def open_spec(spec: Mapping[str, Any], storage_options: Mapping[str, Any] | None) -> Array:
+    """Open the plain Zarr array of a spec, to be read in place."""
+    spec = dict(spec)
     _check_keys(spec)
     driver = spec.pop("driver", None)
     if not isinstance(driver, str) or driver not in _FORMATS:

@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 
 from tstore.errors import NotFound
 from tstore.runtime import pool
+from tstore.saved_steps import chosen_snapshot
 from tstore.snapshot import Snapshot
-from tstore.steps import chosen_snapshot
 from tstore.store import Store
 
 __all__ = ["Processes", "agreed_snapshot", "any_process", "broadcast_number"]

@@ -22,7 +22,7 @@ from tstore.jax.processes import agreed_snapshot
 from tstore.jax.pytree import Pytree
 from tstore.jax.targets import target_leaf
 from tstore.runtime import pool
-from tstore.steps import check_one_version, chosen_snapshot
+from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 
 __all__ = ["explain", "restore"]

@@ -8,8 +8,8 @@ from tstore.errors import InvalidArgument, NotFound
 from tstore.maintenance.diff import ArrayDiff, Diff
 from tstore.page.views import Document, Query, at_argument, shell_command
 from tstore.runtime.pool import run
+from tstore.saved_steps import steps_of
 from tstore.statistics.baseline import baseline
-from tstore.steps import steps_of
 
 __all__ = ["load"]
 

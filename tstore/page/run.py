@@ -19,7 +19,7 @@ from tstore.maintenance.contents import detailed_listing
 from tstore.page.views import Document, Query, natural_order, shell_command
 from tstore.quantization.report import read_report
 from tstore.runtime.pool import run
-from tstore.steps import steps_of
+from tstore.saved_steps import steps_of
 from tstore.store import Store
 
 __all__ = ["load", "load_version"]

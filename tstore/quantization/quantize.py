@@ -43,8 +43,8 @@ from tstore.quantization.sensitivity import Importance, Sensitivity, measured_im
 from tstore.quantization.studied_plan import StudiedPlan
 from tstore.quantization.values import MEMORY
 from tstore.quantization.work import BatchWork, ProgressCallback
+from tstore.saved_steps import copy_snapshot, source_snapshot, steps_of
 from tstore.snapshot import Snapshot
-from tstore.steps import copy_snapshot, source_snapshot, steps_of
 from tstore.storage.objects import Durability
 from tstore.store import Store, opened
 from tstore.transactions.transaction import Transaction, staging_of

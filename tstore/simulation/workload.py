@@ -19,13 +19,13 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.format.tree.retention import Keep
+from tstore.saved_steps import step_tag
 from tstore.simulation.client import Client, read_state
 from tstore.simulation.cooperation import METRIC, checkpoint, finish
 from tstore.simulation.edits import burst, transact
 from tstore.simulation.history import Attempt, CompletedGc, CopyVersion, Read, cells_of
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.zarr_edits import write_with_zarr
-from tstore.steps import step_tag
 from tstore.tags import remove_steps_after
 
 __all__ = ["run_workload"]

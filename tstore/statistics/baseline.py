@@ -6,7 +6,7 @@ import os
 
 from tstore.errors import NotFound
 from tstore.log.expiry import living_versions
-from tstore.steps import step_tag, steps_of
+from tstore.saved_steps import step_tag, steps_of
 from tstore.store import Store, opened
 
 __all__ = ["baseline"]

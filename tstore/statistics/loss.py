@@ -21,6 +21,7 @@ from tstore.format.paths import checked_path
 from tstore.format.plain_text import text_table
 from tstore.quantization.report import QuantizedArray, read_report
 from tstore.runtime.pool import run
+from tstore.saved_steps import copy_snapshot
 from tstore.statistics.cache import RESULTS, digest
 from tstore.statistics.numbers import as_floats, check_numbers
 from tstore.statistics.reading import (
@@ -33,7 +34,6 @@ from tstore.statistics.reading import (
     sample_of,
 )
 from tstore.statistics.strips import StripSums
-from tstore.steps import copy_snapshot
 from tstore.store import Store, opened
 
 __all__ = ["OtherFormat", "QuantizationLoss", "StripLoss", "quantization_loss"]

@@ -7,20 +7,21 @@ waits for the calls that its threads have started.
 
 The types are in a stub, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
 Python's type system can't express "the same parameters, with a blocking store in place of an async one". `facade`
-makes the blocking names; `jax`, `torch` and `zarr`, which is `tstore.zarr`, are imported when they are first used.
+makes the blocking names. What is not defined here is made when it is first used: functions are blocking, types are
+those of `tstore`, and so is `zarr`; `jax` and `torch` are packages of blocking names.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 import tstore as _async
-from tstore import *  # noqa: F403 - most names, such as those of errors, need no blocking version
 from tstore import Commit, Retry
 from tstore.array import Indexer, parts_of
 from tstore.data.casting import Casting
@@ -251,24 +252,16 @@ BLOCKING_TYPES.update(
     {_async.Array: Array, _async.Snapshot: Snapshot, _async.Store: Store, _async.Transaction: Transaction}
 )
 
-open = blocking(_async.open)
-save = blocking(_async.save)
-explain = blocking(_async.explain)
-save_async = blocking(_async.save_async)
-restore = blocking(_async.restore)
-steps = blocking(_async.steps)
-copy = blocking(_async.copy)
-quantize = blocking(_async.quantize)
-quantize_report = blocking(_async.quantize_report)
-summarize = blocking(_async.summarize)
-heat_map = blocking(_async.heat_map)
-quantization_loss = blocking(_async.quantization_loss)
-baseline = blocking(_async.baseline)
-
 
 def __getattr__(name: str) -> Any:
     if name in ("jax", "torch"):
         return importlib.import_module(f"{__name__}.{name}")
-    if name == "zarr":
-        return importlib.import_module("tstore.zarr")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name != "zarr" and name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    awaited = getattr(_async, name)
+    value = globals()[name] = blocking(awaited) if inspect.isroutine(awaited) else awaited
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "jax", "torch", "zarr"})

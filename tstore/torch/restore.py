@@ -17,8 +17,8 @@ from tstore.checkpoint.structure import flatten, path_part, scalars_in, unflatte
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, SnapshotExpired, TStoreError, parsing
 from tstore.runtime import pool
+from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.snapshot import Snapshot
-from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 from tstore.torch.leaves import Target, from_values
 from tstore.torch.processes import ALONE, Processes

@@ -31,8 +31,8 @@ from tstore.errors import InvalidArgument, Unavailable, bullet_list, parsing
 from tstore.format.arguments import quote
 from tstore.format.arrays.grid import Selection
 from tstore.runtime.background_loop import BACKGROUND
+from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.snapshot import Snapshot
-from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import open
 from tstore.torch.dcp.identifiers import is_step, step_from
 from tstore.torch.tensors import numpy_dtype, overlapping, shares_elements, torch_dtype, values_of

@@ -1,0 +1,81 @@
+"""What `import tstore` loads, and when the rest is loaded."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import tstore
+import tstore.sync
+from tests.support import processes
+
+LOADED = """
+    import json, sys
+    {code}
+    print(json.dumps([name for name in sys.modules if name.startswith("tstore.")]))
+"""
+
+NEEDLESS = (
+    "convert",
+    "copying",
+    "statistics",
+    "server",
+    "page",
+    "cli",
+    "hosts",
+    "simulation",
+    "jax",
+    "torch",
+    "zarr",
+)
+
+
+def loaded(code: str, *arguments: object) -> list[str]:
+    names: list[str] = json.loads(processes.fresh_python(LOADED.format(code=code), *arguments))
+    return names
+
+
+def test_the_package_itself_loads_nothing() -> None:
+    assert loaded("import tstore") == []
+    code = "import sys, tstore, tstore.errors; assert 'numpy' not in sys.modules; tstore.sharding"
+    assert {name.split(".")[1] for name in loaded(code)} == {"errors", "sharding"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import tstore; tstore.open, tstore.Store, tstore.Keep",
+        "import tstore; tstore.save, tstore.restore, tstore.steps, tstore.Shards",
+        "import tstore.sync; tstore.sync.open(sys.argv[1]).snapshot()",
+        "import tstore.sync; c = tstore.sync.Checkpointer(sys.argv[1]); c.save(0, {'w': [1.0]}); c.close()",
+    ],
+)
+def test_stores_and_checkpoints_load_no_converter_and_no_statistics(code: str, tmp_path: Path) -> None:
+    names = loaded(code, tmp_path / "s")
+    assert {name.split(".")[1] for name in names} & set(NEEDLESS) == set()
+
+
+def test_each_name_is_that_which_type_checkers_see() -> None:
+    """The imports for type checkers, and the table from which names are loaded, are the same."""
+    syntax = ast.parse(Path(tstore.__file__).read_text())
+    imported = {
+        alias.name: f"{statement.module}.{alias.name}"
+        for statement in ast.walk(syntax)
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert set(tstore.__all__) <= set(imported)
+    for name in tstore.__all__:
+        thing = getattr(tstore, name)
+        home = thing.__name__ if name in ("errors", "sharding") else f"{thing.__module__}.{name}"
+        assert home == imported[name]
+
+
+@pytest.mark.parametrize("module", [tstore, tstore.sync], ids=["tstore", "tstore.sync"])
+def test_all_names_complete_and_a_typo_is_an_attribute_error(module: object) -> None:
+    assert {*tstore.__all__, "jax", "torch", "zarr"} <= set(dir(module))
+    with pytest.raises(AttributeError, match="has no attribute 'sav'"):
+        module.sav  # type: ignore[attr-defined]  # noqa: B018
