@@ -72,7 +72,9 @@ async def test_no_collection_between_the_halves_of_a_repair(
     store = await tstore.open(url)
     await write(store, 1)
     for _ in range(2):
-        with pytest.raises(Corrupt, match=r"version 3 is void.* finish it with `tstore repair --void 3`"):
+        with pytest.raises(
+            Corrupt, match=r"voided version 3 has not ended; .*`tstore repair --void 3`. Nothing was collected"
+        ):
             await store.collect(Keep(last=1))
     assert (await store.repair([3])).ok
     store = await tstore.open(url)
@@ -86,11 +88,30 @@ async def test_an_interrupted_repair_is_told(url: str, monkeypatch: pytest.Monke
     store = await steps(url, 1, 7, 9)
     await interrupt(store, 2, monkeypatch)
     store = await tstore.open(url)
-    sentence = "the repair that voided version 2 was interrupted; finish it with `tstore repair --void 2`"
+    finish = "if it was interrupted, finish it with `tstore repair --void 2`"
+    sentence = f"the repair that voided version 2 has not ended; {finish}"
     assert (await store.verify()).faults == [f"{url}: {sentence}"]
     assert (await store.repair()).damaged == [(2, f"{url}: {sentence}", True)]
     assert (await store.repair([2])).ok
     assert (await (await tstore.open(url)).verify()).faults == []
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+async def test_a_copy_of_a_version_below_the_commit_of_a_repair_is_repaired(url: str, at: int) -> None:
+    """Its log ends before that commit, with or without other versions that expire."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await tx.create_group("voided")
+    for value in (2, 3):
+        await write(store, value)
+    await store.repair(void_intact=[1])
+    await tstore.copy(url, f"{url}-copy", at)
+    copy = await tstore.open(f"{url}-copy")
+    assert (await copy.verify()).faults == []
+    assert (await copy.repair()).damaged == []
+    assert (await copy.snapshot()).paths() == (["x"] if at > 1 else [])
+    await copy.collect(Keep(last=1))
+    assert at == 1 or await values(copy) == [at] * 4
 
 
 async def test_a_job_goes_on_after_a_repair(url: str) -> None:

@@ -21,13 +21,14 @@ from tstore.format.checksums import BLOCK, checks_in
 from tstore.format.layout import owner_of
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.object_ref import ObjectRef
-from tstore.format.objects.records import Collection, Record
+from tstore.format.objects.records import REPAIR, VOIDED, Collection, Record
 from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import Segment, SegmentedTable, SegmentSource
 from tstore.format.tree.tree import Tree
 from tstore.log.expiry import changes_nothing, last_collection, ledger_at, living_versions, state_of
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import check_named
+from tstore.maintenance.past_repairs import PastRepairs
 from tstore.runtime.pool import run
 
 __all__ = [
@@ -344,23 +345,29 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
 async def expiry_of_other_versions(log: LogReader, inventory: Inventory, copy_uuid: uuid.UUID) -> Record | None:
     """Return the record of a garbage collection that expires all versions but the inventory's.
 
-    Return None if no other version is living.
+    It also lists the versions that are void by repairs whose commits are above the inventory's base. Return None
+    if there are none, and no other version is living.
     """
     base = inventory.base
     ledger, _ = await ledger_at(log, base)
     expired = tuple(sorted(set(ledger.alive) - set(inventory.versions)))
-    if not expired:
+    void = (await PastRepairs.up_to(log, base)).unlisted
+    if not expired and not void:
         return None
-    entry = ledger.alive[inventory.versions[0]]
-    shared = [k for k in (*inventory.manifests, *inventory.packs) if owner_of(k) != entry.transaction]
+    keys = sorted([*inventory.manifests, *inventory.packs])
+    alive = []
+    for entry in map(ledger.alive.__getitem__, inventory.versions):
+        shared = tuple(key for key in keys if owner_of(key) != entry.transaction)
+        alive.append(replace(entry, standalone=True, dependencies=shared, source=0))
     return Record(
-        f"copy-{copy_uuid.hex}",
+        f"{REPAIR if void else ''}copy-{copy_uuid.hex}",
         base,
         (await log.record(base)).time,
-        f"copied version {entry.version} without {len(expired)} others",
+        f"copied version {max(inventory.versions, default=0)} without {len(expired)} others",
         collected=await last_collection(log, base),
+        metadata={VOIDED: void} if void else {},
         collection=Collection(
-            (replace(entry, standalone=True, dependencies=tuple(sorted(shared)), source=0),),
+            tuple(alive),
             expired,
             {tag: v for v in expired for tag in ledger.alive[v].tags},
             (),

@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.format.layout import ARCHIVE_EVERY, commit_key, is_object, is_record, owner_of, root_key, version_of
+from tstore.format.layout import ARCHIVE_EVERY, commit_key, is_record, owner_of, root_key, version_of
 from tstore.format.objects.records import Record
 from tstore.format.tree.retention import packs_of
 from tstore.format.tree.validation import pack_ends
 from tstore.log.expiry import changes_nothing, living_versions, names_falsely
 from tstore.log.reader import LogReader
 from tstore.maintenance.compaction import foreign_archive
+from tstore.maintenance.past_repairs import PastRepairs, interrupted_message
 from tstore.maintenance.replay import UNREADABLE, Replay
 from tstore.runtime.concurrency import batched
 from tstore.runtime.pool import run
@@ -35,19 +36,15 @@ __all__ = [
     "DamagedVersion",
     "KnownExpiry",
     "check_named",
-    "check_not_voided",
     "check_references",
     "checked_newest",
     "damaged_versions",
     "foreign_archives",
     "incomplete_versions",
-    "interrupted_repair",
     "known_expiry",
     "last_readable_collection",
     "listed_records",
     "missing_records",
-    "unlisted_voids",
-    "unvoided",
 ]
 
 _MAX_MISSING = 1000
@@ -208,80 +205,27 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
 
     damaged: list[DamagedVersion] = []
     inherited = _Inherited(log, Replay(log, living, voided), living)
-    restored: dict[int, DamagedVersion] = {}
-    unlisted, listed = set[int](), set[int]()
+    repairs = PastRepairs(log)
     resumed: dict[int, int] = {}  # by lost version, the one whose root has its changes
     async for version, (record, damage) in log.each(check, (v for v in range(1, newest + 1) if v not in voided)):
         if damage is not None:
             damaged.append(damage)
         elif record is not None and (fault := await inherited.fault(version, record)):
             damaged.append(DamagedVersion(version, fault, True))
-        if record is not None and record.resumes:
-            resumed[version] = record.resumes
-        if record is not None and record.voids:
-            reasons = await unvoided(log, version, [v for v in record.voids if v not in voided])
-            restored |= {v: DamagedVersion(v, reason, True) for v, reason in reasons.items()}
-            listed.update(record.voids)
-        elif record is not None and record.was_voided:
-            unlisted.add(version)
+        if record is not None:
+            repairs.add(version, record)
+            if record.resumes:
+                resumed[version] = record.resumes
     reason = f"{log.storage.url}: {{}} is missing although later commits exist"
     missing = [version for version in await missing_records(log, newest) if version not in voided]
-    if voided or not all(damage.record_intact for damage in damaged):
-        unlisted.clear()  # the repair that voids other versions lists these too
-    for version in unlisted - listed:
-        restored[version] = DamagedVersion(version, interrupted_repair(log, version), True)
-    damaged = [*(d for d in damaged if d.version not in restored), *restored.values()]
+    reasons = {v: reason for v, reason in (await repairs.restored()).items() if v not in voided}
+    if not voided and all(damage.record_intact for damage in damaged):  # else another repair will list these too
+        reasons |= {v: interrupted_message(log.storage.url, v) for v in repairs.unlisted}
+    damaged = [damage for damage in damaged if damage.version not in reasons]
+    damaged += [DamagedVersion(version, reason, True) for version, reason in reasons.items()]
     damaged += await _lost_with_roots(log, resumed, newest)
     damaged.sort(key=lambda damage: damage.version)
     return [*damaged, *(DamagedVersion(v, reason.format(commit_key(v)), False) for v in missing)]
-
-
-async def unvoided(log: LogReader, repair: int, voided: Iterable[int]) -> dict[int, str]:
-    """Return the versions that a repair voided, but which have a record again, each with a sentence about it."""
-    restored = {}
-    for version in voided:
-        with contextlib.suppress(*UNREADABLE):
-            if not (await log.record(version)).void:
-                restored[version] = (
-                    f"{log.storage.url}: {commit_key(version)} is a record again, though the repair in version "
-                    f"{repair} voided that version, so it was probably restored from a backup made before; "
-                    f"`tstore repair --void-intact {version}` voids it again"
-                )
-    return restored
-
-
-def interrupted_repair(log: LogReader, version: int) -> str:
-    """Return a sentence about a void version that no commit of a repair lists."""
-    return (
-        f"{log.storage.url}: the repair that voided version {version} was interrupted; finish it with "
-        f"`tstore repair --void {version}`"
-    )
-
-
-async def check_not_voided(log: LogReader, alive: Iterable[int]) -> None:
-    """Raise `Corrupt` if a version that counts as living is void: the repair that voided it was interrupted.
-
-    Raise `TimelineChanged` if this process has read the version before it was voided.
-    """
-    replaced = {version_of(key) for key in await log.storage.list("damaged/") if is_object(key)}
-    for version in sorted(replaced.intersection(alive)):
-        if (await log.anew().record(version)).void:
-            if (cached := log.records.cached(version)) is not None and not cached.record.void:
-                await log.records.refetch(version, cached.check)
-            raise Corrupt(
-                f"{log.storage.url}: version {version} is void, but the repair that voided it has not ended, so "
-                f"nothing was collected; finish it with `tstore repair --void {version}`"
-            )
-
-
-async def unlisted_voids(log: LogReader, newest: int) -> list[int]:
-    """Return the versions voided by repairs whose own commits are missing: interrupted, or voided themselves."""
-    voided, listed = set[int](), set[int]()
-    async for version, record in log.each_record(range(1, newest + 1)):
-        if record.was_voided:
-            voided.add(version)
-        listed.update(record.voids)
-    return sorted(voided - listed)
 
 
 async def _lost_with_roots(log: LogReader, resumed: Mapping[int, int], newest: int) -> list[DamagedVersion]:

@@ -65,7 +65,8 @@ from tstore.log.reader import LogReader
 from tstore.log.roots import create_missing
 from tstore.maintenance.collect_report import CollectReport
 from tstore.maintenance.compaction import compact
-from tstore.maintenance.damage import check_not_voided, checked_newest
+from tstore.maintenance.damage import checked_newest
+from tstore.maintenance.past_repairs import check_repairs_ended
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run, run_to_end
@@ -164,7 +165,7 @@ class _Plan:
     async def make(self, keep: Keep | None, min_age: float) -> None:
         """Choose what to condemn: steps 2 and 3 at the top of this file. `min_age` is in seconds."""
         alive = self.ledger.alive
-        await check_not_voided(self._log, alive)
+        await check_repairs_ended(self._log, alive)
         if keep is not None:
             keep.check(alive)
         retained = set(alive) if keep is None else keep.select(alive, world.now())

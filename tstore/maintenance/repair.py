@@ -65,8 +65,9 @@ from tstore.format.tree.tree import Tree
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
-from tstore.maintenance.damage import DamagedVersion, damaged_versions, unlisted_voids
+from tstore.maintenance.damage import DamagedVersion, damaged_versions
 from tstore.maintenance.gc import Overtaken
+from tstore.maintenance.past_repairs import PastRepairs
 from tstore.maintenance.repair_plan import RepairPlan, condemned_by
 from tstore.maintenance.replay import UNREADABLE
 from tstore.maintenance.void_records import VoidRecords, archived, is_voided, lost_with_archives, resumed_without
@@ -134,7 +135,8 @@ async def repair_store(
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
     saved = await records.write()
     log = LogReader.strict(storage, log_id)  # a new reader, whose cache has none of the replaced records
-    unlisted = set(await unlisted_voids(log, await log.newest())).difference(wanted)
+    repairs = await PastRepairs.up_to(log, await log.newest())
+    unlisted = [version for version in repairs.unlisted if version not in wanted]
     voided = sorted({*wanted, *unlisted})
     condemned = await condemned_by(storage, voided)
     resumed = set(records.resumes.values()) - {0}

@@ -47,15 +47,13 @@ from tstore.maintenance.damage import (
     KnownExpiry,
     check_references,
     foreign_archives,
-    interrupted_repair,
     known_expiry,
     last_readable_collection,
     listed_records,
     missing_records,
-    unlisted_voids,
-    unvoided,
 )
 from tstore.maintenance.distinct_chunks import ChunkList, DistinctChunks, array_label
+from tstore.maintenance.past_repairs import PastRepairs, interrupted_message
 from tstore.maintenance.read_back import read_back
 from tstore.maintenance.replay import UNREADABLE, Replay
 from tstore.maintenance.transaction_ids import TransactionIds
@@ -144,7 +142,7 @@ class _Verification:
         self._replayed = Replay(log, lambda version: not known.expired(version))
         self._last_collection: int | None = 0  # None after a damaged record, which may be that of a collection
         self._damaged: list[int] = []
-        self._void: set[int] = set()  # by repairs
+        self._repairs = PastRepairs(log)
         self._archived: set[int] = set()  # the last version of each archive
         self._unlisted: set[int] = set()  # versions whose chunks are not listed; a later version may need some
         self._resumes = 0  # the version that has the changes of lost records
@@ -169,11 +167,10 @@ class _Verification:
                 self._merge_faults[version] = fault
             if record is not None and (fault := await self._replayed.fault(version, record)):
                 faults.append(fault)
-            if record is not None and record.was_voided:
-                self._void.add(version)
+            if record is not None:
+                self._repairs.add(version, record)
             if record is not None and record.voids:  # merges between have restated what it voided
                 self._merge_faults = {v: f for v, f in self._merge_faults.items() if v < min(record.voids)}
-                faults += (await unvoided(log, version, record.voids)).values()
             if version % ROOT_EVERY == 0 and (fault := await self._replayed.root_fault(version)):
                 faults.append(fault)
             for manifest in [*manifests, *await self._inherited(version, record)]:
@@ -184,10 +181,11 @@ class _Verification:
         for missing in (await missing_records(log, self._newest))[:1]:
             reason = f"{log.storage.url}: {commit_key(missing)} is missing although later commits exist"
             faults.append(f"{reason}; restore it from a copy: until then the later commits can't be read")
-        if self._void and not self._damaged:
+        faults += (await self._repairs.restored()).values()
+        if self._repairs.unlisted and not self._damaged:  # a record that was not read may list them
             with self._reporting(""):
-                unlisted = self._void.intersection(await unlisted_voids(log, self._newest))
-                faults += [interrupted_repair(log, version) for version in unlisted]
+                repairs = await PastRepairs.up_to(log, self._newest)
+                faults += [interrupted_message(log.storage.url, version) for version in repairs.unlisted]
         faults += [*self._merge_faults.values(), *await self._transactions.faults(log)]
         self._chunks.flush()
         chunks, size = self._chunks.count, self._chunks.bytes
