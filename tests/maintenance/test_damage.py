@@ -217,6 +217,24 @@ async def test_verify_names_the_damaged_block_of_a_chunk(length: int, at: int, t
         await (await (await store.snapshot()).array("a")).read()
 
 
+async def test_verify_counts_the_chunks_that_it_read(tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path)
+    for value in range(3):
+        async with store.transaction() as tx:
+            await (await tx.create_array(f"w{value}", (4, 1000), "f8", (1, 1000))).write(float(value))
+    lost, damaged = [
+        next((tmp_path / "txn" / (await store.log.reader.record(version)).transaction).iterdir())
+        for version in (1, 2)
+    ]
+    lost.unlink()
+    data = damaged.read_bytes()
+    damaged.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    seen = []
+    report = await (await tstore.open(tmp_path)).verify(seen.append)
+    assert (report.chunks, report.bytes, len(report.faults)) == (8, 8 * 8000, 5)
+    assert (seen[-1].chunks, seen[-1].bytes, seen[-1].total_chunks) == (8, 8 * 8000, 12)
+
+
 async def test_missing_objects_are_named_with_what_to_do(tmp_path: Path) -> None:
     store = await tstore.open(tmp_path / "store")
     await tstore.save(store, {"w": VALUES}, 0)

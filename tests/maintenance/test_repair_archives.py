@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import shlex
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,6 +21,7 @@ import pytest
 import tstore
 from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
+from tstore.cli import main
 from tstore.conformance.faults import Faults
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, TStoreError
 from tstore.format.layout import archive_key, commit_key, root_key
@@ -464,6 +467,38 @@ async def test_a_lost_archive_is_voided_at_once(deleted: bool, end: int) -> None
     for version, values in before.items():
         assert values is None or await read(store.url, version) == values
     await check_resumed(store.url, 46, range(end + 1, 47), tuple(range(end - 7, end + 1)))
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_the_commands_summarize_a_lost_archive(deleted: bool, tmp_path: Path, capsys: Any) -> None:
+    async def fill() -> None:
+        store = await tstore.open(tmp_path / "store")
+        for value in range(1, 47):
+            await commit(store, value)
+        for _ in range(2):
+            await store.collect(None)
+
+    asyncio.run(fill())
+    url = str(tmp_path / "store")
+    archive = tmp_path / "store" / archive_key(16)
+    if deleted:
+        archive.unlink()
+    else:
+        archive.write_bytes(archive.read_bytes()[:-1])
+    assert main(["verify", url]) == 1
+    assert len(capsys.readouterr().out.splitlines()) <= 4
+    assert main(["repair", url]) == 1
+    damaged = [line for line in capsys.readouterr().out.splitlines() if line.startswith("version")]
+    assert [line.partition(" (damaged): ")[0] for line in damaged] == ["versions 9-16"]
+    assert all("keep its changes if it is voided" in line for line in damaged)
+    assert main(["repair", url, "--json"]) == 1
+    assert [one["version"] for one in json.loads(capsys.readouterr().out)["damaged"]] == list(range(9, 17))
+    assert main(["repair", url]) == 1
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command == ["tstore", "repair", url, "--void", "9"]
+    assert main(command[1:]) == 0
+    assert "voided 9-16; recorded as version 47" in capsys.readouterr().out
+    assert main(["verify", url]) == 0
 
 
 async def test_a_damaged_archive_beside_its_records_is_deleted() -> None:

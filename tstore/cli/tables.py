@@ -5,8 +5,11 @@ There is one function for each command. `listings` and `tree` have those of the 
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
 import statistics
+from collections.abc import Sequence
 
 from tstore.cli.console import Document
 from tstore.cli.text import (
@@ -22,6 +25,7 @@ from tstore.cli.text import (
     print_table,
 )
 from tstore.convert.references import reader_options
+from tstore.format.layout import ARCHIVE_EVERY, archive_end, commit_key
 from tstore.format.plain_text import pluralize
 
 __all__ = [
@@ -39,6 +43,7 @@ __all__ = [
 ]
 
 _MAX_SUGGESTED_VERSIONS = 20
+_RECORD = re.compile(r"commits/\d{20}")
 
 
 def show_finished(finished: Document) -> None:
@@ -48,36 +53,58 @@ def show_finished(finished: Document) -> None:
 
 def show_repaired(document: Document) -> None:
     """Print the damaged versions, those that were voided, and how to void the others."""
+    voided = document["voided"]
+    by_reason: dict[tuple[str, str], list[Document]] = {}  # with the state
     for d in document["damaged"]:
-        state = "voided" if d["version"] in document["voided"] else "damaged"
-        print(f"version {d['version']} ({state}): {escape(d['reason'])}")
-    for key in document["saved"]:
-        print(f"saved the replaced record as {key}")
-    remaining = [d for d in document["damaged"] if d["version"] not in document["voided"]]
-    suggested = [d for d in remaining if not d["record_intact"]] or remaining  # voiding these may repair the rest
+        reason = d["reason"].replace(commit_key(d["version"]), "its record")
+        by_reason.setdefault(("voided" if d["version"] in voided else "damaged", reason), []).append(d)
+    for (state, reason), alike in by_reason.items():
+        versions = f"{_nouns(alike, 'version')} {_ranges([d['version'] for d in alike])}"
+        print(f"{versions} ({state}): {escape(alike[0]['reason'] if len(alike) == 1 else reason)}")
+    if document["saved"]:
+        print(f"saved the replaced {_nouns(document['saved'], 'record')} as {abbreviate(document['saved'])}")
     if document["expired"]:
-        numbers = ", ".join(map(str, document["expired"]))
+        numbers = _ranges(document["expired"])
         print(f"expired {numbers}: their data was deleted by a garbage collection that is now voided")
-    if document["voided"]:
-        numbers = ", ".join(map(str, document["voided"]))
-        print(f"voided {numbers}; recorded as version {document['version']}")
-    if suggested:
+    if voided:
+        print(f"voided {_ranges(voided)}; recorded as version {document['version']}")
+    remaining = [d for d in document["damaged"] if d["version"] not in voided]
+    if suggested := _suggested(remaining):
         options = " ".join(
             f"--void{'-intact' * d['record_intact']} {d['version']}" for d in suggested[:_MAX_SUGGESTED_VERSIONS]
         )
         more = " ..." if len(suggested) > _MAX_SUGGESTED_VERSIONS else ""
         print("restore the missing or damaged objects from a copy, or void these versions and lose their changes:")
         print(f"tstore repair {shlex.quote(document['store'])} {options}{more}")
-    elif not document["voided"]:
+    elif not voided:
         print("no damaged version: every record is intact, and all objects of living versions exist")
+
+
+def _suggested(damaged: Sequence[Document]) -> Sequence[Document]:
+    """Return the versions to void first, after which the others may be intact, or are void too."""
+    lost = [d for d in damaged if not d["record_intact"]]
+    blocks = [list(block) for _, block in itertools.groupby(lost, lambda d: archive_end(d["version"]))]
+    # a repair that voids one version of a lost archive voids all of them
+    return [d for block in blocks for d in (block[:1] if len(block) == ARCHIVE_EVERY else block)] or damaged
+
+
+def _ranges(versions: Sequence[int]) -> str:
+    return abbreviate(format_ranges(versions), 20)
+
+
+def _nouns(items: Sequence[object], noun: str) -> str:
+    return noun if len(items) == 1 else f"{noun}s"
 
 
 def show_verified(report: Document) -> None:
     """Print each fault, the files that do not belong to the store, and the totals."""
-    for fault in report["faults"]:
-        print(escape(" ".join(fault.split())))
+    for _, faults in itertools.groupby(report["faults"], lambda fault: _RECORD.sub("", fault)):
+        first, *others = faults
+        print(escape(" ".join(first.split())))
+        if others and (last := _RECORD.search(others[-1])) is not None:
+            print(f"the same of {pluralize(len(others), 'other record')}, up to {last[0]}")
     if report["unchecked"]:
-        versions = abbreviate(format_ranges(report["unchecked"]), 20)
+        versions = _ranges(report["unchecked"])
         print(f"not checked completely, because the record of another version is damaged: {versions}")
     if report["foreign"]:
         names = abbreviate(report["foreign"], 5)
@@ -92,9 +119,9 @@ def show_collected(report: Document) -> None:
     """Print what was removed, or what would be."""
     remove = "would remove" if report["dry_run"] else "removed"
     if report["versions"]:
-        noun = "version" if len(report["versions"]) == 1 else "versions"
+        noun = _nouns(report["versions"], "version")
         tags = f" (tags: {abbreviate(report['tags'])})" if report["tags"] else ""
-        print(escape(f"{remove} {noun} {abbreviate(format_ranges(sorted(report['versions'])), 20)}{tags}"))
+        print(escape(f"{remove} {noun} {_ranges(sorted(report['versions']))}{tags}"))
     if report["abandoned"]:
         print(escape(f"{remove} the data of abandoned transactions: {abbreviate(report['abandoned'])}"))
     recorded = "" if report["version"] is None else f"; recorded as version {report['version']}"

@@ -38,19 +38,28 @@ class _Batch(NamedTuple):
     stop: int
 
 
+class _Fault(NamedTuple):
+    """What is wrong with a chunk; `unread` is its length if it could not be read."""
+
+    sentence: str
+    unread: int | None
+
+
 async def read_back(
     storage: Storage, lists: Iterable[ChunkList | UnreadSegment], report: Callable[[int, int], object]
 ) -> list[str]:
     """Return a sentence for each chunk that can't be read or does not have its checksums.
 
-    Call `report`, in worker threads, with the number of chunks read and their bytes after each read.
+    After each read, call `report`, in a worker thread, with the number and the bytes of the chunks that it read.
     """
     faults: list[str] = []
 
     def check(batch: _Batch) -> None:
-        faults.extend(list(_faults(storage, batch)))
+        found = list(_faults(storage, batch))
+        faults.extend(fault.sentence for fault in found)
         lengths = batch.chunks.rows.length[batch.start : batch.stop]
-        report(len(lengths), int(lengths.sum()))
+        unread = [fault.unread for fault in found if fault.unread is not None]
+        report(len(lengths) - len(unread), int(lengths.sum()) - sum(unread))
 
     def batches() -> Iterator[_Batch]:
         for chunks in lists:
@@ -95,8 +104,8 @@ def _batches(chunks: ChunkList, tuning: Tuning) -> Iterator[_Batch]:
             start = stop
 
 
-def _faults(storage: Storage, batch: _Batch) -> Iterator[str]:
-    """Yield a sentence for each chunk of a batch that has a fault; read all chunks in one read if possible."""
+def _faults(storage: Storage, batch: _Batch) -> Iterator[_Fault]:
+    """Yield the fault of each chunk of a batch that has one; read all chunks in one read if possible."""
     rows = batch.chunks.rows.part(batch.start, batch.stop)
     if len(rows) > 1:
         first, size = int(rows.offset[0]), int(rows.offset[-1] + rows.length[-1] - rows.offset[0])
@@ -112,7 +121,7 @@ def _faults(storage: Storage, batch: _Batch) -> Iterator[str]:
                     [row] = rows.part(at, at + 1).compact().rows
                     blocks = rows.blocks[at : at + 2].tolist()
                     mismatch = row.mismatch(checks[slice(*blocks)].tobytes(), storage.url)
-                    yield f"{batch.chunks.label(batch.start + at)}: {mismatch}"
+                    yield _Fault(f"{batch.chunks.label(batch.start + at)}: {mismatch}", None)
                 return
     for at in range(batch.start, batch.stop):
         label = batch.chunks.label(at)
@@ -120,10 +129,10 @@ def _faults(storage: Storage, batch: _Batch) -> Iterator[str]:
         try:
             checks_read = _checks_in_pack(storage, row)
         except (Corrupt, NotFound) as error:
-            yield f"{label}: {error}"
+            yield _Fault(f"{label}: {error}", row.length)
         else:
             if checks_read != row.checks:
-                yield f"{label}: {row.mismatch(checks_read, storage.url)}"
+                yield _Fault(f"{label}: {row.mismatch(checks_read, storage.url)}", None)
 
 
 def _differing(rows: ChunkTable, checks: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:

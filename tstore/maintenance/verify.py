@@ -69,6 +69,7 @@ _ARCHIVES = 8  # read at once
 class VerifyReport(NamedTuple):
     """Counts of what was checked, and a sentence for each fault, which names the object, or the array and chunk.
 
+    `chunks` and `bytes` count what could be read, whether it has its checksums or not.
     `foreign` lists the keys under the store's URL that no store writes, such as those of `zarr.open`. Such objects
     are not faults, since nothing reads them. The list omits hidden files; it is empty if storage can't be listed.
     `unchecked` lists the versions that could not be checked completely because the record of another version is
@@ -95,7 +96,10 @@ class VerifyReport(NamedTuple):
 
 
 class VerifyProgress(NamedTuple):
-    """How much of a verification is done. The chunks and bytes to read are 0 until all versions have been read."""
+    """How much of a verification is done.
+
+    `total_chunks` and `total_bytes` are 0 until all versions have been read; they include chunks that are missing.
+    """
 
     versions: int
     total_versions: int
@@ -188,10 +192,10 @@ class _Verification:
                 faults += [interrupted_message(log.storage.url, version) for version in repairs.unlisted]
         faults += [*self._merge_faults.values(), *await self._transactions.faults(log)]
         self._chunks.flush()
-        chunks, size = self._chunks.count, self._chunks.bytes
-        self._progress = self._progress._replace(total_chunks=chunks, total_bytes=size, faults=len(faults))
+        totals = {"total_chunks": self._chunks.count, "total_bytes": self._chunks.bytes}
+        self._progress = self._progress._replace(**totals, faults=len(faults))
         faults += await read_back(log.storage, self._chunks, self._add_read)
-        counts = self._newest, len(self._arrays), chunks, size
+        counts = self._newest, len(self._arrays), self._progress.chunks, self._progress.bytes
         return VerifyReport(*counts, sorted(faults), await _foreign_keys(log.storage), sorted(self._unchecked))
 
     async def _versions_to_check(self) -> list[int]:
