@@ -92,8 +92,6 @@
     a server does not look after a create        test_archives.py: a server looks after a create
     a server takes any archive                   test_archives.py: only archives of its own records
     a server deletes any record                  test_archives.py: only archives of its own records
-
-Each fault is applied for one run of its test, which must fail.
     records of another store are accepted        test_chain.py: the only record of another store
     a record may be that of another block        test_chain.py: a record of another block
     a record may be there twice                  test_chain.py: a record at another number
@@ -104,6 +102,17 @@ Each fault is applied for one run of its test, which must fail.
     a staged record is kept beyond a root        test_chain.py: a record is made again
     a server takes any link                      test_chain.py: a server refuses a record
     records out of place are archived            test_chain.py: they are not archived
+    a repair expires a head that is damaged      test_repair_plan.py: it lost its pack in another way
+    a repair forgets what an expired head needed test_repair_plan.py: older manifests of the newest state
+    a repair revives what a gc is deleting       test_repair_plan.py: it is not alive again
+    a repair forgets who needs a manifest        test_repair_plan.py: what needs a condemned manifest
+    a repair expires what needs no manifest      test_repair_plan.py: what needs a condemned manifest
+    a repair ignores who reuses condemned packs  test_repair_plan.py: a commit beside the repair
+    a repair ignores tags of what it voids       test_repair_plan.py: a tag of a version being voided
+    a gc takes the manifest of a lost record     test_repair_plan.py: it keeps the manifest
+    a copy inherits what a lost record wrote     test_repair_plan.py: it outlives a copy
+
+Each fault is applied for one run of its test, which must fail.
 """
 
 from __future__ import annotations
@@ -133,6 +142,7 @@ CHUNKS = "tstore.server.chunk_checks:ChunkChecks."
 POISONED = "attacks/test_poisoned_chunks.py::"
 PLUGINS = "pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesis_pytestplugin"
 REPAIRS = "maintenance/test_repair_dependents.py::"
+PLAN, PLANS = "tstore.maintenance.repair_plan:RepairPlan.", "maintenance/test_repair_plan.py::"
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
 MUTATIONS: dict[str, tuple[str, Edit]] = {
@@ -621,6 +631,42 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "records out of place are archived": (
         "log/test_chain.py::test_records_out_of_place_are_not_archived",
         Edit("tstore.maintenance.compaction:_archive", "chain.add(version, record, data)", "pass"),
+    ),
+    "a repair expires a head that is damaged": (
+        PLANS + "test_the_head_of_a_voided_collection_lost_its_pack_in_another_way",
+        Edit(PLAN + "_expire", "max(set(older) - ledger.copies, default=0)", "max(older, default=0)"),
+    ),
+    "a repair forgets what an expired head needed": (
+        PLANS + "test_older_manifests_that_the_newest_state_needs_stay",
+        Edit(PLAN + "_expire", "orphaned += entry.dependencies", "pass"),
+    ),
+    "a repair revives what a gc is deleting": (
+        PLANS + "test_what_a_collection_still_deletes_is_not_alive_again",
+        Edit(PLAN + "_expire", "if previous is not None:", "if False:"),
+    ),
+    "a repair forgets who needs a manifest": (
+        PLANS + "test_what_needs_a_manifest_that_a_voided_collection_still_deletes_is_expired",
+        Edit(PLAN + "_needing_revoked", "(manifest_gone and not record.replaces) or own_gone", "own_gone"),
+    ),
+    "a repair expires what needs no manifest": (
+        PLANS + "test_what_needs_a_manifest_that_a_voided_collection_still_deletes_is_expired",
+        Edit(PLAN + "_needing_revoked", "(manifest_gone and not record.replaces)", "manifest_gone"),
+    ),
+    "a repair ignores who reuses condemned packs": (
+        PLANS + "test_a_commit_beside_the_repair_reuses_what_a_voided_collection_still_deletes",
+        Edit(PLAN + "add", " or any(map(self._revoked.includes, other.reused))", ""),
+    ),
+    "a repair ignores tags of what it voids": (
+        PLANS + "test_a_tag_of_a_version_that_is_being_voided_is_dropped",
+        Edit(PLAN + "add", "not removed.isdisjoint(other.named_versions) or any", "any"),
+    ),
+    "a gc takes the manifest of a lost record": (
+        PLANS + "test_a_collection_keeps_the_manifest_that_a_lost_record_wrote",
+        Edit(PLAN + "protect", "used |= {base.key} if", "used |= set() if"),
+    ),
+    "a copy inherits what a lost record wrote": (
+        PLANS + "test_what_a_lost_record_wrote_outlives_a_copy_whose_root_has_its_changes",
+        Edit(PLAN + "protect", "ledger.alive.keys() - ledger.copies", "ledger.alive.keys()"),
     ),
 }
 

@@ -1,0 +1,210 @@
+"""What a repair leaves alive, what it expires, and what stays condemned: else data that is needed is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.maintenance.test_repair_dependents import Paused
+from tests.support.held_commit import held_commit
+from tstore import Keep
+from tstore.conformance.faults import open_faulty
+from tstore.errors import TimelineChanged
+from tstore.format.layout import commit_key
+from tstore.simulation.scenario import override_constants
+from tstore.tags import set_tag
+
+VALUES = np.arange(4000.0)
+NOW = timedelta(0)
+HEAD = Keep(newer_than=NOW)  # which keeps nothing else
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4()}"
+
+
+async def save(url: str, *steps: int) -> None:
+    """Save steps, each of which has a pack of its own and needs no other."""
+    for step in steps:
+        await tstore.save(url, {"w": VALUES + step}, step)
+
+
+async def groups(url: str, count: int, tag: str | None = None) -> None:
+    """Commit new groups; the manifest of 500 is an object of its own."""
+    store = await tstore.open(url)
+    async with store.transaction(tag=tag) as tx:
+        for number in range(count):
+            await tx.create_group(f"{tag}{number}", {"long": f"{number:040}"})
+
+
+async def check(url: str, *steps: int) -> None:
+    """Check that these steps are there, that nothing is damaged, and that it stays so after a collection."""
+    for _ in range(2):
+        store = await tstore.open(url)
+        assert (await store.verify()).faults == []
+        assert (await store.repair()).damaged == []
+        assert await tstore.steps(store) == list(steps)
+        for step in steps:
+            assert (await tstore.restore(store, step))["w"][0] == step
+        await store.collect(abandoned=NOW)
+
+
+async def lose_pack(store: tstore.Store, version: int) -> None:
+    transaction = (await store.log.reader.record(version)).transaction
+    [pack] = [key for key in await store.log.storage.list(f"txn/{transaction}/") if "/pack-" in key]
+    await store.log.storage.delete(pack)
+
+
+@contextlib.asynccontextmanager
+async def collecting(url: str, keep: Keep, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Collect: during the block, the record of the collection exists, and it has not deleted anything yet."""
+    paused = Paused(monkeypatch)
+    collection = asyncio.create_task((await tstore.open(url)).collect(keep, abandoned=NOW))
+    begun = asyncio.create_task(paused.begun.wait())
+    await asyncio.wait([collection, begun], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield
+    finally:
+        begun.cancel()
+        paused.go.set()
+        with contextlib.suppress(TimelineChanged):
+            await collection
+
+
+async def test_the_head_of_a_voided_collection_lost_its_pack_in_another_way(url: str) -> None:
+    """A collection never deletes that, so it is damaged, not expired, even if a copy is the newest version."""
+    for step in (1, 2):
+        await tstore.save(url, {"w": np.full((64, 128), step, "f4")}, step)
+    await tstore.quantize(url, "e4m3", at="step/2", tag="q")
+    store = await tstore.open(url)
+    assert (await store.collect(Keep(last=1))).version == 4
+    await save(url, 5)
+    await lose_pack(store, 2)
+    report = await (await tstore.open(url)).repair(void_intact=[4])
+    assert (report.expired, [one.version for one in report.damaged]) == ([1], [2])
+    assert await tstore.steps(url) == [2, 5]
+
+
+async def test_older_manifests_that_the_newest_state_needs_stay(url: str) -> None:
+    """The only living version needed them; it is voided, so that the state before it is the newest again."""
+    for tag in ("a", "b", "c"):
+        await groups(url, 500 if tag == "a" else 1, tag)
+    store = await tstore.open(url)
+    assert (await store.collect(HEAD, abandoned=NOW)).versions == [1, 2]
+    assert (await store.repair(void_intact=[3])).restated is None
+    for _ in range(2):
+        store = await tstore.open(url)
+        await store.collect(HEAD, abandoned=NOW)
+        assert len((await store.snapshot()).tree.nodes) > 500
+        assert (await store.verify()).faults == []
+        await groups(url, 1, f"{uuid.uuid4()}")
+
+
+async def test_what_a_collection_still_deletes_is_not_alive_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(url, 1, 2, 3)
+    async with collecting(url, Keep(last=1), monkeypatch):
+        report = await (await tstore.open(url)).repair(void_intact=[3])
+        assert report.restated == 0
+    await check(url)
+
+
+async def test_what_needs_a_manifest_that_a_voided_collection_still_deletes_is_expired(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else of those versions is condemned; the saves after them need no older manifest."""
+    for tag in ("a", "b", "c"):
+        await groups(url, 500 if tag == "a" else 1, tag)
+    await save(url, 4)
+    await groups(url, 1, "e")
+    async with collecting(url, Keep(last=1), monkeypatch):
+        assert (await (await tstore.open(url)).repair(void_intact=[6])).expired == [1, 2, 3]
+    await check(url, 4)
+
+
+async def test_two_repairs_at_once(url: str) -> None:
+    """The record of the first is a collection. It would list as living what the second has voided."""
+    await save(url, 1, 2, 3)
+    await (await tstore.open(url)).collect(Keep(last=2))
+    await save(url, 5, 6)
+    await groups(url, 1)
+    store, faults = await open_faulty(url)
+    async with held_commit(faults, store.repair(void_intact=[3])) as repairing:
+        await (await tstore.open(url)).repair(void_intact=[6])
+    try:
+        await repairing
+    except TimelineChanged:
+        assert (await (await tstore.open(url)).repair(void_intact=[3])).ok
+    await (await tstore.open(url)).collect(Keep(last=1), abandoned=NOW)
+    await check(url, 5)
+
+
+async def test_a_commit_beside_the_repair_reuses_what_a_voided_collection_still_deletes(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(url, 1, 2)
+    async with collecting(url, Keep(last=1), monkeypatch):
+        store, faults = await open_faulty(url)
+        async with held_commit(faults, store.repair(void_intact=[3])) as repairing:
+            other = await tstore.open(url)
+            async with other.transaction() as tx:
+                await tx.copy_array(await (await other.snapshot(1)).array("w"), "copied")
+        report = await repairing
+        assert (report.expired, report.restated) == ([1, 4], 2)
+    await check(url, 2)
+
+
+async def test_a_tag_of_a_version_that_is_being_voided_is_dropped(url: str) -> None:
+    """The process that sets it has read the version before."""
+    await save(url, 1, 2, 3)
+    other = await tstore.open(url)
+    assert (await other.snapshot("step/2")).version == 2
+    store, faults = await open_faulty(url)
+    async with held_commit(faults, store.repair(void_intact=[2])) as repairing:
+        await set_tag(other, "late", 2)
+    assert (await repairing).ok
+    assert await (await tstore.open(url)).tags() == {"step/1": 1, "step/3": 3}
+
+
+async def test_a_collection_keeps_the_manifest_that_a_lost_record_wrote(url: str) -> None:
+    """It has no chunks. Roots refer to its pages."""
+    with override_constants(ROOT_EVERY=4):
+        await groups(url, 4000, "a")
+        for number in range(9):
+            await groups(url, 1, f"b{number}-")
+        store = await tstore.open(url)
+        await store.log.storage.replace(commit_key(1), b"garbage")
+        assert (await (await tstore.open(url)).repair([1])).ok
+        for _ in range(2):
+            store = await tstore.open(url)
+            await store.collect(HEAD, abandoned=NOW)
+            assert len((await store.snapshot()).tree.nodes) == 4009
+            assert (await store.verify()).faults == []
+
+
+async def test_what_a_lost_record_wrote_outlives_a_copy_whose_root_has_its_changes(url: str) -> None:
+    with override_constants(ROOT_EVERY=4):
+        for step in (1, 2):
+            await tstore.save(url, {"w": np.full((64, 128), step, "f4")}, step)
+        async with (await tstore.open(url)).transaction() as tx:
+            await (await tx.create_array("lost", (4000,), "f8")).write(VALUES)
+        assert (await tstore.quantize(url, "e4m3", at="step/2", tag="q")).version == 4
+        for number in range(3):
+            await groups(url, 1, f"b{number}-")
+        store = await tstore.open(url)
+        await store.log.storage.replace(commit_key(3), b"garbage")
+        assert (await (await tstore.open(url)).repair([3])).ok
+        for _ in range(2):
+            store = await tstore.open(url)
+            await store.collect(Keep(last=1, copies=0), abandoned=NOW)
+            assert np.array_equal(await (await (await store.snapshot()).array("lost")).read(), VALUES)
+            assert (await store.verify()).faults == []
