@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -45,11 +45,12 @@ from tstore.log.records import CACHED_RECORDS, Records, VersionCache
 from tstore.runtime.event_loops import PerLoop, run_apart
 from tstore.runtime.pool import run, uses_threads
 from tstore.storage.base import Storage
-from tstore.storage.cache import forget
+from tstore.storage.cache import forget, forget_all
 
 __all__ = ["Trees"]
 
 _CACHED = 4
+_MAX_FORGOTTEN = 1 << 14  # roots that are dropped from the cache on disk one by one
 
 
 class _ReadAhead(NamedTuple):
@@ -207,7 +208,7 @@ class Trees:
         return changes
 
     async def drop_voided(self) -> None:
-        """Drop the trees, records and roots of versions that a repair voided, in memory and in the cache on disk.
+        """Drop the trees, records and roots of versions that a repair voided, the roots also in the cache on disk.
 
         Raise `TimelineChanged` if this process has used a record that was voided since, and `Corrupt` if that
         record is there again, as from a backup made before the repair.
@@ -217,7 +218,7 @@ class Trees:
             versions = sorted(voided)
             last = max([versions[-1], *self._records.cached_versions()])
             roots = range(-(-versions[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
-            await run(_forget_all, self._objects.storage, [*map(commit_key, versions), *map(root_key, roots)])
+            await run(_forget_roots, self._objects.storage, roots)
             for version in versions:
                 self._cached.drop_from(version)
                 self._copies.drop_from(version)
@@ -354,9 +355,10 @@ class Trees:
 
     async def _derived_pages(self, reference: ObjectRef) -> list[DerivedNodes] | None:
         version = version_of(reference.key)
-        # from the roots below; if these are damaged too, from the records alone
-        attempts: list[set[int]] = [set(), set(range(ROOT_EVERY, version, ROOT_EVERY))]
-        for lost in attempts:
+        # from the roots below; if these are damaged too, from the records alone: as if the first of each chain of
+        # roots were lost
+        firsts = {root_chain(ROOT_EVERY << i)[0] for i in range(version.bit_length())}
+        for lost in (set[int](), firsts):
             with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
                 nodes = (await self._built(version, version, lost)).nodes
                 changed = nodes.changed(nodes.parent_of(version))
@@ -388,6 +390,9 @@ def _drop_if_long(stored: StoredRecord) -> _ReadAhead:
     return _ReadAhead(None if stored.is_long else stored.record.of_head, stored.record.replaces)
 
 
-def _forget_all(storage: Storage, keys: Iterable[str]) -> None:
-    for key in keys:
-        forget(storage, key)
+def _forget_roots(storage: Storage, versions: range) -> None:
+    if len(versions) > _MAX_FORGOTTEN:
+        forget_all(storage)
+    else:
+        for version in versions:
+            forget(storage, root_key(version))

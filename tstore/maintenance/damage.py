@@ -27,6 +27,7 @@ from tstore.format.tree.validation import pack_ends
 from tstore.log.expiry import changes_nothing, living_versions, names_falsely
 from tstore.log.reader import LogReader
 from tstore.maintenance.compaction import foreign_archive
+from tstore.maintenance.gaps import long_gap
 from tstore.maintenance.past_repairs import PastRepairs, interrupted_message
 from tstore.maintenance.replay import UNREADABLE, Replay
 from tstore.runtime.concurrency import batched
@@ -177,11 +178,14 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
     """Return the versions that are damaged or of a newer tstore, in order. No record above a gap is read.
 
     Raise `Corrupt` if an archive is of another history than the records beside it: it hides those that are right.
+    Raise it also if more records are missing below the newest version than can be lost.
     Instead, return those that would be damaged if the versions in `voided` were void: it maps each to the version
     from which on its changes are known nevertheless, 0 for none (`Record.resumes`).
     """
-    newest = await log.newest()
-    for fault in await foreign_archives(log, newest, await listed_records(log)):
+    newest, records = await log.newest(), await listed_records(log)
+    if gap := await long_gap(log, newest, records):
+        raise Corrupt(gap.message(log.storage.url))
+    for fault in await foreign_archives(log, newest, records):
         raise Corrupt(fault)
     known = await known_expiry(log, newest)
     log = log.anew()  # reads in order, so that it is the later one of two records that is out of place

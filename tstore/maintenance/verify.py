@@ -53,6 +53,7 @@ from tstore.maintenance.damage import (
     missing_records,
 )
 from tstore.maintenance.distinct_chunks import ChunkList, DistinctChunks, array_label
+from tstore.maintenance.gaps import long_gap
 from tstore.maintenance.past_repairs import PastRepairs, interrupted_message
 from tstore.maintenance.read_back import read_back
 from tstore.maintenance.replay import UNREADABLE, Replay
@@ -117,9 +118,13 @@ async def verify_store(log: LogReader, progress: Callable[[VerifyProgress], obje
     """
     while True:
         newest = await log.newest()
+        gap = await long_gap(log, newest, await listed_records(log))
+        newest = gap.first - 1 if gap else newest
         known = await known_expiry(log, newest)
         # a reader that reads in order, so that it is the later one of two records that is out of place
         report = await _Verification(log.anew(), newest, known, progress).run()
+        if gap:
+            return report._replace(faults=sorted([*report.faults, gap.message(log.storage.url)]))
         if report.ok:
             return report
         collection, _ = await last_readable_collection(log, await log.newest())

@@ -26,6 +26,7 @@ import fcntl
 import functools
 import os
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ from tstore.storage.local.pack import LocalReader
 from tstore.storage.objects import Buffers, Durability, read_limit
 from tstore.storage.wrapper import Wrapper
 
-__all__ = ["PIECE", "Cache", "CachedStorage", "forget", "without_cache"]
+__all__ = ["PIECE", "Cache", "CachedStorage", "forget", "forget_all", "without_cache"]
 
 PIECE = 4 << 20
 """The maximum bytes of a pack in one file."""
@@ -177,6 +178,10 @@ class CachedStorage(Wrapper):
             _remove(file)
         return bool(files)
 
+    def forget_all(self) -> None:
+        """Drop all that is cached of the store."""
+        shutil.rmtree(self._folder_of_store, ignore_errors=True)
+
 
 class _CachedRange(NamedTuple):
     start: int
@@ -282,6 +287,12 @@ def without_cache(storage: Storage) -> Storage:
 def forget(storage: Storage, key: str) -> bool:
     """Drop what is cached of an object; return whether anything was cached, so that a second read may differ."""
     return isinstance(storage, CachedStorage) and storage.forget(key)
+
+
+def forget_all(storage: Storage) -> None:
+    """Drop all that is cached of a store."""
+    if isinstance(storage, CachedStorage):
+        storage.forget_all()
 
 
 def _read_whole(path: str, max_size: int) -> bytes | None:

@@ -1,0 +1,92 @@
+"""Records far above all others: with a hint and a record, anybody who may write makes a log of 10^12 versions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.fuzzing import bounded_memory, bounded_time
+from tstore import Keep
+from tstore.errors import Corrupt, TStoreError
+from tstore.format.frame import Link, check_of, linked
+from tstore.format.layout import HINT, MARKER, commit_key, root_key
+from tstore.format.objects.encoding import encode
+from tstore.format.objects.records import Record, Root
+from tstore.format.objects.references import Manifest
+from tstore.log.marker import Marker
+
+FAR = 1 << 40  # a version that may have a root
+
+
+async def history(store: tstore.Store) -> None:
+    async for commit in store.history():
+        repr(commit)
+
+
+async def commit(store: tstore.Store) -> None:
+    async with store.transaction() as tx:
+        await tx.create_group("g")
+
+
+VERBS: list[Callable[[tstore.Store], Awaitable[Any]]] = [
+    lambda store: store.snapshot(),
+    lambda store: store.tags(),
+    lambda store: store.verify(),
+    lambda store: store.repair(),
+    lambda store: store.repair([FAR]),
+    lambda store: store.collect(Keep(last=1)),
+    lambda store: store.outcome("nobody"),
+    lambda store: store.pending(),
+    lambda store: store.diff(1),
+    lambda store: tstore.copy(store, f"memory://{uuid.uuid4()}"),
+    lambda store: tstore.save(store, {"w": np.arange(9)}, 9),
+    history,
+    commit,
+]
+
+
+async def attacked(*, repair: bool) -> str:
+    """Make a store of two versions with another one far above, and perhaps a repair that voids all between."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    for step in range(2):
+        await tstore.save(store, {"w": np.arange(100) + step}, step)
+    storage = store.log.storage
+    log_id = Marker.decode(await storage.get(MARKER)).log_id
+    far = linked(encode(Record("far", FAR - 1, 1.0)), Link(log_id, FAR - 1, b"?" * 16))
+    await storage.replace(commit_key(FAR), far)
+    await storage.replace(HINT, str(FAR).encode())
+    if repair:
+        root = Root(FAR, check_of(far), {}, Manifest.from_nodes([]))
+        await storage.replace(root_key(FAR), encode(root))
+        voids = encode(Record("repair-far", FAR, 1.0, metadata={"voided": [1, FAR - 1]}))
+        await storage.replace(commit_key(FAR + 1), linked(voids, Link(log_id, FAR, check_of(far))))
+    return store.url
+
+
+@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+async def test_every_verb_ends(repair: bool, cached: bool, tmp_path: Path) -> None:
+    url = await attacked(repair=repair)
+    with bounded_memory(256 << 20), bounded_time(5):
+        for verb in VERBS:
+            with suppress(TStoreError):
+                store = await tstore.open(url, cache=tstore.Cache(tmp_path) if cached else None)
+                await verb(store)
+
+
+async def test_the_gap_is_named() -> None:
+    store = await tstore.open(await attacked(repair=False))
+    gap = f"records from {commit_key(3)} to {commit_key(FAR - 1)} are missing, though version {FAR} exists"
+    report = await store.verify()
+    assert report.versions == 2
+    assert any(gap in fault for fault in report.faults)
+    for void in ([], [FAR]):
+        with pytest.raises(Corrupt, match=gap):
+            await store.repair(void)
