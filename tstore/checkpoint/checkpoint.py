@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,8 +15,10 @@ from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
     Conflict,
+    Corrupt,
     DeadlineExceeded,
     Inconsistent,
+    NotFound,
     SnapshotExpired,
     SourceCondemned,
     TStoreError,
@@ -34,6 +37,8 @@ from tstore.transactions.staging import Staging
 from tstore.transactions.transaction import Transaction, check_undelivered, staging_of, withdraw
 
 __all__ = ["Checkpoint"]
+
+_log = logging.getLogger("tstore.checkpoint")
 
 FindPrior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
 """Returns the snapshot whose unchanged chunks a save references; takes the store, its tags and its version."""
@@ -143,7 +148,13 @@ class Checkpoint(NamedTuple):
             version = self._other_save(base.tags, replaced)
             if version is not None and (await store.log.reader.record(version)).transaction in self._ids(tx):
                 await tx.abort()
-                await self._confirm_repeated(store, version)
+                try:
+                    await self._confirm_repeated(store, version)
+                except (Corrupt, NotFound) as error:
+                    raise AlreadyExists(
+                        f"{store.url}: this attempt saved step {self.step} as version {version}, which has been "
+                        f"damaged since ({error}); pass overwrite=True to save it again"
+                    ) from error
                 return version
             self.check_tags(base.tags)
             if version is not None:
@@ -216,6 +227,16 @@ class Checkpoint(NamedTuple):
         if self.host == 0:
             await staging.set_root_attributes(self.attributes, self.reserved)
         await give_way()
+        try:
+            await self._write_arrays(staging, prior)
+        except (Corrupt, NotFound) as error:
+            if prior is None:
+                raise
+            _warn_lost(error)
+            await self._write_arrays(staging, None)
+
+    async def _write_arrays(self, staging: Staging, prior: Snapshot | None) -> None:
+        """Write the arrays; raise `Corrupt` or `NotFound`, having staged none, if some of `prior` is lost."""
         if prior is not None:
             await prior.read_nodes([job.path for job in self.jobs if job.has_values])
         _set_prior(self.jobs, prior)
@@ -281,7 +302,8 @@ class Checkpoint(NamedTuple):
         if not differing:
             comparison = store.transaction()
             try:
-                await self._write(staging_of(comparison), saved)  # refers to the chunks that are equal
+                await staging_of(comparison).replace_all(self.digest)
+                await self._write_arrays(staging_of(comparison), saved)  # refers to the chunks that are equal
                 if staging_of(comparison).bytes_added:
                     differing.append("values of this host")
             finally:
@@ -318,6 +340,13 @@ async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Sn
         return await snapshot_of(store.log.reader, tags[step_tag(steps[-1])], newest) if steps else None
     except SnapshotExpired:  # expired by a gc after a newer step was saved
         return None
+    except (Corrupt, NotFound) as error:
+        _warn_lost(error)
+        return None
+
+
+def _warn_lost(error: Exception) -> None:
+    _log.warning("The save writes all chunks, as it cannot refer to those of the newest step: %s", error)
 
 
 async def _no_prior(store: Store, tags: Mapping[str, int], newest: int) -> None:

@@ -135,12 +135,16 @@ class Log:
             queue = self._queues[loop] = CommitQueue()
         return QueuedCommit(queue, record, check_and_validate, on_retry, changes, data, append_record)
 
-    async def check_not_condemned(self, transaction: str, base: int) -> None:
-        """Raise `Conflict` if a garbage collection above `base` condemned an uncommitted transaction."""
+    async def check_not_condemned(self, transaction: str, base: int, reused: tuple[str, ...] = ()) -> None:
+        """Raise `Conflict` if a garbage collection above `base` condemned an uncommitted transaction.
+
+        Raise `SourceCondemned` if it condemned one of the packs that the transaction reuses.
+        """
+        record = Record(transaction, base, 0.0, reused=reused)
         for version, other in enumerate(await self.reader.above(base), base + 1):
             if other.transaction == transaction and not other.void:
                 return
-            await check_against_collection(self.reader, Record(transaction, base, 0.0), version, other)
+            await check_against_collection(self.reader, record, version, other)
 
     async def make_durable(self, version: int, durability: Durability) -> None:
         """Make an existing commit as durable as requested: its creator may have died before it did so."""

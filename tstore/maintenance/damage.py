@@ -23,7 +23,7 @@ from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ARCHIVE_EVERY, commit_key, is_record, owner_of, root_key, version_of
 from tstore.format.objects.records import Record
 from tstore.format.tree.retention import packs_of
-from tstore.format.tree.validation import pack_ends
+from tstore.format.tree.validation import pack_ends, short_packs
 from tstore.log.expiry import changes_nothing, living_versions, names_falsely
 from tstore.log.reader import LogReader
 from tstore.maintenance.compaction import foreign_archive
@@ -330,8 +330,5 @@ async def _missing_among(log: LogReader, newest: int, listed: Sequence[int]) -> 
 async def _check_objects(log: LogReader, version: int, record: Record) -> None:
     """Raise `Corrupt` or `NotFound` if a manifest is damaged or missing, or a pack is missing or too short."""
     ends = pack_ends(await log.objects.manifests(version, record))
-    sizes = await log.storage.sizes(ends)
-    for key, end in ends.items():
-        if sizes.get(key, -1) < end:
-            actual = f"has {sizes[key]} bytes" if key in sizes else "is missing"
-            raise NotFound(f"{log.storage.url}: {key} {actual}; expected at least {end} bytes")
+    for fault in short_packs(ends, await log.storage.sizes(ends)).values():
+        raise NotFound(f"{log.storage.url}: {fault}")

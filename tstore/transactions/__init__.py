@@ -6,7 +6,8 @@
    tags. `patches`: parts of chunks to change. `appends`: values whose region the commit allots (`extension`).
    `copies`: arrays copied into a transaction. `encoded`: chunks as their encoded bytes, as stores of Zarr see
    them. `read_set`: what a serializable transaction has read. `conflicts`: newer commits that conflict, or over
-   which changes are applied again. `merging`: older references that the commit restates.
+   which changes are applied again. `merging`: older references that the commit restates. `reused`: the packs of
+   other transactions to which it refers.
 3. `cooperative`: the protocol by which many hosts make one commit. `membership`: one host of a transaction, and
    the keys of what hosts write. `attempts`: the token of one start of a job. `number_of_hosts`: hosts that differ
    in their number. `fragments`: what each host contributes, and the tree in which they are merged. `decision`:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -36,6 +37,7 @@ from tstore.transactions.conflicts import check_reads, reapply
 from tstore.transactions.lifecycle import Lifecycle, Operation
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import HeartbeatWriter
+from tstore.transactions.reused import ReusedPacks
 from tstore.transactions.staged_array import StagedArray
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.tag_edits import TagEdits
@@ -66,6 +68,7 @@ class Staging:
         self.segments = log.reader.objects.segments
         self._staged: StagedTree | None = None
         self._known_alive: set[int] = set()  # versions
+        self._kept: set[str] = set()  # the paths of arrays made of chunks of other versions
         self.appending: dict[str, asyncio.Lock] = {}  # by path
         self._bytes_adopted = 0
         self._manifest_count = 0
@@ -142,12 +145,18 @@ class Staging:
             self.structure_check = structure_check
 
     async def write_arrays(self, jobs: Sequence[WriteJob]) -> None:
-        """Create arrays from jobs of whole chunks; raise `AlreadyExists` unless all are new."""
+        """Create arrays from jobs of whole chunks; raise `AlreadyExists` unless all are new.
+
+        Raise `Corrupt`, and create none, if a pack with unchanged chunks is lost.
+        """
         async with self.operation() as staged:
             await self.read_around(staged, (job.path for job in jobs))
             staged.check_new(jobs)
             async with self.heartbeat():
                 await self.packs.write(jobs)
+                reused = ReusedPacks(self.transaction)
+                reused.add_jobs(jobs)
+                await reused.check(self.log.storage)
             staged.check_new(jobs)  # another operation may have created one meanwhile
             for job in jobs:
                 job.take_references()
@@ -161,6 +170,7 @@ class Staging:
                 await check_alive(self.reader, version, staged.base.version)
                 self._known_alive.add(version)
             staged.keep_array(path, meta, tables)
+            self._kept.add(path)
 
     async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
         """Stage an array whose chunks this or other processes have written to packs of the transaction."""
@@ -220,6 +230,7 @@ class Staging:
                 await self.apply_patches(staged, array)
             if self._heartbeat is None and not array.replaces_node:  # many hosts would merge the same references
                 await array.merge_base(staged.base_chunks(array.path), self.packs, self.segments)
+        await self._check_kept(staged)
         return await self.manifest()
 
     async def manifest(self) -> ObjectRef | Manifest:
@@ -278,6 +289,24 @@ class Staging:
             return await guard_expiry(self.reader, staged.base.head, work)
         except (Corrupt, NotFound):
             await self.check_not_condemned()
+            raise
+
+    async def _check_kept(self, staged: StagedTree) -> None:
+        """Raise `Corrupt` if a pack of an array made of chunks of another version is lost.
+
+        Raise `SourceCondemned` if a garbage collection deleted it.
+        """
+        tables = {path: staged.arrays[path].staged_chunks() for path in self._kept & staged.arrays.keys()}
+        if not tables:
+            return
+        reused = ReusedPacks(self.transaction)
+        try:
+            await run(reused.add_arrays, tables)
+            await reused.check(self.log.storage)
+        except Corrupt:
+            packs = {pack for table in itertools.chain(*tables.values()) for pack in table.packs}
+            names = tuple(pack for pack in packs if isinstance(pack, str))
+            await self.log.check_not_condemned(self.transaction, staged.base.version, names)
             raise
 
     async def _checked_tree(self) -> StagedTree:

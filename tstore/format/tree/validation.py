@@ -53,6 +53,7 @@ __all__ = [
     "next_tree",
     "pack_ends",
     "run_steps",
+    "short_packs",
 ]
 
 T = TypeVar("T")
@@ -121,6 +122,16 @@ def pack_ends(manifests: Iterable[Manifest]) -> dict[str, int]:
             if isinstance(pack, str):
                 ends[pack] = max(end, ends.get(pack, 0))
     return ends
+
+
+def short_packs(ends: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return what is wrong with each pack that has no size, as it is missing, or a size below its end."""
+    actual = {pack: f"has {sizes[pack]} bytes" if pack in sizes else "is missing" for pack in ends}
+    return {
+        pack: f"{pack} {actual[pack]}; expected at least {end} bytes"
+        for pack, end in ends.items()
+        if sizes.get(pack, -1) < end
+    }
 
 
 def chunk_ends(table: ChunkTable) -> list[int]:

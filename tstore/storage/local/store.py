@@ -134,7 +134,7 @@ class LocalStorage(Storage):
     async def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for batch in batched(keys):
-            sizes |= await run(self._sizes, batch)
+            sizes |= await self._reads.run(self._sizes, batch)
         return sizes
 
     async def leading(self, keys: Iterable[str], unless: str = "") -> Leading:
