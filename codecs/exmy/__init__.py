@@ -21,7 +21,7 @@ lists all formats. Import the integrations explicitly: `jax`, `torch`, `zarr` an
 6. `kernels`: dispatch to the C kernels in `_kernels.c` (`_lanes.h` explains their loops) or to `blockwise`, which
    runs the reference in blocks. `threads`: parallel work on parts of an array. `emulation`: the constants with
    which `jax` and `torch` round in integer arithmetic. `integers`: their other operations in that arithmetic.
-7. `errors`: the exceptions.
+7. `errors`: the exceptions. `user_warnings`: warnings at the line of the caller.
 """
 
 from exmy import kernels

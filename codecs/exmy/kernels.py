@@ -11,7 +11,6 @@ elements; the elements of a row share a scale.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from exmy import blockwise
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import KernelError, SlowPathWarning
 from exmy.rounding import Dither
+from exmy.user_warnings import warn
 
 if TYPE_CHECKING:
     from exmy.groups import Groups
@@ -96,13 +96,12 @@ class _Selection:
         """Return whether to call the C kernels. Warn once if they are not built and the array is large."""
         if self.index < 0 and not self.quiet and count >= _WARNING_SIZE:
             self.quiet = True
-            warnings.warn(
+            warn(
                 "exmy runs without its C kernels, about a hundred times slower, because they were not built; "
                 "install a C compiler (Debian: apt-get install gcc python3-dev) and run pip install "
                 "--force-reinstall --no-cache-dir on the package again, or set EXMY_KERNELS=reference to silence "
                 "this warning",
                 SlowPathWarning,
-                stacklevel=4,
             )
         return self.index >= 0
 

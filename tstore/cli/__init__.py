@@ -15,6 +15,7 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -23,9 +24,15 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; print an error instead of raising it."""
-    with _exiting_on_interrupt() if arguments is None else contextlib.nullcontext():
+    if arguments is not None:  # in the process of another program
         from tstore.cli.commands import run_command
-    return run_command(sys.argv[1:] if arguments is None else arguments)
+
+        return run_command(arguments)
+    with _exiting_on_interrupt():
+        from tstore.cli.commands import run_command
+        from tstore.cli.console import print_warning
+    warnings.showwarning = print_warning
+    return run_command(sys.argv[1:])
 
 
 @contextlib.contextmanager

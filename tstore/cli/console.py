@@ -46,6 +46,7 @@ __all__ = [
     "path_or_url",
     "plot_option",
     "print_now",
+    "print_warning",
     "run",
     "store_argument",
     "version_or_tag",
@@ -304,6 +305,12 @@ def _handling_sigterm(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def print_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a warning as one line, without the place in the code where Python shows it."""
+    with contextlib.suppress(OSError):
+        print(f"tstore: warning: {escape(str(message))}", file=sys.stderr, flush=True)
 
 
 def fail_with(error: TStoreError, as_json: bool) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+from exmy.user_warnings import warn
 
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
@@ -57,7 +57,7 @@ def as_castable(path: str, values: npt.ArrayLike, dtype: np.dtype[Any], casting:
             narrowed = array.astype(dtype)
         if not np.array_equal(np.isfinite(narrowed), np.isfinite(array)):  # as in an assignment of NumPy
             message = f"{path}: some values are beyond the range of {dtype}, and become infinity or NaN"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warn(message, RuntimeWarning)
         return narrowed
     return array
 

@@ -9,3 +9,9 @@
 3. `concurrency`: many awaited calls with bounded concurrency. `shared_calls`: one call for many tasks.
 4. `world`: the clock and random numbers, which a simulation replaces.
 """
+
+from __future__ import annotations
+
+from exmy.user_warnings import LIBRARIES
+
+LIBRARIES.add("tstore")

@@ -28,12 +28,12 @@ import os
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
+from exmy.user_warnings import warn
 
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
 from tstore.format.arguments import quote
@@ -97,10 +97,9 @@ class Cache:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(
+                warn(
                     f"the cache in {self.folder} can't be written ({error}); objects are read without it",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
 
     def _evict(self) -> None:

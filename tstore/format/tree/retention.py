@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from exmy.user_warnings import Place, users_place, warn
 from msgspec.structs import replace
 
 from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SnapshotExpired, SourceCondemned
@@ -136,13 +136,14 @@ class JobKeep(Keep):
     """The rules of a running job: a missing tag or metric may come later, so there is one warning and no error."""
 
     warned: list[str] = field(default_factory=list, repr=False, compare=False)
+    place: Place = field(default_factory=users_place, repr=False, compare=False)
 
     def check(self, alive: Mapping[int, LivingVersion]) -> None:
         """Warn of a missing tag or metric, unless there was a warning already."""
         if not self.warned and (missing := self._missing(alive)):
             self.warned.append(missing)
             with contextlib.suppress(UserWarning):  # a filter may raise it, but it must not stop the job
-                warnings.warn(f"{missing}; until then, this rule selects no version", stacklevel=2)
+                warn(f"{missing}; until one has it, this rule keeps no version", place=self.place)
 
 
 def _best(best: Best, steps: Iterable[LivingVersion]) -> set[int]:

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator
 from urllib.parse import quote
 
 import msgspec
+from exmy.user_warnings import warn
 from yarl import URL
 
 from tstore.errors import Corrupt, Denied, Unavailable
@@ -274,11 +274,10 @@ class HttpStorage(Storage):
         """Record that the server ignores `Range`; warn the first time."""
         if self._ranges is not False:
             self._ranges = False
-            warnings.warn(
+            warn(
                 f"{self.url}: the server ({self._server}) ignores Range, so reading part of an object transfers "
                 "all of it; use a server that supports ranges, such as nginx or tstore serve",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     async def _identify(self, label: str) -> None:

@@ -23,9 +23,9 @@ import ipaddress
 import os
 import re
 import stat
-import warnings
 from typing import NamedTuple
 
+from exmy.user_warnings import warn
 from yarl import URL
 
 from tstore.errors import InvalidArgument
@@ -108,11 +108,10 @@ def warn_if_cleartext(url: URL) -> None:
     if url.scheme != "http" or (host := _host(url)) in _warned or _is_loopback(host):
         return
     _warned.add(host)
-    warnings.warn(
+    warn(
         f"the token for {url.origin()} goes over http, where anyone on the network path can read it; use https "
         "(tstore serve --tls-cert), or an encrypted tunnel to the server",
         RuntimeWarning,
-        stacklevel=2,
     )
 
 
