@@ -21,6 +21,7 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.runtime.event_loops import on_io
+from tstore.storage import limits
 from tstore.storage.objects import PutMode
 from tstore.storage.s3.store import S3Storage
 
@@ -33,8 +34,13 @@ def refusal(status: str, code: str, *fields: str) -> bytes:
     return ok(body.encode(), "Content-Type: application/xml", *fields, status=status)
 
 
+@pytest.fixture(autouse=True)
+def connections_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.5)  # which the wait for a silent server includes
+
+
 @contextlib.asynccontextmanager
-async def connected(server: Server, patience: float = 1) -> AsyncIterator[S3Storage]:
+async def connected(server: Server, patience: float = 60) -> AsyncIterator[S3Storage]:
     """Connect with a client that waits for a silent server so many seconds."""
     objects = S3Storage(
         "s3://bucket/x",
@@ -55,8 +61,8 @@ async def calling(objects: S3Storage, call: str, *arguments: object) -> object:
     return await getattr(objects, call)(*arguments)
 
 
-async def asked(server: Server, call: str, *arguments: object) -> object:
-    async with connected(server) as objects:
+async def asked(server: Server, call: str, *arguments: object, patience: float = 60) -> object:
+    async with connected(server, patience) as objects:
         return await on_io(calling(objects, call, *arguments))
 
 
@@ -93,7 +99,7 @@ CALLS: list[tuple[str, tuple[object, ...]]] = [
 
 @pytest.mark.parametrize(("response", "error"), REFUSALS, ids=lambda p: getattr(p, "__name__", None))
 async def test_refusals(response: bytes, error: type[TStoreError]) -> None:
-    async with serving(response) as server, connected(server, 60) as objects:  # connecting takes most of the time
+    async with serving(response) as server, connected(server) as objects:
         for call, arguments in CALLS:
             server.requests.clear()
             with pytest.raises(error, match="s3://bucket/x") as raised:
@@ -132,9 +138,10 @@ READS: list[tuple[RawResponse, type[TStoreError]]] = [
 
 @pytest.mark.parametrize(("response", "error"), READS)
 async def test_reads(response: RawResponse, error: type[TStoreError]) -> None:
+    patience = 0.5 if error is Unavailable else 60
     async with serving(response) as server:
         with pytest.raises(error, match="s3://bucket/x"):
-            await asyncio.wait_for(asked(server, "read", "k", 0, [bytearray(5)], 5), 30)
+            await asked(server, "read", "k", 0, [bytearray(5)], 5, patience=patience)
 
 
 @pytest.mark.parametrize("body", [b"<html>welcome</html>", b"{}", b""])
@@ -158,9 +165,9 @@ GIVEN_UP: dict[str, tuple[str, tuple[object, ...], bytes]] = {
 async def test_a_response_not_read_to_its_end_leaves_no_connection_open(
     call: str, arguments: tuple[object, ...], response: bytes
 ) -> None:
-    async with serving(response) as server, connected(server) as objects:
+    async with serving(response) as server, connected(server, 0.5) as objects:
         with pytest.raises(TStoreError) as raised:
             await on_io(calling(objects, call, *arguments))
-        async with asyncio.timeout(10):  # while the error and the objects of its traceback are alive
+        async with asyncio.timeout(60):  # while the error and the objects of its traceback are alive
             await server.left.wait()
         assert raised.value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,8 @@ import zarr
 from aiohttp import web
 
 import tstore
+from tests.support.web_server import serving
 from tstore.convert.zarr_import import import_zarr
-
-
-@contextlib.asynccontextmanager
-async def serving(respond: Any) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", respond)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield "http://{}:{}".format(*runner.addresses[0][:2])
-    await runner.cleanup()
 
 
 class Servers:

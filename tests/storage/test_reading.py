@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 import tstore
+from tests.support import web_server
 from tests.support.gcs_endpoint import Endpoint as GcsEndpoint
 from tests.support.gcs_endpoint import Fault, Wrong
 from tests.support.s3_endpoint import Endpoint as S3Endpoint
@@ -80,14 +81,9 @@ async def cdn() -> AsyncIterator[Public]:
             headers["Content-Range"] = f"bytes {asked.start}-{asked.start + len(part) - 1}/{len(data)}"
             return web.Response(status=206, body=part, headers=headers)
 
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", respond)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        public.options["cdn"] = "http://{}:{}/run".format(*runner.addresses[0][:2])
-        yield public
-        await runner.cleanup()
+        async with web_server.serving(respond) as url:
+            public.options["cdn"] = f"{url}/run"
+            yield public
 
 
 PublicStore = tuple[Public, tstore.Store, str, dict[str, Any]]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.support import web_server
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -77,15 +78,8 @@ def storage_at(url: str, provider: str) -> Storage:
 @pytest.fixture
 async def server() -> AsyncIterator[Responding]:
     made = Responding()
-    app = web.Application(client_max_size=1 << 30)
-    app.router.add_route("*", "/{path:.*}", made.respond)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0][:2]
-    made.url = f"http://{host}:{port}"
-    yield made
-    await runner.cleanup()
+    async with web_server.serving(made.respond) as made.url:
+        yield made
 
 
 @pytest.fixture(params=["http", "gcs", "s3"])

@@ -19,6 +19,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.processes import DEADLINE
+from tests.support.web_server import serving_app
 
 _NGINX = """
 daemon off; user {user} {group}; worker_processes 1; pid {own}/pid; error_log {own}/error;
@@ -67,14 +68,8 @@ async def aiohttp_files(folder: Path) -> AsyncIterator[str]:
     """Run aiohttp's file server and yield its URL."""
     app = web.Application()
     app.router.add_static("/", folder)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving_app(app) as url:
+        yield url
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

@@ -26,6 +26,8 @@ from urllib.parse import unquote
 import google_crc32c
 from aiohttp import web
 
+from tests.support import web_server
+
 
 class Wrong(enum.Enum):
     """A kind of fault."""
@@ -136,17 +138,8 @@ class Endpoint:
     @contextlib.asynccontextmanager
     async def running(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[Endpoint]:
         """Serve on a free port for the duration of the block."""
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", r"/{rest:[\s\S]*}", self._handle)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
-        await site.start()
-        self.url = f"http{'s' if tls else ''}://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with web_server.serving(self._handle, tls) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     def new_bucket(self) -> str:
         """Create a bucket and return its name."""

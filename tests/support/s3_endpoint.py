@@ -13,6 +13,8 @@ from urllib.parse import quote
 
 from aiohttp import web
 
+from tests.support import web_server
+
 BUCKET = "checkpoints"
 
 Refuse = Callable[[web.Request], web.Response | None]
@@ -50,18 +52,8 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def running(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[Endpoint]:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", self._respond)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
-        await site.start()
-        [(host, port)] = [address[:2] for address in runner.addresses]
-        self.url = f"{'http' if tls is None else 'https'}://{host}:{port}"
-        try:
+        async with web_server.serving(self._respond, tls) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _respond(self, request: web.Request) -> web.Response:
         bucket, _, key = request.match_info["path"].partition("/")
