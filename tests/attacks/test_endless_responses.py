@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import threading
@@ -166,24 +167,27 @@ async def test_after_a_body_was_sent_the_response_has_the_time_that_the_body_may
                 await create
 
 
-def on_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(test())
+def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in an event loop whose clock jumps to the next timer, so that a busy machine changes nothing."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(test(**fixtures))
+
+    return run
 
 
-def test_a_transfer_above_the_minimum_rate_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_virtual_time
+async def test_a_transfer_above_the_minimum_rate_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_RATE", 1000)
-
-    async def test() -> None:
-        async with Deadline(0.4) as within:
-            for _ in range(60):
-                await asyncio.sleep(0.02)
-                within.extend(1000)
-        for size, pause in [(1 << 40, 60), (1, 0.01)]:  # far ahead of the minimum rate and then silent; too slow
-            with pytest.raises(TimeoutError):
-                await moving(size, pause)
-
-    on_virtual_time(test)
+    async with Deadline(0.4) as within:
+        for _ in range(60):
+            await asyncio.sleep(0.02)
+            within.extend(1000)
+    for size, pause in [(1 << 40, 60), (1, 0.01)]:  # far ahead of the minimum rate and then silent; too slow
+        with pytest.raises(TimeoutError):
+            await moving(size, pause)
 
 
 async def moving(size: int, pause: float) -> None:
@@ -193,13 +197,11 @@ async def moving(size: int, pause: float) -> None:
             await asyncio.sleep(pause)
 
 
-def test_time_spent_by_the_client_does_not_count() -> None:
-    async def test() -> None:
-        async with Deadline(0.2) as within:
-            await within.pause(asyncio.sleep(0.5))
-            within.extend(1)
-
-    on_virtual_time(test)
+@on_virtual_time
+async def test_time_spent_by_the_client_does_not_count() -> None:
+    async with Deadline(0.2) as within:
+        await within.pause(asyncio.sleep(0.5))
+        within.extend(1)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1"])
@@ -494,6 +496,7 @@ async def silent(silence: float) -> str:
     return within.message
 
 
+@on_virtual_time
 async def test_all_attempts_of_a_call_share_one_deadline(impatient: None) -> None:
     with one_call(0.7) as call:
         said = [await silent(0.2)]  # plus 0.2 s for the connection
@@ -504,6 +507,7 @@ async def test_all_attempts_of_a_call_share_one_deadline(impatient: None) -> Non
     assert "silent for 0.2 s" in await silent(0.2), "which is the limit of a request, not of the call"
 
 
+@on_virtual_time
 async def test_a_body_above_the_minimum_rate_may_outlast_the_deadline_of_its_call(impatient: None) -> None:
     clock = asyncio.get_running_loop().time
     with one_call(0.4) as call:
@@ -515,6 +519,7 @@ async def test_a_body_above_the_minimum_rate_may_outlast_the_deadline_of_its_cal
         assert call.remaining > 0
 
 
+@on_virtual_time
 async def test_a_longer_timeout_of_the_caller_extends_the_deadline_of_a_call(impatient: None) -> None:
     with one_call(0.1) as call:
         assert "silent for 0.3 s" in await silent(0.3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import xxhash
 
 import tstore
+from tests.support import ports
 from tests.support.http_server import MARKER
 from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok, part, serving, then
 from tstore.errors import (
@@ -171,12 +171,10 @@ async def test_a_server_that_reads_a_body_slowly_is_waited_for(monkeypatch: pyte
 
 
 async def test_a_port_where_nobody_listens_is_unavailable() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    async with objects(url) as store:
-        with pytest.raises(Unavailable, match=r"no connection.*check the address"):
-            await store.get("k")
+    with ports.refusing() as address:
+        async with objects(f"http://{address}") as store:
+            with pytest.raises(Unavailable, match=r"no connection.*check the address"):
+                await store.get("k")
 
 
 async def test_an_unknown_host_name_is_unavailable() -> None:

@@ -505,7 +505,7 @@ async def test_a_manifest_of_a_group_written_first_by_another_client(place: Plac
             await (await tx.create_array(f"many/{j}/{i}", (64,), "f4", (4,))).write(np.full(64, i))
     key = f"txn/{hosts[0].id}/manifest"
     assert (await place.write.create(f"/{key}", framed(manifest()))).status == 201
-    outcomes = await asyncio.gather(*[tx.commit(timeout=1) for tx in hosts], return_exceptions=True)
+    outcomes = await asyncio.gather(*[tx.commit(timeout=60) for tx in hosts], return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} <= {Inconsistent}
     assert await place.store.log.reader.newest() == NEWEST
     await goes_on(place)

@@ -202,7 +202,7 @@ async def test_a_removal_of_steps_meets_a_step_that_is_saved_meanwhile(url: str,
 
 
 async def test_hosts_agree_on_a_rollback_though_an_earlier_step_is_removed_between_their_calls(url: str) -> None:
-    hosts = job(url, 2, timeout=5)
+    hosts = job(url, 2, timeout=60)
     await save(hosts, [5, 10, 20])
     version = await hosts[0].rollback(10)
     async with await tstore.open(url) as store:

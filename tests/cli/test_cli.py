@@ -9,7 +9,6 @@ import json
 import os
 import pty
 import re
-import socket
 import struct
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import safetensors.numpy
 
 import tstore
 import tstore.sync as blocking
-from tests.support import processes
+from tests.support import ports, processes
 from tests.support.commands import Call, failed
 from tests.support.processes import run_tstore, start_tstore
 from tests.support.weights import real_weights, write_file
@@ -904,12 +903,11 @@ def test_many_names_are_shortened() -> None:
 
 
 def test_a_refused_connection_is_reported_soon(call: Call) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}/s"
-    for command in (["ls", url], ["quantize", url, "--format", "e4m3"]):
-        started = time.monotonic()
-        failed(call(*command), "Connection refused", "check the address")
-        assert time.monotonic() - started < 6
+    with ports.refusing() as address:
+        for command in ("ls", f"http://{address}/s"), ("quantize", f"http://{address}/s", "--format", "e4m3"):
+            started = time.monotonic()
+            failed(call(*command), "Connection refused", "check the address")
+            assert time.monotonic() - started < 9  # `first_deadline` is 10 s
 
 
 def test_a_closed_pipe_ends_the_command_silently(tmp_path: Path) -> None:

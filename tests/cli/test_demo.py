@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import safetensors.numpy
 import tstore.sync as tstore
 from tests.support.commands import Call
 from tests.support.documents import README
+from tests.support.polling import blocking_until
 from tests.support.processes import start_tstore
 from tests.support.weights import real_weights
 from tstore.checkpoint.structure import flatten
@@ -75,13 +75,6 @@ def children_of(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:  # it has ended
         return []
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
@@ -201,14 +194,14 @@ def test_it_prints_what_the_readme_shows(temporary: Path, call: Call, monkeypatc
 )
 def test_no_process_outlives_the_demo(temporary: Path, hosts: int, stop: signal.Signals) -> None:
     with demo("--size", SIZE // 1_000_000) as process:
-        until(lambda: len(hosts_of(process)) >= hosts)
+        blocking_until(lambda: len(hosts_of(process)) >= hosts)
         started = hosts_of(process)
         if hosts == 8:
             assert process.stdout is not None
             assert any("saved step 0" in line for line in process.stdout)  # in the midst of the story
         process.send_signal(stop)
         _, err = process.communicate(timeout=30)
-    until(lambda: all(gone(pid) for pid in started))
+    blocking_until(lambda: all(gone(pid) for pid in started))
     if stop != signal.SIGKILL:
         what, code = ("interrupted", 130) if stop == signal.SIGINT else ("terminated", 143)
         assert process.returncode == code
@@ -222,7 +215,7 @@ def test_sigterm_ends_it_in_the_background_of_a_script(temporary: Path) -> None:
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            until(lambda: len(hosts_of(process)) >= 8)
+            blocking_until(lambda: len(hosts_of(process)) >= 8)
             started = hosts_of(process)
             process.send_signal(signal.SIGINT)
             assert process.stdout is not None
@@ -231,7 +224,7 @@ def test_sigterm_ends_it_in_the_background_of_a_script(temporary: Path) -> None:
             _, err = process.communicate(timeout=30)
         finally:
             process.kill()
-    until(lambda: all(gone(pid) for pid in started))
+    blocking_until(lambda: all(gone(pid) for pid in started))
     assert process.returncode == 143
     assert err.splitlines() == ["tstore: terminated; every commit is complete or absent"]
     assert os.listdir(temporary) == []
@@ -305,7 +298,7 @@ async def test_one_host_that_fails_ends_the_job_with_its_error(tmp_path: Path, w
 
 def test_a_full_disk_ends_it_with_the_error_of_a_host(tmp_path: Path, temporary: Path) -> None:
     with demo("--store", tmp_path / "store", "--size", SIZE // 1_000_000) as process:
-        until(lambda: len(hosts_of(process)) == 8)
+        blocking_until(lambda: len(hosts_of(process)) == 8)
         fill_disk_of(hosts_of(process)[3])
         out, err = process.communicate(timeout=100)  # the other hosts wait for 120 s
     assert process.returncode == 1

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import processes
+from tests.support.polling import blocking_until
 
 LATEST = 15  # seconds until the process has ended, on a busy machine; parsing takes minutes
 
@@ -31,9 +32,9 @@ def pickled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wait_until_it_reads(process: subprocess.Popen[Any], path: Path) -> None:
     """Wait until a process has mapped a file."""
-    while str(path) not in Path(f"/proc/{process.pid}/maps").read_text():
-        assert process.poll() is None
-        time.sleep(0.01)
+    maps = Path(f"/proc/{process.pid}/maps")
+    blocking_until(lambda: str(path) in maps.read_text() or process.poll() is not None)
+    assert process.poll() is None
 
 
 def ended(process: subprocess.Popen[Any], code: int) -> str:

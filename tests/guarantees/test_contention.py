@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import tstore
 import tstore.sync as blocking
+from tests.support.polling import until
 from tstore import cli
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, InvalidArgument, NotFound
@@ -73,8 +74,11 @@ async def created(tx: tstore.Transaction, path: str, size: int = 4) -> tstore.Tr
 
 async def waiting(store: tstore.Store, commits: int) -> None:
     """Return once this many commits are queued behind one in flight."""
-    while len(store.log._queues[asyncio.get_running_loop()].waiting) < commits:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+
+    async def queued() -> bool:
+        return len(store.log._queues[asyncio.get_running_loop()].waiting) >= commits
+
+    await until(queued)
 
 
 async def together(

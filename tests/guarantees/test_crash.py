@@ -6,13 +6,13 @@ import os
 import random
 import signal
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 
 import tstore.sync as blocking
 from tests.support import forks, processes
+from tests.support.polling import blocking_until
 
 KILLS = 20
 SIZE = 40_000
@@ -105,8 +105,7 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
                 assert ready.wait(30)
                 if number % 2:
                     told.wait(30)
-                    while reader.is_alive() and (not seen or seen[-1] < lines[0]):
-                        time.sleep(0.001)
+                    blocking_until(lambda lines=lines: failures or (seen and seen[-1] >= lines[0]))
                 told.clear()
                 told.wait(rng.uniform(0, 0.03))
                 os.kill(writer, signal.SIGKILL)

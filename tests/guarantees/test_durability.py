@@ -16,6 +16,7 @@ import pytest
 
 import tstore
 from tests.support.http_server import MARKER, PACK, WRITE, client_of, everybody
+from tests.support.polling import until
 from tstore.conformance.faults import open_faulty
 from tstore.errors import DeadlineExceeded
 from tstore.format.layout import commit_key
@@ -347,8 +348,7 @@ async def test_a_waiting_host_syncs_the_name_of_the_record(calls: CallLog, tmp_p
     """The host that created the record may have died before it synced the folder."""
     stores = [await tstore.open(tmp_path / "s") for _ in range(2)]
     waiting = asyncio.create_task(group_member(stores[0], 0))
-    while not await stores[1].log.storage.list("txn/"):  # noqa: ASYNC110 - there is no event for it
-        await asyncio.sleep(0)
+    await until(lambda: stores[1].log.storage.list("txn/"), waiting)
     assert await group_member(stores[1], 1) == await waiting == 1
     record = calls.last("link", containing("/commits/"))
     assert calls.entries[record:].count(("fsync", "s/commits")) == 2

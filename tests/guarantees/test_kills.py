@@ -23,6 +23,7 @@ import pytest
 
 import tstore.sync as tstore
 from tests.support import forks, http_server
+from tests.support.polling import blocking_until
 from tstore.errors import DeadlineExceeded
 from tstore.simulation.scenario import override_constants
 
@@ -266,16 +267,18 @@ def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path, ki
         try:
             for _ in range(kills):
                 slot = rng.randrange(SLOTS)
-                until(lambda slot=slot: outs[slot].exists() and outs[slot].read_bytes())
+                blocking_until(lambda slot=slot: outs[slot].exists() and outs[slot].read_bytes())
                 time.sleep(rng.uniform(0, 0.04))
                 os.kill(pids[slot], signal.SIGKILL)
                 assert server.wait(pids[slot]) == -signal.SIGKILL
                 took(outs[slot], acknowledged[slot], last, slot)
                 outs[slot].unlink()
                 pids[slot] = server.start(outs[slot], url, slot)
-            until(lambda: len(seen) > 3 or failures)
+            blocking_until(lambda: len(seen) > 3 or failures)
             for out in outs:
-                until(lambda out=out: out.exists() and out.read_bytes().count(b"\n") > 1)  # it has committed
+                blocking_until(
+                    lambda out=out: out.exists() and out.read_bytes().count(b"\n") > 1
+                )  # it has committed
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
@@ -300,13 +303,6 @@ def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path, ki
     assert report.ok, report.faults
     with store.transaction("next") as tx:
         tx.array("shared").write(-1)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def took(out: Path, acknowledged: dict[int, int], last: list[int], slot: int) -> None:
@@ -363,7 +359,7 @@ def test_clients_of_a_server_killed_at_random_moments(tmp_path: Path, kills: int
             out = tmp_path / f"out-{number}"
             client = clients.start(out, server.url, http_server.ADMIN, number)
             lines = 1 + rng.randrange(3)
-            until(lambda out=out, lines=lines: out.exists() and out.read_text().count("\n") >= lines)
+            blocking_until(lambda out=out, lines=lines: out.exists() and out.read_text().count("\n") >= lines)
             time.sleep(rng.random() * 0.03)
             os.kill(client, signal.SIGKILL)
             assert clients.wait(client) == -signal.SIGKILL

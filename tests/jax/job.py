@@ -7,7 +7,6 @@ fails the job.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import tstore.sync as tstore
+from tests.support import ports
 from tstore.errors import AlreadyExists, InvalidArgument, NotFound, StructureMismatch, Unavailable
 
 DEVICES = 8
@@ -386,9 +386,7 @@ def main() -> int:
     folder = Path(sys.argv[1])
     for argument in sys.argv[2:]:
         check, _, count = argument.partition(":")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = ports.unused()
         children = []
         for process in range(int(count)):
             child = os.fork()

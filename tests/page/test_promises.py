@@ -151,7 +151,7 @@ async def test_a_view_does_not_hold_the_event_loop_of_the_server(
         view = asyncio.create_task(client("GET", "/-/page/", Accept="text/html"))
         assert await asyncio.to_thread(rendering.wait, 30)
         for path in ("/-/health", "/?list", "/tstore.json"):
-            assert (await asyncio.wait_for(client("GET", path), 10)).status == 200
+            assert (await asyncio.wait_for(client("GET", path), 25)).status == 200
         assert not view.done()
         go_on.set()
         assert (await view).body == b"drawn"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import trustme
 
 import tstore
-from tests.support import gcs
+from tests.support import gcs, ports
 from tests.support.gcs_endpoint import Endpoint, Fault, Wrong, at
 from tests.support.processes import python
 from tstore.errors import (
@@ -355,9 +354,8 @@ async def test_a_cancelled_call_leaves_the_session_usable(endpoint: Endpoint, fa
 
 
 async def test_a_wrong_endpoint_fails_at_once() -> None:
-    with socket.socket() as taken:  # nothing listens there
-        taken.bind(("127.0.0.1", 0))
-        objects = GcsStorage("gs://bucket/s", endpoint_url=f"http://127.0.0.1:{taken.getsockname()[1]}")
+    with ports.refusing() as address:
+        objects = GcsStorage("gs://bucket/s", endpoint_url=f"http://{address}")
         with pytest.raises(Unavailable, match="no connection"):
             await objects.get("tstore.json")
         await objects.close()

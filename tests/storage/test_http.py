@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import trustme
 from aiohttp import ClientSession, web
 
 import tstore
-from tests.support import processes
+from tests.support import ports, processes
 from tests.support.fileservers import aiohttp_files, nginx, python_files
 from tests.support.forks import forks
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotAStore, NotFound, Unreachable
@@ -399,12 +398,11 @@ def test_an_unclosed_store_ends_without_warnings(tmp_path: Path) -> None:
 
 
 async def test_an_address_without_a_server_is_reported_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    for host, why in ((f"127.0.0.1:{port}", "Connection refused"), ("no-such-host.invalid", "check the address")):
-        async with asyncio.timeout(8):  # `first_deadline` is 10 s
-            with pytest.raises(Unreachable, match=why):
-                await tstore.open(f"http://{host}/store", "r")
+    with ports.refusing() as address:
+        for host, why in ((address, "Connection refused"), ("no-such-host.invalid", "check the address")):
+            async with asyncio.timeout(8):  # `first_deadline` is 10 s
+                with pytest.raises(Unreachable, match=why):
+                    await tstore.open(f"http://{host}/store", "r")
 
 
 def test_local_stores_import_no_http_client(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import trustme
 
+from tests.support.polling import until
 from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok, part, reset, serving, then
 from tstore.errors import Corrupt, TStoreError, Unavailable
 from tstore.storage import limits
@@ -221,8 +222,7 @@ async def test_nothing_is_written_after_a_read_was_cancelled(places: Places, sen
     async with places.serving(then(sent, halt), WHOLE) as place:
         room = bytearray(SIZE)
         reading = asyncio.ensure_future(place.store.read("k", 0, [room], SIZE))
-        while not room[SIZE // 4]:  # noqa: ASYNC110 - nothing else tells
-            await asyncio.sleep(0)
+        await until(lambda: asyncio.sleep(0, room[SIZE // 4]), reading)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -251,8 +251,7 @@ async def test_cancelling_a_read_closes_its_connection(places: Places) -> None:
         async with client.get(place.server.url) as response:  # keeping a reference closes nothing
             room = bytearray(SIZE)
             reading = asyncio.ensure_future(filled(room, response))
-            while not room[SIZE // 4]:  # noqa: ASYNC110 - nothing else tells
-                await asyncio.sleep(0)
+            await until(lambda: asyncio.sleep(0, room[SIZE // 4]), reading)
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
@@ -341,7 +340,7 @@ async def test_a_pass_of_another_event_loop_is_not_joined() -> None:
         other = thread.submit(asyncio.run, read(stalled))
         try:
             assert await asyncio.to_thread(started.wait, 60)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(50):
                 assert await read(blocks) == b"123"
         finally:
             ended.set()

@@ -177,7 +177,7 @@ async def test_only_a_regular_file_is_read(tmp_path: Path, kind: str) -> None:
     storage = LocalStorage(tmp_path)
     for call in (storage.get(key), storage.read(key, 0, [bytearray(1)], 1)):
         with pytest.raises(Corrupt, match=f"{key}: it is not a regular file; restore"):
-            await asyncio.wait_for(call, 10)
+            await asyncio.wait_for(call, 60)
 
 
 async def test_a_pipe_in_place_of_a_pack_is_a_fault(tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ async def test_a_pipe_in_place_of_a_pack_is_a_fault(tmp_path: Path) -> None:
     os.mkfifo(pack)
     os.mkfifo(tmp_path / "s" / "commits" / ".object.0.tmp")
     store = await tstore.open(tmp_path / "s")
-    await asyncio.wait_for(store.log.storage.sweep(), 10)
+    await asyncio.wait_for(store.log.storage.sweep(), 60)
     with pytest.raises(Corrupt, match="not a regular file"):
-        await asyncio.wait_for(tstore.restore(store), 10)
-    report = await asyncio.wait_for(store.verify(), 10)
+        await asyncio.wait_for(tstore.restore(store), 60)
+    report = await asyncio.wait_for(store.verify(), 60)
     assert len(report.faults) == 2
     assert all("not a regular file" in fault for fault in report.faults)
 

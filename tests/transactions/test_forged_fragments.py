@@ -125,7 +125,7 @@ async def prepare(store: tstore.Store, lie: Lie) -> Any:
 
 async def test_an_honest_fragment_is_committed(small: None) -> None:
     store = await create()
-    await (await prepare(store, lambda manifest, _: manifest)).commit(timeout=5)
+    await (await prepare(store, lambda manifest, _: manifest)).commit(timeout=60)
     assert (await (await (await store.snapshot()).array("w")).read()).tolist() == list(range(CHUNKS))
     assert (await store.verify()).ok
 
@@ -137,7 +137,7 @@ async def test_a_lie_about_segments_is_refused_or_noticed(small: None, lie: Lie)
     first = await prepare(store, lie)
     tracemalloc.start()
     try:
-        committed = await first.commit(timeout=5)
+        committed = await first.commit(timeout=60)
     except TStoreError:
         committed = None
     finally:
@@ -169,7 +169,7 @@ async def test_segments_of_another_transaction_are_kept_by_gc(small: None) -> No
     """They are chunks that the host reuses: the record lists their packs, though the host did not."""
     store = await create()
     first = await prepare(store, lambda mine, other: of_another_transaction(mine, other, OF_HOST_0))
-    version = await first.commit(timeout=5)
+    version = await first.commit(timeout=60)
     assert (await store.log.reader.record(version)).reused
     assert (await store.collect(tstore.Keep(last=1))).versions == [1]
     values = await (await (await (await tstore.open(store.url, "r")).snapshot()).array("w")).read()

@@ -13,6 +13,7 @@ import pytest
 
 import tstore
 from tests.support import forks
+from tests.support.polling import delivered, until
 from tstore.conformance.faults import open_faulty
 from tstore.errors import (
     AlreadyExists,
@@ -103,8 +104,7 @@ async def test_eight_hosts_make_one_commit(url: str) -> None:
 async def test_nothing_is_visible_before_the_last_host(url: str) -> None:
     waiting = [asyncio.create_task(save(url, h)) for h in range(1, HOSTS)]
     store = await tstore.open(url)
-    while len([k for k in await store.log.storage.list("txn/") if "/part-" in k]) < HOSTS - 1:
-        await asyncio.wait(waiting, timeout=0.01)
+    await until(lambda: delivered(store, HOSTS - 1), *waiting)
     assert (await store.snapshot()).version == 0
     assert await tstore.steps(store) == []
     with pytest.raises(NotFound):
@@ -161,10 +161,9 @@ async def test_an_absent_host_is_named(url: str) -> None:
 async def test_a_cancelled_wait_ends_at_once(url: str) -> None:
     waiting = asyncio.create_task(save(url, 1, timeout=300))
     store = await tstore.open(url)
-    while not await store.log.storage.list("txn/"):
-        await asyncio.wait([waiting], timeout=0.01)
+    await until(lambda: store.log.storage.list("txn/"), waiting)
     waiting.cancel()
-    done, _ = await asyncio.wait([waiting], timeout=5)
+    done, _ = await asyncio.wait([waiting], timeout=60)
     assert done
     assert waiting.cancelled()
 
@@ -179,7 +178,7 @@ async def test_attempts_of_one_step_are_never_mixed(url: str) -> None:
     rest = [save(url, h, 2, attempt="job.1") for h in range(4)]
     assert await outcomes(rest) == [1] * 4
     await check(url, 2)
-    late = await outcomes([save(url, h, 1, attempt="job.0", timeout=5) for h in range(4, HOSTS)])
+    late = await outcomes([save(url, h, 1, attempt="job.0", timeout=60) for h in range(4, HOSTS)])
     raised(late, AlreadyExists)
     await check(url, 2)
 
@@ -321,7 +320,7 @@ DISAGREE: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", DISAGREE)
 async def test_hosts_that_disagree_on_an_array_are_named(url: str, what: str) -> None:
     change, text = DISAGREE[what]
-    calls = [save(url, h, tree=t, timeout=5) for h, t in enumerate(odd_one(**change))]
+    calls = [save(url, h, tree=t, timeout=60) for h, t in enumerate(odd_one(**change))]
     error = raised(await outcomes(calls), Inconsistent)
     assert isinstance(error, Inconsistent)
     assert text in str(error)
@@ -335,7 +334,7 @@ async def test_hosts_that_disagree_on_an_array_are_named(url: str, what: str) ->
     "change", [{"step": 4}, {"more": np.zeros(2)}, {"more": {}}, {"b": [np.zeros(3, int)]}], ids=str
 )
 async def test_hosts_with_different_structures_are_named(url: str, change: dict[str, Any]) -> None:
-    calls = [save(url, h, tree=t, timeout=5) for h, t in enumerate(odd_one(**change))]
+    calls = [save(url, h, tree=t, timeout=60) for h, t in enumerate(odd_one(**change))]
     error = raised(await outcomes(calls), Inconsistent)
     assert "hosts [3]" in str(error)
     assert "structure" in str(error)
@@ -344,7 +343,7 @@ async def test_hosts_with_different_structures_are_named(url: str, change: dict[
 
 @pytest.mark.usefixtures("prompt")
 async def test_hosts_with_different_durabilities_are_named(url: str) -> None:
-    calls = [save(url, h, timeout=5, durability="none" if h == 3 else "fsync") for h in range(HOSTS)]
+    calls = [save(url, h, timeout=60, durability="none" if h == 3 else "fsync") for h in range(HOSTS)]
     error = raised(await outcomes(calls), Inconsistent)
     assert "hosts [3]" in str(error)
     assert "durability" in str(error)
@@ -359,7 +358,7 @@ def rows_of(*ranges: tuple[int, int]) -> tstore.Shards:
 @pytest.mark.usefixtures("prompt")
 async def test_a_chunk_that_two_hosts_wrote_is_refused(url: str) -> None:
     trees = odd_one(w=rows_of((6, 8), (14, 16)))
-    error = raised(await outcomes([save(url, h, tree=t, timeout=5) for h, t in enumerate(trees)]), Inconsistent)
+    error = raised(await outcomes([save(url, h, tree=t, timeout=60) for h, t in enumerate(trees)]), Inconsistent)
     assert "w: chunks at [14:16, 0:6]" in str(error)
     assert await tstore.steps(url) == []
 
@@ -367,7 +366,7 @@ async def test_a_chunk_that_two_hosts_wrote_is_refused(url: str) -> None:
 @pytest.mark.usefixtures("prompt")
 async def test_a_chunk_that_no_host_wrote_is_refused(url: str) -> None:
     trees = odd_one(w=rows_of())
-    error = raised(await outcomes([save(url, h, tree=t, timeout=5) for h, t in enumerate(trees)]), Inconsistent)
+    error = raised(await outcomes([save(url, h, tree=t, timeout=60) for h, t in enumerate(trees)]), Inconsistent)
     assert "w: 1 of 8 chunks, the first at [6:8, 0:6]" in str(error)
     assert await tstore.steps(url) == []
 
@@ -379,7 +378,7 @@ async def test_different_tags_of_hosts_are_refused(url: str) -> None:
     async def host(number: int) -> int:
         tx = store.transaction(name="n", host=number, hosts=2, attempt="a", tag=f"tag{number}")
         await (await tx.create_array(f"x{number}", (2,), "int8")).write(1)
-        return await tx.commit(timeout=5)
+        return await tx.commit(timeout=60)
 
     raised(await outcomes([host(0), host(1)]), Inconsistent)
     assert await store.tags() == {}
@@ -446,7 +445,7 @@ async def test_hosts_of_a_group_may_write_regions_of_an_existing_array(url: str)
     async def host(number: int) -> int:
         tx = store.transaction(name="update", host=number, hosts=4, attempt="a")
         await (await tx.array("w"))[2 * number : 2 * number + 2 - number % 2].write(number + 1)
-        return await tx.commit(timeout=10)
+        return await tx.commit(timeout=60)
 
     assert await asyncio.gather(*[host(h) for h in range(4)]) == [2] * 4
     values = await (await (await store.snapshot()).array("w")).read()
@@ -485,7 +484,7 @@ async def test_values_appended_before_the_hosts_commit_are_not_lost(url: str) ->
         await (await tx.array("w"))[4 * number : 4 * number + 4].write(number + 1)
     async with store.transaction() as tx:
         await (await tx.array("w")).append(np.array([9], "int8"))
-    for error in await asyncio.gather(*[tx.commit(timeout=10) for tx in hosts], return_exceptions=True):
+    for error in await asyncio.gather(*[tx.commit(timeout=60) for tx in hosts], return_exceptions=True):
         assert isinstance(error, tstore.errors.Conflict)
         assert error.paths == ["w"]
     values = await (await (await store.snapshot()).array("w")).read()

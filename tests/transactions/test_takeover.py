@@ -15,6 +15,7 @@ import pytest
 
 import tstore
 from tests.support.dying import Dead, Dying
+from tests.support.polling import delivered, until
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import (
     CommitOutcomeUnknown,
@@ -90,8 +91,7 @@ async def test_a_host_may_die_after_its_fragment(url: str) -> None:
     """The refused host had claimed its block, so another merges it."""
     store, faults = await open_faulty(url)
     others = [asyncio.create_task(host(await tstore.open(url), h, MANY)) for h in range(MANY) if h != 15]
-    while len([k for k in await store.log.storage.list("txn/") if "/part-" in k]) < MANY - 1:
-        await asyncio.wait(others, timeout=0.05)
+    await until(lambda: delivered(store, MANY - 1), *others)
     faults.fail("list", "*/part-001*")
     with pytest.raises(CommitOutcomeUnknown):
         await host(store, 15, MANY)
@@ -199,8 +199,7 @@ async def test_waiting_hosts_learn_that_a_collection_has_condemned_them(url: str
     """Their own deadline is an hour."""
     store = await tstore.open(url)
     waiting = [asyncio.create_task(host(store, h, 3, timeout=3600)) for h in (0, 2)]
-    while len([k for k in await store.log.storage.list("txn/") if "/part-" in k]) < 2:
-        await asyncio.wait(waiting, timeout=0.01)
+    await until(lambda: delivered(store, 2), *waiting)
     report = await store.collect(abandoned=timedelta(0))
     assert len(report.abandoned) == 1
     for error in await outcomes(*waiting):
@@ -244,8 +243,8 @@ async def test_two_sizes_of_one_attempt_never_both_commit(url: str) -> None:
     """Both numbers of hosts are complete, and each looked for the other before either began."""
     opened = [await open_faulty(url) for _ in range(5)]
     gates = [faults.hold("create", "*/part-*") for _, faults in opened]
-    calls = [asyncio.create_task(host(opened[h][0], h, 2, timeout=5)) for h in range(2)]
-    calls += [asyncio.create_task(host(opened[2 + h][0], h, 3, timeout=5)) for h in range(3)]
+    calls = [asyncio.create_task(host(opened[h][0], h, 2, timeout=60)) for h in range(2)]
+    calls += [asyncio.create_task(host(opened[2 + h][0], h, 3, timeout=60)) for h in range(3)]
     for gate in gates:
         await gate.reached()
     for gate in gates:
@@ -273,9 +272,12 @@ async def test_a_waiting_host_is_listed_as_alive(url: str, monkeypatch: pytest.M
     monkeypatch.setattr("tstore.transactions.pending._INTERVAL", 0.02)
     store = await tstore.open(url)
     waiting = asyncio.create_task(host(store, 1, 3))
-    while not (states := await store.pending()) or not states[0].heartbeats or not states[0].delivered:
-        await asyncio.wait([waiting], timeout=0.01)
-    [state] = states
+
+    async def alive() -> bool:
+        return any(state.heartbeats and state.delivered for state in await store.pending())
+
+    await until(alive, waiting)
+    [state] = await store.pending()
     assert (state.name, state.hosts, state.delivered, state.absent) == ("n", 3, (1,), (0, 2))
     assert state.heartbeats.keys() == {1}
     assert 0 <= state.heartbeats[1] < 30

@@ -351,7 +351,7 @@ async def test_after_a_withdrawal_no_outcome_is_unknown(url: str) -> None:
     ):
         await (await job.save(1, np.ones(3))).committed
     assert await faults.do_postponed() == [None]
-    peer = Checkpointer(url, host=1, hosts=2, attempt="a", timeout=5)
+    peer = Checkpointer(url, host=1, hosts=2, attempt="a", timeout=60)
     with pytest.raises(DeadlineExceeded, match="host 0 of 2 gave up"):
         await (await peer.save(1, np.ones(3))).committed
     assert await tstore.steps(store) == []
