@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.collisions import long_walks
 from tests.support.fuzzing import bounded_memory, bounded_time
 from tstore import Keep
 from tstore.errors import Corrupt, TStoreError
 from tstore.format.frame import Link, check_of, linked
 from tstore.format.layout import HINT, MARKER, commit_key, root_key
 from tstore.format.objects.encoding import encode
-from tstore.format.objects.records import Record, Root
+from tstore.format.objects.records import Collection, LivingVersion, Record, Root
 from tstore.format.objects.references import Manifest
 from tstore.log.marker import Marker
 
 FAR = 1 << 40  # a version that may have a root
+PLAIN = Record("far", FAR - 1, 1.0)
+GAP = f"records from {commit_key(3)} to {commit_key(FAR - 1)} are missing, though version {FAR} exists"
 
 
 async def history(store: tstore.Store) -> None:
@@ -52,14 +55,14 @@ VERBS: list[Callable[[tstore.Store], Awaitable[Any]]] = [
 ]
 
 
-async def attacked(*, repair: bool) -> str:
-    """Make a store of two versions with another one far above, and perhaps a repair that voids all between."""
+async def attacked(record: Record, *, repair: bool = False) -> str:
+    """Make a store of two versions with a record far above, and perhaps a repair that voids all between."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     for step in range(2):
         await tstore.save(store, {"w": np.arange(100) + step}, step)
     storage = store.log.storage
     log_id = Marker.decode(await storage.get(MARKER)).log_id
-    far = linked(encode(Record("far", FAR - 1, 1.0)), Link(log_id, FAR - 1, b"?" * 16))
+    far = linked(encode(record), Link(log_id, FAR - 1, b"?" * 16))
     await storage.replace(commit_key(FAR), far)
     await storage.replace(HINT, str(FAR).encode())
     if repair:
@@ -73,7 +76,7 @@ async def attacked(*, repair: bool) -> str:
 @pytest.mark.parametrize("repair", [False, True])
 @pytest.mark.parametrize("cached", [False, True])
 async def test_every_verb_ends(repair: bool, cached: bool, tmp_path: Path) -> None:
-    url = await attacked(repair=repair)
+    url = await attacked(PLAIN, repair=repair)
     with bounded_memory(256 << 20), bounded_time(5):
         for verb in VERBS:
             with suppress(TStoreError):
@@ -82,11 +85,18 @@ async def test_every_verb_ends(repair: bool, cached: bool, tmp_path: Path) -> No
 
 
 async def test_the_gap_is_named() -> None:
-    store = await tstore.open(await attacked(repair=False))
-    gap = f"records from {commit_key(3)} to {commit_key(FAR - 1)} are missing, though version {FAR} exists"
+    store = await tstore.open(await attacked(PLAIN))
     report = await store.verify()
     assert report.versions == 2
-    assert any(gap in fault for fault in report.faults)
+    assert any(GAP in fault for fault in report.faults)
     for void in ([], [FAR]):
-        with pytest.raises(Corrupt, match=gap):
+        with pytest.raises(Corrupt, match=GAP):
             await store.repair(void)
+
+
+async def test_living_versions_whose_hashes_collide_are_not_counted() -> None:
+    alive = tuple(LivingVersion(v, "t", 1.0, (), True, {}, ()) for v in sorted(long_walks(17)))
+    forged = Record("far", FAR - 1, 1.0, collection=Collection(alive, (), {}, (), ()))
+    store = await tstore.open(await attacked(forged))
+    with bounded_time(4), pytest.raises(Corrupt, match=GAP):
+        await store.collect(Keep(last=1))

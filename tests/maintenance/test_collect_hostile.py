@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.collisions import long_walks
 from tests.support.forging import forged, place
+from tests.support.fuzzing import bounded_time
 from tstore import Keep
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Conflict, Corrupt, InvalidArgument, Unavailable
@@ -160,3 +162,10 @@ async def test_a_collection_with_too_many_metrics_says_what_to_do() -> None:
         with pytest.raises(InvalidArgument, match=r"exceeds the limit.*Nothing was collected.*fewer versions"):
             await store.collect(Keep(last=5))
         assert (await store.collect(Keep(last=3))).versions == [1, 2, 3]
+
+
+def test_steps_whose_hashes_collide_are_compared_quickly() -> None:
+    tags = tuple(f"step/{step}" for step in long_walks(17))
+    alive = {1: LivingVersion(1, "t", 1.0, tags, True, {"loss": 1.0}, ())}
+    with bounded_time(3):
+        assert Keep(last=1, every=7, best=(1, "loss")).select(alive, 0.0) == {1}

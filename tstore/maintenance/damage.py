@@ -285,11 +285,14 @@ class _Inherited:
 async def checked_newest(log: LogReader) -> tuple[int, list[int]]:
     """Return the newest version, and the versions whose records have objects of their own, if these can be listed.
 
-    Raise `Corrupt` if the record after the newest version is missing although later ones exist.
+    Raise `Corrupt` if the record after the newest version is missing although later ones exist, or if more records
+    are missing below it than can be lost.
     """
     while True:
         newest = await log.newest()
         listed = await listed_records(log)
+        if gap := await long_gap(log, newest, listed):
+            raise Corrupt(gap.message(log.storage.url))
         missing = await _missing_among(log, newest, listed)
         if not missing:
             return newest, listed

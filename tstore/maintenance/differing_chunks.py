@@ -32,7 +32,7 @@ def differing_numbers(before: Node, after: Node) -> npt.NDArray[np.uint64]:
     """
     grids = before.meta.counts, after.meta.counts
     versions = [_Version(before, grids[0]), _Version(after, grids[0])]
-    stops = sorted({stop for version in versions for stop in version.stops()})
+    stops = [stop for stop, _ in itertools.groupby(sorted([*versions[0].stops(), *versions[1].stops()]))]
     if not stops:  # there are no chunks, perhaps because both grids are empty
         return np.empty(0, np.uint64)
     parts = [np.empty(0, np.uint64)]

@@ -7,6 +7,7 @@ import math
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from tstore.errors import Corrupt
 from tstore.format.bounds import MAX_ALIVE, MAX_NAMES
@@ -54,7 +55,8 @@ class Collection(Body, dict=True, frozen=True):
         versions = [entry.version for entry in self.alive]
         check_ascending(versions, "living")
         check_ascending(self.expired, "expired")
-        if not self.versions.isdisjoint(self.expired):
+        expired = np.array(self.expired, np.int64)  # no set: the numbers could be chosen so that hashes collide
+        if len(np.intersect1d(versions, expired, assume_unique=True)):
             raise Corrupt("a version is both alive and expired")
         living = {entry.transaction for entry in self.alive}
         check_transactions((*living, *self.transactions))
@@ -68,7 +70,8 @@ class Collection(Body, dict=True, frozen=True):
             if entry.metrics and not all(map(math.isfinite, entry.metrics.values())):
                 raise Corrupt(f"a metric of version {entry.version} is not finite")
         check_tags(self.tags)
-        if not set(self.tags.values()) <= set(self.expired):
+        tagged = np.array(list(self.tags.values()), np.int64)
+        if (np.searchsorted(expired, tagged) == np.searchsorted(expired, tagged, "right")).any():
             raise Corrupt("a tag expired although its version did not")
         check_keys(self.objects, is_collectable, "an object that a garbage collection may delete")
         if not living.isdisjoint((*self.transactions, *map(owner_of, self.objects))):

@@ -107,7 +107,7 @@ def segment_ends(tables: Iterable[Table]) -> list[int]:
 
     No table has more than one segment with numbers between two of these.
     """
-    return sorted({segment.last for segment in segments_of(tables)})
+    return [last for last, _ in itertools.groupby(sorted(segment.last for segment in segments_of(tables)))]
 
 
 def segments_of(tables: Iterable[Table]) -> list[Segment]:

@@ -86,21 +86,20 @@ class Keep:
 
     def select(self, alive: Mapping[int, LivingVersion], now: float) -> set[int]:
         """Return which of the living versions to keep; a rule without candidates selects none."""
-        steps = {
-            step: entry for entry in alive.values() for tag in entry.tags if (step := step_of([tag])) is not None
-        }
-        order = sorted(steps)
+        tags = ((tag, version) for version, entry in alive.items() for tag in entry.tags)
+        # no dict by step: a writer could choose steps whose hashes collide
+        steps = sorted((step, version) for tag, version in tags if (step := step_number(tag)) is not None)
         versions = {max((version for version, entry in alive.items() if not entry.source), default=0)} - {0}
-        versions |= {steps[step].version for step in order[-(self.last or 1) :]}  # without `last`, the highest
+        versions |= {version for _, version in steps[-(self.last or 1) :]}  # without `last`, the highest
         if self.every is not None:
-            versions |= {steps[step].version for step in order if step % self.every == 0}
+            versions |= {version for step, version in steps if step % self.every == 0}
         if self.best is not None:
-            versions |= _best(self.best, steps.values())
+            versions |= _best(self.best, [alive[version] for _, version in steps])
         if self.newer_than is not None:
             oldest = now - self.newer_than.total_seconds()
             versions |= {version for version, entry in alive.items() if entry.time > oldest}
-        tags = set(self.tags)
-        versions |= {version for version, entry in alive.items() if not tags.isdisjoint(entry.tags)}
+        named = set(self.tags)
+        versions |= {version for version, entry in alive.items() if not named.isdisjoint(entry.tags)}
         return versions | self._copies_of(versions, alive)
 
     def _copies_of(self, versions: Set[int], alive: Mapping[int, LivingVersion]) -> set[int]:
