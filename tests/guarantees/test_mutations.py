@@ -111,6 +111,9 @@
     a repair ignores tags of what it voids       test_repair_plan.py: a tag of a version being voided
     a gc takes the manifest of a lost record     test_repair_plan.py: it keeps the manifest
     a copy inherits what a lost record wrote     test_repair_plan.py: it outlives a copy
+    a save needs the manifests before it         test_repair_plan.py: a write after a save
+    what is not known stays so after a save      test_repair_plan.py: a write after a save
+    roots vouch for nothing in a forecast        test_repair_archives.py: what rests on a lost version
 
 Each fault is applied for one run of its test, which must fail.
 """
@@ -142,6 +145,7 @@ CHUNKS = "tstore.server.chunk_checks:ChunkChecks."
 POISONED = "attacks/test_poisoned_chunks.py::"
 PLUGINS = "pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesis_pytestplugin"
 REPAIRS = "maintenance/test_repair_dependents.py::"
+REPLAY = "tstore.maintenance.replay:Replay."
 PLAN, PLANS = "tstore.maintenance.repair_plan:RepairPlan.", "maintenance/test_repair_plan.py::"
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
@@ -667,6 +671,22 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a copy inherits what a lost record wrote": (
         PLANS + "test_what_a_lost_record_wrote_outlives_a_copy_whose_root_has_its_changes",
         Edit(PLAN + "protect", "ledger.alive.keys() - ledger.copies", "ledger.alive.keys()"),
+    ),
+    "a save needs the manifests before it": (
+        PLANS + "test_a_write_after_a_save_needs_nothing_from_before_it",
+        Edit(
+            REPLAY + "_advance",
+            "max([v async for v, record in self._records(versions) if record.replaces], default=0)",
+            "0",
+        ),
+    ),
+    "what is not known stays so after a save": (
+        PLANS + "test_a_write_after_a_save_needs_nothing_from_before_it",
+        Edit(REPLAY + "_advance", "if number == first:", "if False:"),
+    ),
+    "roots vouch for nothing in a forecast": (
+        "maintenance/test_repair_archives.py::test_versions_that_rest_on_a_lost_one_go_on_from_the_next_root",
+        Edit(REPLAY + "_records", "_void(self._voided[number])", "_void(0)"),
     ),
 }
 

@@ -576,7 +576,10 @@ async def test_verify_reports_a_record_that_names_no_gc() -> None:
     await damage(store, 2, await placed(store.log.storage, 2, changed))
     store = await tstore.open(store.url)
     [fault] = (await store.verify()).faults
-    assert f"{commit_key(2)} names version 1 as the last garbage collection, but that is not one" in fault
+    assert (
+        f"{commit_key(2)} names version 1 as the last garbage collection before it, but that is not the last"
+        in fault
+    )
     await store.snapshot(1)  # the record before tells that it has not expired
 
 
@@ -603,6 +606,30 @@ async def test_no_commit_repeats_a_forged_record_that_names_a_wrong_gc(
     assert [fault for fault in (await store.verify()).faults if commit_key(6) not in fault] == []
     report = await store.repair(void_intact=[6])
     assert (report.voided, report.damaged[1:]) == ([6], [])
+    await check_works(store.url)
+
+
+@pytest.mark.parametrize("served", [False, True])
+async def test_a_forged_record_that_names_an_older_gc_is_ignored(served: bool, tmp_path: Path) -> None:
+    """Otherwise what the newer one expired would count as living, and later commits would repeat the claim."""
+    store = await filled(0, 1, url=str(tmp_path / "store"))
+    for step in (2, 3):
+        await store.collect(Keep(last=1))
+        await tstore.save(store, {"w": VALUES + step}, step)
+    async with Server(tmp_path / "store", access=everybody()) as server:
+        await place(store.log.storage, 7, forged(Record("forged", 6, 1.0, collected=3)))
+        url, options = (server.url, {"token": ADMIN}) if served else (store.url, None)
+        async with await tstore.open(url, storage_options=options) as writer:
+            with pytest.raises(SnapshotExpired):
+                await writer.snapshot(2)
+            assert await tstore.save(writer, {"w": VALUES + 4}, 4) == 8
+            assert (await writer.collect(Keep(last=1))).versions == [4, 6, 7]
+    store = await tstore.open(store.url)
+    assert [(await store.log.reader.record(version)).collected for version in (6, 8, 9)] == [5, 5, 5]
+    [fault] = (await store.verify()).faults
+    assert f"{commit_key(7)} names version 3 as the last garbage collection before it, but that is not" in fault
+    assert [one.version for one in (await store.repair()).damaged] == [7]
+    assert (await store.repair(void_intact=[7])).ok
     await check_works(store.url)
 
 

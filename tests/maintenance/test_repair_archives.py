@@ -286,12 +286,18 @@ async def test_versions_that_rest_on_a_lost_one_go_on_from_the_next_root() -> No
         async with store.transaction() as tx:
             await (await tx.array("b"))[value % 4 : value % 4 + 1].write(np.array([value]))
     await lose(store, 6)
+    before = {key: await store.log.storage.get(key) for key in await store.log.storage.list("")}
+    with pytest.raises(InvalidArgument, match=r"without 7, 3 versions would be damaged, .*; void 6 first, alone$"):
+        await (await tstore.open(store.url)).repair(void=[6], void_intact=[7])
+    assert {key: await store.log.storage.get(key) for key in await store.log.storage.list("")} == before
     report = await (await tstore.open(store.url)).repair(void=[6])
     assert [one.version for one in report.damaged] == [6, 7]
     snapshot = await (await tstore.open(store.url)).snapshot()
     assert (await (await snapshot.array("b")).read()).tolist() == [8, 9, 10, 7]
     with pytest.raises(Corrupt, match=f"{store.url}: {commit_key(7)}: a record writes to 'b'.*tstore repair"):
         await read(store.url, 7)
+    assert (await (await tstore.open(store.url)).repair(void_intact=[7])).ok
+    assert await (await snapshot.array("b")).read() is not None
 
 
 async def test_an_open_store_goes_on_after_a_lost_record_was_voided() -> None:

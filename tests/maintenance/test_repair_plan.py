@@ -208,3 +208,17 @@ async def test_what_a_lost_record_wrote_outlives_a_copy_whose_root_has_its_chang
             await store.collect(Keep(last=1, copies=0), abandoned=NOW)
             assert np.array_equal(await (await (await store.snapshot()).array("lost")).read(), VALUES)
             assert (await store.verify()).faults == []
+
+
+@pytest.mark.parametrize("expired", [2, 4])
+async def test_a_write_after_a_save_needs_nothing_from_before_it(expired: int, url: str) -> None:
+    """The manifests of the expired versions are deleted. The writes are not damaged without them."""
+    with override_constants(ROOT_EVERY=4):
+        for number in range(expired):
+            await groups(url, 500, f"a{number}-")
+        await save(url, expired + 1)
+        await groups(url, 1, "b")
+        store = await tstore.open(url)
+        assert (await store.collect(Keep(last=1), abandoned=NOW)).versions == list(range(1, expired + 1))
+        await groups(url, 1, "c")
+        await check(url, expired + 1)

@@ -1,9 +1,9 @@
 """Whether a version is still alive, or was removed by a garbage collection.
 
 Every record names the newest garbage collection before it, and the record of a collection lists all versions that
-stay alive. So two reads are enough, however long the log is. A garbage collection is identified by its version,
-0 for none. A (forged) record that names neither a collection nor a void record is ignored: the record before it
-tells. So no later record repeats its claim.
+stay alive. So three reads are enough, however long the log is. A garbage collection is identified by its version,
+0 for none. A (forged) record is ignored if it names neither a collection nor a void record, or an older collection
+than the record before it, which then tells. So no later record repeats its claim.
 """
 
 from __future__ import annotations
@@ -43,15 +43,23 @@ T = TypeVar("T")
 async def named_collection(log: LogReader, version: int) -> int:
     """Return the newest garbage collection up to a version, as that version's record names it."""
     while version and (record := await log.record(version)).collection is None:
-        if not await names_falsely(log, record):
+        if not await names_falsely(log, version, record):
             return record.collected
         version -= 1
     return version
 
 
-async def names_falsely(log: LogReader, record: Record) -> bool:
-    """Return whether the collection that a record names is readable and neither a collection nor void."""
+async def names_falsely(log: LogReader, version: int, record: Record) -> bool:
+    """Return whether a version's record names as the last collection what is none, or an older one than another.
+
+    That is the one named by the record before it, or this record itself. Records that can't be read prove nothing.
+    """
     try:
+        if version > record.collected + 1:
+            before = await log.record(version - 1)
+            newer = version - 1 if before.collection is not None else before.collected
+            if newer > record.collected and (await log.record(newer)).collection is not None:
+                return True
         while record.collected:
             record = await log.record(record.collected)
             if record.collection is not None or not record.void:

@@ -90,7 +90,7 @@ async def last_readable_collection(log: LogReader, newest: int) -> tuple[int, in
             record = await log.record(version)
             if await log.collection(version) is not None:
                 break
-            version = version - 1 if await names_falsely(log, record) else record.collected
+            version = version - 1 if await names_falsely(log, version, record) else record.collected
         except UNREADABLE:
             unreadable = unreadable or version
             version -= 1  # the record below may name an earlier collection
@@ -145,14 +145,14 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 
 
 async def check_references(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if the version that a record names as the last gc is neither a gc nor void.
+    """Raise `Corrupt` if a record names as the last garbage collection what `names_falsely` tells is not.
 
     Raise it also for what `check_named` refuses.
     """
-    if await names_falsely(log, record):
+    if await names_falsely(log, version, record):
         raise Corrupt(
             f"{log.storage.url}: {commit_key(version)} names version {record.collected} as the last garbage "
-            f"collection, but that is not one; `tstore repair` can void {commit_key(version)}"
+            f"collection before it, but that is not the last; `tstore repair` can void {commit_key(version)}"
         )
     await check_named(log, version, record)
 
@@ -187,7 +187,7 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
         raise Corrupt(gap.message(log.storage.url))
     for fault in await foreign_archives(log, newest, records):
         raise Corrupt(fault)
-    known = await known_expiry(log, newest)
+    known = await known_expiry(log.anew(), newest)
     log = log.anew()  # reads in order, so that it is the later one of two records that is out of place
 
     def living(version: int) -> bool:

@@ -197,13 +197,17 @@ async def _check_consequences(
     """Raise `InvalidArgument` if versions that can be read now would be damaged without the intact ones."""
     if intact := sorted([v for v in wanted if v not in lost and not await is_voided(log, v)]):
         others = {version: resumes for version, resumes in wanted.items() if version not in intact}
+        others |= await resumed_without(log.anew(), lost & others.keys())  # as if these were voided alone
         before = {d.version for d in (await damaged_versions(log, others) if others else damaged)}
         after = [damage for damage in await damaged_versions(log, wanted) if damage.version not in before]
         if after:
+            first = [version for version, resumes in others.items() if resumes != wanted[version]]
+            all_intact = _shown([*intact, *(damage.version for damage in after)])
+            advice = f"to void all of these, pass void_intact=[{all_intact}]"
             raise InvalidArgument(
                 f"{log.storage.url}: without {_shown(intact)}, {pluralize(len(after), 'version')} would be "
-                f"damaged, so nothing was voided: {after[0].reason}; to void all of these, pass "
-                f"void_intact=[{_shown([*intact, *(damage.version for damage in after)])}]"
+                f"damaged, so nothing was voided: {after[0].reason}; "
+                + (f"void {_shown(first)} first, alone" if first else advice)
             )
 
 

@@ -233,7 +233,7 @@ class _Verification:
     async def _skip_archived(self, version: int, record: Record | None) -> None:
         """Go on at a version that follows archived records."""
         self._last_collection = None
-        if record is not None and not await names_falsely(self._log, record):
+        if record is not None and not await names_falsely(self._log, version, record):
             with contextlib.suppress(*UNREADABLE):
                 self._last_collection = await existing_collection(self._log, record.collected)
         self._unlisted.add(version - 1)
@@ -280,7 +280,7 @@ class _Verification:
         last = self._last_collection
         with contextlib.suppress(*UNREADABLE):  # reported by `_read`, for the version at fault
             named = await existing_collection(self._log, record.collected)
-            if last is not None and named != last and not await names_falsely(self._log, record):
+            if last is not None and named != last and not await names_falsely(self._log, version, record):
                 self._faults.append(
                     f"{self._log.storage.url}: {commit_key(version)} names version {named} as the last garbage "
                     f"collection before it, but version {last} is; `tstore repair` can void {commit_key(version)}"
