@@ -15,6 +15,8 @@ _SERVER = """
     import importlib, json, os, signal, sys
     import numpy, tstore, tstore.sync, tstore.conformance.faults
     import tstore.cli.demo  # imports that are lazy elsewhere
+    for name in tstore.__all__:
+        getattr(tstore, name), getattr(tstore.sync, name)
     code = compile(sys.argv[1], "job", "exec")
     for name in sys.argv[2:]:
         importlib.import_module(name)

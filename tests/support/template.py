@@ -22,7 +22,10 @@ __all__ = ["Forked"]
 _LOOP = """
 import os, signal, socket, sys
 import msgspec
-import numpy, tstore, tstore.sync, tstore.server, tstore.cli, tstore.cli.demo, tstore.conformance.faults
+import numpy, tstore, tstore.sync, tstore.server, tstore.cli.commands, tstore.cli.demo, tstore.conformance.faults
+
+for name in tstore.__all__:  # which are imported when they are first used
+    getattr(tstore, name), getattr(tstore.sync, name)
 
 assert len(os.listdir("/proc/self/task")) == 1  # a fork keeps only the thread that forks
 signal.signal(signal.SIGINT, signal.SIG_IGN)
