@@ -17,7 +17,7 @@ from tests.support.mutation import Edit
 
 FOUND: dict[str, Edit] = {
     "a tag keeps nothing": Edit(
-        "tstore.format.tree.retention:Keep.select", "not tags.isdisjoint(entry.tags)", "False"
+        "tstore.format.tree.retention:Keep.select", "not named.isdisjoint(entry.tags)", "False"
     ),
     "values of the wrong place": Edit(
         "tstore.array:Array.read",
@@ -59,8 +59,8 @@ def test_a_fault_is_detected(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     FOUND[name].apply(monkeypatch)
-    assert fuzz.main(["--seconds", "100", "--seed", "7", "--tasks", "1", "--storage", "memory", "--odd", "0"]) == 1
-    assert "seed 7, episode" in capsys.readouterr().out
+    assert fuzz.main(["--seconds", "100", "--seed", "8", "--tasks", "1", "--storage", "memory", "--odd", "0"]) == 1
+    assert "seed 8, episode" in capsys.readouterr().out
 
 
 def test_a_run_of_one_worker_is_reproducible(capsys: pytest.CaptureFixture[str]) -> None:

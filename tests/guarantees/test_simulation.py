@@ -242,7 +242,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a tag keeps no version": [
-        Edit("tstore.format.tree.retention:Keep.select", "not tags.isdisjoint(entry.tags)", "False")
+        Edit("tstore.format.tree.retention:Keep.select", "not named.isdisjoint(entry.tags)", "False")
     ],
     "the best by a metric are off by one": [
         Edit("tstore.format.tree.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
