@@ -312,7 +312,7 @@ async def test_upgrades_are_refused(place: Path, odd: bytes) -> None:
         async with asyncio.timeout(60):
             assert (await reader.readuntil(b"\r\n\r\n")).split()[1] in (b"200", b"400")
             before = memory(served.process.pid)
-            sending = asyncio.ensure_future(_send(writer, b"\x00" * (64 << 20)))
+            sending = asyncio.ensure_future(_send(writer, b"\x00" * (24 << 20)))
             assert not (await Wire(reader, writer).rest()).count(b" 101 ")
             await asyncio.wait([sending], timeout=10)
             sending.cancel()

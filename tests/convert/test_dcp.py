@@ -697,7 +697,7 @@ def test_small_numbers_that_walk_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_honest_numbers_as_keys() -> None:
     state = {i: {"step": i} for i in range(20_000)}
-    sparse = {i * 1_000_003 - (1 << 70): -i for i in range(200_000)} | {0.5: 1, True: 2, -7: 3}
+    sparse = {i * 1_000_003 - (1 << 70): -i for i in range(100_000)} | {0.5: 1, True: 2, -7: 3}
     for value in (state, sparse, [True] * 100_000, [(i, i) for i in range(20_000)]):
         for protocol in (2, 4):
             data = np.frombuffer(archive(pickle.dumps(value, protocol)), np.uint8)

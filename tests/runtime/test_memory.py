@@ -88,7 +88,7 @@ def measure(url: Path, kind: str, mebibytes: int, repeats: int = 0) -> dict[str,
 
 @pytest.mark.parametrize("kind", ["contiguous", "small chunks", "one long chunk", "one chunk e4m3"])
 def test_a_large_save_and_restore_stay_below_the_limit(tmp_path: Path, kind: str) -> None:
-    report = measure(tmp_path / "s", kind, 384)
+    report = measure(tmp_path / "s", kind, 320)
     assert report["save"] < LIMIT  # type: ignore[operator]
     assert report["restore"] < LIMIT  # type: ignore[operator]
 
@@ -102,7 +102,7 @@ BACKGROUND = """
         with open("/proc/self/status") as file:
             return 1024 * int(next(l for l in file if l.startswith(field)).split()[1])
 
-    values = np.arange(100 << 20, dtype="f4")
+    values = np.arange(80 << 20, dtype="f4")
     tstore.save(sys.argv[1], {"w": values[:10]}, 0)
     report = {}
     for step, staging in enumerate(("turns", "memory"), 1):
@@ -122,7 +122,7 @@ def test_a_save_in_the_background_needs_its_copy_or_no_memory(tmp_path: Path) ->
 
     report = json.loads(processes.fresh_python(BACKGROUND, tmp_path / "s"))
     assert report["turns"] < LIMIT
-    assert report["memory"] < (400 << 20) + LIMIT
+    assert report["memory"] < (320 << 20) + LIMIT
     assert report["after"] < LIMIT
 
 

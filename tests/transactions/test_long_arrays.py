@@ -161,7 +161,7 @@ async def test_resizes_of_random_arrays(
     async with store.transaction() as tx:
         array = await tx.create_array("w", values.shape, "i8", (2, 3)[:dimensions])
         await array.write(values)
-    for _ in range(25):
+    for _ in range(15):
         async with store.transaction() as tx:
             array = await tx.array("w")
             for kind in rng.choice(["write", "write", "resize", "first axis"], 2):
