@@ -114,6 +114,12 @@
     a save needs the manifests before it         test_repair_plan.py: a write after a save
     what is not known stays so after a save      test_repair_plan.py: a write after a save
     roots vouch for nothing in a forecast        test_repair_archives.py: what rests on a lost version
+    a manifest that is gone is not missed        test_repair_plan.py: what needs it is damaged
+    a repair condemns nothing again              test_repair_plan.py: a transaction that reuses it conflicts
+    a version that lacks a pack is restated      test_repair_plan.py: a repair restates no such version
+    a copy inherits what expired versions wrote  test_repair_plan.py: it outlives a copy above it
+    packs of expired versions are not inherited  test_repair_plan.py: it outlives a copy above it
+    an heir of a voided version is standalone    test_repair_plan.py: it needs older ones too
 
 Each fault is applied for one run of its test, which must fail.
 """
@@ -687,6 +693,34 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "roots vouch for nothing in a forecast": (
         "maintenance/test_repair_archives.py::test_versions_that_rest_on_a_lost_one_go_on_from_the_next_root",
         Edit(REPLAY + "_records", "_void(self._voided[number])", "_void(0)"),
+    ),
+    "a manifest that is gone is not missed": (
+        PLANS + "test_what_needs_a_manifest_that_is_gone_is_damaged",
+        Edit(
+            REPLAY + "_manifests",
+            "as error:\n        self._nodes_known, self._lost = False, (version, str(error))",
+            "as error:\n        pass",
+        ),
+    ),
+    "a repair condemns nothing again": (
+        PLANS + "test_a_transaction_that_reuses_what_a_voided_collection_still_deletes_conflicts",
+        Edit(PLAN + "collection", "sorted(self._condemned.transactions - living)", "()"),
+    ),
+    "a version that lacks a pack is restated": (
+        PLANS + "test_a_repair_restates_no_version_that_lacks_a_pack",
+        Edit(PLAN + "newest_complete", "if version not in incomplete:", "if True:"),
+    ),
+    "a copy inherits what expired versions wrote": (
+        PLANS + "test_what_an_expired_version_wrote_outlives_a_copy_above_it",
+        Edit(PLAN + "_expire", "set(self.expired) - ledger.copies)", "set(self.expired))"),
+    ),
+    "packs of expired versions are not inherited": (
+        PLANS + "test_what_an_expired_version_wrote_outlives_a_copy_above_it",
+        Edit(PLAN + "_expire", "(*entry.dependencies, *keys)", "entry.dependencies"),
+    ),
+    "an heir of a voided version is standalone": (
+        PLANS + "test_a_version_that_inherits_from_a_voided_one_needs_older_ones_too",
+        Edit(PLAN + "_expire", "standalone=ledger.alive[version].standalone", "standalone=True"),
     ),
 }
 

@@ -16,7 +16,7 @@ from tests.maintenance.test_repair_dependents import Paused
 from tests.support.held_commit import held_commit
 from tstore import Keep
 from tstore.conformance.faults import open_faulty
-from tstore.errors import TimelineChanged
+from tstore.errors import SourceCondemned, TimelineChanged
 from tstore.format.layout import commit_key
 from tstore.simulation.scenario import override_constants
 from tstore.tags import set_tag
@@ -222,3 +222,81 @@ async def test_a_write_after_a_save_needs_nothing_from_before_it(expired: int, u
         assert (await store.collect(Keep(last=1), abandoned=NOW)).versions == list(range(1, expired + 1))
         await groups(url, 1, "c")
         await check(url, expired + 1)
+
+
+async def test_what_needs_a_manifest_that_is_gone_is_damaged(url: str) -> None:
+    """It writes to none of the nodes in that manifest, which was replaced by the version that is voided."""
+    await groups(url, 500, "a")
+    await save(url, 2)
+    store = await tstore.open(url)
+    await store.collect(HEAD, abandoned=NOW)
+    await groups(url, 1, "b")
+    await store.log.storage.replace(commit_key(2), b"garbage")
+    report = await (await tstore.open(url)).repair([2])
+    assert (report.ok, [one.version for one in report.damaged]) == (False, [2, 4])
+    assert (await (await tstore.open(url)).repair(void_intact=[4])).ok
+    await check(url)
+
+
+async def test_a_transaction_that_reuses_what_a_voided_collection_still_deletes_conflicts(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(url, 1, 2)
+    other = await tstore.open(url)
+    tx = other.transaction()
+    await tx.copy_array(await (await other.snapshot(1)).array("w"), "copied")
+    async with collecting(url, Keep(last=1), monkeypatch):
+        await (await tstore.open(url)).repair(void_intact=[3])
+        with pytest.raises((SourceCondemned, TimelineChanged)):
+            await tx.commit()
+    await check(url, 2)
+
+
+async def test_a_repair_restates_no_version_that_lacks_a_pack(url: str) -> None:
+    await save(url, 1, 2, 3, 4, 5)
+    store = await tstore.open(url)
+    await store.collect(Keep(last=1, tags=("step/2", "step/3")), abandoned=NOW)
+    await lose_pack(store, 3)
+    assert (await (await tstore.open(url)).repair(void_intact=[5])).restated == 2
+    w = await (await (await tstore.open(url)).snapshot()).array("w")
+    assert (await w.read())[0] == 2
+
+
+async def test_what_an_expired_version_wrote_outlives_a_copy_above_it(url: str) -> None:
+    """It lacks a pack that a voided collection deleted. The head needs its other one, which the copy does not."""
+    await tstore.save(url, {"w": np.zeros((256, 128), "f4")}, 1)
+    store = await tstore.open(url)
+    async with store.transaction(tag="rows") as tx:
+        await (await tx.create_array("x", (4000,), "f8", (1000,))).write(VALUES)
+    async with store.transaction(tag="half") as tx:
+        await (await tx.array("x"))[:2000].write(VALUES[:2000] + 1)
+    await tstore.quantize(store, "e4m3", at="step/1", tag="q")
+    async with store.transaction() as tx:
+        await (await tx.array("x"))[2000:].write(VALUES[2000:] + 2)
+    collection = await store.collect(Keep(tags=("step/1", "q")), abandoned=NOW)
+    assert collection.versions == [2, 3]
+    report = await (await tstore.open(url)).repair(void_intact=[6])
+    assert report.expired == [2, 3]
+    for _ in range(2):
+        store = await tstore.open(url)
+        await store.collect(Keep(tags=("step/1",), copies=0), abandoned=NOW)
+        x = await (await (await store.snapshot()).array("x")).read()
+        assert np.array_equal(x, VALUES + np.repeat([1, 2], 2000))
+        assert (await store.verify()).faults == []
+
+
+async def test_a_version_that_inherits_from_a_voided_one_needs_older_ones_too(url: str) -> None:
+    await groups(url, 1, "expires")
+    for tag in ("kept", "voided", "head"):
+        async with (await tstore.open(url)).transaction(tag=tag) as tx:
+            new = tag == "kept"
+            x = await (tx.create_array("x", (4000,), "f8", (1000,)) if new else tx.array("x"))
+            await x[: 4000 if new else 1000].write(VALUES[: 4000 if new else 1000])
+    store = await tstore.open(url)
+    assert (await store.collect(Keep(tags=("kept", "voided")), abandoned=NOW)).versions == [1]
+    await store.repair(void_intact=[3])
+    for _ in range(2):
+        store = await tstore.open(url)
+        await store.collect(HEAD, abandoned=NOW)
+        assert np.array_equal(await (await (await store.snapshot()).array("x")).read(), VALUES)
+        assert (await store.verify()).faults == []
