@@ -103,7 +103,8 @@
     a server takes any link                      test_chain.py: a server refuses a record
     records out of place are archived            test_chain.py: they are not archived
     a repair expires a head that is damaged      test_repair_plan.py: it lost its pack in another way
-    a repair forgets what an expired head needed test_repair_plan.py: older manifests of the newest state
+    a repair forgets manifests of the newest     test_repair_plan.py: older manifests of the newest state
+    a repair revives what lacks a manifest       test_repair_plan.py: it is not alive again
     a repair revives what a gc is deleting       test_repair_plan.py: it is not alive again
     a repair forgets who needs a manifest        test_repair_plan.py: what needs a condemned manifest
     a repair expires what needs no manifest      test_repair_plan.py: what needs a condemned manifest
@@ -111,6 +112,7 @@
     a repair ignores tags of what it voids       test_repair_plan.py: a tag of a version being voided
     a gc takes the manifest of a lost record     test_repair_plan.py: it keeps the manifest
     a copy inherits what a lost record wrote     test_repair_plan.py: it outlives a copy
+    an heir of a lost record is standalone       test_repair_plan.py: it outlives a copy
     a save needs the manifests before it         test_repair_plan.py: a write after a save
     what is not known stays so after a save      test_repair_plan.py: a write after a save
     roots vouch for nothing in a forecast        test_repair_archives.py: what rests on a lost version
@@ -646,9 +648,13 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         PLANS + "test_the_head_of_a_voided_collection_lost_its_pack_in_another_way",
         Edit(PLAN + "_expire", "max(set(older) - ledger.copies, default=0)", "max(older, default=0)"),
     ),
-    "a repair forgets what an expired head needed": (
+    "a repair forgets manifests of the newest": (
         PLANS + "test_older_manifests_that_the_newest_state_needs_stay",
-        Edit(PLAN + "_expire", "orphaned += entry.dependencies", "pass"),
+        Edit(PLAN + "_needed_by", "objects |= {", "_ = {"),
+    ),
+    "a repair revives what lacks a manifest": (
+        PLANS + "test_what_a_collection_still_deletes_is_not_alive_again",
+        Edit(PLAN + "_needed_by", "if number == version or not record.source:", "if number == version:"),
     ),
     "a repair revives what a gc is deleting": (
         PLANS + "test_what_a_collection_still_deletes_is_not_alive_again",
@@ -677,6 +683,10 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a copy inherits what a lost record wrote": (
         PLANS + "test_what_a_lost_record_wrote_outlives_a_copy_whose_root_has_its_changes",
         Edit(PLAN + "protect", "ledger.alive.keys() - ledger.copies", "ledger.alive.keys()"),
+    ),
+    "an heir of a lost record is standalone": (
+        PLANS + "test_what_a_lost_record_wrote_outlives_a_copy_whose_root_has_its_changes",
+        Edit(PLAN + "protect", "standalone=ledger.alive[version].standalone", "standalone=True"),
     ),
     "a save needs the manifests before it": (
         PLANS + "test_a_write_after_a_save_needs_nothing_from_before_it",

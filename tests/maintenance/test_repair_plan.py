@@ -19,7 +19,7 @@ from tstore.conformance.faults import open_faulty
 from tstore.errors import SourceCondemned, TimelineChanged
 from tstore.format.layout import commit_key
 from tstore.simulation.scenario import override_constants
-from tstore.tags import set_tag
+from tstore.tags import remove_step, set_tag
 
 VALUES = np.arange(4000.0)
 NOW = timedelta(0)
@@ -108,12 +108,20 @@ async def test_older_manifests_that_the_newest_state_needs_stay(url: str) -> Non
         await groups(url, 1, f"{uuid.uuid4()}")
 
 
+@pytest.mark.parametrize("void", [[3], [3, 4]])
+@pytest.mark.parametrize("manifest", [False, True])
 async def test_what_a_collection_still_deletes_is_not_alive_again(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    manifest: bool, void: list[int], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await save(url, 1, 2, 3)
+    """The state of version 2 needs a pack of its own, or only the manifest of version 1."""
+    if manifest:
+        await groups(url, 500, "a")
+        await groups(url, 1, "b")
+    else:
+        await save(url, 1, 2)
+    await save(url, 3)
     async with collecting(url, Keep(last=1), monkeypatch):
-        report = await (await tstore.open(url)).repair(void_intact=[3])
+        report = await (await tstore.open(url)).repair(void_intact=void)
         assert report.restated == 0
     await check(url)
 
@@ -203,10 +211,15 @@ async def test_what_a_lost_record_wrote_outlives_a_copy_whose_root_has_its_chang
         store = await tstore.open(url)
         await store.log.storage.replace(commit_key(3), b"garbage")
         assert (await (await tstore.open(url)).repair([3])).ok
-        for _ in range(2):
+        heir = ("b0-",)
+        for keep in (Keep(last=1, tags=heir), Keep(last=1, tags=heir, copies=0), Keep(tags=heir)):
             store = await tstore.open(url)
-            await store.collect(Keep(last=1, copies=0), abandoned=NOW)
-            assert np.array_equal(await (await (await store.snapshot()).array("lost")).read(), VALUES)
+            if keep.last is None:
+                await remove_step(store, 2)
+            await store.collect(keep, abandoned=NOW)
+            snapshot = await store.snapshot()
+            assert np.array_equal(await (await snapshot.array("lost")).read(), VALUES)
+            assert (await (await snapshot.array("w")).read() == 2).all()
             assert (await store.verify()).faults == []
 
 

@@ -134,19 +134,13 @@ class RepairPlan:
         entries = [ledger.alive[version] for version in self.expired if version not in ledger.copies]
         written = await together(lambda entry: _transaction_objects(log, entry.transaction), entries)
         released: dict[int, list[str]] = {}  # what expired versions wrote or needed, by the next living version
-        orphaned: list[str] = []  # what expired versions above all living ones needed
         for entry, keys in zip(entries, written, strict=True):
-            at = bisect.bisect(kept, entry.version)
-            if at < len(kept):
+            if (at := bisect.bisect(kept, entry.version)) < len(kept):
                 released.setdefault(kept[at], []).extend((*entry.dependencies, *keys))
-            else:
-                orphaned += entry.dependencies
         for version, objects in released.items():
             ledger.inherit(version, objects, standalone=ledger.alive[version].standalone)
         self._ledger = ledger.without(self.expired)
-        revived = await self._revive_newest(orphaned)
-        self.lacks_newest = revived is None
-        self.expired = [version for version in self.expired if version != revived]
+        self.lacks_newest = not await self._revive_newest()
         self._tags = {tag: v for v in self.expired for tag in ledger.alive[v].tags}
 
     async def _needing_revoked(self, versions: Sequence[int]) -> list[int]:
@@ -175,29 +169,40 @@ class RepairPlan:
                 needing.append(version)
         return needing
 
-    async def _revive_newest(self, needed: Sequence[str]) -> int | None:
-        """Add the version whose state is the newest to the living ones and return it; None if it lacks data.
+    async def _revive_newest(self) -> bool:
+        """Add the version whose state is the newest to the living ones; return False if it lacks data.
 
-        It depends on the objects `needed`, and on the packs to which its tree refers.
+        It depends on the objects that its tree needs.
         """
         log = self._log
         version = await state_of(log, await head_as_of(log, self._base))
         if version == 0 or version in self._ledger.alive:
-            return version
-        record = await log.record(version)
+            return True
         try:
-            await log.objects.manifests(version, record)
-            packs = await run(packs_of, await log.tree(version))
+            objects = await self._needed_by(version)
         except UNREADABLE:
-            return None
-        objects = {*packs, *(m.key for m in record.manifests if isinstance(m, ObjectRef))}
+            return False
         if any(map(self._condemned.includes, objects)) or len(await log.storage.sizes(objects)) < len(objects):
-            return None
+            return False
+        record = await log.record(version)
         self._ledger.add(version, msgspec.structs.replace(record, tags=(), dropped=(), tagged={}))
         entry = self._ledger.alive[version]
-        others = [key for key in sorted({*needed, *packs}) if owner_of(key) != entry.transaction]
+        others = [key for key in sorted(objects) if owner_of(key) != entry.transaction]
         self._ledger.inherit(version, others, standalone=entry.standalone)
-        return version
+        return True
+
+    async def _needed_by(self, version: int) -> set[str]:
+        """Return the packs and manifests that the tree of a version needs; raise an error of `UNREADABLE`."""
+        tree = await self._log.tree(version)
+        objects = await run(packs_of, tree)
+        if (base := tree.nodes.base) is not None:
+            objects.add(base.key)
+        async for number, record in self._log.each_record(range(version, 0, -1)):
+            if number == version or not record.source:
+                objects |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
+            if record.replaces:
+                break
+        return objects
 
 
 async def condemned_by(storage: Storage, voided: Sequence[int]) -> Condemned:
