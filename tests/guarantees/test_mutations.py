@@ -122,6 +122,10 @@
     a copy inherits what expired versions wrote  test_repair_plan.py: it outlives a copy above it
     packs of expired versions are not inherited  test_repair_plan.py: it outlives a copy above it
     an heir of a voided version is standalone    test_repair_plan.py: it needs older ones too
+    a version inherits what is being deleted     test_repair_plan.py: no version inherits it
+    a gc deletes a root that is needed again     test_repair_archives.py: such a root is kept
+    a gc deletes what a forged one condemned     test_collect_hostile.py: what living versions need
+    a gc takes a pack that a forged one names    test_collect_hostile.py: what living versions need
 
 Each fault is applied for one run of its test, which must fail.
 """
@@ -731,6 +735,22 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "an heir of a voided version is standalone": (
         PLANS + "test_a_version_that_inherits_from_a_voided_one_needs_older_ones_too",
         Edit(PLAN + "_expire", "standalone=ledger.alive[version].standalone", "standalone=True"),
+    ),
+    "a version inherits what is being deleted": (
+        PLANS + "test_no_version_inherits_what_a_collection_still_deletes",
+        Edit(PLAN + "_expire", "itertools.filterfalse(self._condemned.includes, (*", "((*"),
+    ),
+    "a gc deletes a root that is needed again": (
+        "maintenance/test_repair_archives.py::test_a_root_that_a_voided_collection_did_not_delete_is_kept",
+        Edit("tstore.maintenance.gc:_Plan.make", "*map(root_key, self._needed_roots)", "*()"),
+    ),
+    "a gc deletes what a forged one condemned": (
+        "maintenance/test_collect_hostile.py::test_a_forged_gc_condemns_what_living_versions_need",
+        Edit("tstore.maintenance.gc:_Plan.make", "- in_use", "- self.ledger.transactions"),
+    ),
+    "a gc takes a pack that a forged one names": (
+        "maintenance/test_collect_hostile.py::test_a_forged_gc_condemns_what_living_versions_need",
+        Edit("tstore.maintenance.gc:_Plan.make", "and owner_of(key) not in self.ledger.transactions", ""),
     ),
 }
 

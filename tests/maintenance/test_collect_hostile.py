@@ -18,7 +18,7 @@ from tests.support.fuzzing import bounded_time
 from tstore import Keep
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Conflict, Corrupt, InvalidArgument, Unavailable
-from tstore.format.layout import commit_key
+from tstore.format.layout import commit_key, owner_of
 from tstore.format.objects.records import Collection, LivingVersion, Record
 from tstore.simulation.scenario import override_constants
 
@@ -86,6 +86,30 @@ async def test_a_forged_gc_makes_no_later_one_delete_living_data(kind: str, tmp_
     assert (await store.verify()).ok
     for step in (2, 3):
         await check_step(store, step)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_forged_gc_condemns_what_living_versions_need(whole: bool) -> None:
+    """Its record is valid. It names data of step 0 that step 1 needs, and the pack of a pending transaction."""
+    store = await saved(f"memory://{uuid.uuid4()}", 0)
+    await tstore.save(store, tree_of(0) | {"x": np.ones(2000)}, 1)  # reuses the pack of step 0
+    await store.collect(Keep(last=1))
+    tx = store.transaction()
+    await (await tx.create_array("y", (2000,), "f8", (2000,))).write(np.ones(2000))
+    own = await store.log.storage.list(f"txn/{tx.id}/")
+    assert len(own) == 1
+    gc = await store.log.reader.collection(3)
+    assert gc is not None
+    [owner], shared = {owner_of(key) for key in gc.alive[0].dependencies}, gc.alive[0].dependencies
+    forgery = Collection(gc.alive, (), {}, (owner,) if whole else (), tuple(own) if whole else (*own, *shared))
+    await forge(store, Record("forged", 3, 1.0, collected=3, collection=forgery))
+    assert await tx.commit() == 5
+    for _ in range(2):
+        store = await tstore.open(store.url)
+        await store.collect(abandoned=NOW)
+        assert np.array_equal((await tstore.restore(store, 1))["w"], tree_of(0)["w"])
+        assert (await (await (await store.snapshot()).array("y")).read()).sum() == 2000
+        assert (await store.verify()).faults == []
 
 
 @pytest.mark.parametrize(

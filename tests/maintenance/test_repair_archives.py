@@ -23,7 +23,7 @@ from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.cli import main
 from tstore.conformance.faults import Faults
-from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, TStoreError
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, TStoreError, Unavailable
 from tstore.format.layout import archive_key, commit_key, root_key
 from tstore.maintenance.repair import repair_store
 from tstore.server import Server
@@ -335,6 +335,28 @@ async def test_a_store_that_has_read_all_records_reads_trees_from_roots() -> Non
     await damage(store.log.storage, commit_key(17))  # back
     assert len([one async for one in store.history()]) == 17
     assert (await (await (await store.snapshot()).array("x")).read()).tolist() == expected(17, 7)
+
+
+async def test_a_root_that_a_voided_collection_did_not_delete_is_kept() -> None:
+    """Only it has the changes of a lost record, and the versions that need it are alive again."""
+    store = await filled(6)
+    await lose(store, 3)
+    assert (await (await tstore.open(store.url)).repair(void=[3])).ok
+    async with (await tstore.open(store.url)).transaction() as tx:  # its pack is deleted, so it stays expired
+        await (await tx.create_array("big", (4000,), "f8")).write(1)
+    async with (await tstore.open(store.url)).transaction() as tx:
+        await tx.delete("big")
+    for value in range(10, 18):
+        await commit(await tstore.open(store.url), value)
+    faults = Faults(store.log.storage)
+    faults.fail("delete", root_key(4))
+    with pytest.raises(Unavailable, match="Version 18, the commit of this gc, is durable"):
+        await tstore.Store(faults, store.marker, "a").collect(Keep(last=1))
+    assert (await (await tstore.open(store.url)).repair(void_intact=[18])).expired == [8]
+    for keep in (None, Keep(tags=("t5",))):
+        await (await tstore.open(store.url)).collect(keep)
+        assert await read(store.url, "t5") == expected(5)
+        assert (await (await tstore.open(store.url)).verify()).faults == []
 
 
 async def test_without_its_root_a_lost_record_is_an_error_and_can_be_voided_again() -> None:

@@ -14,10 +14,12 @@ import pytest
 import tstore
 from tests.maintenance.test_repair_dependents import Paused
 from tests.support.held_commit import held_commit
+from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.conformance.faults import open_faulty
 from tstore.errors import SourceCondemned, TimelineChanged
 from tstore.format.layout import commit_key
+from tstore.server import Server
 from tstore.simulation.scenario import override_constants
 from tstore.tags import remove_step, set_tag
 
@@ -313,3 +315,17 @@ async def test_a_version_that_inherits_from_a_voided_one_needs_older_ones_too(ur
         await store.collect(HEAD, abandoned=NOW)
         assert np.array_equal(await (await (await store.snapshot()).array("x")).read(), VALUES)
         assert (await store.verify()).faults == []
+
+
+async def test_no_version_inherits_what_a_collection_still_deletes(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server, which checks that nothing is condemned that a living version needs, takes the history."""
+    await save(url, 1, 2)
+    served = f"{url}-served"
+    async with collecting(url, Keep(last=1), monkeypatch):
+        assert (await (await tstore.open(url)).repair(void_intact=[3])).expired == [1]
+        async with Server(served, access=everybody()) as server:
+            await tstore.copy(url, server.url, storage_options={"token": ADMIN})
+    for each in (url, served):
+        await check(each, 2)

@@ -20,9 +20,9 @@
    record was created. Read the record again before every few deletions, and end with `TimelineChanged` if a repair
    has voided it: what it expired may be alive again. (A repair that can read the record leaves expired what needs
    an object that it condemned, since a deletion may be under way.)
-   A collection also condemns again, and deletes, what the previous one condemned but did not
-   delete (except keys that no collection may condemn, which a forged record could name). So a collection killed
-   at any point leaves no garbage permanently.
+   A collection also condemns again, and deletes, what the previous one condemned but did not delete, unless a
+   living version needs it: one that is alive again, or because the previous record was forged. So a collection
+   killed at any point leaves no garbage permanently.
 6. Archive the records of old versions (`compaction`).
 7. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
 
@@ -174,10 +174,15 @@ class _Plan:
         names = [name for name in await self._log.storage.folders("txn/") if is_transaction(name)]
         self._names = set(names)
         await self._expire(retained)
-        self._leftover_transactions = self._names.intersection(self._previous.transactions)
-        self._leftover_transactions -= self.ledger.transactions
-        objects = [key for key in self._previous.objects if _may_be_condemned(key, self.ledger)]
-        self._leftover_objects = await self._log.storage.sizes(objects)
+        # without what a version needs that is alive again, or that a forged record condemned
+        needed = {*self.ledger.dependencies, *map(root_key, self._needed_roots)}
+        in_use = {*self.ledger.transactions, *map(owner_of, self.ledger.dependencies)}
+        self._leftover_transactions = self._names.intersection(self._previous.transactions) - in_use
+        self._leftover_objects = await self._log.storage.sizes(
+            key
+            for key in self._previous.objects
+            if key not in needed and owner_of(key) not in self.ledger.transactions
+        )
         await self._find_abandoned(names, min_age)
         await self._measure()
 
@@ -195,9 +200,12 @@ class _Plan:
                 await self._release(expiring, version)
                 expiring = []
         self.ledger = self.ledger.without(self.expired)
-        # a tree is read from the nearest root at or below its version, and those to which this root refers
-        needed = roots_for([*self.ledger.alive, self.base])
-        self._roots = [root_key(version) for version in sorted(roots_for(self.expired) - needed)]
+        self._roots = [root_key(version) for version in sorted(roots_for(self.expired) - self._needed_roots)]
+
+    @property
+    def _needed_roots(self) -> set[int]:
+        """The roots from which trees are read: the nearest at or below each version, and those it refers to."""
+        return roots_for([*self.ledger.alive, self.base])
 
     async def _release(self, expired: Sequence[int], next_living: int | None = None) -> None:
         """Release what expired copies, or consecutive other versions, wrote or needed; `next_living` inherits."""
@@ -263,8 +271,7 @@ class _Plan:
 
     async def complete_roots(self) -> None:
         """Create the needed roots that are missing, or spare those from which they would follow if that fails."""
-        needed = sorted(roots_for([*self.ledger.alive, self.base]))
-        if self._roots and not await create_missing(self._log, needed):
+        if self._roots and not await create_missing(self._log, sorted(self._needed_roots)):
             self._roots = []
 
     def spare(self, version: int, other: Record) -> None:
@@ -299,8 +306,8 @@ class _Plan:
             tuple(self.ledger.alive[v] for v in sorted(self.ledger.alive)),
             tuple(self.expired),
             self._tags,
-            tuple(sorted(filter(is_transaction, transactions - living))),
-            tuple(sorted(filter(is_collectable, objects - needed))),
+            tuple(sorted(transactions - living)),
+            tuple(sorted(objects - needed)),
         )
 
     def report(self, version: int | None, dry_run: bool) -> CollectReport:
@@ -379,11 +386,3 @@ async def _delete(
         await delete(itertools.chain.from_iterable(listed[t] for t in transactions))
         if log.storage.capabilities.folders:
             await together(log.storage.delete, [f"txn/{transaction}" for transaction in transactions])
-
-
-def _may_be_condemned(key: str, ledger: Ledger) -> bool:
-    """Return whether a collection may condemn this key, which an earlier record, perhaps forged, condemned."""
-    if key.startswith("roots/"):
-        return is_object(key)
-    owner = owner_of(key)
-    return is_object(key) and is_transaction(owner) and owner not in ledger.transactions

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -136,7 +137,8 @@ class RepairPlan:
         released: dict[int, list[str]] = {}  # what expired versions wrote or needed, by the next living version
         for entry, keys in zip(entries, written, strict=True):
             if (at := bisect.bisect(kept, entry.version)) < len(kept):
-                released.setdefault(kept[at], []).extend((*entry.dependencies, *keys))
+                stay = itertools.filterfalse(self._condemned.includes, (*entry.dependencies, *keys))
+                released.setdefault(kept[at], []).extend(stay)
         for version, objects in released.items():
             ledger.inherit(version, objects, standalone=ledger.alive[version].standalone)
         self._ledger = ledger.without(self.expired)
