@@ -47,7 +47,8 @@ async def read(store: tstore.Store, path: str) -> Any:
 # ---- a commit and the operations before it
 
 
-async def test_a_commit_waits_for_pending_writes(store: tstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def hold_packs(store: tstore.Store, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Let writes wait before their pack; return the event that one waits, and the one that ends the wait."""
     reached, released = threading.Event(), threading.Event()
     writer = store.log.storage.writer
 
@@ -57,6 +58,11 @@ async def test_a_commit_waits_for_pending_writes(store: tstore.Store, monkeypatc
         return writer(key, durability)
 
     monkeypatch.setattr(store.log.storage, "writer", held)
+    return reached, released
+
+
+async def test_a_commit_waits_for_pending_writes(store: tstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, released = hold_packs(store, monkeypatch)
     tx = store.transaction()
     arrays = [await tx.create_array(f"a{i}", (BIG,), "f8", (BIG // 4,)) for i in range(4)]
     writes = [await begun(a.write(np.full(BIG, float(i)))) for i, a in enumerate(arrays)]
@@ -152,11 +158,16 @@ async def test_a_pending_write_that_fails_fails_the_commit(url: str, operation: 
     assert await store.log.storage.list("txn/") == []
 
 
-async def test_a_cancelled_write_leaves_nothing_half_done(store: tstore.Store) -> None:
+async def test_a_cancelled_write_leaves_nothing_half_done(
+    store: tstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, released = hold_packs(store, monkeypatch)
     tx = store.transaction()
     a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,), sparse=True)
     write = await begun(a.write(np.ones(BIG)))
+    await asyncio.to_thread(reached.wait, 20)
     write.cancel()  # its threads still run
+    released.set()
     await tx.commit()
     with pytest.raises(asyncio.CancelledError):
         await write
@@ -218,12 +229,17 @@ async def test_no_pack_is_discarded_while_a_thread_writes_it(how: str) -> None:
     assert (await store.snapshot()).version == 0
 
 
-async def test_a_commit_that_is_cancelled_while_it_waits_aborts(store: tstore.Store) -> None:
+async def test_a_commit_that_is_cancelled_while_it_waits_aborts(
+    store: tstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, released = hold_packs(store, monkeypatch)
     tx = store.transaction()
     a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
     write = await begun(a.write(np.ones(BIG)))
+    await asyncio.to_thread(reached.wait, 20)
     commit = await begun(tx.commit())
     commit.cancel()
+    released.set()
     with pytest.raises(asyncio.CancelledError):
         await commit
     assert write.done()
