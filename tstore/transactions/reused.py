@@ -8,13 +8,14 @@ noticed only when they are read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from tstore.data.write_job import WriteJob
 from tstore.errors import Corrupt, NotFound
 from tstore.format.layout import folder_of
 from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.layers import Table, segments_of
+from tstore.format.objects.layers import Table, segments_first, segments_of
 from tstore.format.tree.validation import chunk_ends, short_packs
 from tstore.storage.base import Storage
 
@@ -48,9 +49,13 @@ class ReusedPacks:
             for segment in segments_of(tables):
                 self._add(path, segment.pack, segment.offset + segment.length)
             try:
-                for table in tables:
-                    for part in [table] if isinstance(table, ChunkTable) else table.tables():
-                        for pack, end in zip(part.packs, chunk_ends(part), strict=True):
+                first = segments_first(tables)
+                # a collection may have deleted the packs of chunks that later rows replace
+                newest = ChunkTable.overlay([table for table in first if isinstance(table, ChunkTable)])
+                segmented = (table.tables() for table in first if not isinstance(table, ChunkTable))
+                for part in itertools.chain([newest], *segmented):
+                    for pack, end in zip(part.packs, chunk_ends(part), strict=True):
+                        if end:
                             self._add(path, pack, end)
             except (Corrupt, NotFound) as error:
                 raise Corrupt(f"{path}: {error}") from error
