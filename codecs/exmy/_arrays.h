@@ -85,7 +85,7 @@ static void fields64(const float64_bits *src, size_t n, uint64_t *bins)
 
 /* Counts the `small` values whose exponent field is 0: zeros, and subnormals by their true exponents. */
 #define DEFINE_SMALL(BITS, MANTISSA, FIELDS)                                                                 \
-    static void small##BITS(const float##BITS##_bits *src, size_t n, int64_t small, int64_t *counts)         \
+    static void small##BITS(const float##BITS##_bits *src, size_t n, int64_t small, integer64 *counts)       \
     {                                                                                                        \
         int64_t zeros = 0;                                                                                   \
         for (size_t i = 0; i < n; i++)                                                                       \
@@ -114,7 +114,7 @@ static uint64_t sum_of(const uint64_t *counters, size_t ways)
 }
 
 /* Adds to counts the number of values with each exponent, then the numbers of zeros and of non-finite values. */
-static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n, int64_t *counts)
+static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n, integer64 *counts)
 {
     uint64_t bins[2048 * WAYS64] = {0};
     uint32_t middle[BLOCK];

@@ -26,6 +26,7 @@ typedef uint64_t float64_bits UNALIGNED;
 typedef uint64_t word64 UNALIGNED;
 typedef float float32_value UNALIGNED;
 typedef double float64_value UNALIGNED;
+typedef int64_t integer64 UNALIGNED;
 typedef union {
     int32_t i;
     float f;

@@ -162,7 +162,8 @@ static void decode_groups(const lanes *l, spec s, int kind, const groups *g, int
 }
 
 /* Writes the largest magnitude of each run of `length` elements, as a float64; infinity or NaN if the run has one. */
-static void peaks_all(const lanes *l, int kind, size_t length, const uint8_t *src, size_t runs, double *out)
+static void peaks_all(const lanes *l, int kind, size_t length, const uint8_t *src, size_t runs,
+                      float64_value *out)
 {
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();

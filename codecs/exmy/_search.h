@@ -63,7 +63,8 @@ static double scale_of(int wide, const uint8_t *scales, size_t i)
 
 /* out[i][k] = the noise of run i with factors[k], in units of the scaled run. */
 static void noise_all(const lanes *l, spec s, int kind, int wide, size_t length, const uint8_t *scales,
-                      const double *factors, size_t count, const uint8_t *src, size_t runs, double *out)
+                      const float64_value *factors, size_t count, const uint8_t *src, size_t runs,
+                      float64_value *out)
 {
     noise_scratch t;
     const size_t size = kind_size(kind);
@@ -82,8 +83,8 @@ static void noise_all(const lanes *l, spec s, int kind, int wide, size_t length,
  * at least the difference, and larger factors clip no less. Once an error is twice the least so far, no larger factor
  * can be better. */
 static void least_all(const lanes *l, spec s, int kind, int wide, int rising, size_t length, const uint8_t *scales,
-                      const double *factors, int64_t count, const volatile int64_t *tries, const uint8_t *src,
-                      size_t runs, int64_t *best, double *least)
+                      const float64_value *factors, int64_t count, const volatile integer64 *tries,
+                      const uint8_t *src, size_t runs, integer64 *best, float64_value *least)
 {
     noise_scratch t;
     const double margin = rising ? 2.001 : 1.001; /* the margin exceeds the rounding errors of the sums */
@@ -110,7 +111,7 @@ static void least_all(const lanes *l, spec s, int kind, int wide, int rising, si
 
 /* Sums of the squared errors of the formats of `specs`, whose biases are consecutive. */
 static void squared_errors_all(const lanes *l, const spec *specs, size_t biases, int kind, int wide,
-                               const uint8_t *src, size_t n, double *out)
+                               const uint8_t *src, size_t n, float64_value *out)
 {
     scratch r;
     double sums[MOST_FACTORS][16] = {{0}};

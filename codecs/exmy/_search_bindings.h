@@ -136,7 +136,7 @@ static PyObject *py_least(PyObject *self, PyObject *args)
             check_length("tries", tries.len, runs * sizeof(int64_t)) &&
             check_length("best", best.len, runs * sizeof(int64_t)) &&
             check_length("least", least.len, runs * sizeof(double))) {
-            const volatile int64_t *each = tries.buf;
+            const volatile integer64 *each = tries.buf;
             size_t i = 0;
             while (i < runs && each[i] >= 1 && (size_t)each[i] <= count)
                 i++;
