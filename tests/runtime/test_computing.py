@@ -58,6 +58,19 @@ async def test_a_cancellation_ends_a_computation() -> None:
     await endless.end(asyncio.create_task(compute(endless)))
 
 
+async def test_a_computation_that_drops_the_exception_ends_too() -> None:
+    """As a destructor does, or a callback of the garbage collector."""
+    endless = Endless()
+
+    def dropping() -> NoReturn:
+        with contextlib.suppress(BaseException):
+            endless()
+        while True:
+            pass
+
+    await endless.end(asyncio.create_task(compute(dropping)))
+
+
 async def test_a_cancellation_at_any_moment_meets_no_other_call() -> None:
     choice = random.Random(1)
     for _ in range(2000):

@@ -21,6 +21,7 @@ from tstore.log.commits import CommitObjects
 from tstore.log.pages import PageReader
 from tstore.log.ranges import read_range
 from tstore.log.segments import SegmentReader
+from tstore.runtime.computing import compute
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.cache import forget
@@ -32,6 +33,7 @@ T = TypeVar("T", Record, Manifest, Fragment)
 V = TypeVar("V")
 
 _SHORT_ROOT = 512 << 10  # bytes of a root that is read whole
+_QUICK = 512 << 10  # bytes of a manifest that is decoded in the event loop
 _ROOT_END = 64 << 10  # bytes at the end of a longer one that are read first
 
 
@@ -91,17 +93,19 @@ class MetadataObjects:
         except Corrupt:  # longer than `_SHORT_ROOT`, or damaged
             data = b""
         try:
-            root = decode_root(data) if data else await run(self._long_root, key, await self.storage.size(key))
+            if data:
+                return self._attached(decode_root(data))
+            size, end = await run(self._root_end, key, await self.storage.size(key))
+            return self._attached(await compute(_root_at_end, end, size))
         except (Corrupt, UnsupportedFormat) as error:
             raise self.with_key(key, error) from error
-        return self._attached(root)
 
     async def whole_root(self, version: int) -> Root:
         """Do what `root` does, but read and check the pages too."""
         key = root_key(version)
         data = await self.storage.get(key)
         try:
-            return self._attached(await run(decode_root, data))
+            return self._attached(await compute(decode_root, data))
         except (Corrupt, UnsupportedFormat) as error:
             raise self.with_key(key, error) from error
 
@@ -110,8 +114,8 @@ class MetadataObjects:
             root.manifest.attach(self.segments)
         return root
 
-    def _long_root(self, key: str, size: int | None) -> Root:
-        """Return the root in an object of this size, whose end is read first; blocking."""
+    def _root_end(self, key: str, size: int | None) -> tuple[int, bytes]:
+        """Return the size of the object of a root, and its end with the whole frame; blocking."""
         if size is None:
             raise NotFound(f"{self.storage.url}: {key} is missing")
         if size > ROOT_BYTES:
@@ -124,11 +128,11 @@ class MetadataObjects:
         tail = end(_ROOT_END)
         if (length := frame_length(tail) + ROOT_TRAILER) > len(tail):
             if not is_in_pages(read_range(self.storage, key, 0, ROOT_TRAILER, lambda data: data)):
-                return decode_root(end(size))
+                length = size
             if length > size:
                 raise Corrupt(f"a root of {size} bytes does not end in a frame")
             tail = end(length)
-        return decode_root_at_end(tail, size)
+        return size, tail
 
     async def manifests(self, version: int, record: Record) -> list[Manifest]:
         """Return the manifests of a version's record; raise `Corrupt`, or `NotFound` if one is missing."""
@@ -180,8 +184,10 @@ class MetadataObjects:
             raise NotFound(message) from error
         if not reference.matches(data) and await run(forget, self.storage, reference.key):
             data = await self.storage.get(reference.key, reference.length)  # the cached copy was wrong
+        pages = manifests_in(reference, data)
         try:
-            return [manifest.attach(self.segments) for manifest in manifests_in(reference, data)]
+            decoded = await compute(list, pages) if len(data) > _QUICK else list(pages)
+            return [manifest.attach(self.segments) for manifest in decoded]
         except (Corrupt, UnsupportedFormat) as error:
             raise type(error)(f"{self.storage.url}: {error}") from error
 
@@ -205,3 +211,8 @@ class MetadataObjects:
         """Return an error of decoding an object with the key, and the advice for a record."""
         advice = f"; {self.advice}" if key.startswith("commits/") and isinstance(error, Corrupt) else ""
         return type(error)(f"{self.storage.url}: {key}: {error}{advice}")
+
+
+def _root_at_end(end: bytes, size: int) -> Root:
+    """Return the root in an object of this size that ends in these bytes."""
+    return decode_root_at_end(end, size) if len(end) < size or is_in_pages(end) else decode_root(end)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +15,7 @@ __all__ = ["compute"]
 T = TypeVar("T")
 
 _LOOPS = 100
+_AGAIN = 0.1  # seconds between the exceptions in a call that goes on
 
 
 async def compute(call: Callable[..., T], *args: Any) -> T:
@@ -31,41 +34,45 @@ class _Interrupted(BaseException):
 
 
 class _Computation(Generic[T]):
-    """A call that another thread may interrupt, once.
+    """A call that the event loop may interrupt.
 
-    Under the lock the exception is either raised in the call, or not at all. It may arrive as the call ends; then
-    `_end` waits for it, so that the thread does not meet it in its next call. It is never withdrawn: CPython would
-    go on looking for it between the instructions of all threads, and not end under a tracer.
+    The exception is raised again until the call ends: a destructor, or a callback of the garbage collector, may
+    have met and dropped it. It must not meet the thread in its next call. So the thread first notes that the call
+    has ended, and then waits for an exception that is being set. It is never withdrawn: CPython would look for it
+    between the instructions of all threads from then on, and not end under a tracer.
     """
 
     def __init__(self, call: Callable[..., T], args: tuple[Any, ...]) -> None:
         self._call, self._args = call, args
-        self._lock = threading.Lock()
         self._thread: int | None = None
-        self._is_interrupted = False
+        self._is_interrupted = self._is_setting = False
 
     def __call__(self) -> T:
-        with self._lock:
+        try:
+            self._thread = threading.get_ident()
             if self._is_interrupted:
                 raise _Interrupted
-            self._thread = threading.get_ident()
-        try:
             return self._call(*self._args)
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            self._thread = None
-        for _ in range(_LOOPS):  # an exception that was set before arrives when this jumps back
-            pass
+            while True:
+                try:
+                    self._thread = None
+                    while self._is_setting:
+                        time.sleep(0)
+                    for _ in range(_LOOPS if self._is_interrupted else 0):
+                        pass  # an exception that was set before arrives when this jumps back
+                    break
+                except _Interrupted:
+                    pass
 
     def interrupt(self) -> None:
-        """Raise an exception in the call, now or when it begins."""
-        with self._lock:
-            if self._thread is not None and not self._is_interrupted:
-                import ctypes  # slow to import, and seldom needed
+        """Raise an exception in the call, now or when it begins, and again until it ends."""
+        self._is_interrupted = self._is_setting = True
+        if self._thread is not None:
+            import ctypes  # slow to import, and seldom needed
 
-                interrupted = ctypes.py_object(_Interrupted)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), interrupted)
-            self._is_interrupted = True
+            interrupted = ctypes.py_object(_Interrupted)
+            if (thread := self._thread) is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), interrupted)
+                asyncio.get_running_loop().call_later(_AGAIN, self.interrupt)
+        self._is_setting = False
