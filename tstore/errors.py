@@ -163,7 +163,7 @@ class SnapshotExpired(NotFound):
 
 
 class AlreadyExists(TStoreError):
-    """The store, array, tag or object to be created exists already; it was not changed."""
+    """The store, array, tag or object to be created already exists; it was not changed."""
 
 
 class Conflict(TStoreError):

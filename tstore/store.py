@@ -72,7 +72,7 @@ async def open(
             "missing) or 'x' (create)"
         )
     if isinstance(url, Store):
-        raise InvalidArgument(f"{url!r} is open already; use it, or pass its url to open it once more")
+        raise InvalidArgument(f"{url!r} is already open; use it, or pass its url to open it once more")
     storage = storage_at(url, storage_options)
     hint = asyncio.ensure_future(_prefetch_hint(storage))
     try:
@@ -215,7 +215,7 @@ class Store:
             earlier = self._cooperating.get((member.transaction, host))
             if earlier is not None and not earlier.ended:
                 raise Misuse(
-                    f"{self.url}: host {host} has transaction {name!r} open already; use that one, or end it first"
+                    f"{self.url}: host {host} already has transaction {name!r} open; use that one, or end it first"
                 )
         transaction = Transaction(
             self._log,
@@ -300,7 +300,7 @@ class Store:
         """Commit a cooperative transaction whose hosts have all delivered their fragments, and return its version.
 
         Use it when hosts died between their fragments and the commit; any process may call it, at any time.
-        `transaction` is an id, or a name of which only one attempt is under way; it may be committed already.
+        `transaction` is an id, or a name of which only one attempt is under way; it may be already committed.
         Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts, or if a host of a
         `Checkpointer` gave up and withdrew the transaction. Also raise `NotFound`, `InvalidArgument` (several
         attempts have that name), `Inconsistent`, `Conflict` or `Denied`.

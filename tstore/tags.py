@@ -1,4 +1,4 @@
-"""Tags for versions that exist already: set, move and drop them, and remove steps.
+"""Tags for versions that already exist: set, move and drop them, and remove steps.
 
 A commit that sets a tag changes no array; it only records the version that the tag names. None of these functions
 sets the tag of a step: the commit that saves a step sets it.

@@ -300,14 +300,14 @@ def encode_groups(
     src: Array,
     out: Array,
     *,
-    one_zero: bool = False,
+    positive_zero: bool = False,
     seed: int | None = None,
 ) -> bool:
     """Write the packed codes of src, times the scale of each element's group, into out.
 
     `first` is the position of src[0] in the whole array. Infinity becomes the largest value of its sign, NaN
-    becomes +0, and with `one_zero` so does -0. With a `seed`, rounding is stochastic. Return whether all scaled
-    values are known to be finite; if not, elements may be NaN or infinite.
+    becomes +0, and with `positive_zero` so does -0. With a `seed`, rounding is stochastic. Return whether all
+    scaled values are known to be finite; if not, elements may be NaN or infinite.
     """
     if _selection.native(src.size):
         wide, length, inner = scales.itemsize == 8, groups.length, groups.inner
@@ -315,14 +315,14 @@ def encode_groups(
             _kernels.stochastic_groups(
                 _selection.index, kind, *layout, wide, length, inner, first, seed, scales, src, out
             )
-            if one_zero:
+            if positive_zero:
                 blockwise.merge_zeros(layout.bits, out, src.size)
             return False
         return _kernels.encode_groups(
-            _selection.index, kind, *layout, wide, length, inner, first, scales, src, out, one_zero
+            _selection.index, kind, *layout, wide, length, inner, first, scales, src, out, positive_zero
         )
     finite = blockwise.encode_groups(kind, layout, groups, first, scales, src, out, seed=seed)
-    if one_zero:
+    if positive_zero:
         blockwise.merge_zeros(layout.bits, out, src.size)
     return finite
 

@@ -98,9 +98,9 @@ def quantize(
         best = _fit_offsets(elements, kind, f, groups, scale, weights, threads, saturate=saturate)
         offsets[...] = np.minimum(best, best.min() + MAX_SPREAD).reshape(groups.counts)
     packed = checked_output(out, packed_size(elements.size, f.bits))
-    values, one_zero = None if scales is None else scales.values, isinstance(scale, float)
+    values, positive_zero = None if scales is None else scales.values, isinstance(scale, float)
     encode_elements(
-        elements, kind, f, groups, offsets, values, packed, saturate, threads, dither, one_zero=one_zero
+        elements, kind, f, groups, offsets, values, packed, saturate, threads, dither, positive_zero=positive_zero
     )
     return Quantized(f, groups, offsets, scales, packed, kind.name.lower())
 
@@ -203,7 +203,7 @@ def encode_elements(
     threads: int,
     dither: Dither | None,
     *,
-    one_zero: bool,
+    positive_zero: bool,
 ) -> None:
     """Write the packed codes to `packed`. Raise `NonFiniteError` for NaN and infinity unless `saturate`."""
     layout = f.layout
@@ -231,7 +231,7 @@ def encode_elements(
         else:
             seed = dither and dither.seed
             finite = kernels.encode_groups(
-                kind, layout, groups, low, scales, source, target, one_zero=one_zero, seed=seed
+                kind, layout, groups, low, scales, source, target, positive_zero=positive_zero, seed=seed
             )
             if not finite and not saturate:
                 results.append(kernels.peak(kind, source)[1:])

@@ -604,7 +604,7 @@ async def test_a_server_once_recognised_as_ours_stays_ours() -> None:
 
 async def test_creating_a_taken_key_is_already_exists() -> None:
     text = await fails(AlreadyExists, create, ok(b"", OURS), ok(b"", OURS, status="412 Precondition Failed"))
-    assert text.endswith(": k exists already")
+    assert text.endswith(": k already exists")
 
 
 @pytest.mark.parametrize("name", ["Server: nginx/1.22", "Server: apache tstore/1", "X-Other: tstore/1"])

@@ -365,7 +365,7 @@ async def test_a_collection_that_contradicts_the_log_is_refused(place: Place) ->
     response = await place.write.create(f"/{commit_key(NEXT)}", framed(record))
     assert response.status == 403
     assert (
-        "also in a copy, needs a token of the scope admin, but this request has write"
+        "also in a copy, needs a token with the scope admin, but this request has the scope write"
         in json.loads(response.body)["error"]
     )
     assert files(place.folder) == before
@@ -750,7 +750,7 @@ async def test_a_collected_history_is_copied_by_an_admin(frequent_roots: None, p
         await many(store, 2 * OFTEN + 2)
         await store.collect(Keep(last=1))
         async with Server(f"{place.folder}-copy", access=everybody()) as other:
-            with pytest.raises(Denied, match=r"names txn/.*scope admin, but this request has write"):
+            with pytest.raises(Denied, match=r"names txn/.*scope admin, but this request has the scope write"):
                 await tstore.copy(store, other.url, storage_options={"token": WRITE})
             await tstore.copy(store, other.url, storage_options={"token": ADMIN})
             async with await opened(other) as copied:

@@ -126,7 +126,7 @@ async def test_an_error_is_raised_wherever_the_save_is_awaited(url: str) -> None
     await tstore.save(url, {}, 1)
     save = await tstore.save_async(url, {"w": np.zeros(3)}, 1)
     for _ in range(2):
-        with pytest.raises(AlreadyExists, match="step 1 is saved already, as version 1"):
+        with pytest.raises(AlreadyExists, match="step 1 is already saved, as version 1"):
             await save.committed
         with pytest.raises(AlreadyExists):
             save.wait()
@@ -153,7 +153,7 @@ async def test_an_error_is_not_lost_with_a_cancelled_await(url: str) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        with pytest.raises(AlreadyExists, match="step 5 is saved already"):
+        with pytest.raises(AlreadyExists, match="step 5 is already saved"):
             await checkpoints.wait()
 
 
@@ -163,7 +163,7 @@ async def test_a_save_that_has_failed_before_the_call_returns_tells_its_error_it
         await (await checkpoints.save(5, {"w": np.zeros(3)})).committed
         for _ in range(200):
             save = await checkpoints.save(5, {"w": np.zeros(3)})
-            with pytest.raises(AlreadyExists, match="step 5 is saved already"):
+            with pytest.raises(AlreadyExists, match="step 5 is already saved"):
                 await save.committed
 
 

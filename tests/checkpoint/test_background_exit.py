@@ -91,7 +91,7 @@ def test_a_failed_save_that_nobody_asked_about_fails_the_process(tmp_path: Path)
     blocking.save(tmp_path / "s", {}, 1)
     told = run(tmp_path / "s", "save(1)", 1)
     assert "tstore: the save of step 1 to" in told
-    assert "step 1 is saved already, as version 1" in told
+    assert "step 1 is already saved, as version 1" in told
     assert run(tmp_path / "s", "try: save(1).wait()\nexcept awaited.errors.AlreadyExists: pass", 0) == ""
 
 

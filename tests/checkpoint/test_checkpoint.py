@@ -370,7 +370,7 @@ async def test_restoring_from_an_empty_store_is_not_found(url: str) -> None:
 
 async def test_an_existing_step_is_not_replaced(url: str) -> None:
     await tstore.save(url, {"x": np.array(1)}, 5)
-    with pytest.raises(AlreadyExists, match="step 5 is saved already, as version 1"):
+    with pytest.raises(AlreadyExists, match="step 5 is already saved, as version 1"):
         await tstore.save(url, {"x": np.array(2)}, 5)
     assert (await tstore.restore(url, 5))["x"] == 1
     assert len([c async for c in (await tstore.open(url)).history()]) == 1
@@ -392,7 +392,7 @@ async def test_concurrent_saves_of_one_step_have_one_winner(url: str) -> None:
     gate.release()
     [won] = [i for i, result in enumerate(ended) if result == 1]
     for error in [e for e in (*ended, *await asyncio.gather(first, return_exceptions=True)) if e != 1]:
-        with pytest.raises(AlreadyExists, match="step 7 is saved already, as version 1"):
+        with pytest.raises(AlreadyExists, match="step 7 is already saved, as version 1"):
             raise error
     assert (await tstore.restore(url))["w"][0] == won
 

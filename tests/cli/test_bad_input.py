@@ -388,7 +388,7 @@ async def test_one_host_can_t_have_one_transaction_open_twice(tmp_path: Path) ->
 
     tx = opened()
     await (await tx.create_array("b", (2,), "int8")).write(1)
-    with pytest.raises(Misuse, match="host 0 has transaction 'n' open already"):
+    with pytest.raises(Misuse, match="host 0 already has transaction 'n' open"):
         opened()
     others = [opened(1), opened(0, "b")]
     assert {t.ended for t in others} == {False}
@@ -414,7 +414,7 @@ async def test_an_invalid_timeout_is_refused_before_anything_is_done(tmp_path: P
 
 async def test_a_tag_that_is_taken_is_refused_unless_it_is_moved_by_name(tmp_path: Path) -> None:
     store = await filled(tmp_path)
-    with pytest.raises(AlreadyExists, match=r"'good' names version 1 already.*move_tag="):
+    with pytest.raises(AlreadyExists, match=r"'good' already names version 1.*move_tag="):
         async with store.transaction(tag="good"):
             pass
     with pytest.raises(AlreadyExists, match="good"):

@@ -629,10 +629,10 @@ def test_invalid_files_are_not_imported(tmp_path: Path, call: Call) -> None:
 
 def test_taken_names_are_refused(store: Path, file: Path, call: Call) -> None:
     before = file.read_bytes()
-    failed(call("import", file, store, "--step", 4), "step 4 is saved already", f"tstore rm {store} --step 4")
+    failed(call("import", file, store, "--step", 4), "step 4 is already saved", f"tstore rm {store} --step 4")
     failed(call("export", store, file), "exists")
     assert call("quantize", store, "--format", "e4m3", "--tag", "small")[0] == 0
-    failed(call("quantize", store, "--format", "e4m3", "--tag", "small"), "'small' names version 2 already")
+    failed(call("quantize", store, "--format", "e4m3", "--tag", "small"), "'small' already names version 2")
     failed(call("quantize", store, "--format", "e4m3", "--tag", "step/4"), "--tag 'step/4' names a step", code=2)
     assert file.read_bytes() == before
     assert call("verify", store)[0] == 0
@@ -1033,7 +1033,7 @@ def test_an_argument_that_is_wrong_is_misuse(
 
 def test_a_failure_names_options_rather_than_arguments(store: Path, call: Call) -> None:
     assert call("quantize", store, "--tag", "small")[0] == 0
-    failed(call("quantize", store, "--tag", "small"), "names version 2 already; pass another one as --tag\n")
+    failed(call("quantize", store, "--tag", "small"), "already names version 2; pass another one as --tag\n")
     failed(call("gc", store, "--keep-tag", "none"), "--keep-tag: no living version has the tag 'none'")
 
 

@@ -35,12 +35,12 @@ def value(store: Path, at: int | str | None = None) -> object:
 
 def test_tags_are_set_listed_moved_and_dropped(store: Path, call: Call) -> None:
     code, out, err = call("tag", store, "best", "--step", 1)
-    assert (code, out, err) == (0, "best: names version 1, recorded as version 4\n", "")
+    assert (code, out, err) == (0, "best now names version 1 (recorded as version 4)\n", "")
     assert (value(store, "best"), value(store)) == (1, 3)  # the newest step is still the default
     rows = [line.split() for line in call("tag", store)[1].splitlines()]
     named = {"step/1": 1, "best": 1, "step/2": 2, "step/3": 3}
     assert [rows[0], *rows[2:]] == [["tag", "version"], *([tag, str(v)] for tag, v in named.items())]
-    failed(call("tag", store, "best"), "'best' names version 1 already", "move this one with --move")
+    failed(call("tag", store, "best"), "'best' already names version 1", "move this one with --move")
     document = json.loads(call("tag", store, "best", "-f", "--at", 2, "--json")[1])
     assert {k: document[k] for k in ("tag", "target", "version", "dropped")} == {
         "tag": "best",
@@ -49,9 +49,9 @@ def test_tags_are_set_listed_moved_and_dropped(store: Path, call: Call) -> None:
         "dropped": None,
     }
     assert value(store, "best") == 2
-    assert call("tag", store, "last")[1] == "last: names version 3, recorded as version 6\n"  # the newest step
+    assert call("tag", store, "last")[1] == "last now names version 3 (recorded as version 6)\n"  # the newest step
     assert "best names 2" in call("log", store)[1]
-    assert call("tag", store, "best", "-d")[1] == "best: dropped from version 2, recorded as version 7\n"
+    assert call("tag", store, "best", "-d")[1] == "best was dropped from version 2 (recorded as version 7)\n"
     failed(call("tag", store, "best", "--drop"), "no tag 'best' to drop", "last")
     listed = json.loads(call("tag", store, "--json")[1])["tags"]
     assert listed[-1] == {"tag": "last", "version": 3}
@@ -93,8 +93,12 @@ def test_steps_are_what_save_made(store: Path, call: Call) -> None:
 def test_versions_of_transactions_are_tagged(store: Path, tmp_path: Path, call: Call) -> None:
     with blocking.open(store) as opened, opened.transaction() as tx:
         tx.array("b").write(7)
-    assert call("tag", store, "edited", "--at", 4) == (0, "edited: names version 4, recorded as version 5\n", "")
-    assert call("tag", store, "best", "--step", 1) == (0, "best: names version 1, recorded as version 6\n", "")
+    assert call("tag", store, "edited", "--at", 4) == (
+        0,
+        "edited now names version 4 (recorded as version 5)\n",
+        "",
+    )
+    assert call("tag", store, "best", "--step", 1) == (0, "best now names version 1 (recorded as version 6)\n", "")
     with blocking.open(store, "r") as opened:
         assert opened.snapshot("edited").array("b").read().tolist() == [7] * 5
         assert opened.snapshot().array("b").read().tolist() == [7] * 5
@@ -102,7 +106,7 @@ def test_versions_of_transactions_are_tagged(store: Path, tmp_path: Path, call: 
         failed(call("tag", tmp_path / "arrays", "x"), "no commit to tag")
         with opened.transaction() as tx:
             tx.create_array("a", (2,), "int8").write(1)
-    assert call("tag", tmp_path / "arrays", "x") == (0, "x: names version 1, recorded as version 2\n", "")
+    assert call("tag", tmp_path / "arrays", "x") == (0, "x now names version 1 (recorded as version 2)\n", "")
     assert tags(tmp_path / "arrays") == {"x": 1}
 
 
@@ -131,8 +135,8 @@ def test_a_step_is_removed_by_a_commit(store: Path, call: Call) -> None:
 
 
 def test_all_later_steps_are_removed_by_one_commit(store: Path, call: Call) -> None:
-    failed(call("rm", store, "--step", 1, "--after", 1), "either --step N, the step to remove", code=2)
-    failed(call("rm", store, "--step", 2, "--step", 1), "and only once", code=2)
+    failed(call("rm", store, "--step", 1, "--after", 1), "exactly one of --step N and --after N", code=2)
+    failed(call("rm", store, "--step", 2, "--step", 1), "exactly one of", code=2)
     failed(call("rm", store, "--after", 7), "no step 7; its steps are: 1, 2, 3")
     removed = "step 2 (version 2, which added 24.0 kB), step 3 (version 3, which added 24.0 kB)"
     assert call("rm", store, "--after", 1, "--dry-run")[1] == f"{store}: would remove {removed}\n"

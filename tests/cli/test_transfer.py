@@ -130,7 +130,7 @@ def test_a_reference_file(store: Path, tmp_path: Path, call: Call) -> None:
     assert np.array_equal(root["a/w"][:], np.ones((10, 100)))
     code, text, err = call("export", store, "--references", out)
     assert (code, text) == (1, "")
-    assert "exists already" in err
+    assert "already exists" in err
 
 
 def test_sizes(store: Path, tmp_path: Path, call: Call) -> None:

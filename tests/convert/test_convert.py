@@ -248,7 +248,7 @@ async def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(AlreadyExists, match="in exists"):
         await export_safetensors(tmp_path / "store", tmp_path / "in")
     assert (tmp_path / "in").read_bytes() == before
-    with pytest.raises(AlreadyExists, match="step 0 is saved already"):
+    with pytest.raises(AlreadyExists, match="step 0 is already saved"):
         await import_checkpoint(tmp_path / "in", tmp_path / "store", 0)
 
 

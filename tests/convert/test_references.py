@@ -283,7 +283,7 @@ def test_what_is_refused_leaves_nothing(store: Path, tmp_path: Path, monkeypatch
     with pytest.raises(NotFound, match=r"chunk \(2,\) of a was never written"):
         write(tmp_path / "dense", tmp_path / "refs.json")
     (tmp_path / "refs.json").write_text("mine")
-    with pytest.raises(AlreadyExists, match="exists already"):
+    with pytest.raises(AlreadyExists, match="already exists"):
         write(store, tmp_path / "refs.json")
     assert (tmp_path / "refs.json").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["dense", "refs.json", "with space"]

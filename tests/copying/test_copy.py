@@ -611,7 +611,7 @@ def test_the_command(new: NewUrl, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["copy", source, target]) == 0
     assert f"{target} is at version 3: copied and verified 3 commits, " in capfd.readouterr().out
     assert main(["copy", source, target]) == 0
-    assert capfd.readouterr().out == f"{target} is at version 3 already: nothing to copy\n"
+    assert capfd.readouterr().out == f"{target} is already at version 3: nothing to copy\n"
     assert main(["copy", source, target, "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert {**report, "present": 0} == {

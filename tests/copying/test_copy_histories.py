@@ -388,7 +388,7 @@ async def test_a_copy_to_a_merged_store_notices_records_of_other_lengths(alike: 
         with pytest.raises(Conflict, match="from version 3 on"):
             await tstore.copy(source, target)
     faults = (await (await tstore.open(target)).verify()).faults
-    assert f"{commit_key(6)}: it refers to another {commit_key(5)}" in faults[0]
+    assert f"{commit_key(6)}: it follows another {commit_key(5)}" in faults[0]
 
 
 async def test_objects_of_another_copy_are_synced() -> None:

@@ -553,11 +553,11 @@ def test_commands_that_meet_a_damaged_record_name_the_repair(
     assert main([command[0], url, *command[1:]]) == 1
     said = capsys.readouterr().err
     assert commit_key(3) in said
-    assert "see tstore repair" in said
+    assert "run tstore repair" in said
     assert main(["repair", url]) == 1
     out = capsys.readouterr().out
     assert out.startswith("version 3 (damaged)")
-    assert "or see tstore repair" not in out
+    assert "or run tstore repair" not in out
 
 
 @pytest.mark.parametrize("command", [COMMANDS[0], COMMANDS[2]])
@@ -566,7 +566,7 @@ def test_a_record_that_names_no_collection_names_the_repair(
 ) -> None:
     url = with_damaged_record(tmp_path, lambda data: forged(decode(data, Record), collected=1))
     assert main([command[0], url, *command[1:]]) == 1
-    assert f"see tstore repair {url}" in capsys.readouterr().err
+    assert f"run tstore repair {url}" in capsys.readouterr().err
 
 
 async def test_verify_reports_a_record_that_names_no_gc() -> None:

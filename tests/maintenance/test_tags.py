@@ -58,7 +58,7 @@ async def test_a_tag_names_the_version_and_changes_nothing_else(url: str) -> Non
     store = await saved(url)
     assert await set_tag(store, "best", "step/0") == (1, 4)
     assert await set_tag(store, "last") == (3, 5)  # the newest step
-    with pytest.raises(AlreadyExists, match="'best' names version 1 already"):
+    with pytest.raises(AlreadyExists, match="'best' already names version 1"):
         await set_tag(store, "best", 2)
     assert await move_tag(store, "best", 2) == (2, 6)
     store = await tstore.open(url)

@@ -247,7 +247,7 @@ def dcp_save(folder: Path) -> None:
         assert tstore.steps(url) == [1, 2, 3, 4, 5]
         assert [transaction.name for transaction in tstore.open(url).pending()] == ["step/3"]
         assert tstore.open(url).verify().ok
-    with pytest.raises(CheckpointException, match="step 5 is saved already"):
+    with pytest.raises(CheckpointException, match="step 5 is already saved"):
         dcp.save(state, storage_writer=tstore.torch.Writer(url, 5))
     dcp.save(state, storage_writer=tstore.torch.Writer(url, 6))
     keep(folder / "dcp.pt", {"model": state["model"], "state": state["optimizer"]["state"]})

@@ -337,7 +337,7 @@ def test_wrong_use(tmp_path: Path) -> None:
         dcp.save({"w": torch.eye(2).to_sparse()}, storage_writer=stores.Writer(url, 1))
     assert not url.exists()
     dcp.save(state(), storage_writer=stores.Writer(url, 1))
-    with pytest.raises(api.CheckpointException, match="step 1 is saved already"):
+    with pytest.raises(api.CheckpointException, match="step 1 is already saved"):
         dcp.save(state(), storage_writer=stores.Writer(url, 1))
     dcp.save(state(), storage_writer=stores.Writer(url, 1, overwrite=True))
     assert tstore.steps(url) == [1]

@@ -93,7 +93,7 @@ LIES: dict[str, Lie] = {
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make segments of eight rows."""
     monkeypatch.setattr(writer, "_MAX_INLINE", 8)  # one chunk
-    with override_constants(SEGMENT_ROWS=8, MIN_SEGMENTED=4, MIN_OF_HOST=4):
+    with override_constants(SEGMENT_ROWS=8, MIN_SEGMENTED=4, MIN_HOST_ROWS=4):
         yield
 
 

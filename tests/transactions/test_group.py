@@ -206,7 +206,7 @@ async def test_a_preempted_host_that_wakes_up_late_cannot_damage_the_next_attemp
     await gate.reached()
     assert await asyncio.gather(*[save(url, h, 2, attempt="new") for h in range(HOSTS)]) == [1] * HOSTS
     gate.release()
-    with pytest.raises(tstore.errors.AlreadyExists, match="step 1 is saved already, as version 1"):
+    with pytest.raises(tstore.errors.AlreadyExists, match="step 1 is already saved, as version 1"):
         await late
     await check(url, 2)
     assert len([c async for c in (await tstore.open(url)).history()]) == 1
@@ -268,7 +268,7 @@ async def test_a_repeated_save_of_an_attempt_is_compared_with_what_it_saved(url:
         ({"metrics": {"loss": 0.5}}, "the metrics"),
     ]
     for change, told in changes:
-        with pytest.raises(Inconsistent, match=r"saved step 1 already, as version 1.*another attempt=") as caught:
+        with pytest.raises(Inconsistent, match=r"already saved step 1, as version 1.*another attempt=") as caught:
             await save(url, 1, 5, **again | change)
         assert any(told in path for path in caught.value.paths)
     store = await tstore.open(url)

@@ -58,7 +58,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(writer, "_MIN_TABLES", 1)
     monkeypatch.setattr(writer, "_MAX_INLINE", 0)
     monkeypatch.setattr(write_job, "SHORT_COLUMN", 1)
-    with override_constants(SEGMENT_ROWS=3, MIN_SEGMENTED=4, MIN_OF_HOST=2):
+    with override_constants(SEGMENT_ROWS=3, MIN_SEGMENTED=4, MIN_HOST_ROWS=2):
         yield
 
 

@@ -44,12 +44,12 @@ FindPrior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]
 """Returns the snapshot whose unchanged chunks a save references; takes the store, its tags and its version."""
 
 
-def _any_tags(_: Mapping[str, int]) -> None:
+def _permit_all_tags(_: Mapping[str, int]) -> None:
     """Permit a save whatever the tags of the store are."""
 
 
-_CONCLUSIVE = AlreadyExists, CommitOutcomeUnknown, Conflict, DeadlineExceeded, Inconsistent
-"""The errors that tell the outcome, whether or not an earlier run of this host has delivered its part."""
+_FINAL_ERRORS = AlreadyExists, CommitOutcomeUnknown, Conflict, DeadlineExceeded, Inconsistent
+"""Errors to raise as they are: they say what is known of the outcome, even if this host had delivered before."""
 
 
 class Checkpoint(NamedTuple):
@@ -75,12 +75,12 @@ class Checkpoint(NamedTuple):
     attempt: str | None
     timeout: float | None
     overwrite: bool
-    check_tags: Callable[[Mapping[str, int]], None] = _any_tags
+    check_tags: Callable[[Mapping[str, int]], None] = _permit_all_tags
     withdraws: bool = False
 
     @staticmethod
-    def unmade(step: int, host: int, hosts: int, attempt: str | None, overwrite: bool) -> Checkpoint:
-        """Return a checkpoint without values, to withdraw the one whose making fails on this host."""
+    def for_withdrawal(step: int, host: int, hosts: int, attempt: str | None, overwrite: bool) -> Checkpoint:
+        """Return an empty checkpoint, to withdraw one that could not be built on this host."""
         return Checkpoint(
             step, (), {}, {}, b"", "", {}, "fsync", host, hosts, attempt, None, overwrite, withdraws=True
         )
@@ -97,7 +97,7 @@ class Checkpoint(NamedTuple):
         except SourceCondemned:  # all hosts get this error, and save again under the same new attempt
             if on_written is not None:
                 raise
-            return await self._commit(store, None if token is None else _anew(token), _no_prior)
+            return await self._commit(store, None if token is None else _retry_attempt(token), _no_prior)
 
     @contextlib.asynccontextmanager
     async def withdrawn_on_error(self, opened: Callable[[], Awaitable[Store]]) -> AsyncIterator[None]:
@@ -117,7 +117,9 @@ class Checkpoint(NamedTuple):
                 try:
                     await wait_all([BACKGROUND.start(withdraw_it()).future], lambda: None)
                 except TStoreError as failure:
-                    error.add_note(f"the other hosts wait for this one, because it could not tell them: {failure}")
+                    error.add_note(
+                        f"the other hosts wait until their timeout, because withdrawing the save failed: {failure}"
+                    )
             raise
 
     async def stage(self, store: Store) -> Transaction:
@@ -127,7 +129,7 @@ class Checkpoint(NamedTuple):
             base = await staging_of(tx).base()
             version = self._other_save(base.tags, replaced)
             if version is not None:
-                raise self._saved_already(store, version)
+                raise self._already_saved(store, version)
             await self._write(staging_of(tx), await _newest_step(store, base.tags, base.version))
             return tx
         except BaseException:
@@ -158,7 +160,7 @@ class Checkpoint(NamedTuple):
                 return version
             self.check_tags(base.tags)
             if version is not None:
-                raise self._saved_already(store, version)
+                raise self._already_saved(store, version)
             await self._write(staging_of(tx), await find_prior(store, base.tags, base.version))
             if on_written is not None:
                 on_written()
@@ -195,7 +197,7 @@ class Checkpoint(NamedTuple):
                     ) from error
                 if version is None:
                     return None
-        if isinstance(error, TStoreError) and not isinstance(error, _CONCLUSIVE):
+        if isinstance(error, TStoreError) and not isinstance(error, _FINAL_ERRORS):
             await run_to_end(check_undelivered(tx, error))
         return None
 
@@ -257,7 +259,7 @@ class Checkpoint(NamedTuple):
             if version is None or (await store.tags()).get(tag) == version:
                 raise
             raise AlreadyExists(
-                f"{store.url}: this attempt saved step {self.step} already, as version {version}, and the step "
+                f"{store.url}: this attempt already saved step {self.step}, as version {version}, and the step "
                 "was removed since; pass another attempt=… on every host to save it again"
             ) from error
         except Conflict as conflict:
@@ -270,15 +272,15 @@ class Checkpoint(NamedTuple):
                     "begun, so it is not saved; go on from the newest step",
                     conflict.paths,
                 ) from conflict
-            raise self._saved_already(store, version) from conflict
+            raise self._already_saved(store, version) from conflict
 
     def _ids(self, tx: Transaction) -> set[str]:
         """Return the ids under which this attempt may have saved the step: see `save`."""
         token = self.attempt if self.attempt is not None else detected_attempt(os.environ, self.hosts)
         if self.hosts == 1 or token is None:
             return {tx.id}
-        anew = Membership.from_arguments(step_tag(self.step), self.host, self.hosts, _anew(token))
-        return {tx.id, anew.transaction}
+        retry = Membership.from_arguments(step_tag(self.step), self.host, self.hosts, _retry_attempt(token))
+        return {tx.id, retry.transaction}
 
     def _other_save(self, tags: Mapping[str, int], replaced: int | None) -> int | None:
         """Return the version of a save of this step other than the replaced one, or None if there is none."""
@@ -286,7 +288,7 @@ class Checkpoint(NamedTuple):
         return None if version == replaced else version
 
     async def _confirm_repeated(self, store: Store, version: int) -> None:
-        """Make the version of the step durable, which this attempt has saved already.
+        """Make the version of the step durable, which this attempt has already saved.
 
         Raise `Inconsistent` if this host passes other data than is saved there, as another start of the job would.
         """
@@ -310,13 +312,13 @@ class Checkpoint(NamedTuple):
                 await comparison.abort()
         if differing:
             raise Inconsistent(
-                f"{store.url}: this attempt saved step {self.step} already, as version {version}, with other data "
+                f"{store.url}: this attempt already saved step {self.step}, as version {version}, with other data "
                 f"than host {self.host} passes; another start of the job needs another attempt=…",
                 differing,
             )
         await store.log.make_durable(version, checked_durability(self.durability))
 
-    def _saved_already(self, store: Store, version: int) -> AlreadyExists | Conflict:
+    def _already_saved(self, store: Store, version: int) -> AlreadyExists | Conflict:
         if self.overwrite:
             return Conflict(
                 f"{store.url}: another writer saved step {self.step} meanwhile, as version {version}, which is "
@@ -324,12 +326,12 @@ class Checkpoint(NamedTuple):
                 [f"tag {step_tag(self.step)}"],
             )
         return AlreadyExists(
-            f"{store.url}: step {self.step} is saved already, as version {version}, which is unchanged; save as "
+            f"{store.url}: step {self.step} is already saved, as version {version}, which is unchanged; save as "
             "another step, or pass overwrite=True"
         )
 
 
-def _anew(attempt: str) -> str:
+def _retry_attempt(attempt: str) -> str:
     """Return the attempt with which hosts save again if a garbage collection condemned what they refer to."""
     return f"{attempt}.anew"
 

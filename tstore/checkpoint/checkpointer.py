@@ -175,8 +175,8 @@ class Checkpointer:
         store = self._background_store = self._background_store or BackgroundStore(self._store)
         attempt = self._next_attempt(store.url, step)  # every host counts this call, even if it raises below
         self._check_process()
-        unmade = Checkpoint.unmade(step, self._host, self._hosts, attempt, overwrite)
-        async with unmade.withdrawn_on_error(store.opened):
+        empty = Checkpoint.for_withdrawal(step, self._host, self._hosts, attempt, overwrite)
+        async with empty.withdrawn_on_error(store.opened):
             checkpoint = await checkpoint_from_arguments(
                 tree,
                 step,

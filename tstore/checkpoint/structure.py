@@ -167,9 +167,7 @@ def _named_items(
         while part in used_parts:
             part += "%"
         if len(part) > len(text) + _MAX_EQUAL_TEXTS:
-            raise InvalidArgument(
-                f"a dict has over {_MAX_EQUAL_TEXTS} keys that are written {text:.40}; use text as keys"
-            )
+            raise error(f"a dict has over {_MAX_EQUAL_TEXTS} keys that are written {text:.40}; use text as keys")
         used_parts.add(part)
         yield key, value, part
 

@@ -116,8 +116,10 @@ def show_pending(pending: Document) -> None:
         ),
     ]
     print_rows(table, pending["pending"])
-    count = pluralize(len(pending["pending"]), "cooperative transaction")
-    print(escape(f"{pending['store']}: {count} not committed yet"))
+    count = len(pending["pending"])
+    number = "no cooperative transaction is" if not count else pluralize(count, "cooperative transaction")
+    verb = "" if not count else " is" if count == 1 else " are"
+    print(escape(f"{pending['store']}: {number}{verb} pending"))
 
 
 def _missing_hosts(transaction: Document) -> str:
@@ -140,8 +142,8 @@ def show_tags(document: Document) -> None:
 def show_tagged(tagged: Document) -> None:
     """Print the result of setting, moving or dropping a tag."""
     target, dropped = tagged["target"], tagged["dropped"]
-    change = f"names version {target}" if dropped is None else f"dropped from version {dropped}"
-    print(escape(f"{tagged['tag']}: {change}, recorded as version {tagged['version']}"))
+    change = f"now names version {target}" if dropped is None else f"was dropped from version {dropped}"
+    print(escape(f"{tagged['tag']} {change} (recorded as version {tagged['version']})"))
 
 
 def show_removed(removed: Document) -> None:
@@ -156,7 +158,8 @@ def show_removed(removed: Document) -> None:
         print(escape(f"{removed['store']}: {f'would remove {steps}' if steps else 'there are no later steps'}"))
         return
     print(escape(f"{removed['store']}: removed {steps}, recorded as version {removed['version']}"))
-    print("the data stays until a gc that removes old versions, such as tstore gc STORE --keep-last 5")
+    removal = "garbage collection removes the version, for example with tstore gc STORE --keep-last 5"
+    print(f"the data stays until {removal}")
 
 
 def _subject(message: str) -> str:

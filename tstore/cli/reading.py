@@ -21,7 +21,12 @@ __all__ = ["diff", "log", "ls", "show"]
 @click.command("log")
 @store_argument
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="How many of the newest commits."
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=50,
+    show_default=True,
+    help="The number of commits to list.",
 )
 @click.option("--all", "list_all", is_flag=True, help="List all commits.")
 @json_option

@@ -132,14 +132,14 @@ def show_collected(report: Document) -> None:
 def show_copied(report: Document) -> None:
     """Print what was copied."""
     if not report["commits"] and not report["objects"]:
-        print(escape(f"{report['destination']} is at version {report['version']} already: nothing to copy"))
+        print(escape(f"{report['destination']} is already at version {report['version']}: nothing to copy"))
         return
     present = f"; {pluralize(report['present'], 'object')} already present" if report["present"] else ""
     counts = f"{pluralize(report['commits'], 'commit')}, {pluralize(report['objects'], 'object')}"
     state = f"{report['destination']} is at version {report['version']}"
     print(escape(f"{state}: copied and verified {counts}, {format_size(report['bytes'])}{present}"))
     if report["at"] is not None:
-        only = f"This copy is a separate store with the data of --at {report['at']} only"
+        only = f"This copy is a separate store that has only {report['at']}"
         print(escape(f"{only}; to copy later versions too, choose another destination and omit --at"))
 
 

@@ -78,7 +78,7 @@ def remove(store: str, steps: tuple[int, ...], after: int | None, dry_run: bool,
     """
 
     if len(steps) + (after is not None) != 1:
-        raise click.UsageError("pass either --step N, the step to remove, or --after N, and only once")
+        raise click.UsageError("pass exactly one of --step N and --after N")
     number, remove_steps = (steps[0], remove_step) if after is None else (after, remove_steps_after)
 
     async def work(progress: Progress) -> Document:

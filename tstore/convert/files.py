@@ -122,4 +122,4 @@ def _open_unnamed(folder: str) -> int | None:
 def refuse_existing(path: str) -> None:
     """Raise `AlreadyExists` if there is anything at a path."""
     if os.path.lexists(path):
-        raise AlreadyExists(f"{path} exists already and is unchanged; choose another name, or remove it first")
+        raise AlreadyExists(f"{path} already exists and is unchanged; choose another name, or remove it first")

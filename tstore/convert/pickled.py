@@ -72,7 +72,7 @@ class Visits:
             raise Corrupt(f"{self._subject} is a pickle of more than {_MAX_VISITS} values; check where it is from")
 
     def add_memory(self, size: int) -> None:
-        """Count bytes of memory, about; negative ones are allowed in addition."""
+        """Count approximate bytes of memory; a negative count raises the allowance."""
         self._memory_left -= size
         if self._memory_left < 0:
             raise UnsupportedFormat(
@@ -193,12 +193,12 @@ class _Machine:
 
     def put(self, index: int) -> None:
         if not 0 <= index <= len(self.memo):  # picklers number their values from 0 on
-            raise ValueError(f"the number {index} for value {len(self.memo)}")
+            raise ValueError(f"memo index {index} for value {len(self.memo)}")
         self.memo[index : index + 1] = self.stack[-1:]
 
     def get(self, index: int) -> None:
         if index < 0:
-            raise ValueError("a value of a negative number")
+            raise ValueError("a negative memo index")
         self.push(self.memo[index])
 
     def mark(self) -> None:
@@ -207,7 +207,7 @@ class _Machine:
 
     def tuple_of(self, count: int) -> None:
         if len(self.stack) < count:
-            raise ValueError("a tuple of values that are absent")
+            raise ValueError("a tuple longer than the stack")
         items = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         self.push(tuple(items))

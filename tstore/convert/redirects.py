@@ -36,5 +36,5 @@ def without_leaks(file_system: Any, url: str) -> Any:
     options = {k: v for k, v in file_system.storage_options.items() if k != "skip_instance_cache"}
     client = dict(options.pop("client_kwargs", None) or {})
     client["middlewares"] = (*client.get("middlewares", ()), drop_headers)
-    # not the shared instance, whose session may exist already, without the rule
+    # not the shared instance, whose session may already exist, without the rule
     return type(file_system)(*file_system.storage_args, client_kwargs=client, skip_instance_cache=True, **options)

@@ -9,7 +9,7 @@
    checksum that covers it has been verified (`transfer`). An existing object whose size differs from the source's
    is read; if it is damaged, it is replaced atomically. (A server needs its manifests to check such a pack.)
 5. Create the records strictly in order, each only if it is absent, and only after its bytes are durable. A record
-   may exist already: a concurrent copy may have created it, or, once that copy has completed, a commit to the
+   may already exist: a concurrent copy may have created it, or, once that copy has completed, a commit to the
    destination. An existing record must have the same bytes; otherwise the two stores have diverged, and the copy
    ends without creating any later record. Records that the destination has lost are created first; a damaged
    record is an error.
@@ -182,9 +182,9 @@ async def _copy_one(
     records = await SourceRecords.up_to(log.storage, destination.log_id, version)
     inventory = await records.guard(take_version_inventory(log, version))
     expiry = await expiry_of_other_versions(log, inventory, destination.uuid)
-    records = records if expiry is None else records.with_own(version + 1, expiry)
+    records = records if expiry is None else records.with_override(version + 1, expiry)
     if version and (record := await log.record(version)).source:
-        records = records.with_own(version, replace(record, source=0, replaces=True))
+        records = records.with_override(version, replace(record, source=0, replaces=True))
     target_version = await destination.newest(records)
     if target_version is not None and target_version > records.newest:
         living = await living_as_of(destination.reader(), target_version)
@@ -351,7 +351,7 @@ class _Copy:
         versions: Sequence[int]
         if self._records.newest > base:
             # all that a single version needs, but not the root of another record
-            versions = [number for number in root_chain(last) if number not in self._records.own]
+            versions = [number for number in root_chain(last) if number not in self._records.overrides]
         elif target_version > base:
             return  # the destination's own garbage collections may have deleted roots
         else:

@@ -166,7 +166,7 @@ class Destination:
     def _check_marker(self, marker: Marker) -> None:
         if marker.uuid != self._marker.uuid:
             raise AlreadyExists(
-                f"{self.storage.url} is another store: its uuid is {marker.uuid}, but this copy has the uuid "
+                f"{self.storage.url} is another store: its uuid is {marker.uuid}, but that of the source is "
                 f"{self._marker.uuid} (a copy of one version has a new uuid); choose an empty destination"
             )
 

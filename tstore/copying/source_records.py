@@ -2,7 +2,7 @@
 
 A source can be replaced while it is copied, as when its files are restored from a backup; its records then differ
 from some version on. Two histories never share a record above the version at which they diverge, so comparing the
-newest record suffices (but for those that a repair voided, which `Destination.create_records` compares). It is
+newest record suffices (except for those that a repair voided, which `Destination.create_records` compares). It is
 read first, and read again and compared after each batch of records.
 """
 
@@ -29,20 +29,20 @@ T = TypeVar("T")
 
 
 class SourceRecords:
-    """The records of a source up to version `base`, and by version those that only the destination has.
+    """The records of a source up to version `base`, and by version the `overrides` that only the destination has.
 
     The record of version `base` is read first; later reads of it are compared with this one. `log_id` is the id
     that the records name as that of their log.
     """
 
     def __init__(
-        self, storage: Storage, log_id: bytes, base: int, anchor: bytes = b"", own: Mapping[int, Record] = {}
+        self, storage: Storage, log_id: bytes, base: int, anchor: bytes = b"", overrides: Mapping[int, Record] = {}
     ) -> None:
         self.storage = storage
         self._commits = CommitObjects(storage)
         self.base = base
-        self.own = own
-        self.newest = max([base, *own])
+        self.overrides = overrides
+        self.newest = max([base, *overrides])
         self._anchor = anchor
         self._log_id = log_id
         self._chain = Chain(log_id)
@@ -54,20 +54,22 @@ class SourceRecords:
         records._anchor = await records.read(base) if base else b""
         return records
 
-    def with_own(self, version: int, record: Record) -> SourceRecords:
-        """Return the same records, but for this one of the destination: version `base` or the next."""
-        return SourceRecords(self.storage, self._log_id, self.base, self._anchor, {**self.own, version: record})
+    def with_override(self, version: int, record: Record) -> SourceRecords:
+        """Return these records with one replaced by the destination's: that of version `base` or the next."""
+        return SourceRecords(
+            self.storage, self._log_id, self.base, self._anchor, {**self.overrides, version: record}
+        )
 
     async def read(self, version: int) -> bytes:
         """Return the bytes of one record; raise `Corrupt` if it is damaged, missing or out of place.
 
         Raise `Conflict` if the history changed.
         """
-        if (own := self.own.get(version)) is not None:
+        if (override := self.overrides.get(version)) is not None:
             if version == self.base:
-                return linked(encode(own), link_of(self._anchor))
+                return linked(encode(override), link_of(self._anchor))
             before = check_of(await self.read(version - 1)) if version > 1 else NO_RECORD
-            return linked(encode(own), Link(self._log_id, version - 1, before))
+            return linked(encode(override), Link(self._log_id, version - 1, before))
         try:
             data = await self._commits.get(version)
             self._chain.add(version, decode(data, Record), data)

@@ -69,7 +69,7 @@ class WriteJob(msgspec.Struct, eq=False, gc=False):
 class EncodedRun(NamedTuple):
     """Encoded chunks, each of `length` bytes, in sequence in `data`; `jobs` has one job, or one per chunk.
 
-    `known_checks` are the joined checksums, if they are known already.
+    `known_checks` are the joined checksums, if they are already known.
     """
 
     jobs: Sequence[WriteJob]

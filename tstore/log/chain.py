@@ -31,6 +31,7 @@ __all__ = ["Chain", "OtherHistory"]
 
 _MAX_CHECKS = 1024
 _NOTHING: dict[bytes, int] = {}
+_TWO_HISTORIES = "the store has records of two histories (diverged copies that were merged?)"
 
 
 class OtherHistory(Corrupt):
@@ -91,9 +92,13 @@ class Chain:
             raise Corrupt(f"it equals {commit_key(other)}, so one of them is in the place of another record")
         for named, later in list(self._named.get(version, _NOTHING).items()):
             if named not in accepted:
-                raise Corrupt(f"{commit_key(later)} refers to another one: they are of two histories")
+                raise Corrupt(
+                    f"{commit_key(later)} follows another record {version} than this one: {_TWO_HISTORIES}"
+                )
         if not self.agrees(link.version, link.check):
-            raise OtherHistory(f"it refers to another {commit_key(link.version)}: they are of two histories")
+            raise OtherHistory(
+                f"it follows another {commit_key(link.version)} than the one here: {_TWO_HISTORIES}"
+            )
         return link, accepted
 
     def agrees(self, version: int, check: bytes) -> bool:

@@ -52,7 +52,7 @@ class CommitObjects:
     @property
     def advice(self) -> str:
         """The advice for a damaged or missing record or archive."""
-        return f"restore it from a copy of the store, or see tstore repair {self.storage.url}"
+        return f"restore it from a copy of the store, or run tstore repair {self.storage.url}"
 
     async def get(self, version: int, max_size: int | None = None) -> bytes:
         """Return the record of a version; raise `NotFound`, or `Corrupt` if it or its archive is damaged.

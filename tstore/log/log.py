@@ -1,6 +1,6 @@
 """The log of commits: numbered records, each created once; and the protocol that appends a record.
 
-The data that the record refers to is durable already. To append the record:
+The data that the record refers to is already durable. To append the record:
 1. Read every record above the version that the record was validated against, unless a recent check showed
    that there is none.
    - A record with the same transaction id is this commit itself (its response was lost, or another host finished

@@ -70,7 +70,7 @@ class _NewerRecords(NamedTuple):
 class LogReader:
     """A reader of the commits of one store, which the event loops of several threads may share.
 
-    `hint` is the result of `read_hint`, if the caller has it already; `log_id` is the id that the records name as
+    `hint` is the result of `read_hint`, if the caller already has it; `log_id` is the id that the records name as
     that of their log (`Marker.log_id`), None for that of the first record read.
     """
 

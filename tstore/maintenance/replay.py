@@ -1,6 +1,6 @@
 """The tree as the records alone make it, version by version, and what does not follow from it.
 
-Each record must follow from the tree before it (`check_founded`): after the version that created or resized an
+Each record must follow from the tree before it (`check_foundation`): after the version that created or resized an
 array was lost or voided, a later write has chunks of an array that is not there. And a living version needs the
 manifests of older ones, back to the last commit that replaced the whole tree. Collections keep these manifests;
 but if that commit is voided, the version needs those before it, which may be gone.
@@ -24,7 +24,7 @@ from tstore.format.objects.records import REPAIR, RESUMES, Record
 from tstore.format.objects.references import Manifest
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.tree import Tree
-from tstore.format.tree.validation import check_founded, check_merges, run_steps
+from tstore.format.tree.validation import check_foundation, check_merges, run_steps
 from tstore.log.expiry import changes_nothing
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
@@ -182,7 +182,7 @@ class Replay:
             self._nodes_known, self._lost = False, (version, str(error))
             return []
         try:
-            await run(check_founded, record, manifests, nodes)
+            await run(check_foundation, record, manifests, nodes)
         except Corrupt as error:
             if self._living(version):
                 self._unfounded[version] = str(error)

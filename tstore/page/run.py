@@ -25,11 +25,11 @@ from tstore.store import Store
 __all__ = ["load", "load_version"]
 
 _ROWS = 50
-_MOST_METRICS = 32  # in the series
-_MOST_ENTRIES = 64  # metrics of a commit, and tags that it set, moved or dropped
-_LONGEST_MESSAGE = 4096  # characters
-_LONGEST_NAMES = 1 << 14  # characters of the names of the metrics of one commit
-_MOST_VERSIONS = 512  # whose details are kept in memory
+_MAX_METRICS = 32  # in the series
+_MAX_ENTRIES = 64  # metrics of a commit, and tags that it set, moved or dropped
+_MAX_MESSAGE = 4096  # characters
+_MAX_NAMES = 1 << 14  # characters of the names of the metrics of one commit
+_MAX_VERSIONS = 512  # whose details are kept in memory
 
 
 async def load(query: Query) -> Document:
@@ -40,10 +40,10 @@ async def load(query: Query) -> Document:
     """
     newest = await query.store.log.reader.newest()
     before: _History | None = query.results.newest("history")
-    found = await query.results.get(
+    current = await query.results.get(
         "history", (query.store, newest), lambda: _history(query.store, before), most=1
     )
-    rows = found.rows
+    rows = current.rows
     keep = _keep(query)
     removed = None if keep is None else await _removed(query.store, keep)
     expiring = set(removed["versions"]) if removed else set()
@@ -51,7 +51,7 @@ async def load(query: Query) -> Document:
     page = [row for row in rows if row.version < below]
     shown = page[-_ROWS:][::-1]
     main = {row.version for row in rows} | {copy["version"] for row in rows for copy in row.copies}
-    entries = [commit.entry for commit in found.commits]
+    entries = [commit.entry for commit in current.commits]
     others = [
         entry | {"expiring": entry["version"] in expiring}
         for entry in entries
@@ -82,7 +82,7 @@ async def load_version(query: Query) -> Document:
     if version is None:
         raise InvalidArgument("at: expected a version")
     return await query.results.get(
-        "version", (query.store, version), lambda: _details(query.store, version), most=_MOST_VERSIONS
+        "version", (query.store, version), lambda: _details(query.store, version), most=_MAX_VERSIONS
     )
 
 
@@ -125,7 +125,7 @@ class _Row(NamedTuple):
         return version
 
     def document(self, expiring: Set[int]) -> Document:
-        """Return the row as JSON values, with what retention would remove."""
+        """Return the row as JSON values, marking what retention would remove."""
         copies = [copy | {"expiring": copy["version"] in expiring} for copy in self.copies]
         own = {"step": self.step, "seconds": self.seconds, "expiring": self.version in expiring, "copies": copies}
         return {**self.commit.entry, **own}
@@ -200,10 +200,10 @@ def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
     return {
         "version": commit.version,
         "time": commit.time.isoformat(),
-        "message": commit.message[:_LONGEST_MESSAGE],
+        "message": commit.message[:_MAX_MESSAGE],
         **_current(commit.tags, commit.version, tags),
-        "tagged": dict(itertools.islice(commit.tagged.items(), _MOST_ENTRIES)),
-        "dropped": list(commit.dropped[:_MOST_ENTRIES]),
+        "tagged": dict(itertools.islice(commit.tagged.items(), _MAX_ENTRIES)),
+        "dropped": list(commit.dropped[:_MAX_ENTRIES]),
         "bytes_added": commit.bytes_added,
         "source": commit.source,
         "expired": commit.expired,
@@ -214,15 +214,15 @@ def _entry(commit: Commit, tags: dict[str, int]) -> dict[str, Any]:
 
 def _first_metrics(numbers: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Return the first metrics of a commit, a bounded number with names of a bounded length."""
-    first = numbers[:_MOST_ENTRIES]
+    first = numbers[:_MAX_ENTRIES]
     lengths = itertools.accumulate(len(name) for name, _ in first)
-    return {name: value for (name, value), length in zip(first, lengths, strict=True) if length <= _LONGEST_NAMES}
+    return {name: value for (name, value), length in zip(first, lengths, strict=True) if length <= _MAX_NAMES}
 
 
-def _current(given: Sequence[str], version: int, tags: dict[str, int]) -> Document:
-    """Return the first of the tags that a commit gave to its version and that have not moved, and their number."""
-    current = [tag for tag in given if tags.get(tag) == version]
-    return {"tags": current[:_MOST_ENTRIES], "tag_count": len(current)}
+def _current(assigned: Sequence[str], version: int, tags: dict[str, int]) -> Document:
+    """Return the first tags that a commit gave to its version and that have not moved, and their number."""
+    current = [tag for tag in assigned if tags.get(tag) == version]
+    return {"tags": current[:_MAX_ENTRIES], "tag_count": len(current)}
 
 
 def _is_number(value: object) -> bool:
@@ -238,7 +238,7 @@ def _series(rows: Sequence[_Row]) -> Document:
         "versions": [row.version for row in rows],
         "bytes_added": [entry["bytes_added"] for entry in entries],
         "seconds": [row.seconds for row in rows],
-        "metrics": {name: [entry["metrics"].get(name) for entry in entries] for name in names[:_MOST_METRICS]},
+        "metrics": {name: [entry["metrics"].get(name) for entry in entries] for name in names[:_MAX_METRICS]},
         "metric_count": max([len(names), *(entry["metric_count"] for entry in entries)]),
     }
 
@@ -247,7 +247,7 @@ _RULES = ("keep_last", "keep_every", "keep_best", "keep_tags", "keep_days", "kee
 
 
 def _keep(query: Query) -> Keep | None:
-    """Return the rules in the parameters, None without any."""
+    """Return the rules in the parameters, or None if there are none."""
     best: Best | None = None
     if text := query.text("keep_best"):
         count, _, metric = text.partition(":")

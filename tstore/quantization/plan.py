@@ -320,8 +320,8 @@ def _share_budget(
     if studies and stored <= budget:
         taken = 8 * (stored + fixed_bytes) / values
         raise InvalidArgument(
-            f"{prefix}bits={target.average:g} changes nothing, because the arrays take {taken:.3f} bits per value "
-            "already; pass fewer bits"
+            f"{prefix}bits={target.average:g} changes nothing, because the arrays already take {taken:.3f} bits "
+            "per value; pass fewer bits"
         )
     least_bytes = sum(min(point.size for point in curve) for curve in curves)
     if least_bytes > budget:

@@ -211,7 +211,7 @@ class _Job(NamedTuple):
             origin = (await store.log.reader.record(existing)).source
             if self.tag is not None or origin in (0, source.version):
                 raise AlreadyExists(
-                    f"{store.url}: the tag {name!r} names version {existing} already; pass another one as tag=…"
+                    f"{store.url}: the tag {name!r} already names version {existing}; pass another one as tag=…"
                 )
         # a default tag moves from a copy of what this version has replaced
         move = None if existing is None else name

@@ -58,8 +58,8 @@ def admin_refusal(subject: str, scope: Scope) -> Refused:
     """Return the refusal of a request that needs the scope ADMIN; the message starts with `subject`."""
     return Refused(
         403,
-        f"{subject} needs a token of the scope admin, but this request has {scope.name.lower()}; serve with a "
-        "--token-file that has one, or copy to a folder and serve that",
+        f"{subject} needs a token with the scope admin, but this request has the scope {scope.name.lower()}; "
+        "serve with a --token-file that has one, or copy to a folder and serve that",
     )
 
 

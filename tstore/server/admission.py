@@ -9,8 +9,8 @@ creates of one version, exactly one succeeds.
    (`format.retention`).
 2. A record that names missing objects needs the scope ADMIN: a copy of a history lacks those of expired versions.
 3. The record of a repair needs the scope ADMIN: readers forget the versions that a repair voids.
-4. A record tags only living versions, and is a copy only of one; with the scope ADMIN, as in a copy of a history,
-   also of a voided one.
+4. A record may tag, or be a copy of, living versions only; with the scope ADMIN, as in a copy of a history, it may
+   also be a copy of a voided one.
 5. An archive needs the scope ADMIN, and must have exactly the server's own records, of versions old enough
    (`maintenance.compaction`). So it hides none. Only then may the objects of these records be deleted.
 6. A record names the log of the store, and a record of it, in its link (`log.chain`).
@@ -126,7 +126,7 @@ class Admission:
         if record.named_versions:
             await self._check_named(state, version, record, scope)
         if (committed := state.committed_as(record)) is not None:
-            raise Corrupt(f"its transaction is committed already, as version {committed}")
+            raise Corrupt(f"its transaction is already committed, as version {committed}")
         state.check_not_condemned(f"txn/{transaction}" for transaction in record.transactions)
         if record.void:
             return NextVersion(version, record, state.loaded)
@@ -196,7 +196,7 @@ class Admission:
         return await self.commits.archive(archive_end(version)) is not None
 
     async def check_marker(self, marker: Marker) -> None:
-        """Raise `Corrupt` if there are records of another log already, or a store around this one."""
+        """Raise `Corrupt` if there already are records of another log, or a store around this one."""
         if await self._storage.enclosing(MARKER):
             raise Corrupt("the server's folder is inside another store; serve one beside it")
         log_id = (await self._newest()).chain.log_id
@@ -226,7 +226,7 @@ class Admission:
             if version and state.version != version and not await self.commits.existing([version]):
                 raise Corrupt(f"there is no version {version}, and versions are numbered without gaps")
             if await self.commits.existing([version + 1]):
-                raise AlreadyExists(f"{commit_key(version + 1)} exists already")
+                raise AlreadyExists(f"{commit_key(version + 1)} already exists")
             return await self._follow(version)
 
     async def _follow(self, version: int) -> LogState:
@@ -309,7 +309,7 @@ class Admission:
         """Return which voided versions decide whether the record of a garbage collection is valid.
 
         These are the voided ones among: the last collection that the record names; the other versions that it
-        names although they are not living; and the newest living versions, as far as it expires them.
+        names although they are not living; and the newest living versions that it expires.
         """
         collection = record.collection
         assert collection is not None

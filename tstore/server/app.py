@@ -195,7 +195,8 @@ class App:
         if scope < needed:
             name = needed.name.lower()
             challenge = f'Bearer realm="tstore", error="insufficient_scope", scope="{name}"'
-            message = f"{name} access needs the scope {name}; this request has {scope.name.lower()}"
+            has = f"this request has the scope {scope.name.lower()}"
+            message = f"{name} access needs a token with the scope {name}; {has}"
             raise Refused(403, message, {"WWW-Authenticate": challenge})
 
     async def _handle_object(

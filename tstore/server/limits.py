@@ -186,7 +186,7 @@ class Turns:
 
     async def complete(self, client: Hashable, steps: Steps[T]) -> T:
         """Return the result of work in steps, each of which runs at a turn of this client."""
-        results: list[T] = []
-        while not results:
-            results = await self.run(client, advance, steps)
-        return results[0]
+        while (done := await self.run(client, advance, steps)) is None:
+            pass
+        result: T = done.result
+        return result

@@ -26,7 +26,7 @@ __all__ = ["Refused", "common_headers", "json_response", "refusal_from"]
 _log = logging.getLogger("tstore.server")
 
 _RESPONSES: list[tuple[type[TStoreError], int, str]] = [
-    (AlreadyExists, 412, "the object exists already; it was not changed"),
+    (AlreadyExists, 412, "the object already exists; it was not changed"),
     (NotFound, 404, "there is no such object"),
     (InvalidArgument, 400, "no object can have that name"),
     (Denied, 403, "the server's storage denied the operation (it may be read-only); see the server's log"),

@@ -6,7 +6,7 @@
 3. A record is accepted only as the next version, so that no request can leave a gap in the log, and only if it
    follows from the log. A root or an archive is accepted only if it equals the one that follows from the log
    (`admission`). With the scope ADMIN, as in a copy, a root may also have the changes of a lost record.
-4. Before a server answers that an object exists already, or sends a record, it makes the object durable, unless it
+4. Before a server answers that an object already exists, or sends a record, it makes the object durable, unless it
    is known to be: a client whose first request got no response reads it back, and takes it for its own. The server
    that received that request may have been killed, or may be waiting for the disk.
 5. A pack or a manifest is replaced only with the scope ADMIN, and only by bytes that have every checksum which
@@ -61,7 +61,7 @@ class Writes:
         self._admission = Admission(served.storage, limits.wait, self._turns)
         self._restoring = Restoring(served.storage)
         self._memory = Shares(BODY_MEMORY, limits.wait, waiting_for="memory")
-        self._durable = 0  # the records up to this version are
+        self._durable_version = 0  # all records up to it are durable
 
     async def put(self, request: web.BaseRequest, key: str, kind: Kind, sender: Sender) -> PutMode:
         """Store the body of a request; return the mode, create or replace."""
@@ -72,7 +72,7 @@ class Writes:
         is_next = kind is Kind.RECORD and version_of(key) - 1 == self._admission.version > 0
         if mode is PutMode.CREATE and not is_next and await self._storage.head(key) is not None:
             await self._flush(key)
-            raise Refused(412, f"{key} exists already; it was not changed")
+            raise Refused(412, f"{key} already exists; it was not changed")
         try:
             if kind is Kind.PACK or (kind.streamed and mode is PutMode.CREATE):
                 await self._put_pack(request, key, sender.client, mode)
@@ -85,9 +85,9 @@ class Writes:
 
     async def make_durable(self, key: str) -> None:
         """Make a record that exists durable, unless it is known to be."""
-        if (version := version_of(key)) > self._durable:
+        if (version := version_of(key)) > self._durable_version:
             await self._flush(key)
-            self._durable = max(self._durable, version)
+            self._durable_version = max(self._durable_version, version)
 
     async def delete(self, key: str, kind: Kind) -> None:
         """Delete an object; raise `Refused` if that is not permitted."""
@@ -196,7 +196,7 @@ class Writes:
             return
         admitted = await self._admission.admit(version_of(key), parsed, data, sender)
         await self._admission.commits.create(version_of(key), data, Durability.FSYNC)
-        self._durable = max(self._durable, version_of(key))
+        self._durable_version = max(self._durable_version, version_of(key))
         self._admission.advance(admitted, data)
 
 

@@ -39,7 +39,7 @@ _LAYOUTS: dict[Layout, dict[str, int]] = {
         "PAGE_BYTES": 300,
         "SHORT_MANIFEST": 300,
         "MIN_SEGMENTED": 1,
-        "MIN_OF_HOST": 1,
+        "MIN_HOST_ROWS": 1,
         "SEGMENT_ROWS": 2,
         "MAX_ROWS": 1,
         "MAX_LAYERS": 1,

@@ -82,7 +82,7 @@ class SharedObjects:
         previous record does not exist.
         """
         if key in self.objects:
-            raise AlreadyExists(f"simulated: {key} exists already")
+            raise AlreadyExists(f"simulated: {key} already exists")
         previous = version_of(key) - 1 if self.strict and is_record(key) else 0
         places = {commit_key(previous), archive_key(archive_end(previous))}
         if previous and places.isdisjoint(self.objects):
@@ -247,7 +247,7 @@ class HostStorage(Storage):
         if fault == "retried":
             if durable and not is_record(key):
                 storage.make_durable(key)
-            raise AlreadyExists(f"simulated: {key} exists already")
+            raise AlreadyExists(f"simulated: {key} already exists")
         if fault not in ("", "repeated"):
             raise Unavailable(f"simulated: create {key} was {fault}")
         if durable:
@@ -302,7 +302,7 @@ class HostStorage(Storage):
     def writer(self, key: str, durability: Durability) -> _SimulatedPack:
         """Return a writer of a pack, which other hosts see once it is finished."""
         if key in self.storage.objects or key in self._unfinished:
-            raise AlreadyExists(f"simulated: {key} exists already")
+            raise AlreadyExists(f"simulated: {key} already exists")
         data = self._unfinished[key] = bytearray()
         return _SimulatedPack(self, key, data, durability)
 

@@ -83,7 +83,7 @@ class Cache:
         return f"Cache({self.folder!r}, size={self.size})"
 
     def write(self, path: str, buffers: Buffers) -> None:
-        """Write a file, unless it exists already; warn once if that fails."""
+        """Write a file, unless it already exists; warn once if that fails."""
         try:
             for folder in (self.folder, os.path.dirname(path)):
                 os.makedirs(folder, mode=0o700, exist_ok=True)

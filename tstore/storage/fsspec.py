@@ -235,7 +235,7 @@ class FsspecStorage(Storage):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise NotFound(f"{failure}: it does not exist") from error
         except FileExistsError as error:
-            raise AlreadyExists(f"{failure}: it exists already") from error
+            raise AlreadyExists(f"{failure}: it already exists") from error
         except PermissionError as error:
             raise Denied(f"{failure}: {error}; check the credentials and permissions") from error
         except NotImplementedError as error:

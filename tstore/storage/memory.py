@@ -113,7 +113,7 @@ class MemoryStorage(Storage):
         """Create or replace an object; raise `AlreadyExists` if the key of a create is taken. Thread-safe."""
         with self._lock:
             if checked_key(key, self.url) in self._objects and mode is PutMode.CREATE:
-                raise AlreadyExists(f"{self.url}: {key} exists already")
+                raise AlreadyExists(f"{self.url}: {key} already exists")
             self._objects[key] = data
             self._times[key] = time.time()
 

@@ -66,7 +66,7 @@ def overlong(label: str, max_size: int) -> Corrupt:
     """Return the error for an object (`label`) that is longer than its bound."""
     return Corrupt(
         f"{label} is longer than {max_size} bytes, more than an object of its kind can have; restore it from a "
-        "copy of the store (for a record see tstore repair), and find out what replaced it"
+        "copy of the store (for a record, run tstore repair), and find out what replaced it"
     )
 
 

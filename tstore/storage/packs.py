@@ -74,7 +74,7 @@ class Packs:
         pack = _BufferedPack(self, target, key)
         with self._lock:
             if self.by_key.setdefault(key, pack) is not pack:
-                raise AlreadyExists(f"{target.url}: {key} is being written already")
+                raise AlreadyExists(f"{target.url}: {key} is already being written")
         with _lock:
             _packs_of_process.add(pack)
         return pack

@@ -134,7 +134,7 @@ class RetryingStorage(Wrapper):
                         raise
                     taken = self._responded = True
             if taken and not await self._equals(key, buffers):
-                raise AlreadyExists(f"{self.url}: {key} exists already, with other contents")
+                raise AlreadyExists(f"{self.url}: {key} already exists, with other contents")
 
         try:
             await self.around(request_of_put(key, buffers, mode), create)

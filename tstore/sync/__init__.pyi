@@ -486,7 +486,7 @@ class Store:
         """Commit a cooperative transaction whose hosts have all delivered their fragments, and return its version.
 
         Use it when hosts died between their fragments and the commit; any process may call it, at any time.
-        `transaction` is an id, or a name of which only one attempt is under way; it may be committed already.
+        `transaction` is an id, or a name of which only one attempt is under way; it may be already committed.
         Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts, or if a host of a
         `Checkpointer` gave up and withdrew the transaction. Also raise `NotFound`, `InvalidArgument` (several
         attempts have that name), `Inconsistent`, `Conflict` or `Denied`."""
@@ -932,12 +932,12 @@ def save(
         With durability "none" a power failure may undo the commit. `timeout` is how long to wait for the other
         hosts, in seconds.
     overwrite
-        Whether to replace the step if it is saved already. The old checkpoint stays until the new one is
+        Whether to replace the step if it is already saved. The old checkpoint stays until the new one is
         committed, and after that in the history, as its version.
 
     Raises
     ------
-    `AlreadyExists` (the step is saved already), `Conflict` (another writer saved the step to be overwritten),
+    `AlreadyExists` (the step is already saved), `Conflict` (another writer saved the step to be overwritten),
     `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts), `NotFinite`, `InvalidArgument`,
     `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are unchanged. After an error the step is not saved, and
     never will be, with two exceptions: after `DeadlineExceeded`, absent hosts may still deliver their parts. After

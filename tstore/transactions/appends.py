@@ -1,7 +1,7 @@
 """Appends: values behind the end of an array, whose region is allotted by the commit.
 
 1. An append is staged behind the end of the array as this transaction sees it: whole chunks go into packs, and
-   the values of a chunk that exists already in part become a patch. Chunks that are appended along the first axis
+   the values of a chunk that already exists in part become a patch. Chunks that are appended along the first axis
    leave the numbers of all others unchanged, so the commit adds their references, and metadata with another shape.
    Along another axis it restates all references with their new numbers, like a resize.
 2. If other commits have appended to the array since, or written to it, the commit moves the appended values behind

@@ -46,7 +46,7 @@ async def overlap_of(changes: Changes, newer: Changes) -> Overlap:
 
 
 class _Touched(NamedTuple):
-    """What newer commits changed too: chunks that this transaction wrote in part, and arrays to move, by path."""
+    """What newer commits also changed: chunks that this transaction wrote in part, and arrays to move, by path."""
 
     chunks: dict[str, set[int]]
     extended: set[str]
@@ -79,9 +79,9 @@ async def _touched(log: LogReader, staged: StagedTree, changes: Changes, newer: 
 async def _changed(
     log: LogReader, staged: StagedTree, chunks: Mapping[str, npt.NDArray[np.uint64]], version: int
 ) -> list[str]:
-    """Describe those of some chunks of which a version has other bytes than the base has.
+    """Describe the chunks whose bytes in a version differ from those in the base.
 
-    Bytes that are those of this transaction prove nothing: both may have counted up the same value.
+    Equal bytes prove nothing: both may have incremented the same value.
     """
     nodes = (await log.head(version)).nodes
     await guard_expiry(log, version, read_pages(nodes, chunks))

@@ -124,7 +124,7 @@ class CooperativeCommit:
             return await self._climb()
 
     async def withdraw(self, base: int) -> int | None:
-        """Decide that the transaction is never committed; return its version if it is committed already.
+        """Decide that the transaction is never committed; return its version if it is already committed.
 
         Raise `CommitOutcomeUnknown` if another host is about to commit it. `base` is a version before its commit.
         """

@@ -89,7 +89,7 @@ class FragmentTree:
         """Return whether the top level is complete; otherwise look for a complete block and merge it.
 
         The search descends from the top level into the branch of this host, or into a random unmerged branch if
-        that one is merged already. So all hosts together find all blocks.
+        that one is already merged. So all hosts together find all blocks.
         """
         block, level = 0, self._member.top
         while True:

@@ -46,7 +46,7 @@ __all__ = ["Isolation", "Staging"]
 
 T = TypeVar("T")
 Isolation = Literal["snapshot", "serializable"]
-MIN_OF_HOST = 64  # rows of an array in the fragment of one of many hosts
+MIN_HOST_ROWS = 64  # rows of an array in the fragment of one of many hosts
 
 
 class Staging:
@@ -79,7 +79,7 @@ class Staging:
         self._manifest_prefix = "" if member is None else f"{member.host:05d}-"
         self.packs = PackSet(log.storage, folder_of(self.transaction), durability)
         # so that the merged manifest of all hosts is as short as that of one
-        self._max_rows = MIN_SEGMENTED if member is None else max(MIN_OF_HOST, MIN_SEGMENTED // member.hosts)
+        self._max_rows = MIN_SEGMENTED if member is None else max(MIN_HOST_ROWS, MIN_SEGMENTED // member.hosts)
         self._heartbeat = None if member is None else HeartbeatWriter(log.storage, member)
 
     # ---- staging changes
@@ -137,7 +137,10 @@ class Staging:
             staged.delete(path)
 
     async def replace_all(self, structure_check: bytes, source: int = 0) -> None:
-        """Drop the base: the staged nodes are the whole tree, or that of a copy of `source`, if that is alive."""
+        """Drop the base, so that the staged nodes are the whole tree, or that of a copy of the version `source`.
+
+        Raise `SnapshotExpired` unless that version is alive.
+        """
         async with self.operation() as staged:
             if source:
                 await check_alive(self.reader, source, staged.base.version)
@@ -173,7 +176,7 @@ class Staging:
             self._kept.add(path)
 
     async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
-        """Stage an array whose chunks this or other processes have written to packs of the transaction."""
+        """Stage an array whose chunks this or other processes wrote to the transaction's packs."""
         async with self.operation() as staged:
             staged.keep_array(path, meta, (chunks,))
             self._bytes_adopted += int(chunks.length.sum())

@@ -50,7 +50,7 @@ class TagEdits(NamedTuple):
         for tag in self.assigned:
             if tag in existing and tag not in self.moved:
                 raise AlreadyExists(
-                    f"{url}: the tag {tag!r} names version {existing[tag]} already; pass another tag, or move "
+                    f"{url}: the tag {tag!r} already names version {existing[tag]}; pass another tag, or move "
                     "this one with transaction(move_tag=…)"
                 )
         for tag in self.dropped:

@@ -347,7 +347,7 @@ class Transaction:
 async def withdraw(transaction: Transaction) -> int | None:
     """Ensure that a cooperative transaction that this host has given up is never committed by others.
 
-    Return the version if it is committed already; raise `CommitOutcomeUnknown` if another host is about to commit
+    Return the version if it is already committed; raise `CommitOutcomeUnknown` if another host is about to commit
     it. Do nothing, and return None, for a transaction of one host.
     """
     commit = _cooperative(transaction)

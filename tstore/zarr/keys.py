@@ -21,12 +21,12 @@ from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 
 __all__ = [
     "ChunkKeys",
-    "document_of",
-    "fields_of",
-    "folders_of",
+    "enclosing_folders",
     "group_document",
     "metadata_key",
     "metadata_path",
+    "parsed_metadata",
+    "served_document",
 ]
 
 _METADATA = "zarr.json"
@@ -38,13 +38,13 @@ def metadata_key(path: str) -> str:
 
 
 def metadata_path(key: str) -> str | None:
-    """Return the path of the node of which a key is the metadata, or None."""
+    """Return the path of the node whose metadata has this key, or None."""
     path, _, name = key.rpartition("/")
     return path if name == _METADATA else None
 
 
-def fields_of(key: str, data: bytes) -> dict[str, Any] | None:
-    """Return the metadata of a group or array of Zarr v3, None if the bytes of a key are not that.
+def parsed_metadata(key: str, data: bytes) -> dict[str, Any] | None:
+    """Return the metadata of a group or array of Zarr v3, None if the bytes are something else.
 
     Numbers that JSON lacks become text. Raise `UnsupportedFormat` for metadata of Zarr v2.
     """
@@ -69,8 +69,8 @@ def _decoded(data: bytes) -> Any:
         return with_json_numbers(json.loads(data))  # zarr-python writes NaN
 
 
-def folders_of(key: str) -> list[str]:
-    """Return the folders in which a key is, the outermost first, without the root."""
+def enclosing_folders(key: str) -> list[str]:
+    """Return the folders that contain a key, the outermost first, without the root."""
     parts = key.split("/")
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
@@ -84,7 +84,7 @@ class ChunkKeys:
         self._counts = meta.counts
 
     @staticmethod
-    def of(node: Node) -> ChunkKeys:
+    def of_array(node: Node) -> ChunkKeys:
         """Return the keys of the chunks of an array."""
         return ChunkKeys(node.path, node.document, node.meta)
 
@@ -102,7 +102,7 @@ class ChunkKeys:
         return chunk_number(at, self._counts)
 
     def below(self, numbers: npt.NDArray[np.int64], folder: str) -> Iterator[tuple[int, str]]:
-        """Yield those of the chunks, with their keys, that are in a folder, that of the array or one below it."""
+        """Yield the chunks in a folder (the array's or one below it), with their keys."""
         within = f"{folder}/"
         for number in numbers.tolist():
             if (key := self.key(number)).startswith(within):
@@ -114,10 +114,10 @@ def group_document(attributes: dict[str, Any]) -> bytes:
     return msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": attributes})
 
 
-def document_of(node: Node) -> bytes:
+def served_document(node: Node) -> bytes:
     """Return the `zarr.json` of a group or array as other programs read it, without tstore's own entries.
 
-    Raise `UnsupportedFormat` for an array of which zarr-python would return wrong values.
+    Raise `UnsupportedFormat` for an array that zarr-python would decode wrongly.
     """
     if not node.is_array:
         return group_document({k: v for k, v in node.attributes.items() if node.path or k != RESERVED_ATTRIBUTE})

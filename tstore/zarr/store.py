@@ -34,12 +34,12 @@ from tstore.transactions.transaction import Transaction, staging_of
 from tstore.zarr.hierarchy import Hierarchy, SnapshotHierarchy
 from tstore.zarr.keys import (
     ChunkKeys,
-    document_of,
-    fields_of,
-    folders_of,
+    enclosing_folders,
     group_document,
     metadata_key,
     metadata_path,
+    parsed_metadata,
+    served_document,
 )
 
 __all__ = ["ZarrStore"]
@@ -183,15 +183,15 @@ class ZarrStore(Store):
         """Return the metadata of the node at a path; a group without its own node has no attributes."""
         node = await self._hierarchy.node(path)
         if node is not None:
-            return document_of(node)
+            return served_document(node)
         if await self._hierarchy.has_nodes(path):
             return group_document({})
         return None
 
     async def _chunk(self, key: str) -> tuple[Node, int] | None:
         """Return the array and the number of the chunk that a key names, None if it names none."""
-        node = await self._hierarchy.first_array(folders_of(key))
-        number = None if node is None else ChunkKeys.of(node).number(key)
+        node = await self._hierarchy.first_array(enclosing_folders(key))
+        number = None if node is None else ChunkKeys.of_array(node).number(key)
         return None if node is None or number is None else (node, number)
 
     # ---- listing
@@ -217,26 +217,26 @@ class ZarrStore(Store):
         """Return the sorted keys that begin with a prefix."""
         folder = prefix.rpartition("/")[0]
         keys = set(await self._hierarchy.unplaced())
-        array = await self._hierarchy.first_array(folders_of(prefix))
+        array = await self._hierarchy.first_array(enclosing_folders(prefix))
         nodes = await self._hierarchy.nodes_starting(prefix) if array is None else [array]
         if array is None and metadata_key(folder).startswith(prefix) and await self._hierarchy.has_nodes(folder):
             keys.add(metadata_key(folder))
         for node in nodes:
-            keys.update(metadata_key(path) for path in (*folders_of(node.path), node.path))
+            keys.update(metadata_key(path) for path in (*enclosing_folders(node.path), node.path))
             if node.is_array:
                 keys.update(await self._chunk_keys(node, folder))
         return sorted(key for key in keys if key.startswith(prefix))
 
     async def _chunk_keys(self, node: Node, folder: str) -> Sequence[str]:
         """Return the keys of the chunks of an array that are in a folder, which may be below the array's."""
-        numbers, keys = await self._hierarchy.numbers(node.path), ChunkKeys.of(node)
+        numbers, keys = await self._hierarchy.numbers(node.path), ChunkKeys.of_array(node)
         inside = folder if folder.startswith(f"{node.path}/") else node.path
         return await run(lambda: [key for _, key in keys.below(numbers, inside)])
 
     async def _names(self, folder: str) -> Sequence[str]:
         """Return the sorted names of what is in a folder; of arrays in it, no chunk is looked up."""
         within = f"{folder}/" if folder else ""
-        if await self._hierarchy.first_array(folders_of(within)) is not None:
+        if await self._hierarchy.first_array(enclosing_folders(within)) is not None:
             keys = await self._keys(within)
         else:
             nodes = await self._hierarchy.nodes_starting(within)
@@ -266,7 +266,7 @@ class ZarrStore(Store):
 
     async def _set(self, key: str, data: bytes) -> None:
         unplaced = await self._staging.unplaced()
-        if (fields := fields_of(key, data)) is not None:
+        if (fields := parsed_metadata(key, data)) is not None:
             await self._set_node(metadata_path(key) or "", fields)
             unplaced.pop(key, None)
             return
@@ -334,11 +334,11 @@ class ZarrStore(Store):
         unplaced = await self._staging.unplaced()
         for key in [key for key in unplaced if key.startswith(within)]:
             del unplaced[key]
-        array = await self._staging.first_array(folders_of(folder))
+        array = await self._staging.first_array(enclosing_folders(folder))
         if array is None:
             await self._staging.remove(folder)
             return
-        numbers, keys = await self._staging.numbers(array.path), ChunkKeys.of(array)
+        numbers, keys = await self._staging.numbers(array.path), ChunkKeys.of_array(array)
         within_folder = await run(lambda: [number for number, _ in keys.below(numbers, folder)])
         await self._staging.remove_chunks(array.path, within_folder)
 

@@ -14,7 +14,17 @@ from tstore.format.objects.references import EXTENDS, REPLACES, Manifest
 from tstore.format.tree.node import Node, follows
 from tstore.format.tree.stored_nodes import Paged, StoredNodes
 
-__all__ = ["NO_DOCUMENT", "OPEN", "Change", "Layer", "Level", "Overlay", "combined", "resolved", "unfounded"]
+__all__ = [
+    "NO_DOCUMENT",
+    "OPEN",
+    "Change",
+    "Layer",
+    "Level",
+    "Overlay",
+    "combined",
+    "missing_foundation",
+    "resolved",
+]
 
 NO_DOCUMENT = Document(b"")
 
@@ -35,14 +45,14 @@ class Layer(NamedTuple):
         return self.manifest.tables_at(self.position)
 
     def check_above(self, path: str, below: Document | None) -> None:
-        """Raise `Corrupt` if the commit can't have written to the node below it (`validation.check_founded`)."""
+        """Raise `Corrupt` if the commit can't have written to the node below (`validation.check_foundation`)."""
         flags = self.manifest.replaces_node[self.position]
         if flags & REPLACES:
             return
         if below is None or below.data != self.manifest.document_at(self.position):
             document, tables = self.manifest.node(self.position)
             if not (flags & EXTENDS and follows(below, document, tables)):
-                raise unfounded(path)
+                raise missing_foundation(path)
 
     def over(self, below: tuple[Table, ...]) -> tuple[Table, ...]:
         """Return the tables of the node after the commit."""
@@ -63,7 +73,7 @@ class Overlay(NamedTuple):
 Change = Node | Overlay | None  # None: deleted
 
 
-def unfounded(path: str) -> Corrupt:
+def missing_foundation(path: str) -> Corrupt:
     """Return the error for a write to a node that does not exist, or has other metadata than the writer saw."""
     return Corrupt(
         f"a record writes to {path!r}, which does not exist before it, or was replaced, resized or extended after "

@@ -230,7 +230,7 @@ class Paged(StoredNodes):
         return self._source.load(self._reference, start, stop)
 
     def keep(self, loaded: Mapping[int, PageNodes]) -> None:
-        """Keep these pages, which may be more than the source caches, unless all are kept already."""
+        """Keep these pages, which may be more than the source caches, unless all are already kept."""
         if len(self._kept) < len(self.firsts):
             self._kept = loaded
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Record
 from tstore.format.objects.references import Manifest
 from tstore.format.paths import depth_first_order, parents
-from tstore.format.tree.levels import unfounded
+from tstore.format.tree.levels import missing_foundation
 from tstore.format.tree.node import Node, follows
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.tree import Tree
@@ -45,7 +46,7 @@ __all__ = [
     "Steps",
     "advance",
     "check_chunks",
-    "check_founded",
+    "check_foundation",
     "check_merges",
     "check_parts",
     "check_reused",
@@ -60,6 +61,14 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 """Work in steps of a few milliseconds that returns a result."""
 
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """The result of work whose steps have all run."""
+
+    result: T
+
+
 MAX_PARTS = 64
 """The maximum number of transactions that share one record, and so of manifests in it."""
 
@@ -69,19 +78,18 @@ _STEP_ROWS = 16 << 10  # of chunks that are verified in one step
 
 def run_steps(steps: Steps[T]) -> T:
     """Run all steps without a pause and return their result."""
-    results: list[T] = []
-    while not results:
-        results = advance(steps)
-    return results[0]
+    while (done := advance(steps)) is None:
+        pass
+    return done.result
 
 
-def advance(steps: Steps[T]) -> list[T]:
-    """Run one step; return a list with the result after the last step, otherwise an empty list."""
+def advance(steps: Steps[T]) -> Done[T] | None:
+    """Run one step; return the result after the last one, None before that."""
     try:
         next(steps)
     except StopIteration as end:
-        return [end.value]
-    return []
+        return Done(end.value)
+    return None
 
 
 def check_parts(record: Record) -> None:
@@ -102,14 +110,14 @@ def check_reused(record: Record, manifests: Iterable[Manifest]) -> None:
 def check_chunks(manifests: Sequence[Manifest]) -> Steps[dict[str, int]]:
     """Return the `pack_ends`; raise `Corrupt` for a pack without chunks, or an invalid inline chunk."""
     for manifest in manifests:
-        unused: set[str | bytes] = set(manifest.packs)
+        unused = set(filter(None, manifest.packs))
         for table in manifest.tables():
             counts = np.bincount(table.pack, minlength=len(table.packs)).tolist()
             unused.difference_update(itertools.compress(table.packs, counts))
             if any(not count and isinstance(pack, bytes) for pack, count in zip(table.packs, counts, strict=True)):
-                unused.add(b"")
+                raise Corrupt("a manifest has an inline pack to which none of its chunks refers")
             yield from _check_inline(table)
-        if unused - {""}:
+        if unused:
             raise Corrupt("a manifest names a pack to which none of its chunks refers")
     return pack_ends(manifests)
 
@@ -203,7 +211,7 @@ def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree:
 def check_merges(record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node]) -> Steps[None]:
     """Raise `Corrupt` if a merge in a record's manifests changes chunks of the nodes before it; reads segments.
 
-    A derived copy has none. A merge of which segments are missing, as in a copy of a collected store, can't be
+    A derived copy has none. A merge with missing segments, as in a copy of a collected store, can't be
     checked.
     """
     for manifest in manifests:
@@ -244,7 +252,7 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
         if not replaces_node:
             before = documents.get(path) or (base[path].metadata if path in base else None)
             if not follows(before, metadata, tables if path in extended else None):
-                raise unfounded(path)
+                raise missing_foundation(path)
         if metadata not in known:
             known[metadata] = _limits(path, metadata)
             parsed += len(metadata.data)
@@ -264,7 +272,7 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
         yield
 
 
-def check_founded(record: Record, manifests: Sequence[Manifest], nodes: Nodes) -> None:
+def check_foundation(record: Record, manifests: Sequence[Manifest], nodes: Nodes) -> None:
     """Raise `Corrupt` if a record writes to nodes other than those that its writer saw; may read segments.
 
     That happens if the version that created or resized a node is no longer part of the history, because it is
@@ -283,7 +291,7 @@ def check_founded(record: Record, manifests: Sequence[Manifest], nodes: Nodes) -
                 if before is None or before.is_array != metadata.is_array:
                     created.append(path)
             elif not follows(before, metadata, tables if path in extended else None):
-                raise unfounded(path)
+                raise missing_foundation(path)
             documents[path] = metadata
         for path in created:
             for above in parents(path):

@@ -167,7 +167,7 @@ def status_error(head: Head, label: str, reason: str) -> TStoreError:
         case 404 | 410:
             return NotFound(f"{label} does not exist")
         case 412:
-            return AlreadyExists(f"{label} exists already")
+            return AlreadyExists(f"{label} already exists")
         case 401:
             return Denied(f"{label}: the server refused the token as wrong or expired{because}; pass another")
         case 403 if reason and head.headers.get("WWW-Authenticate") is None:  # no token would change that

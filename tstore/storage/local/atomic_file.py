@@ -9,7 +9,7 @@
 4. The folder is made durable (fsync). If that fails, for whatever reason, the file exists but may not survive a
    power failure, so the error is `Unavailable`.
 
-If the name exists already, the process that created it may have been killed before step 4. So whoever finds it
+If the name already exists, the process that created it may have been killed before step 4. So whoever finds it
 makes it durable (`sync_existing`), unless it only looks for a free name.
 
 A process killed before step 2 leaves the temporary file; a process killed after it leaves the whole file. The

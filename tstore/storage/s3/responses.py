@@ -107,7 +107,7 @@ def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
     if code in _MISSING or (status == 404 and not code):
         return NotFound(message)
     if code == "PreconditionFailed" or status == 412:
-        return AlreadyExists(f"{failure}: it exists already")
+        return AlreadyExists(f"{failure}: it already exists")
     if code in _FULL or status in (413, 507):
         return StorageFull(f"{message}; free space or raise the quota, then repeat")
     headers = CIMultiDict(error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}))
