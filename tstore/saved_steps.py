@@ -101,6 +101,11 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
     if step is None:
         if head.version == 0:
             raise NotFound(f"{store.url} has no commit yet; save one first")
+        if not saved and not head.paths() and not head.attributes():
+            raise NotFound(
+                f"{store.url}: version {head.version}, the newest that is no copy, is empty; pass at=… to read "
+                "another version or a copy (tstore log lists them)"
+            )
         if not saved:
             return head
         step = saved[-1]

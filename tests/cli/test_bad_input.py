@@ -448,7 +448,7 @@ async def test_another_number_of_hosts_under_one_name_is_refused(tmp_path: Path)
     tx = store.transaction(name="n", host=0, hosts=2, attempt="a")
     with pytest.raises(DeadlineExceeded):
         await tx.commit(0.01)
-    with pytest.raises(Inconsistent, match="another number of hosts than 3"):
+    with pytest.raises(Inconsistent, match="has hosts=3 here, but another host passed hosts=2; pass the same"):
         await store.transaction(name="n", host=1, hosts=3, attempt="a").commit(1)
     for host, hosts in [(2, 2), (-1, 2), (0, 0), (0, 100_001)]:
         with pytest.raises(InvalidArgument, match="hosts"):

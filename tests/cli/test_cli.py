@@ -31,6 +31,7 @@ from tests.support.processes import run_tstore, start_tstore
 from tests.support.weights import real_weights, write_file
 from tstore.cli import commands, main, reading
 from tstore.cli.text import abbreviate, escape, format_ranges, format_size, wrap
+from tstore.errors import NotFound
 from tstore.format.plain_text import pluralize
 from tstore.quantization.report import plot_report
 
@@ -668,6 +669,8 @@ def test_errors_as_json(tmp_path: Path, call: Call) -> None:
         (["lss"], ["Did you mean 'ls'? See tstore --help"]),
         (["quantize", "a", "--min-sqnr", "30", "--error", "relative"], ["--error", "--bits"]),
         (["ls"], ["Missing argument 'STORE'", "tstore ls --help"]),
+        (["import", "model.safetensors", "--step", "1"], ["Missing argument 'STORE'", "tstore import --help"]),
+        (["import"], ["Missing argument 'STORE'", "SOURCES"]),
         (["ls", "a", "b", "c"], ["unexpected extra argument"]),
         (["ls", "a", "--sideways"], ["--sideways"]),
         (["import", "a", "b", "--step", "-1"], ["--step"]),
@@ -1049,3 +1052,19 @@ def test_help_that_can_t_be_written_is_one_sentence(arguments: list[str]) -> Non
     with open("/dev/full", "w") as full:
         process = run_tstore(*arguments, stdout=full)
     failed((process.returncode, "", process.stderr), "standard output can't be written: No space left")
+
+
+def test_copies_of_a_voided_version(call: Call, tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    blocking.save(store, {"w": np.arange(3000, dtype="f4")}, 1)
+    for tag in ("q", "r"):
+        blocking.quantize(store, "e4m3", tag=tag)
+    assert call("repair", store, "--void-intact", 1)[0] == 0
+    rows = call("log", store)[1]
+    assert "q (copy of 1, which is voided)" in rows
+    assert "r (copy of 1, which is voided)" in rows
+    assert "repair: voided version 1" in rows
+    with pytest.raises(NotFound, match=r"version 4, the newest that is no copy, is empty; pass at="):
+        blocking.restore(store)
+    failed(call("export", store, tmp_path / "out.safetensors"), "version 4, the newest that is no copy, is empty")
+    assert set(blocking.restore(store, at="q")) == {"w"}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tstore
+import tstore.sync
 from tests.support.processes import run_tstore
 from tstore.cli import main
 from tstore.convert.exporting import export_safetensors
@@ -137,3 +138,24 @@ async def test_save_and_import_make_one(tmp_path: Path) -> None:
     assert (await import_checkpoint(tmp_path / "w.safetensors", tmp_path / "imported", 0)).version == 1
     assert (await tstore.copy(tmp_path / "saved", tmp_path / "copied")).version == 1
     assert {p.parent.name for p in tmp_path.glob("*/tstore.json")} == {"saved", "imported", "copied"}
+
+
+def test_the_error_says_what_is_there_instead(tmp_path: Path) -> None:
+    tstore.sync.save(tmp_path / "s", {"w": [1.0]}, 1)
+    (tmp_path / "s" / "tstore.json").unlink()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("x")
+    for name, advice in {
+        "s": "it has records of commits, so restore tstore.json from a copy of the store",
+        "none": "it does not exist, or is empty; check the path",
+        "empty": "it does not exist, or is empty; check the path",
+        "file": "it is a file, not a folder; check the path",
+        "other": "check the path",
+    }.items():
+        with pytest.raises(NotAStore) as raised:
+            tstore.sync.open(tmp_path / name, "r")
+        assert str(raised.value) == f"{tmp_path / name} is not a tstore store: it has no tstore.json; {advice}"
+    with pytest.raises(NotAStore, match=r"no store can be created there; it has records of commits, so restore"):
+        tstore.sync.save(tmp_path / "s", {"w": [1.0]}, 2)

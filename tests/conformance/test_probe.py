@@ -7,12 +7,11 @@ import json
 import uuid
 from pathlib import Path
 
-import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 
 import tstore
 from tests.support.broken_storage import LastOneStays, LooksThenWrites, Overwrites
+from tests.support.file_systems import Exclusive, register
 from tstore.cli import main
 from tstore.conformance.faults import Faults
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound, Unavailable
@@ -80,20 +79,6 @@ async def test_a_storage_that_fails_every_create_is_unavailable() -> None:
 # ---- file systems of fsspec
 
 
-class Exclusive(LocalFileSystem):  # type: ignore[misc]
-    """Local files with an exclusive create."""
-
-    protocol = "exclusive"
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return path.removeprefix(f"{cls.protocol}://")
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: object) -> None:
-        with open(path, "xb" if mode == "create" else "wb") as file:
-            file.write(value)
-
-
 class Careless(Exclusive):
     """Local files whose create overwrites."""
 
@@ -105,8 +90,7 @@ class Careless(Exclusive):
 
 @pytest.fixture(autouse=True, scope="module")
 def file_systems() -> None:
-    for kind in (Exclusive, Careless):
-        fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    register(Exclusive, Careless)
 
 
 async def test_a_file_system_that_creates_exclusively_is_written_to(tmp_path: Path) -> None:

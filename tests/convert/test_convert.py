@@ -245,7 +245,7 @@ async def test_nothing_is_overwritten(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"x": np.zeros(3)}, tmp_path / "in")
     await import_checkpoint(tmp_path / "in", tmp_path / "store", 0)
     before = (tmp_path / "in").read_bytes()
-    with pytest.raises(AlreadyExists, match="in exists"):
+    with pytest.raises(AlreadyExists, match="in already exists"):
         await export_safetensors(tmp_path / "store", tmp_path / "in")
     assert (tmp_path / "in").read_bytes() == before
     with pytest.raises(AlreadyExists, match="step 0 is already saved"):

@@ -8,36 +8,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 
 import tstore
 from tests.support import gcs_endpoint, http_server, s3_endpoint
+from tests.support.file_systems import Exclusive, register
 from tstore import Keep
 from tstore.errors import InvalidArgument, NotAStore
 from tstore.server import Server
 from tstore.storage.connect import connect
 
 
-class Exclusive(LocalFileSystem):
-    """Local files as a file system of fsspec that creates exclusively."""
-
-    protocol = "nested"
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return path.removeprefix(f"{cls.protocol}://")
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: object) -> None:
-        with open(path, "xb" if mode == "create" else "wb") as file:
-            file.write(value)
-
-
 async def test_a_store_inside_a_store_of_a_file_system_is_refused(tmp_path: Path) -> None:
-    fsspec.register_implementation(Exclusive.protocol, Exclusive, clobber=True)
-    url = f"nested://{tmp_path}/runs"
+    register(Exclusive)
+    url = f"exclusive://{tmp_path}/runs"
     await (await tstore.open(url)).close()
     for inner in (f"{url}/1", f"{url}/a/b"):
         with pytest.raises(InvalidArgument, match=f"{inner} is inside the store {url}, whose verify"):

@@ -53,33 +53,25 @@ async def test_over_https_objects_are_stored_as_sent(tmp_path: Path, config: dic
     assert {headers["X-Amz-Content-SHA256"] for headers in puts} == {"UNSIGNED-PAYLOAD"}
 
 
-@pytest.mark.parametrize("mode", PutMode)
-@pytest.mark.parametrize("size", [10, 2 << 20])
-async def test_a_damaged_object_is_noticed_by_the_checksum_in_the_response(
-    endpoint: Endpoint, mode: PutMode, size: int
-) -> None:
-    endpoint.echoes_checksums = True
-    objects = S3Storage(URL, **endpoint.options())
-    await on_io(objects.put("sound", [bytes(size)], mode))
-    endpoint.change = lambda key, body: body[:-1] + b"?"
-    with pytest.raises(Corrupt, match=f"damaged: {size} bytes with CRC32 .* but the server stored other bytes"):
-        await on_io(objects.put("damaged", [bytes(size)], mode))
-    await on_io(objects.close())
-
-
 def md5(data: bytes) -> str:
     return hashlib.md5(data).hexdigest()
 
 
 @pytest.mark.parametrize("mode", PutMode)
 @pytest.mark.parametrize("size", [10, 2 << 20])
-async def test_a_damaged_object_is_noticed_by_its_etag(endpoint: Endpoint, mode: PutMode, size: int) -> None:
+@pytest.mark.parametrize("check", ["CRC32", "MD5"])
+async def test_a_damaged_object_is_noticed_by_the_checksum_or_etag_in_the_response(
+    endpoint: Endpoint, mode: PutMode, size: int, check: str
+) -> None:
     """Once an ETag was the MD5 of a body, as those of this server then are."""
-    endpoint.etag = md5
+    if check == "CRC32":
+        endpoint.echoes_checksums = True
+    else:
+        endpoint.etag = md5
     objects = S3Storage(URL, **endpoint.options())
     await on_io(objects.put("sound", [bytes(size)], mode))
     endpoint.change = lambda key, body: body[:-1] + b"?"
-    with pytest.raises(Corrupt, match=f"damaged: {size} bytes with MD5 .* but the server stored other bytes"):
+    with pytest.raises(Corrupt, match=f"damaged: {size} bytes with {check} .* but the server stored other bytes"):
         await on_io(objects.put("damaged", [bytes(size)], mode))
     assert endpoint.asked("GET") == []
     await on_io(objects.close())
@@ -129,7 +121,8 @@ async def test_a_server_that_changes_bodies_is_refused(endpoint: Endpoint, mode:
 async def test_a_url_without_a_bucket_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgument, match="the URL of a store on S3 is s3://bucket/path") as raised:
         await tstore.open(url)
-    assert "secret@" not in str(raised.value)
+    assert "secret" not in str(raised.value).replace("key and secret", "")
+    assert (repr(url) in str(raised.value)) == ("@" not in url)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/a/../b", "s3://bucket/a//b", "s3://bucket/.hidden"])

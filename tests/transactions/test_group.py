@@ -231,7 +231,7 @@ async def test_a_second_different_fragment_of_a_host_is_refused(url: str) -> Non
 
 async def test_another_number_of_hosts_is_refused(url: str) -> None:
     raised(await outcomes([save(url, 0, timeout=0.1)]), DeadlineExceeded)
-    with pytest.raises(Inconsistent, match="another number of hosts than 4"):
+    with pytest.raises(Inconsistent, match="has hosts=4 here, but another host passed hosts="):
         await save(url, 1, hosts=4)
 
 

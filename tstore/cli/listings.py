@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Set
 
 from tstore.cli.console import Document
 from tstore.cli.text import (
@@ -18,6 +19,7 @@ from tstore.cli.text import (
     print_rows,
     print_table,
 )
+from tstore.format.objects.records import REPAIR, VOIDED
 from tstore.format.plain_text import pluralize
 from tstore.maintenance.diff import change_order
 
@@ -30,10 +32,11 @@ _MAX_TAGS = 4  # of one commit in a table; one may drop the tags of thousands of
 def show_log(log: Document) -> None:
     """Print the commits, newest first."""
     commits = log["commits"]
+    voided = {version for c in commits for version in _voided_by(c)}
     table: Table = [
         (Column("version", align_right=True), lambda c: str(c["version"])),
         (Column("base", align_right=True, rank=1), lambda c: str(c["base"])),
-        (Column("tag", preferred_width=16), _tags),
+        (Column("tag", preferred_width=16), lambda c: _tags(c, voided)),
         (Column("time"), lambda c: f"{datetime.datetime.fromisoformat(c['time']).astimezone():%Y-%m-%d %H:%M:%S}"),
         (Column("added", align_right=True, rank=2), lambda c: format_size(c["bytes_added"])),
         (Column("message", preferred_width=16), lambda c: _subject(c["message"])),
@@ -168,12 +171,19 @@ def _subject(message: str) -> str:
     return subject + "…" * (subject != text)
 
 
-def _tags(commit: Document) -> str:
+def _tags(commit: Document, voided: Set[int]) -> str:
     tagged = [f"{tag} names {version}" for tag, version in commit["tagged"].items()]
     dropped = [f"{tag} dropped" for tag in commit["dropped"]]
-    copied = "" if commit["source"] is None else f" (copy of {commit['source']})"
+    state = ", which is voided" if commit["source"] in voided else ""
+    copied = "" if commit["source"] is None else f" (copy of {commit['source']}{state})"
     expired = " (expired)" if commit["expired"] else ""
     return (abbreviate([*commit["tags"], *tagged, *dropped], _MAX_TAGS) + copied + expired).strip()
+
+
+def _voided_by(commit: Document) -> list[int]:
+    """Return the versions that a repair voided, if the commit is that of a repair."""
+    voided = commit["metadata"].get(VOIDED) if commit["transaction"].startswith(REPAIR) else None
+    return voided if isinstance(voided, list) else []
 
 
 def _diff_sqnr(array: Document) -> str:

@@ -168,8 +168,8 @@ def repair(store: str, void: tuple[int, ...], void_intact: tuple[int, ...], as_j
     Lists the versions whose records are damaged or name missing objects, and changes nothing. With --void N the
     record of version N is replaced by an empty one: the changes of that version are lost, but reads, verify, gc
     and commits work again. The damaged record is saved as damaged/N-<checksum> in the store. If you have a copy of
-    the record, restore it instead. The command needs direct access to the storage, not through tstore serve. Run
-    it again after an interruption. It exits with status 1 if a damaged version remains.
+    the record, restore it instead. Both forms of --void need direct access to the storage, not through tstore
+    serve. Run the command again after an interruption. It exits with status 1 if a damaged version remains.
     """
 
     async def work(progress: Progress) -> Document:

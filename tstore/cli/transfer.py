@@ -57,8 +57,15 @@ def file_size(context: click.Context, parameter: click.Parameter, value: str | N
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
+def _sources(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the sources of an import; if there are none, the only argument was taken for the store."""
+    if not value:
+        raise click.UsageError("Missing argument 'STORE': pass the SOURCES, and after them the store.")
+    return value
+
+
 @click.command("import")
-@click.argument("sources", type=path_or_url, metavar="SOURCES", nargs=-1, required=True)
+@click.argument("sources", type=path_or_url, metavar="SOURCES", nargs=-1, callback=_sources)
 @store_argument
 @click.option(
     "--step", type=STEP, metavar="N", help="The step number of the checkpoint; required, except for a Zarr folder."
@@ -239,8 +246,8 @@ def _add_low_bits(
 def copy(source: str, destination: str, at: int | str | None, as_json: bool) -> int:
     """Copy a store or one of its versions.
 
-    DST is an empty folder or URL, or an older copy of SRC, which is updated. All bytes are verified. After a
-    failure, run the command again: it copies only what is missing.
+    DST is an empty folder or URL, or an older copy of SRC, which is updated. All copied bytes are verified. After
+    a failure, run the command again: it copies only what is missing.
     """
 
     async def work(progress: Progress) -> Document:

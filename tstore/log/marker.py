@@ -10,7 +10,7 @@ import xxhash
 
 from tstore.errors import Corrupt, InvalidArgument, NotAStore, NotFound, UnsupportedFormat
 from tstore.format.bounds import MARKER_BYTES
-from tstore.format.layout import MARKER
+from tstore.format.layout import MARKER, archive_end, archive_key, commit_key
 from tstore.runtime import world
 from tstore.storage.base import Storage
 from tstore.storage.probe import check_exclusive, race
@@ -94,12 +94,19 @@ async def require_marker(storage: Storage) -> Marker:
     """Return the marker of a store that must exist; raise `NotAStore`, and what `read_marker` raises."""
     if (marker := await read_marker(storage)) is not None:
         return marker
-    hint = await _zarr_hint(storage) or "check the path"
-    raise NotAStore(f"{storage.url} is not a tstore store: it has no {MARKER}; {hint}")
+    hint = await _hint(storage)
+    if not hint and storage.capabilities.native_io:
+        try:
+            hint = "it does not exist, or is empty; check the path" if await storage.empty() else ""
+        except NotFound:
+            hint = "it is a file, not a folder; check the path"
+    raise NotAStore(f"{storage.url} is not a tstore store: it has no {MARKER}; {hint or 'check the path'}")
 
 
-async def _zarr_hint(storage: Storage) -> str:
-    """Return what to do with a folder of Zarr v3 that was taken for a store, "" if it is none."""
+async def _hint(storage: Storage) -> str:
+    """Return what to do with a folder that is a store without its marker, or of Zarr v3; "" if it is neither."""
+    if await storage.sizes([commit_key(1), archive_key(archive_end(1))]):
+        return f"it has records of commits, so restore {MARKER} from a copy of the store"
     if await storage.size("zarr.json") is None:
         return ""
     return (
@@ -133,7 +140,7 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     if not empty and await read_marker(storage) is None:  # another host may just have created the marker
         raise NotAStore(
             f"{storage.url} contains other files but no {MARKER}, so no store can be created there; "
-            + (await _zarr_hint(storage) or "choose an empty or a new folder")
+            + (await _hint(storage) or "choose an empty or a new folder")
         )
     if not storage.capabilities.conditional_create:
         await check_exclusive(storage)

@@ -5,7 +5,7 @@
     {"gs://": {"retry_timeout": 600}, "s3://checkpoints": {"endpoint_url": "https://minio:9000"}}
 
 So no server gets the secrets of another. Of several beginnings that give the same option the longest counts;
-`storage_options` count before all of them.
+`storage_options` count before all of them. A warning names a remote URL to which none applies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 import msgspec
+from exmy.user_warnings import warn
 
 from tstore.errors import InvalidArgument
 
@@ -38,7 +39,13 @@ def options_for(url: str) -> dict[str, Any]:
                 f"{VARIABLE}: {prefix!r:.60} is not the beginning of a URL, such as gs:// or s3://bucket"
             )
     options: dict[str, Any] = {}
+    applies = False
     for prefix in sorted(by_prefix, key=len):
         if f"{url}/".startswith(f"{prefix.removesuffix('/')}/" if not prefix.endswith("://") else prefix):
             options |= by_prefix[prefix]
+            applies = True
+    scheme, is_url, _ = url.partition("://")
+    if by_prefix and not applies and is_url and scheme not in ("file", "memory"):
+        shown = f"{scheme}://…" if "@" in url else url  # what is before the @ may be a password
+        warn(f"{VARIABLE} has no options for {shown}: it has only those for {', '.join(by_prefix)}")
     return options

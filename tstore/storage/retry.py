@@ -85,7 +85,7 @@ class RetryingStorage(Wrapper):
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
         """Make a request, and repeat it after failures by rules 1 to 3."""
         policy = self._policy
-        pause = policy.min_pause
+        pause, repeated = policy.min_pause, False
         with one_call(policy.deadline) as call_time:
             while True:
                 try:
@@ -95,7 +95,7 @@ class RetryingStorage(Wrapper):
                     pause = min(policy.max_pause, world.uniform(policy.min_pause, 3 * pause))
                     wait = self._wait(error, pause, self._deadline(error) - call_time.spent)
                     if wait is None:
-                        if call_time.spent:
+                        if repeated:
                             setting = f"storage_options={{'retry_timeout': …}} or {VARIABLE} sets how long"
                             error.args = (f"{error}; repeated for {call_time.spent:.3g} s ({setting})",)
                         raise
@@ -108,6 +108,7 @@ class RetryingStorage(Wrapper):
                     self._responded = True
                     return result
                 await asyncio.sleep(wait)
+                repeated = True
                 call_time.spent += wait
                 if call_time.remaining <= 0:  # after a pause that the server asked for
                     call_time.seconds = call_time.spent + min(_LAST_SECONDS, policy.deadline)

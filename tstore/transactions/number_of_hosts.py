@@ -56,7 +56,7 @@ class NumberOfHosts:
             keys = await self._storage.list(f"{member.attempt_prefix}{hosts}/{prefix}")
             if keys:
                 raise Inconsistent(
-                    f"{self._storage.url}: transaction {member.name!r} was started with another number of hosts "
-                    f"than {member.hosts}, hosts={int(hosts)}; another number of hosts needs another attempt",
-                    keys,
+                    f"{self._storage.url}: transaction {member.name!r} has hosts={member.hosts} here, but another "
+                    f"host passed hosts={int(hosts)}; pass the same number on every host, and another attempt",
+                    [],
                 )

@@ -294,7 +294,8 @@ def _split_url(url: str) -> tuple[str, str]:
     """Return the bucket, and the path below it without slashes at its ends."""
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if not bucket or not all(c.isalnum() or c in "-_." for c in bucket):
-        raise InvalidArgument("the URL names no bucket; expected gs://bucket/path")
+        shown = "the URL" if "@" in url else repr(url)  # what is before the @ may be a password
+        raise InvalidArgument(f"{shown} names no bucket; expected gs://bucket/path")
     prefix = prefix.strip("/")
     return bucket, checked_key(prefix, f"gs://{bucket}") if prefix else ""
 

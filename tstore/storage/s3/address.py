@@ -23,9 +23,10 @@ def split_url(url: str) -> tuple[str, str]:
     bucket = arn[0] if arn is not None else rest.partition("/")[0]
     prefix = rest[len(bucket) :]
     if (arn is None and not _BUCKET.fullmatch(bucket)) or prefix[:1] not in ("", "/"):
+        shown = "" if "@" in url else f"{url!r:.200} has no valid bucket: "  # before the @ may be a password
         raise InvalidArgument(
-            "the URL of a store on S3 is s3://bucket/path, or s3://arn:…:accesspoint/name/path; credentials go "
-            "into storage_options, as key and secret, or into the environment"
+            f"{shown}the URL of a store on S3 is s3://bucket/path, or s3://arn:…:accesspoint/name/path; "
+            "credentials go into storage_options, as key and secret, or into the environment"
         )
     prefix = prefix.strip("/")
     return bucket, checked_key(prefix, f"s3://{bucket}") if prefix else ""
