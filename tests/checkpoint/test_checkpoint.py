@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import tstore
 from tstore.checkpoint.structure import flatten
 from tstore.conformance.faults import open_faulty
-from tstore.errors import AlreadyExists, InvalidArgument, NotFinite, NotFound, StructureMismatch
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFinite, NotFound, StructureMismatch
 from tstore.format.tree_document import expanded
 from tstore.sharding import Mesh, P
 
@@ -689,6 +689,15 @@ async def test_foreign_attributes_do_not_prevent_a_restore(url: str, own: Any) -
     await tstore.quantize(url, {"w": "e4m3"})
     assert (await tstore.quantize_report(url)).source == 1
     assert np.allclose((await tstore.restore(url, at="step/1/e4m3"))["w"], np.arange(64), rtol=0.1)
+
+
+async def test_a_stored_dict_of_too_many_equal_keys_is_damaged(url: str) -> None:
+    keys = [[["float", "nan"], ["int", "1"]]] * 20  # no two of these are equal
+    async with (await tstore.open(url)).transaction(tag="step/1") as tx:
+        await tx.create_group("", {"tstore": {"structure": ["dict", [*keys, [["str", "w"], ["array", "w"]]]]}})
+        await (await tx.create_array("w", (64,), "f4")).write(np.arange(64))
+    with pytest.raises(Corrupt, match=r"its structure .*a dict has over 16 keys that are written nan"):
+        await tstore.restore(url)
 
 
 async def test_packed_restores_scalars_unpacked(url: str) -> None:

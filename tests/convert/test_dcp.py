@@ -174,7 +174,7 @@ async def test_other_trees_become_state_dicts(tmp_path: Path) -> None:
             await tstore.save(store, odd, step)
             with pytest.raises(InvalidArgument, match=error):
                 await export_dcp(store, tmp_path / "new", step=step)
-        with pytest.raises(AlreadyExists, match="out exists"):
+        with pytest.raises(AlreadyExists, match="out already exists"):
             await export_dcp(store, tmp_path / "out")
     pack = next((tmp_path / "store").glob("txn/*/pack-*"), None)
     assert pack is None  # all chunks are inline

@@ -104,7 +104,7 @@ async def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     store = tmp_path / "store"
     await tstore.save(store, {"a": np.ones(5000), "b": np.ones(5000) + 1, "c": np.zeros(5000)}, 0)
     (tmp_path / "taken").mkdir()
-    with pytest.raises(AlreadyExists, match="taken exists"):
+    with pytest.raises(AlreadyExists, match="taken already exists"):
         await export_huggingface(store, tmp_path / "taken")
     pack = next(store.glob("txn/*/pack-*"))
     data = bytearray(pack.read_bytes())

@@ -536,7 +536,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "writes over other metadata are read": (
         REPAIRS + "test_a_version_that_rests_on_a_damaged_one_is_named",
-        Edit("tstore.format.tree.levels:Layer.check_above", "raise missing_foundation(path)", "pass"),
+        Edit("tstore.format.tree.levels:Layer.check_above", "raise no_foundation(path)", "pass"),
     ),
     "a repair ignores what rests on a version": (
         REPAIRS + "test_an_intact_version_on_which_a_later_one_rests_is_not_voided_alone",

@@ -22,7 +22,7 @@ __all__ = [
     "Level",
     "Overlay",
     "combined",
-    "missing_foundation",
+    "no_foundation",
     "resolved",
 ]
 
@@ -52,7 +52,7 @@ class Layer(NamedTuple):
         if below is None or below.data != self.manifest.document_at(self.position):
             document, tables = self.manifest.node(self.position)
             if not (flags & EXTENDS and follows(below, document, tables)):
-                raise missing_foundation(path)
+                raise no_foundation(path)
 
     def over(self, below: tuple[Table, ...]) -> tuple[Table, ...]:
         """Return the tables of the node after the commit."""
@@ -73,7 +73,7 @@ class Overlay(NamedTuple):
 Change = Node | Overlay | None  # None: deleted
 
 
-def missing_foundation(path: str) -> Corrupt:
+def no_foundation(path: str) -> Corrupt:
     """Return the error for a write to a node that does not exist, or has other metadata than the writer saw."""
     return Corrupt(
         f"a record writes to {path!r}, which does not exist before it, or was replaced, resized or extended after "

@@ -20,16 +20,7 @@ from tstore.format.objects.documents import Document
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.references import EXTENDS, REPLACES, Manifest
 from tstore.format.paths import parents
-from tstore.format.tree.levels import (
-    NO_DOCUMENT,
-    OPEN,
-    Change,
-    Layer,
-    Level,
-    Overlay,
-    missing_foundation,
-    resolved,
-)
+from tstore.format.tree.levels import NO_DOCUMENT, OPEN, Change, Layer, Level, Overlay, no_foundation, resolved
 from tstore.format.tree.node import Node, is_array
 from tstore.format.tree.stored_nodes import AHEAD, InMemory, Paged, PageNodes, PageSource, StoredNodes
 
@@ -207,8 +198,8 @@ class Nodes(Mapping[str, Node]):
     def after(self, manifests: Sequence[Manifest], base: ObjectRef | None = None) -> Nodes:
         """Return the nodes after a commit with these manifests, which are the pages of `base` if that is known.
 
-        Raise `Corrupt` if the commit writes to nodes that do not exist or have other metadata
-        (`check_foundation`).
+        Raise `Corrupt` if the commit writes to nodes that do not exist or have other metadata, see
+        `check_foundation`.
         """
         if _creates_all(manifests) and not self and _ascend(manifests):
             return Nodes.from_manifests(manifests, base)
@@ -219,7 +210,7 @@ class Nodes(Mapping[str, Node]):
             for at, (path, flags) in enumerate(zip(manifest.paths, manifest.replaces_node, strict=True)):
                 former = changed[path] if path in changed else self._former(path)
                 if former is None and not flags & REPLACES:
-                    raise missing_foundation(path)
+                    raise no_foundation(path)
                 if former is None or (flags & REPLACES and path not in created):
                     changed[path] = Node(path, *manifest.node(at))
                     created.add(path)

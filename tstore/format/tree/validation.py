@@ -36,7 +36,7 @@ from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Record
 from tstore.format.objects.references import Manifest
 from tstore.format.paths import depth_first_order, parents
-from tstore.format.tree.levels import missing_foundation
+from tstore.format.tree.levels import no_foundation
 from tstore.format.tree.node import Node, follows
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.tree import Tree
@@ -252,7 +252,7 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
         if not replaces_node:
             before = documents.get(path) or (base[path].metadata if path in base else None)
             if not follows(before, metadata, tables if path in extended else None):
-                raise missing_foundation(path)
+                raise no_foundation(path)
         if metadata not in known:
             known[metadata] = _limits(path, metadata)
             parsed += len(metadata.data)
@@ -291,7 +291,7 @@ def check_foundation(record: Record, manifests: Sequence[Manifest], nodes: Nodes
                 if before is None or before.is_array != metadata.is_array:
                     created.append(path)
             elif not follows(before, metadata, tables if path in extended else None):
-                raise missing_foundation(path)
+                raise no_foundation(path)
             documents[path] = metadata
         for path in created:
             for above in parents(path):
