@@ -270,7 +270,7 @@ class Array:
         return read.finished()
 
     async def explain(self) -> ReadPlan:
-        """Return which chunks and which bytes of which objects `read` would read; reads no chunk.
+        """Return which chunks, and which bytes of each object, `read` would read; reads no chunk.
 
         Raise `NotFound` if a chunk was never written and the array is not sparse.
         """

@@ -3,7 +3,7 @@
 1. The pickle of a `Store` has its URL, storage options and cache; that of a `Snapshot` also the version and the
    checksum of its record; that of an `Array` of a snapshot also the path and the view. None has values.
 2. Unpickling opens the store, blocking. Objects of one process that were unpickled from equal pickles share it.
-3. Storage options may have a token, as those of fsspec: treat such a pickle as a secret.
+3. Storage options may have a token: treat a pickle of a store as a secret.
 4. What belongs to its process can't be pickled: transactions and their arrays, and stores on a `Storage`.
 """
 

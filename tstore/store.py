@@ -300,7 +300,7 @@ class Store:
         """Commit a cooperative transaction whose hosts have all delivered their fragments, and return its version.
 
         Use it when hosts died between their fragments and the commit; any process may call it, at any time.
-        `transaction` is an id, or a name of which only one attempt is under way; it may be already committed.
+        `transaction` is an id, or a name with only one attempt under way; it may already be committed.
         Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts, or if a host of a
         `Checkpointer` gave up and withdrew the transaction. Also raise `NotFound`, `InvalidArgument` (several
         attempts have that name), `Inconsistent`, `Conflict` or `Denied`.

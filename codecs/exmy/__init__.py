@@ -15,7 +15,7 @@ lists all formats. Import the integrations explicitly: `jax`, `torch`, `zarr` an
 3. `fit`, `tensor_fit`: choose the shared exponent of a tensor, in memory or slab by slab.
 4. `quantizer`: quantize arrays. `quantized`: the result. `groups`: the elements that share an offset or scale.
    `offsets`: choose the offsets. `scales`: choose and store float scales. `importance`: weighted errors in these
-   choices. `chunk`: the bytes of Zarr chunks; `reencoding`: those of a chunk of which some values have changed.
+   choices. `chunk`: the bytes of Zarr chunks; `reencoding`: those of a chunk in which some values have changed.
 5. `exponents`: the histogram of exponents. `noise`: the error of an approximation. `sample`, `survey`, `choice`:
    choose a format for an array.
 6. `kernels`: dispatch to the C kernels in `_kernels.c` (`_lanes.h` explains their loops) or to `blockwise`, which

@@ -139,7 +139,7 @@ class ChunkCodec:
         return data
 
     def reencode(self, x: Any, previous: Any = None, out: Any = None) -> NDArray[np.uint8]:
-        """Encode a chunk of which some values have changed, so that the others stay exactly as they are.
+        """Encode a chunk in which some values have changed, so that the others stay exactly as they are.
 
         `previous`: the encoded chunk, bytes-like, from which the values that have not changed were decoded; None
         if there was none. No value clips. A value that had to change, because a greater one needs a larger scale,

@@ -250,7 +250,7 @@ def _noise(
 
 
 def _units(ideal: NDArray[np.float32], groups: Groups) -> NDArray[np.float32]:
-    """Return for each run the least bfloat16 of which 63 times is at least the largest scale of the run."""
+    """Return for each run the least bfloat16 that is, times 63, at least the largest scale of the run."""
     padded = np.zeros(_run_count(groups) * _groups_per_run(groups), np.float32)
     padded[: ideal.size] = ideal
     exact = padded.reshape(-1, _groups_per_run(groups)).max(axis=1) / np.float32(63)

@@ -92,7 +92,7 @@ class Shards:
         replicas: Literal["first", "split"] = "first",
         min_bytes: int = 1 << 20,
     ) -> Shards:
-        """Return what `host` saves of a whole array: by default, views of the shards of which it has replica 0.
+        """Return what `host` saves of a whole array: by default, views of the shards whose replica 0 it has.
 
         The mesh is a `Mesh`, a jax Mesh or a torch DeviceMesh, the spec a `P`, a jax PartitionSpec or
         `Placements`. With `replicas="split"` the replicas of a shard divide the shard into equal pieces of about

@@ -128,7 +128,7 @@ def gc(
 
     Removes the versions that match no --keep option, and the data of abandoned transactions. The newest step is
     always kept, and so is the head: the newest version that is not a copy. A copy, such as a quantized one, is
-    kept with the version of which it was made. Without a --keep option every version is kept.
+    kept with the version from which it was made. Without a --keep option every version is kept.
     """
     rules = (keep_last, keep_every, keep_best, keep_days)
     has_rule = bool(keep_tag) or any(rule is not None for rule in rules)

@@ -1,6 +1,6 @@
 """Exports to a GGUF file, by the package gguf, in which quantized arrays keep their bits if they can.
 
-These quantized arrays have the same values in GGUF, but for the sign of zero. All values share one offset or
+These quantized arrays have the same values in GGUF, except for the sign of zero. All values share one offset or
 scale, or rows do, or blocks of a multiple of 32 along the last axis, whose length is a multiple of 32.
 
 | in GGUF | eXmY |

@@ -62,7 +62,7 @@ def open_folder(folder: str) -> tuple[Tensors, dict[str, str]]:
 
     The tensors are views of memory maps. Also return the metadata that the files agree on. Raise the errors of
     `open_files` and `open_index`, `NotFound` if the names of the files tell of more files, and `InvalidArgument`
-    for several indices of which none has the usual name.
+    for several indices, none of which has the usual name.
     """
     names = sorted(os.listdir(folder))
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -98,7 +98,7 @@ def open_index(path: str) -> tuple[Tensors, dict[str, str]]:
     absent = [name[:200] for name, file in zip(files, paths, strict=True) if not os.path.exists(file)]
     if absent:
         raise NotFound(
-            f"{path} lists {len(files)} files, of which {len(absent)} are missing; copy them to its folder:"
+            f"{path} lists {len(files)} files, but {len(absent)} are missing; copy them to its folder:"
             f"{bullet_list(absent)}"
         )
     opened = [open_tensors(file) for file in paths]

@@ -23,7 +23,7 @@ class NoCounterpart(Exception):
 
 
 class Scaled(NamedTuple):
-    """Numbers of a narrow type, each run of which is multiplied by a scale: those of a quantized array.
+    """The numbers of a quantized array in a narrow type; each run of them is multiplied by a scale.
 
     `scales` are the scales of the runs, in float64, 1 for a run of zeros, and `run` the number of elements along
     the last axis that share one, or None if all do. `changed` is the number of elements whose values the narrow

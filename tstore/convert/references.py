@@ -167,7 +167,7 @@ class _Source:
             yield references.rows
 
     async def records(self, name: str, size: int) -> AsyncIterator[tuple[range, list[ChunkRow]]]:
-        """Yield the numbers of each `size` chunks of which some exist, with the references to these."""
+        """Yield the numbers of each `size` chunks, if some exist, with the references to these."""
         count, numbers, rows = self.meta(name).chunk_count, range(0), list[ChunkRow]()
         async for references in self.snapshot.all_references(name, _ROUND):
             for row in references.rows:

@@ -159,7 +159,7 @@ class _Archive:
         signature, *lengths = _LOCAL_HEADER.unpack(self._data[entry.header_offset : start].tobytes())
         start += sum(lengths)
         if signature != b"PK\x03\x04" or start + entry.file_size > len(self._data):
-            raise self._corrupt(f"entry {name!r} has {entry.file_size} bytes, of which not all are there")
+            raise self._corrupt(f"entry {name!r} has {entry.file_size} bytes, but not all are there")
         return self._data[start : start + entry.file_size]
 
     def _plain(self, value: Any) -> Any:

@@ -36,7 +36,7 @@ from tstore.store import Store, opened
 __all__ = ["chunk_name", "export_zarr", "plain_documents", "unreadable_elsewhere"]
 
 _ROUND_BYTES = 32 << 20  # of decoded chunks in memory, unless one chunk is longer
-_ROUND_CHUNKS = 1 << 14  # of which the references are in memory
+_ROUND_CHUNKS = 1 << 14  # whose references are in memory
 _NAMES = ChunkNames("c", "/")  # even if the array's metadata name other keys
 
 

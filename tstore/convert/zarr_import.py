@@ -1,7 +1,7 @@
 """Import of plain Zarr folders: the groups and arrays of one, in one commit, with the bytes of their chunks.
 
 Every chunk is decoded before its bytes are stored, so a damaged chunk fails the import and never gets a checksum.
-An array of which all chunks exist becomes dense; one that lacks chunks, or has none yet, becomes sparse, since a
+An array whose chunks all exist becomes dense; one that lacks chunks, or has none yet, becomes sparse, since a
 missing chunk of a plain array means the fill value.
 """
 

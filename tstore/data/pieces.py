@@ -226,7 +226,7 @@ class ChunkPiece(Piece):
             raise Corrupt(f"{self.label}: {self.row.mismatch(checks, url, self.skipped // BLOCK)}")
 
     def _copy(self, data: Bytes) -> None:
-        """Store the selected values of an unencoded chunk, of which `data` may be only some blocks."""
+        """Store the selected values of an unencoded chunk; `data` may be only some of its blocks."""
         meta = self.job.meta
         inside, target = self._selected_and_target()
         strides = [math.prod(meta.chunks[i + 1 :]) * meta.dtype.itemsize for i in range(len(meta.chunks))]
@@ -312,7 +312,7 @@ class SharedPiece(Piece):
 
 
 def with_shared_bytes(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return sorted pieces, of which those of the same bytes of a chunk have become one."""
+    """Return sorted pieces, with those of the same bytes of a chunk joined to one."""
     merged: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, ChunkPiece) and merged and _have_same_bytes(last := merged[-1], piece):

@@ -1,4 +1,4 @@
-"""The plan of a read: which bytes of which packs it needs; looks chunks up, and reads none.
+"""The plan of a read: the byte ranges that it needs of each pack; looks chunks up, and reads none.
 
 1. Each job becomes pieces, one for each chunk, or for each part of a chunk or run of chunks (`_pieces`).
 2. The pieces of all jobs are sorted by pack and offset (`pieces_of`).

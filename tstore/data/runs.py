@@ -121,7 +121,7 @@ class BoxPiece(RunPiece):
 
 
 class RegionPiece(RunPiece):
-    """A row of chunks along the last axis, of which `region`, a part of the result, has a region.
+    """A row of chunks along the last axis, a region of which fills `region` of the result.
 
     The region begins at `start` in the first chunk.
     """

@@ -22,7 +22,7 @@ _SMALL = 1 << 20  # bytes of values; a read of more does not wait for others
 
 
 class _Call:
-    """A call for several reads, of which `waiting` are not cancelled."""
+    """A call for several reads; `waiting` of them are not cancelled."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage

@@ -33,7 +33,7 @@ def part_of(structure: bytes, extent: Extent) -> TreeDocument | None:
 
     In lists, `None` replaces other items. Return None if that is most of the structure, or has all arrays, if it
     is not valid, or if it can't be cut out: if strings have escapes, or if a dict has keys that are not strings,
-    on all of which the paths of its scalars depend.
+    which all decide the paths of its scalars.
     """
     if b"\\" in structure:
         return None

@@ -6,9 +6,9 @@ The data that the record refers to is already durable. To append the record:
    - A record with the same transaction id is this commit itself (its response was lost, or another host finished
      the cooperative commit): done.
    - A garbage collection may have condemned this transaction, or a pack that it reuses: `Conflict`. The collection
-     may have removed a version that this record tags, or of which it is a copy: `SnapshotExpired`.
+     may have removed a version that this record tags, or the source of this copy: `SnapshotExpired`.
    - A repair may have voided a version up to the one that this record was validated against: `Conflict`, whatever
-     the record changes, since it may rest on what was voided. So too if it was this commit that was voided: the
+     the record changes, since it may depend on what was voided. So too if it was this commit that was voided: the
      void record names the transaction, or no response came for that number.
    - A repair may have voided such a version, or a garbage collection that has already deleted data of this
      transaction: `Conflict`.
@@ -105,7 +105,7 @@ class Log:
     ) -> QueuedCommit:
         """Begin to append a record by the protocol above; `QueuedCommit.outcome` waits for the end.
 
-        `validate(newer)` is awaited with the versions and records of newer commits, without void ones (but for
+        `validate(newer)` is awaited with the versions and records of newer commits, without void ones (except for
         those that a repair put in place of others); it raises `Conflict`, or returns the record to continue with.
         `on_retry` is called for every creation that failed or got no response. A commit passed with its `changes`
         may share a record with others of this process: see `group_commit`.

@@ -1,4 +1,4 @@
-"""What a commit may not rest on after a repair has voided versions."""
+"""What a commit may not depend on after a repair has voided versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["check_unaffected", "refuse_voided"]
 
 
 def refuse_voided(url: str, record: Record, voided: Sequence[int]) -> None:
-    """Raise `Conflict` if a repair voided versions that a record may rest on, or be.
+    """Raise `Conflict` if a repair voided versions that a record may depend on, or be.
 
     A garbage collection, and another repair, begin again by themselves.
     """

@@ -220,7 +220,7 @@ def _array_row(array: ArrayInfo, name: str) -> Row:
 
 
 def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
-    """Return what the treemap shows: the rows, of which the largest groups are replaced by what they contain.
+    """Return what the treemap shows: the rows, with the largest groups replaced by what they contain.
 
     Names begin below the group that the largest tiles share; `part` numbers the groups below it. The smallest rows
     are joined to one tile.

@@ -3,7 +3,7 @@
 1. The step is the difference between the smallest values of a format; near zero, its values are a uniform grid.
    The coarser the step, the fewer codes are frequent, so the step decides the size, and not the format. All values
    of an array share one step: at a given size, that is the least squared error.
-2. Each format is best for a range of sizes: e2m1, of which zstd codes two values at once, up to about 3.3 bits per
+2. Each format is best for a range of sizes: e2m1, where zstd codes two values at once, up to about 3.3 bits per
    value, and e3m4 up to 6. Above, more mantissa bits lengthen the uniform grid, but the low bits of codes of more
    than 8 bits are not compressed: e2m5, e2m6, e3m7, e3m10 and e3m12 follow each other, and e3m5 where outliers
    exceed e2m5.

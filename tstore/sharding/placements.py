@@ -2,7 +2,7 @@
 
 Placements apply from left to right, one per mesh axis, each to the part that the earlier ones left to a device.
 
-* Shard splits a dimension as `torch.chunk` does: one piece per device, all equal but for the last ones.
+* Shard splits a dimension as `torch.chunk` does: one piece per device, all equal except for the last ones.
 * A strided shard (FSDP2 over tensor parallelism) splits a dimension into `split_factor` pieces, splits each of
   these into one part per device, and gives every device one part of each piece.
 
@@ -204,7 +204,7 @@ def _runs(n: int, cuts: Sequence[_Cut], position: Sequence[int]) -> Runs:
 
 
 def _chunk(runs: Runs, count: int, number: int) -> Runs:
-    """Divide runs into `count` pieces, equal in length but for the last ones; return piece `number`."""
+    """Divide runs into `count` pieces, equal in length except for the last ones; return piece `number`."""
     length = -(-sum(stop - start for start, stop in runs) // count)
     first, end, offset = number * length, (number + 1) * length, 0
     piece = []

@@ -206,7 +206,7 @@ def _later_steps(tags: Iterable[str], step: int) -> list[str]:
 
 
 def _check_bases(log: Mapping[int, CommittedVersion], history: History, repaired: Repaired) -> Iterator[str]:
-    """Check that nothing was committed after the repair that may rest on what it voided, or be that."""
+    """Check that nothing was committed after the repair that may depend on what it voided, or be that."""
     for version, commit in log.items():
         for attempt in _attempts(commit, history) if version > repaired.version else ():
             if any(map(repaired.rests, attempt.bases.values())):
@@ -300,7 +300,7 @@ def versions_to_keep(
 ) -> set[int]:
     """Return the living versions that a rule without `newer_than` keeps, including the head and the newest step.
 
-    `sources` has the version of which each copy was made.
+    `sources` has the version from which each copy was made.
     """
     steps = {int(tag[5:]): v for tag, v in tags.items() if tag.startswith("step/") and v in alive}
     order = sorted(steps)

@@ -181,7 +181,7 @@ class Attempt:
 
     The transaction may be committed under any of `ids`, the first of which is `transaction`. `outcomes` are the
     versions returned to its hosts and the errors raised in them; a crashed host has no outcome. The transaction
-    drops `dropped_tags`. It sets `tags`, of which `created_tags` must not exist before, on its own version or on
+    drops `dropped_tags`. It sets `tags` (`created_tags` among them must not exist before) on its own version or on
     `target`. `message` and `metadata` are those of its commit.
     """
 

@@ -192,7 +192,7 @@ def _find_withdrawn(storage: SharedObjects, log: CommittedLog) -> list[str]:
 
 
 def _find_behind_rollback(storage: SharedObjects, log: CommittedLog) -> list[str]:
-    """Return one sentence for each step saved behind a rollback of which a host had delivered its part before."""
+    """Return one sentence for each step saved behind a rollback if a host had delivered its part before."""
     violations, rollback = [], 0
     for version, commit in log.items():
         if rolled_back_to(commit.record) is not None:

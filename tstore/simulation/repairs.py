@@ -1,6 +1,6 @@
 """A repair beside the other work of a run, and what it changes in the history that the checker expects.
 
-A repair voids one version of the run while others write, collect and copy; if later versions rest on it, it is
+A repair voids one version of the run while others write, collect and copy; if later versions depend on it, it is
 refused. Later versions may have taken over values that the voided one wrote: those of a chunk of which they wrote
 another part. Everything else must be as if the voided version had never been.
 
@@ -32,7 +32,7 @@ _TRIES = 4
 async def repair_once(storage: HostStorage, history: History, rng: random.Random) -> None:
     """Void a version of the run, and those that a concurrent commit has based on it meanwhile.
 
-    Try another version if others rest on the first, or if its record may be archived.
+    Try another version if others depend on the first, or if its record may be archived.
     """
     history.repairing = True
     try:
@@ -47,7 +47,7 @@ async def repair_once(storage: HostStorage, history: History, rng: random.Random
 
 
 async def _void(storage: HostStorage, history: History, version: int) -> bool:
-    """Void a version and those that rest on it meanwhile; return False if it can't be voided."""
+    """Void a version and those that depend on it meanwhile; return False if it can't be voided."""
     wanted, voided = [version], dict[int, Record]()
     while wanted:
         records = storage.storage.records()

@@ -19,7 +19,7 @@ __all__ = ["Histogram", "ValueBins", "value_bins"]
 _TAIL = 0.001  # the share of values on each side that may be outliers
 _MARGIN = 0.25  # of the distance between these quantiles, added on each side: a normal distribution fits
 _LARGEST_INTEGER = 2.0**51  # to which 0.5 can be added
-_RANKED = (1 << 18) - 1  # values of which the quantiles are taken
+_RANKED = (1 << 18) - 1  # values whose quantiles are taken
 _BELOW_ONE = math.nextafter(1, 0)
 _NARROWEST = 1e-12  # of the largest magnitude: a narrower histogram could not have distinct bounds
 

@@ -60,7 +60,7 @@ class Moments:
         self._sums = Sums(1)
 
     def add(self, values: Floats, finite: npt.NDArray[np.bool_]) -> None:
-        """Add values, of which some may not be finite."""
+        """Add values, some of which may not be finite."""
         self.values += values.size
         self.nonfinite += values.size - int(np.count_nonzero(finite))
         if not finite.all():

@@ -1,4 +1,4 @@
-"""A storage that is only read, of which a server may forbid what does not exist.
+"""A read-only storage, whose server may answer 403 for what does not exist.
 
 For an absent object, buckets and CDNs send 403 instead of 404 to those who may not list (S3, Google Cloud Storage,
 and what stands in front of them). A reader probes for objects that do not exist yet, so it could not read there.

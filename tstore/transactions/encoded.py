@@ -228,7 +228,7 @@ class EncodedStaging:
             staged.remove(path)
 
     async def remove_chunks(self, path: str, numbers: Collection[int]) -> None:
-        """Stage the fill value in place of chunks, of which some may not exist."""
+        """Stage the fill value in place of chunks, some of which may not exist."""
         removed = np.fromiter(numbers, np.uint64, len(numbers))
 
         def kept(node: Node) -> _Restated:

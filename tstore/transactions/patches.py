@@ -41,7 +41,7 @@ Region = tuple[tuple[int, ...], npt.NDArray[Any]]
 def whole_chunk(
     meta: ArrayMeta, points: PointProjection, shape: Sequence[int], values: npt.NDArray[Any]
 ) -> Region:
-    """Return a chunk of this shape, of which all elements are selected."""
+    """Return a chunk of this shape with all elements selected."""
     chunk = np.empty(meta.chunks, meta.dtype)
     target, chosen = points.patch(values, meta.dtype)
     target.assign(chunk, chosen)

@@ -112,7 +112,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     def _patched_rows(self) -> ChunkTable:
         """Return the rows of rewritten chunks that are not in segments, which are older."""
         patched = ChunkTable.overlay([table for table in self._patched if isinstance(table, ChunkTable)])
-        # a rewritten chunk of which no patches are applied is outdated: it was written whole later
+        # a rewritten chunk without applied patches is outdated: it was written whole later
         return patched.take(np.flatnonzero(np.isin(patched.number, np.array(list(self._applied), np.uint64))))
 
     @property
@@ -205,7 +205,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     async def _write_points(
         self, packs: PackSet, source: SegmentSource, selection: PointSelection, values: npt.NDArray[Any]
     ) -> None:
-        """Write the chunks of which all elements are selected into packs, and keep the rest as patches."""
+        """Write the chunks whose elements are all selected into packs, and keep the rest as patches."""
         meta = self.meta
         whole: list[tuple[PointProjection, list[int]]] = []
         partial: list[PointProjection] = []

@@ -1,4 +1,4 @@
-"""Zarr keys: which key names the metadata or a chunk of which node; pure, no I/O."""
+"""Zarr keys: the node whose metadata or chunk a key names; pure, no I/O."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ class ZarrStore(Store):
 
 
 _live: WeakValueDictionary[str, Transaction] = WeakValueDictionary()
-"""Transactions of which a store was pickled, by id."""
+"""Transactions whose stores were pickled, by id."""
 
 
 def _of_transaction(transaction: str, read_only: bool) -> ZarrStore:

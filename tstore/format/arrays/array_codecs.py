@@ -1,4 +1,4 @@
-"""The array→bytes codecs of a chain, but for shards; pure, no I/O.
+"""The array→bytes codecs of a chain, except for shards; pure, no I/O.
 
 They are `bytes`, `exmy`, those of values of variable length, and two more of numcodecs.
 """
@@ -54,7 +54,7 @@ class ArrayCodec:
         raise NotImplementedError
 
     def reencode(self, chunk: Values, out: Bytes, previous: memoryview | None) -> Any:
-        """Encode a chunk of which some values were decoded from `previous`; these stay equal, if possible."""
+        """Encode a chunk in which some values were decoded from `previous`; these stay equal, if possible."""
         return self.encode(chunk, out)
 
     def decode(self, data: memoryview, out: Values) -> None:

@@ -146,7 +146,7 @@ class Chain:
         return self._compressed(data)
 
     def reencode(self, chunk: npt.NDArray[Any], out: Bytes, previous: memoryview | None) -> memoryview:
-        """Return what `encode` does for a chunk of which some values have changed; the others stay, if possible.
+        """Return what `encode` does for a chunk in which some values have changed; the others stay, if possible.
 
         `previous`: the encoded bytes that the chunk was decoded from, or None. A lossy codec keeps their scales.
         """
@@ -242,7 +242,7 @@ def _sharded(
 
 
 def _as_documents(codecs: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return codecs as objects with names, of which a name alone is the short form."""
+    """Return codecs as objects with names; a name alone is the short form of one."""
     documents = [{"name": codec} if isinstance(codec, str) else codec for codec in codecs]
     for document in documents:
         if not isinstance(document, Mapping) or not isinstance(document.get("name"), str):

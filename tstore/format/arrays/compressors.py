@@ -192,7 +192,7 @@ class _Zstd(Compressor):
 
 _ZSTD_MAGIC = 0xFD2FB528
 _ZSTD_SKIPPABLE = 0x184D2A50  # and the fifteen numbers after it
-_MAX_EMPTY = 1024  # frames without content, of which millions would take long to skip
+_MAX_EMPTY = 1024  # frames without content: millions would take long to skip
 
 
 def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:

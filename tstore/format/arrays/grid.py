@@ -236,7 +236,7 @@ def full_boxes(
 
 
 def _joined(runs: list[AxisRun]) -> list[AxisRun]:
-    """Return full runs, of which neighbours are joined; chunks selected with gaps are not joined."""
+    """Return full runs, with neighbours joined; chunks selected with gaps are not joined."""
     joined: list[AxisRun] = []
     for run in runs:
         gapless = run.inside.step == 1 and run.result.step is None

@@ -44,7 +44,7 @@ class InnerChain(Protocol):
         """Return the encoded bytes of a C-contiguous chunk."""
 
     def reencode(self, chunk: Values, out: Bytes, previous: memoryview | None) -> memoryview:
-        """Return those of a chunk of which some values have changed since it was decoded from `previous`."""
+        """Return those of a chunk in which some values have changed since it was decoded from `previous`."""
 
     def check_length(self, length: int) -> None:
         """Raise `Corrupt` if no encoded chunk can have this length."""
@@ -69,7 +69,7 @@ def inner_counts(document: Mapping[str, Any], shape: Shape) -> Shape:
 
 
 class Sharded(ArrayCodec):
-    """The codec for chunks of one shape, of which `counts` are the inner chunks along each axis."""
+    """The codec for chunks of one shape, with `counts` inner chunks along each axis."""
 
     has_parts = True
 

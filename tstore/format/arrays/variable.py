@@ -91,7 +91,7 @@ def bytes_in(values: npt.NDArray[Any]) -> int:
 
 
 def variable_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a fill value, of which 0 stands for an empty one; raise `TypeError` for a value of another type."""
+    """Return a fill value, where 0 stands for an empty one; raise `TypeError` for a value of another type."""
     if type(value) is int and value == 0:
         return "" if dtype.kind == "T" else b""
     if isinstance(value, np.ndarray) and not value.ndim:

@@ -187,7 +187,7 @@ class View(NamedTuple):
         return components
 
     def _basic(self, items: Sequence[Item]) -> View:
-        """Apply integers, slices and new axes, of which there is one for each axis of the view."""
+        """Apply integers, slices and new axes, one for each axis of the view."""
         shape: list[int] = []
         picks: list[Any] = []  # by axis of this view: an integer or a slice
         new: list[int] = []  # and the axis that it becomes, if it stays
@@ -228,7 +228,7 @@ class View(NamedTuple):
         return View(tuple(shape), tuple(positions), tuple(follows))
 
     def _advanced(self, items: Sequence[Item], place: int) -> View:
-        """Apply items of which some are arrays; the axis `place` is the first of those that the arrays make."""
+        """Apply items, some of which are arrays; the axis `place` is the first of those that the arrays make."""
         basic: list[Item] = []
         arrays: dict[int, npt.NDArray[np.int64]] = {}  # by axis of the view after the basic items
         shapes = []

@@ -223,7 +223,7 @@ class Record(Body, frozen=True):
 
     @property
     def named_versions(self) -> set[int]:
-        """The earlier versions that the record tags, and the one of which it is a copy."""
+        """The earlier versions that the record tags, and the source of which it is a copy."""
         return {*self.tagged.values(), *([self.source] if self.source else ())}
 
     @property

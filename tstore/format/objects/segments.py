@@ -227,7 +227,7 @@ def fitting(table: ChunkTable) -> npt.NDArray[np.bool_]:
 
 
 def cut(table: ChunkTable) -> Iterator[ChunkTable]:
-    """Yield the rows of a table, in the parts of which each becomes a segment."""
+    """Yield the rows of a table in parts, each of which becomes a segment."""
     ends = table.blocks[1:] * CHECK_SIZE + _ROW_BYTES * np.arange(1, len(table) + 1)
     start = size = 0
     while start < len(table):

@@ -54,7 +54,7 @@ class Nodes(Mapping[str, Node]):
     def from_manifests(manifests: Iterable[Manifest], base: ObjectRef | None = None) -> Nodes:
         """Return the nodes of manifests; the paths of each are above those of the one before it.
 
-        `base` is the object of which they are the pages, if that is known.
+        `base` is the object whose pages they are, if that is known.
         """
         listed = [manifest for manifest in manifests if manifest.paths]
         return Nodes([Level({}, InMemory(listed), 0)], base) if listed else Nodes()

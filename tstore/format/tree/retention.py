@@ -249,7 +249,7 @@ def refuse_condemned(url: str, record: Record, version: int, collection: Collect
     """Raise `Conflict` if the garbage collection recorded as `version` condemned a record's transaction.
 
     Raise `SourceCondemned` if it condemned packs that the transaction reuses, `SnapshotExpired` if it removed a
-    version that the transaction tags, or of which it is a copy.
+    version that the transaction tags, or copies.
     """
     if record.transaction in collection.transactions:
         raise Conflict(
