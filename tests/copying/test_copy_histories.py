@@ -351,7 +351,8 @@ async def test_an_object_of_a_diverged_copy_is_not_replaced(name: str, tmp_path:
     await saved(str(source), range(1))
     await tstore.copy(source, target)
     for store, longer in ((source, 0), (target, 5)):
-        tree = {"own": np.arange(2000.0 + longer * (name == "pack")), **tree_of(1)["wide"]}
+        # with a short manifest, which is in the record, only the packs tell
+        tree = {"own": np.arange(2000.0 + longer) + longer} if name == "pack" else tree_of(1)["wide"]
         with use_world(Numbers()):
             await tstore.save(store, tree, 1, attributes={"longer": "x" * longer})
     await saved(str(source), range(2, 3))

@@ -123,6 +123,12 @@
     packs of expired versions are not inherited  test_repair_plan.py: it outlives a copy above it
     an heir of a voided version is standalone    test_repair_plan.py: it needs older ones too
     a version inherits what is being deleted     test_repair_plan.py: no version inherits it
+    a copy replaces packs of another one         test_copy_histories.py: an object of a diverged copy
+    a copy misses a voided record of that length test_repair_dependents.py: as long as the one before
+    a repair keeps tags if the head is damaged   test_repair_dependents.py: the head rests on that
+    a copy needs the manifests of the head       test_repair_plan.py: what needs a condemned manifest
+    a version that was deleted is alive again    test_repair_plan.py: what an older collection deleted
+    a gc forgets manifests below the last        test_repair_plan.py: older manifests of the newest state
     a gc deletes a root that is needed again     test_repair_archives.py: such a root is kept
     a gc deletes what a forged one condemned     test_collect_hostile.py: what living versions need
     a gc takes a pack that a forged one names    test_collect_hostile.py: what living versions need
@@ -739,6 +745,34 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a version inherits what is being deleted": (
         PLANS + "test_no_version_inherits_what_a_collection_still_deletes",
         Edit(PLAN + "_expire", "itertools.filterfalse(self._condemned.includes, (*", "((*"),
+    ),
+    "a copy replaces packs of another one": (
+        "copying/test_copy_histories.py::test_an_object_of_a_diverged_copy_is_not_replaced",
+        Edit("tstore.copying.copy:_Copy._copy_packs", "await self._check_common_records()", "pass"),
+    ),
+    "a copy misses a voided record of that length": (
+        REPAIRS + "test_a_voided_record_as_long_as_the_one_before_is_noticed_by_a_copy",
+        Edit("tstore.copying.destination:Destination.create_records", "REPAIR.encode() in data", "False"),
+    ),
+    "a repair keeps tags if the head is damaged": (
+        REPAIRS + "test_a_tag_of_a_damaged_version_is_dropped_though_the_head_rests_on_that",
+        Edit("tstore.maintenance.repair:_tags_of", "range(voided[0] + 1, base + 1)", "range(0)"),
+    ),
+    "a copy needs the manifests of the head": (
+        PLANS + "test_what_needs_a_manifest_that_a_voided_collection_still_deletes_is_expired",
+        Edit(PLAN + "_needing_revoked", "gone = own_gone if record.source else", "gone ="),
+    ),
+    "a version that was deleted is alive again": (
+        PLANS + "test_a_version_that_an_older_collection_deleted_is_not_alive_again",
+        Edit(PLAN + "_revive_newest", "or len(await log.storage.sizes(objects)) < len(objects)", ""),
+    ),
+    "a gc forgets manifests below the last": (
+        PLANS + "test_older_manifests_that_the_newest_state_needs_stay",
+        Edit(
+            "tstore.maintenance.gc:_Plan._release",
+            "max((i for i, e in enumerate(entries) if e.standalone), default=0)",
+            "len(entries) - 1",
+        ),
     ),
     "a gc deletes a root that is needed again": (
         "maintenance/test_repair_archives.py::test_a_root_that_a_voided_collection_did_not_delete_is_kept",

@@ -131,14 +131,28 @@ async def test_what_a_collection_still_deletes_is_not_alive_again(
 async def test_what_needs_a_manifest_that_a_voided_collection_still_deletes_is_expired(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else of those versions is condemned; the saves after them need no older manifest."""
-    for tag in ("a", "b", "c"):
+    """Nothing else of those versions is condemned; copies, and the saves after them, need no older manifest."""
+    await save(url, 1)
+    for tag in ("a", "b"):
         await groups(url, 500 if tag == "a" else 1, tag)
-    await save(url, 4)
-    await groups(url, 1, "e")
-    async with collecting(url, Keep(last=1), monkeypatch):
-        assert (await (await tstore.open(url)).repair(void_intact=[6])).expired == [1, 2, 3]
-    await check(url, 4)
+    assert (await tstore.quantize(url, "e4m3", at="step/1", tag="q")).version == 4
+    await save(url, 5)
+    await groups(url, 1, "c")
+    async with collecting(url, Keep(last=2), monkeypatch):
+        assert (await (await tstore.open(url)).repair(void_intact=[7])).expired == [2, 3]
+    await check(url, 1, 5)
+
+
+async def test_a_version_that_an_older_collection_deleted_is_not_alive_again(url: str) -> None:
+    """What the last collection condemned does not tell of it."""
+    for step in (1, 2):
+        await tstore.save(url, {"w": np.full((64, 128), step, "f4")}, step)
+    await (await tstore.open(url)).collect(Keep(last=1), abandoned=NOW)
+    await tstore.quantize(url, "e4m3", at="step/2", tag="q")
+    store = await tstore.open(url)
+    assert (await store.collect(Keep(last=1, copies=0), abandoned=NOW)).versions == [4]
+    assert (await store.repair(void_intact=[2])).restated == 0
+    await check(url)
 
 
 async def test_two_repairs_at_once(url: str) -> None:

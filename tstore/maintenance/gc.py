@@ -299,7 +299,7 @@ class _Plan:
             if transaction in living:
                 continue
             if transaction in shared:  # some of its objects stay
-                objects |= keys - needed
+                objects |= keys
             else:
                 transactions.add(transaction)
         return Collection(

@@ -146,10 +146,7 @@ class RepairPlan:
         self._tags = {tag: v for v in self.expired for tag in ledger.alive[v].tags}
 
     async def _needing_revoked(self, versions: Sequence[int]) -> list[int]:
-        """Return which of these versions need what a voided collection had condemned.
-
-        These are their own objects, older manifests, and packs.
-        """
+        """Return which of these versions need a manifest or pack that a voided collection had condemned."""
         condemned = self._revoked
         if not (versions and (condemned.transactions or condemned.objects)):
             return []
@@ -162,9 +159,6 @@ class RepairPlan:
             if version not in candidates:
                 continue
             gone = own_gone if record.source else manifest_gone
-            for name in record.transactions:
-                if not gone and condemned.includes(f"txn/{name}/"):
-                    gone = bool(await _transaction_objects(self._log, name))  # small commits have none
             with contextlib.suppress(*UNREADABLE):
                 gone = gone or any(map(condemned.includes, await run(packs_of, await self._log.tree(version))))
             if gone:
