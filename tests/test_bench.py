@@ -18,7 +18,7 @@ def test_jobs_measures_what_its_bars_need(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ["--rounds", "1", "--only", "large", "--size", "3", "--contenders", "tstore", "--dir", str(tmp_path)]
     command = [sys.executable, "-m", "bench.jobs", *options, "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads(figures.read_text())
     for measured in data["workloads"].values():
@@ -49,7 +49,7 @@ def test_scale_measures_what_its_bars_need(tmp_path: Path) -> None:
     ]
     options = ["--rounds", "1", "--only", rows, "--peers", "safetensors", *sizes, "--seconds", "0"]
     command = [sys.executable, "-m", "bench.scale", *options, "--dir", str(tmp_path), "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads(figures.read_text())
     errors = [figures["error"] for work in data["works"].values() for figures in work.values()]
@@ -98,7 +98,7 @@ def test_page_measures_what_its_bars_need(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     options = ["--rounds", "1", "--steps", "3", "--arrays", "20", "--many", "20", "--gets", "10"]
     command = [sys.executable, "-m", "bench.page", *options, "--dir", str(tmp_path), "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads(figures.read_text())
     assert len(data["views"]) == 7

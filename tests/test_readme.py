@@ -53,7 +53,7 @@ RUN = """
 def run(blocks: list[tuple[str, str]], folder: Path) -> None:
     process = processes.start(RUN, cwd=folder)
     with processes.running(process):
-        out, err = process.communicate(json.dumps(blocks), timeout=100)
+        out, err = process.communicate(json.dumps(blocks), timeout=250)
     assert process.returncode == 0, f"{out}\n{err}"
 
 

@@ -159,5 +159,5 @@ def test_cases_that_did_not_run_are_reported() -> None:
 def test_the_exit_status_shows_that_cases_did_not_run() -> None:
     process = processes.start(COMMAND, "--group", "metadata", "--seconds", "0.001", cwd=ROOT)
     with processes.running(process):
-        _, told = process.communicate(timeout=100)
+        _, told = process.communicate(timeout=250)
     assert (process.returncode, "of metadata" in told) == (3, True), told

@@ -103,7 +103,7 @@ def test_version_and_help(call: Call) -> None:
 
 def test_the_console_script_runs(store: Path) -> None:
     entry = Path(sys.executable).parent / "tstore"
-    process = subprocess.run([entry, "verify", store], capture_output=True, text=True, timeout=60, check=False)
+    process = subprocess.run([entry, "verify", store], capture_output=True, text=True, timeout=250, check=False)
     assert (process.returncode, process.stderr) == (0, "")
     assert "is intact" in process.stdout
 
@@ -853,7 +853,7 @@ def test_shells_complete_paths(
 def test_characters_missing_in_the_encoding_are_replaced(store: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     command = [sys.executable, "-m", "tstore", "ls", store]
-    listed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    listed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert (listed.returncode, listed.stderr) == (0, "")
     assert "64x100" in listed.stdout
     assert "-----" in listed.stdout
@@ -956,7 +956,7 @@ def test_help_into_a_closed_pipe_ends_as_any_command(arguments: list[str]) -> No
 def test_closed_streams_do_not_matter(store: Path, tmp_path: Path, closed: str) -> None:
     command = [sys.executable, "-m", "tstore", "verify", str(store)]
     done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, timeout=60, check=False
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, timeout=250, check=False
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert (b"is intact" in done.stdout) == (closed == "2>&-")

@@ -55,7 +55,7 @@ def demo(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 def report(*arguments: object) -> dict[str, Any]:
     with demo(*arguments, "--json") as process:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=250)
     assert (process.returncode, err) == (0, "")
     document: dict[str, Any] = json.loads(out)
     return document
@@ -163,7 +163,7 @@ def test_it_prints_what_the_readme_shows(temporary: Path, call: Call, monkeypatc
     """Compare line by line, except numbers; the commands at the end must work."""
     monkeypatch.chdir(temporary)
     with demo("--size", SIZE // 1_000_000) as process:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=250)
     assert (process.returncode, err) == (0, "")
     *recording, cut = README.of_language("text")[0].splitlines()
     lines = [NUMBER.sub("#", line) for line in out.splitlines()]
@@ -200,7 +200,7 @@ def test_no_process_outlives_the_demo(temporary: Path, hosts: int, stop: signal.
             assert process.stdout is not None
             assert any("saved step 0" in line for line in process.stdout)  # in the midst of the story
         process.send_signal(stop)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=250)
     blocking_until(lambda: all(gone(pid) for pid in started))
     if stop != signal.SIGKILL:
         what, code = ("interrupted", 130) if stop == signal.SIGINT else ("terminated", 143)
@@ -221,7 +221,7 @@ def test_sigterm_ends_it_in_the_background_of_a_script(temporary: Path) -> None:
             assert process.stdout is not None
             assert any("saved step 0" in line for line in process.stdout)
             process.send_signal(signal.SIGTERM)
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate(timeout=250)
         finally:
             process.kill()
     blocking_until(lambda: all(gone(pid) for pid in started))
@@ -243,7 +243,7 @@ def test_bad_input(tmp_path: Path, temporary: Path) -> None:
     ]
     for arguments, code, words in cases:
         with demo(*arguments) as process:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=250)
         assert (process.returncode, out) == (code, "")
         assert err.startswith("tstore: ")
         assert err.count("\n") == 1

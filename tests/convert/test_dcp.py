@@ -136,7 +136,7 @@ async def test_a_folder_goes_in_and_out_bit_for_bit(folder: Path, tmp_path: Path
 async def test_two_processes_save_and_one_store_has_the_whole_tensors(tmp_path: Path) -> None:
     script = Path(__file__).with_name("dcp_job.py")
     command = [sys.executable, "-W", "ignore", script, tmp_path]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    job = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert job.returncode == 0, job.stderr
     for name, kind in (("dcp", SourceKind.DCP), ("hf", SourceKind.FOLDER)):
         report = await import_checkpoint(tmp_path / name, tmp_path / f"{name}.store", 3, codecs={"**/plain": None})

@@ -53,7 +53,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders that Orbax wrote."""
     folder = tmp_path_factory.mktemp("orbax")
     script = Path(__file__).with_name("orbax_peer.py")
-    subprocess.run([sys.executable, script, folder], check=True, capture_output=True, timeout=110)
+    subprocess.run([sys.executable, script, folder], check=True, capture_output=True, timeout=250)
     return folder
 
 

@@ -285,7 +285,7 @@ def check_send(framework, cases):
                 subprocess.Popen([*command, str(rank), *arguments], env=environment, **pipes) for rank in range(2)
             ]
             for process in processes:
-                out, err = process.communicate(timeout=120)
+                out, err = process.communicate(timeout=250)
                 assert out == "received\n", err[-1500:]
         return "two processes broadcast codes with gloo"
     jax = framework.jax

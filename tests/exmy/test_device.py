@@ -235,12 +235,12 @@ def test_jax_devices_send_each_other_codes():
     assert jax.numpy  # skips without JAX
     flags = "--xla_force_host_platform_device_count=4"
     code = f"import os; os.environ['XLA_FLAGS'] = {flags!r}" + JAX_DEVICES
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
     assert done.stdout == "gathered\n", done.stderr
 
 
 def test_torch_processes_send_each_other_codes(tmp_path):
     assert torch.Tensor  # skips without PyTorch
     command = [sys.executable, "-c", TORCH_PROCESSES, str(tmp_path / "rendezvous")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.stdout == "gathered\n", done.stderr

@@ -14,7 +14,7 @@ README = Path(__file__).resolve().parent.parent.parent / "codecs" / "exmy" / "RE
 
 def run(*arguments):
     command = [sys.executable, "-W", "error", "-m", "exmy", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 def test_the_readme_shows_what_the_command_prints():

@@ -537,7 +537,7 @@ print(hashlib.sha256(repr(outcomes).encode()).hexdigest())
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=250,
     )
     assert other.stdout.strip() == mine
 

@@ -196,7 +196,7 @@ async def test_a_server_without_what_the_page_needs_serves_the_store(
         async with await tstore.open(url, "r", storage_options={"token": READ}) as opened:
             assert (await opened.snapshot()).version == 2
         process.terminate()
-        logged = [json.loads(line) for line in process.communicate(timeout=100)[1].splitlines()]
+        logged = [json.loads(line) for line in process.communicate(timeout=250)[1].splitlines()]
     reports = [entry for entry in logged if entry["level"] == "warning"]
     assert len(reports) == 1
     assert "the page can't be shown (" in reports[0]["message"]
@@ -204,7 +204,7 @@ async def test_a_server_without_what_the_page_needs_serves_the_store(
     if jinja2:
         return
     command = [sys.executable, "-m", "tstore", "view", str(store), "--no-browser"]
-    viewing = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    viewing = subprocess.run(command, check=False, capture_output=True, text=True, timeout=250)
     assert viewing.returncode == 2
     assert "the page can't be shown" in viewing.stderr
     assert "Traceback" not in viewing.stderr

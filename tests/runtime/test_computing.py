@@ -118,6 +118,6 @@ def test_a_cancellation_leaves_nothing_pending_in_the_interpreter() -> None:
         print(total(10))
     """
     traced = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], check=False, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", textwrap.dedent(code)], check=False, capture_output=True, text=True, timeout=250
     )
     assert (traced.stdout, traced.stderr) == ("45\n", "")

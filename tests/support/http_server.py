@@ -151,7 +151,7 @@ class Process(NamedTuple):
     def end(self) -> list[dict[str, Any]]:
         """Stop the process as a service manager does, and return its log entries."""
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.communicate(timeout=60)[0] == b""
+        assert self.process.communicate(timeout=250)[0] == b""
         assert self.process.returncode == 0
         self.log.seek(0)
         return [json.loads(line) for line in self.log]

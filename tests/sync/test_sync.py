@@ -301,7 +301,7 @@ def test_a_history_may_be_left_early(tmp_path: Path, how: str) -> None:
     # the loop closes the iteration asynchronously; a later call, run by the same loop, waits for that
     script += f"{LEFT_EARLY[how]}\n" + ("" if how == "exit" else "store.tags()\n")
     command = [sys.executable, "-W", "error", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

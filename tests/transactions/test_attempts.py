@@ -200,7 +200,7 @@ def run_agents(folder: Path) -> None:
     path = os.pathsep.join([str(root), str(root / "codecs"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-W", "ignore", "-c", AGENTS, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
 
 
