@@ -270,6 +270,37 @@ async def test_a_root_vouches_for_a_lost_record(lost: tuple[int, ...]) -> None:
     await check_resumed(store.url, newest, range(resumed + 1, newest + 1), lost)
 
 
+async def test_a_root_vouches_for_a_lost_record_although_none_does_for_a_later_one() -> None:
+    """The root of version 12 was never written, as if its writer had died."""
+    store = await filled(14)
+    await lose(store, 6, 11)
+    await store.log.storage.delete(root_key(12))
+    assert (await (await tstore.open(store.url)).repair(void=[6, 11])).ok
+    assert await read(store.url, 14) == expected(14, 11)
+    assert await read(store.url, 9) == expected(9)
+    assert (await (await tstore.open(store.url)).verify()).faults == []
+
+
+async def test_an_intact_version_stays_whose_root_alone_has_the_changes_of_a_lost_record() -> None:
+    """A collection deleted the root that vouched: no living version needed it beside the root of version 16."""
+    store = await filled(11)
+    await lose(store, 6)
+    await (await tstore.open(store.url)).repair(void=[6])
+    store = await tstore.open(store.url)
+    for value in range(13, 19):
+        await commit(store, value)
+    await store.collect(Keep(last=1), abandoned=timedelta(0))
+    assert root_key(8) not in await store.log.storage.list("roots/")
+    before = await read(store.url)
+    with pytest.raises(InvalidArgument, match=f"version 6 is lost and only {root_key(16)} has its changes"):
+        await (await tstore.open(store.url)).repair(void_intact=[16])
+    store = await tstore.open(store.url)
+    assert (await store.repair()).damaged == []
+    assert await read(store.url) == before
+    assert (await store.repair(void_intact=[17])).ok
+    assert (await (await tstore.open(store.url)).verify()).faults == []
+
+
 async def outcome(url: str, version: int) -> list[int] | None:
     try:
         return await read(url, version)

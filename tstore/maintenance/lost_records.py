@@ -83,14 +83,15 @@ async def resumptions(log: LogReader, named: Mapping[int, set[bytes]], stop: int
     stop = min(stop, await _last_change(log, named, newest) + 1)
     first = -(-min(named) // ROOT_EVERY) * ROOT_EVERY
     roots: dict[int, Root] = {}
-    vouching = set[int]()
     for number in range(first, stop, ROOT_EVERY):
         with contextlib.suppress(*UNREADABLE):
             roots[number] = await log.objects.whole_root(number)
-        if number in roots and (number >= max(named) or number + ROOT_EVERY >= stop):
+        if number in roots and number >= max(named):
             vouching = await _vouching(log, named, roots)
             if number in vouching:
                 break
+    else:  # none has all lost changes, but some may have those of earlier ones
+        vouching = await _vouching(log, named, roots)
     return {version: min((root for root in vouching if root >= version), default=0) for version in named}
 
 
@@ -122,8 +123,7 @@ async def _vouching(log: LogReader, named: Mapping[int, set[bytes]], roots: Mapp
             if is_own and root.version == number:
                 confirmed.add(number)
     vouching, known = set[int](), set[int]()
-    first = min(roots)
-    for number in range(first, max(roots) + 1, ROOT_EVERY):
+    for number in range(min(roots, default=0), max(roots, default=0) + 1, ROOT_EVERY):
         if number in confirmed and (roots[number].parent < min(named) or roots[number].parent in known):
             vouching.add(number)
         if number in vouching or (number - ROOT_EVERY in known and await _intact(log, named, number)):

@@ -125,13 +125,24 @@ class VoidRecords:
         gone = {version: self._named[version] for version in self._former if version in lost}
         self.resumes |= await resumptions(self._log, gone, stop, self._newest)
         first = min((v for v in self._former if not self.resumes[v]), default=self._newest + 1)
-        for version, root in earlier.items():
-            if root >= first:
+        for version, resumes in earlier.items():
+            if (root := await self._first_root(resumes)) >= first:
                 raise InvalidArgument(
                     f"{self._log.storage.url}: version {first} can't be voided, because the record of version "
                     f"{version} is lost and only {root_key(root)} has its changes, with those of version {first}; "
                     "nothing was voided. Copy the versions that you need (tstore.copy with `at`)"
                 )
+
+    async def _first_root(self, resumes: int) -> int:
+        """Return the first version from `resumes` on of whose root a tree can be made; `resumes` if there is none.
+
+        A garbage collection deletes roots that no living version needs beside a later one.
+        """
+        for number in range(resumes, self._newest + 1, ROOT_EVERY):
+            with contextlib.suppress(*UNREADABLE):
+                await self._log.head(number)
+                return number
+        return resumes
 
     async def _resumed(self) -> dict[int, int]:
         """Return what earlier repairs have found out about lost records, by version."""
