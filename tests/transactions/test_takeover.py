@@ -213,9 +213,9 @@ async def test_hosts_that_disagree_on_their_number_are_told_the_other_one(url: s
     calls = [host(store, 0, 3, timeout=3600), host(store, 1, 3, timeout=3600), host(store, 2, 4, timeout=3600)]
     three, also_three, four = await outcomes(*calls)
     assert {type(e) for e in (three, also_three, four)} == {Inconsistent}
-    assert all("hosts than 3" in str(e) and "hosts=4" in str(e) for e in (three, also_three))
-    assert "hosts than 4" in str(four)
-    assert "hosts=3" in str(four)
+    assert all("has hosts=3 here" in str(e) and "passed hosts=4" in str(e) for e in (three, also_three))
+    assert "has hosts=4 here" in str(four)
+    assert "passed hosts=3" in str(four)
 
 
 async def test_finishing_an_incomplete_or_missing_group_is_an_error(url: str) -> None:

@@ -296,7 +296,7 @@ class CooperativeCommit:
             await self._storage.create(key, data, durability)
         except AlreadyExists:
             if await self._storage.get(key) != data:
-                raise Inconsistent(f"{self._storage.url}: {refusal}", [key]) from None
+                raise Inconsistent(f"{self._storage.url}: {refusal}", []) from None
 
 
 class _Waiter:
