@@ -358,3 +358,21 @@ def test_a_commit_of_a_tag_costs_a_copy_of_the_tags() -> None:
     after = tree.after(20_001, record, ()).tags
     assert after == {**{tag: v for tag, v in tags.items() if tag != "t7"}, "new": 20_001}
     assert cost(lambda: tree.after(20_001, record, ())) < 6 * cost(lambda: dict(tags))
+
+
+async def test_a_mistyped_tag_costs_the_same_however_many_collections_there_were() -> None:
+    url, counts = f"memory://{uuid.uuid4()}", []
+    for first in (0, 80):
+        for number in range(first, first + 80):
+            store = await tstore.open(url)
+            async with store.transaction(tag=f"t{number}", durability="none") as tx:
+                await tx.create_group("g", {"number": number})
+            if number:
+                await store.collect(Keep(newer_than=timedelta(0)))
+        store, faults = await open_faulty(url, "r")
+        with pytest.raises(NotFound, match="no tag 'mistyped'"):
+            await store.snapshot("mistyped")
+        with pytest.raises(SnapshotExpired, match=f"tagged 't{number - 40}', was removed"):
+            await store.snapshot(f"t{number - 40}")
+        counts.append(len(faults.calls))
+    assert counts[1] < 1.5 * counts[0]

@@ -234,6 +234,29 @@ def test_a_checkpoint_that_zarr_replaces_has_no_structure_left(tmp_path: Path) -
     assert list(tstore.sync.restore(tmp_path / "c", at="replaced")) == ["b"]
 
 
+@pytest.mark.parametrize("deleted", ["g/h/x", "g/h/zarr.json", "g/absent"])
+def test_a_group_stays_when_its_last_member_is_deleted(store: tstore.sync.Store, deleted: str) -> None:
+    """Also one that exists only as part of paths. So it is in zarr's own stores."""
+    with store.transaction() as tx:
+        tx.create_array("g/h/x", VALUES.shape, "f4")
+        tx.create_group("other")
+    zarr_store = zarr.storage.MemoryStore()
+    zarr.create_array(zarr_store, name="g/h/x", shape=VALUES.shape, dtype="f4")
+    zarr.create_group(zarr_store, path="other")
+    with store.transaction() as tx:
+        for root in (group(tx, "a"), zarr.open_group(zarr_store, mode="a")):
+            name = deleted.removesuffix("/zarr.json")
+            if name in root:
+                del root[name]
+    members = [
+        sorted(path for path, _ in root.members(max_depth=None))
+        for root in (group(store.snapshot()), zarr.open_group(zarr_store, mode="r"))
+    ]
+    assert members[0] == members[1]
+    assert "g" in members[0]
+    assert "absent" not in str(members[0])
+
+
 def test_groups_and_arrays_are_deleted_and_created_again(store: tstore.sync.Store) -> None:
     with store.transaction() as transaction:
         root = group(transaction, "a")

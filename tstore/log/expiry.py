@@ -39,6 +39,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+_MAX_COLLECTIONS = 64  # read for a tag that does not exist, which may be mistyped
+
 
 async def named_collection(log: LogReader, version: int) -> int:
     """Return the newest garbage collection up to a version, as that version's record names it."""
@@ -121,10 +123,13 @@ async def check_alive(log: LogReader, version: int, at: int | None = None) -> No
 
 
 async def check_tag_alive(log: LogReader, tag: str) -> None:
-    """Raise `SnapshotExpired` if a garbage collection removed the version that had a tag."""
+    """Raise `SnapshotExpired` if one of the last garbage collections removed the version that had a tag."""
+    unread = _MAX_COLLECTIONS
     async for number, collection in collections(log, await last_collection(log, await log.newest())):
         if tag in collection.tags:
             raise await _expiry_error(log, f"version {collection.tags[tag]}, tagged {tag!r},", number)
+        if not (unread := unread - 1):
+            return
 
 
 async def guard_expiry(log: LogReader, version: int, work: Awaitable[T]) -> T:

@@ -222,10 +222,20 @@ class EncodedStaging:
             )
 
     async def remove(self, path: str) -> None:
-        """Stage the removal of everything at and below a path, "" for all."""
+        """Stage the removal of everything at and below a path, "" for all.
+
+        The group above it stays, as in Zarr's own stores, also if it existed only as part of paths.
+        """
+        parent = path.rpartition("/")[0]
         async with self.staging.operation() as staged:
             await self._read_below(staged, path)
+            if not parent or not staged.has_nodes(path):
+                staged.remove(path)
+                return
+            await self.staging.read_around(staged, [parent])
             staged.remove(path)
+            if not staged.has_nodes(parent):
+                staged.create_group(parent, {})
 
     async def remove_chunks(self, path: str, numbers: Collection[int]) -> None:
         """Stage the fill value in place of chunks, some of which may not exist."""
