@@ -16,9 +16,12 @@ import tstore
 from tests.support.forging import placed_in
 from tstore import Keep
 from tstore.errors import Denied, TStoreError
+from tstore.format.layout import archive_key, commit_key, version_of
+from tstore.format.objects.archives import Archive
 from tstore.format.objects.encoding import decode, encode
 from tstore.format.objects.records import Record
 from tstore.server import Access, Server
+from tstore.simulation.scenario import override_constants
 from tstore.tags import move_tag, set_tag
 
 TOKENS = {scope: f"{scope}-token-of-the-test" for scope in ("read", "write", "admin")}
@@ -146,6 +149,55 @@ async def test_admin_collects(scope: str, tmp_path: Path) -> None:
         else:
             await store.collect(Keep(last=1))
             assert await tstore.steps(tmp_path) == [2]
+
+
+async def archived_and_repaired(folder: Path) -> Record:
+    """Fill a store with archives of four records each and a voided version; return its newest record."""
+    for step in range(12):
+        await tstore.save(folder, {"w": np.arange(9) + step}, step)
+    store = await tstore.open(folder)
+    for _ in range(2):  # the first collection archives records, the second one deletes their objects
+        await store.collect(None)
+    await tstore.save(store, {"w": np.arange(9)}, 12)
+    await store.repair(void_intact=[(await store.snapshot()).version])
+    assert not (folder / commit_key(1)).exists()
+    newest = await (await tstore.open(folder)).log.reader.newest()
+    return decode((folder / commit_key(newest)).read_bytes(), Record)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_no_scope_changes_archives_or_what_a_repair_voided(scope: str, tmp_path: Path) -> None:
+    with override_constants(ARCHIVE_EVERY=4, ROOT_EVERY=4):
+        newest = await archived_and_repaired(tmp_path)
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        archive = before[tmp_path / archive_key(4)]
+        [saved] = tmp_path.glob("damaged/*")
+        kept, voided = saved.relative_to(tmp_path).as_posix(), commit_key(version_of(saved.name))
+        other, version = decode(archive, Archive).records[1], newest.base + 2
+        repair = msgspec.structs.replace(newest, base=version - 1, tags=(), dropped=(), metadata={"voided": [8]})
+        void = msgspec.structs.replace(repair, void=True, metadata={"replaced": ["00" * 16], "resumes": 12})
+        requests = [
+            ("PUT", archive_key(4), archive, {}),
+            ("PUT", archive_key(4), encode(Archive(4, (other,) * 4)), CREATE),
+            ("PUT", archive_key(16), encode(Archive(16, (other,) * 4)), CREATE),
+            ("PUT", archive_key(1 << 40), encode(Archive(1 << 40, (other,) * 4)), CREATE),
+            ("DELETE", archive_key(4), b"", {}),
+            ("PUT", commit_key(2), other, CREATE),
+            ("PUT", commit_key(3), other, CREATE),
+            ("PUT", voided, before[saved], {}),
+            ("DELETE", voided, b"", {}),
+            ("PUT", kept, b"other", {}),
+            ("PUT", f"damaged/{3:020d}-{'0' * 32}", b"other", CREATE),
+            ("DELETE", kept, b"", {}),
+        ]
+        if scope != "admin":  # who may copy the store with its repairs
+            for forged in (repair, void):
+                requests.append(("PUT", commit_key(version), placed_in(tmp_path, version, encode(forged)), CREATE))
+        async with Server(tmp_path, access=ACCESS) as server:
+            for method, key, body, headers in requests:
+                assert await asked(server, scope, method, key, body, **headers) in (403, 412, 422, 428)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        assert (await (await tstore.open(tmp_path)).verify()).ok
 
 
 @pytest.mark.parametrize("scope", SCOPES)
