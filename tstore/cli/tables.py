@@ -139,7 +139,8 @@ def show_copied(report: Document) -> None:
     state = f"{report['destination']} is at version {report['version']}"
     print(escape(f"{state}: copied and verified {counts}, {format_size(report['bytes'])}{present}"))
     if report["at"] is not None:
-        only = f"This copy is a separate store that has only {report['at']}"
+        kept = f"version {report['at']}" if isinstance(report["at"], int) else report["at"]
+        only = f"This copy is a separate store that has only {kept}"
         print(escape(f"{only}; to copy later versions too, choose another destination and omit --at"))
 
 

@@ -14,11 +14,11 @@ from tstore.statistics.baseline import baseline
 __all__ = ["load"]
 
 _BUDGET = 50_000_000  # bytes of values
-_MOST_READ = 1_000_000_000
-_BUDGETS = (_BUDGET, _MOST_READ)
+_MAX_READ = 1_000_000_000
+_BUDGETS = (_BUDGET, _MAX_READ)
 _ROWS = 100
-_MOST_DIFFS = 4  # kept in memory
-_MOST_GROUPS = 100
+_MAX_DIFFS = 4  # kept in memory
+_MAX_GROUPS = 100
 _SORTS = ("change", "name", "largest", "chunks")
 _KINDS = ("", "changed", "added", "removed")
 
@@ -31,8 +31,8 @@ async def load(query: Query) -> Document:
     columns, `only` a kind of change, `find` a part of a path, and `first` the number of the first row.
     """
     budget = query.number("budget", _BUDGET) or _BUDGET
-    if budget > _MOST_READ:
-        raise InvalidArgument(f"budget={budget}: the page reads at most {_MOST_READ}; tstore diff reads more")
+    if budget > _MAX_READ:
+        raise InvalidArgument(f"budget={budget}: the page reads at most {_MAX_READ}; tstore diff reads more")
     sort, only, find = query.choice("sort", _SORTS), query.choice("only", _KINDS), query.text("find")
     after = await query.store.snapshot(query.version("after"))
     names = {"before": query.parameters.get("before", ""), "after": query.parameters.get("after", "")}
@@ -49,7 +49,7 @@ async def load(query: Query) -> Document:
         "diff",
         (query.store, earlier.version, after.version, budget),
         lambda: query.store.diff(earlier.version, after.version, budget=budget),
-        most=_MOST_DIFFS,
+        most=_MAX_DIFFS,
     )
     rows = await run(_selected, diff, sort, only, find)
     first = query.number("first") or 0
@@ -66,7 +66,7 @@ async def load(query: Query) -> Document:
         "only": only,
         "find": find,
         "counts": {kind: sum(x.change == kind for x in diff.arrays) for kind in _KINDS[1:]},
-        "groups": list(diff.groups[:_MOST_GROUPS]),
+        "groups": list(diff.groups[:_MAX_GROUPS]),
         "group_count": len(diff.groups),
         "values": sum(x.values for x in diff.arrays),
         "values_compared": sum(x.distance.count for x in diff.arrays if x.distance is not None),

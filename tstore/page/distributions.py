@@ -19,7 +19,7 @@ __all__ = ["Distribution", "HeatImage", "exponent_plot", "heat_image", "value_pl
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _ROOM = 6  # exponents of a format's range that are shown beyond those of the values
 _LABELS = 5
-_MOST_BARS = 256
+_MAX_BARS = 256
 _SEQUENTIAL = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725")
 _DIVERGING = ("053061", "2166ac", "4393c3", "92c5de", "f2f2f2", "f4a582", "d6604d", "b2182b", "67001f")
 _BRIGHTEST = 0.995  # the quantile of the cells at which the colours end, so that one cell does not darken all
@@ -90,7 +90,7 @@ def exponent_plot(exponents: Mapping[str, Any], limits: Mapping[str, Any] | None
         if a < b:
             bands.append((round(place(a), 1), round(place(b) - place(a), 1), kind))
     inner = [place(x) for span in spans for x in span[:2] if first < x < last]
-    width = -(-len(counts) // _MOST_BARS)  # exponents of one bar
+    width = -(-len(counts) // _MAX_BARS)  # exponents of one bar
     starts = range(0, len(counts), width or 1)
     counts = [sum(counts[i : i + width]) for i in starts]
     edges = [place(lowest + i) for i in (*starts, len(counts) * width)] if counts else []

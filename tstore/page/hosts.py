@@ -15,9 +15,9 @@ _SHORTEST_POLL, _LONGEST_POLL = 2.0, 60.0  # seconds between polls of a browser
 _SHARE = 20  # polls are at least this many times as far apart as one takes
 _INTERVAL, _MAX_RATE = 10.0, 100.0
 """A host renews its heartbeat every ten seconds, or less often if the hosts would renew more than 100 a second."""
-_MOST_TRANSACTIONS = 32  # that are shown, first those with a heartbeat
-_MOST_SQUARES = 1024  # hosts that are drawn; of more, only the counts and the numbers of those missing are shown
-_MOST_LISTED = 100  # ranges of missing hosts, and silent hosts
+_MAX_TRANSACTIONS = 32  # that are shown, first those with a heartbeat
+_MAX_SQUARES = 1024  # hosts that are drawn; of more, only the counts and the numbers of those missing are shown
+_MAX_LISTED = 100  # ranges of missing hosts, and silent hosts
 
 
 async def load(query: Query) -> Document:
@@ -35,7 +35,7 @@ async def _load(query: Query) -> Document:
     tags = await query.store.tags()
     log = query.store.log.reader
     under_way = await hosts_under_way(log)
-    chosen = sorted(under_way.items(), key=lambda item: (not item[1]["alive"], item[0]))[:_MOST_TRANSACTIONS]
+    chosen = sorted(under_way.items(), key=lambda item: (not item[1]["alive"], item[0]))[:_MAX_TRANSACTIONS]
     described = [await describe_pending(log, transaction, hosts) for transaction, hosts in sorted(chosen)]
     pending = [_describe(transaction, tags.get(transaction.name)) for transaction in described]
     seconds = time.monotonic() - started
@@ -69,12 +69,10 @@ def _describe(transaction: PendingTransaction, committed: int | None) -> Documen
             "silent": len(silent),
             "missing": len(missing),
         },
-        "states": [
-            _state(host, delivered, beats, recent) for host in range(min(transaction.hosts, _MOST_SQUARES))
-        ],
-        "heartbeats": {str(host): round(age, 1) for host, age in sorted(beats.items())[:_MOST_SQUARES]},
-        "missing": format_ranges(missing)[:_MOST_LISTED],
-        "silent": [[host, round(age)] for host, age in silent[:_MOST_LISTED]],
+        "states": [_state(host, delivered, beats, recent) for host in range(min(transaction.hosts, _MAX_SQUARES))],
+        "heartbeats": {str(host): round(age, 1) for host, age in sorted(beats.items())[:_MAX_SQUARES]},
+        "missing": format_ranges(missing)[:_MAX_LISTED],
+        "silent": [[host, round(age)] for host, age in silent[:_MAX_LISTED]],
     }
 
 

@@ -29,12 +29,12 @@ SIZE = 1000.0
 LARGEST, SMALLEST = 1e300, 1e-290
 """Beyond these, the numbers of an axis could overflow or underflow."""
 
-_MOST_POINTS = 600  # of a line; longer ones show the lowest and the highest value of each stretch
+_MAX_POINTS = 600  # of a line; longer ones show the lowest and the highest value of each stretch
 _LOG_RATIO = 100.0  # positive values that differ by more than this factor have a logarithmic axis
 _WIDEST_BAR = 60.0
 _BAR_SHARE = 0.72  # of the distance between the centres of bars, which a bar fills
-_MOST_GAPS = 100  # bars with gaps between them; gaps between more bars would be narrower than a pixel
-_MOST_DECADES = 5  # ticks of a logarithmic axis
+_MAX_GAPS = 100  # bars with gaps between them; gaps between more bars would be narrower than a pixel
+_MAX_DECADES = 5  # ticks of a logarithmic axis
 _ROUNDED = 100  # a middle of so many steps is labelled with the nearest whole one
 _FLAT = 1e-12  # values that differ by less, relative to their magnitude, are drawn as equal
 
@@ -98,7 +98,7 @@ def line(xs: Sequence[float], ys: Sequence[float | None]) -> Line:
 def bars(xs: Sequence[float], ys: Sequence[float | None]) -> Bars:
     """Return a bar from zero for each positive, finite value; of many neighbours only the highest is drawn."""
     place = _places(xs)
-    stretch = max(1, -(-len(xs) // _MOST_POINTS))
+    stretch = max(1, -(-len(xs) // _MAX_POINTS))
     highest: list[tuple[float, float]] = []
     for start in range(0, len(xs), stretch):
         part = [
@@ -111,7 +111,7 @@ def bars(xs: Sequence[float], ys: Sequence[float | None]) -> Bars:
             highest.append((x, y))
     ticks = round_ticks(0, max((_drawable(y) for _, y in highest), default=1))
     count = max(1, len(xs) / stretch)
-    width = min(_WIDEST_BAR, SIZE / count * (_BAR_SHARE if count <= _MOST_GAPS else 1))
+    width = min(_WIDEST_BAR, SIZE / count * (_BAR_SHARE if count <= _MAX_GAPS else 1))
     path, positions = [], []
     for x, y in highest:
         left, top = place(x) * (1 - width / SIZE), SIZE * (1 - _drawable(y) / ticks[-1])
@@ -169,9 +169,9 @@ def _places(xs: Sequence[float]) -> Callable[[float], float]:
 
 def _thinned(points: list[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
     """Return fewer points that draw about the same line: the first, lowest and highest of each stretch."""
-    if len(points) <= _MOST_POINTS:
+    if len(points) <= _MAX_POINTS:
         return points
-    stretch = -(-3 * len(points) // _MOST_POINTS)
+    stretch = -(-3 * len(points) // _MAX_POINTS)
     kept = []
     for start in range(0, len(points), stretch):
         part = points[start : start + stretch]
@@ -200,7 +200,7 @@ def round_ticks(low: float, high: float) -> list[float]:
 def _decades(low: float, high: float) -> list[float]:
     """Return the exponents of evenly spaced powers of ten that enclose the values."""
     first, last = math.floor(low), math.ceil(high)
-    step = -(-(last - first) // _MOST_DECADES)
+    step = -(-(last - first) // _MAX_DECADES)
     return [float(first + i * step) for i in range(-(-(last - first) // step) + 1)]
 
 

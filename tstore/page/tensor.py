@@ -24,7 +24,7 @@ from tstore.statistics.summary import summarize
 __all__ = ["load"]
 
 _BUDGETS = (BUDGET, 100_000_000, 1_000_000_000)
-_MOST_READ = 1_000_000_000  # bytes of values: the time of a view is bounded, whatever a store declares
+_MAX_READ = 1_000_000_000  # bytes of values: the time of a view is bounded, whatever a store declares
 _HEAT_BUDGET = 4 * BUDGET
 _CELLS = (96, 128)
 _PARTS = 4  # into which each side of the heat map is divided for zooming
@@ -44,8 +44,8 @@ async def load(query: Query) -> Document:
         raise InvalidArgument("path: expected the path of an array, as the view Tree lists them")
     array = await snapshot.array(query.parameters.get("path", ""))
     budget = query.number("budget", BUDGET) or BUDGET
-    if budget > _MOST_READ:
-        raise InvalidArgument(f"budget={budget}: the page reads at most {_MOST_READ}; tstore stats reads more")
+    if budget > _MAX_READ:
+        raise InvalidArgument(f"budget={budget}: the page reads at most {_MAX_READ}; tstore stats reads more")
     at = query.parameters.get("at", "")
     matrix = _Matrix.of(array, query.text("index"), query.text("window"))
     document: Document = {

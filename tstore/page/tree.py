@@ -25,10 +25,10 @@ __all__ = ["load"]
 _ROWS = 100
 _TILES = 120  # of the treemap
 _PARTS = 4  # groups that have colours of their own, at least
-_MOST_BYTES = 0.95  # the share of the bytes of the tiles by which names and colours are chosen
-_MOST_TREES = 4  # kept in memory
+_MAX_BYTES = 0.95  # the share of the bytes of the tiles by which names and colours are chosen
+_MAX_TREES = 4  # kept in memory
 _SEPARATOR, _AFTER_SEPARATOR = "\0", "\1"  # no name has either
-_MOST_LISTED = 128  # groups of a version whose rows are kept in memory
+_MAX_LISTED = 128  # groups of a version whose rows are kept in memory
 _LONGEST_FIND = 256  # characters
 _SEARCHED = 1 << 16  # characters of paths that are searched at a time
 _LONGEST_SEARCH = 10.0  # seconds
@@ -44,7 +44,7 @@ async def load(query: Query) -> Document:
     """
     snapshot = await query.store.snapshot(query.version("at"))
     index = await query.results.get(
-        "tree", (query.store, snapshot.version), lambda: _read(snapshot), most=_MOST_TREES
+        "tree", (query.store, snapshot.version), lambda: _read(snapshot), most=_MAX_TREES
     )
     group, find = query.parameters.get("group", "").strip("/"), query.text("find")
     sort = query.choice("sort", _SORTS)
@@ -118,7 +118,7 @@ class Index:
         self._keys = [_key(array.path) for array in self.arrays]
         self._values = list(itertools.accumulate((array.size for array in self.arrays), initial=0))
         self._bytes = list(itertools.accumulate((array.stored_bytes for array in self.arrays), initial=0))
-        self.rows = functools.lru_cache(_MOST_LISTED)(self._rows)
+        self.rows = functools.lru_cache(_MAX_LISTED)(self._rows)
 
     def _rows(self, group: str) -> list[Row]:
         """Return the groups and the arrays directly in a group, sorted by name; none if the group is absent."""
@@ -266,7 +266,7 @@ def _names_and_parts(rows: Sequence[Row]) -> tuple[list[str], list[int]]:
 
     The groups are as high in the tree as makes several of them.
     """
-    room = _MOST_BYTES * sum(row.stored_bytes for row in rows)
+    room = _MAX_BYTES * sum(row.stored_bytes for row in rows)
     sizes = itertools.accumulate(row.stored_bytes for row in rows)
     large = 1 + sum(size < room for size in sizes)
     common = os.path.commonpath([row.name for row in rows[:large]]) + "/" if large > 1 else ""

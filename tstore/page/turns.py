@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Hashable
 
 __all__ = ["Turns"]
 
-_MOST_WAITING = 16  # requests of one client, so that they do not fill up the requests that a server permits
-_MOST_WAITING_OF_ALL = 64
+_MAX_WAITING = 16  # requests of one client, so that they do not fill up the requests that a server permits
+_MAX_WAITING_OF_ALL = 64
 
 
 class Turns:
@@ -36,7 +36,7 @@ class Turns:
 
     async def _take(self, client: Hashable, longest_wait: float) -> None:
         own = sum(waiting == client for waiting, _ in self._waiting)
-        if own >= _MOST_WAITING or len(self._waiting) >= _MOST_WAITING_OF_ALL:
+        if own >= _MAX_WAITING or len(self._waiting) >= _MAX_WAITING_OF_ALL:
             raise TimeoutError
         request = client, asyncio.get_running_loop().create_future()
         self._waiting.append(request)

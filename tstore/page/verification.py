@@ -18,7 +18,7 @@ __all__ = ["Verification"]
 
 _log = logging.getLogger("tstore.server")
 
-_MOST_FAULTS = 1000  # in a document; the report of the command has all
+_MAX_FAULTS = 1000  # in a document; the report of the command has all
 
 
 class Verification:
@@ -84,8 +84,8 @@ class Verification:
             else {
                 "ok": report.ok,
                 **report._asdict(),
-                "faults": report.faults[:_MOST_FAULTS],
-                "foreign": report.foreign[:_MOST_FAULTS],
+                "faults": report.faults[:_MAX_FAULTS],
+                "foreign": report.foreign[:_MAX_FAULTS],
                 "fault_count": len(report.faults),
                 "foreign_count": len(report.foreign),
             },

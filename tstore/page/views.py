@@ -20,7 +20,7 @@ Document: TypeAlias = dict[str, Any]
 
 _MAX_DIGITS = 20
 _NUMBERS = re.compile(r"([0-9]+)")
-_MOST_NUMBERS = 8  # of a name by which it is sorted
+_MAX_NUMBERS = 8  # of a name by which it is sorted
 
 
 class Query(NamedTuple):
@@ -108,7 +108,7 @@ def _shell_word(text: str) -> str:
 
 def natural_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key for names that puts "layers/2" before "layers/10"; it is short for any name."""
-    parts = _NUMBERS.split(name, _MOST_NUMBERS)
+    parts = _NUMBERS.split(name, _MAX_NUMBERS)
     return [(len(part.lstrip("0")), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 

@@ -57,7 +57,7 @@ from tstore.storage.objects import (
 __all__ = ["HostStorage", "SharedObjects"]
 
 _CREATE_FAULTS = ("refused", "lost", "unanswered", "late", "repeated", "retried")
-_MOST_RECORDS = 256  # of a run
+_MAX_RECORDS = 256  # of a run
 _WAIT = 2.0  # seconds that a host waits for a response
 _STALE = 2.0  # the maximum age of listings and sizes in seconds
 _CAPACITIES = (math.inf, math.inf, 6_000, 12_000)  # choices of the maximum size of a host's packs in bytes
@@ -165,7 +165,7 @@ class HostStorage(Storage):
     @property
     def without_archives(self) -> bool:
         """Whether the run archives nothing; then looks for archives take no time and do not fail."""
-        return ARCHIVE_EVERY > _MOST_RECORDS
+        return ARCHIVE_EVERY > _MAX_RECORDS
 
     @property
     def tuning(self) -> Tuning:

@@ -26,7 +26,7 @@ __all__ = ["HEAT_MAP_BUDGET", "HeatMap", "heat_map"]
 HEAT_MAP_BUDGET = 64 << 20
 """Bytes of values that are read for a heat map by default: more than for numbers, as each cell needs some."""
 
-_MOST_CELLS = 1024  # along one axis
+_MAX_CELLS = 1024  # along one axis
 
 Grid = npt.NDArray[np.float64]
 
@@ -120,8 +120,8 @@ async def heat_map(
 
 def _checked_cells(cells: Any) -> tuple[int, int]:
     listed = list(cells) if isinstance(cells, tuple | list) else []
-    if len(listed) != 2 or not all(type(n) is int and 1 <= n <= _MOST_CELLS for n in listed):
-        raise InvalidArgument(f"cells={quote(cells)}: expected two numbers from 1 to {_MOST_CELLS}")
+    if len(listed) != 2 or not all(type(n) is int and 1 <= n <= _MAX_CELLS for n in listed):
+        raise InvalidArgument(f"cells={quote(cells)}: expected two numbers from 1 to {_MAX_CELLS}")
     return listed[0], listed[1]
 
 

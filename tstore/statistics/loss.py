@@ -41,7 +41,7 @@ __all__ = ["OtherFormat", "QuantizationLoss", "StripLoss", "quantization_loss"]
 _REGION = 1 << 14  # values whose SQNR is compared with that of other regions
 _SURVEYED = 1 << 18  # values on which other formats are measured
 _BLOCKS = (32, 16)  # values that share an offset in another format, if they divide the rows
-_MOST_OTHERS = 8
+_MAX_OTHERS = 8
 _WIDTHS = range(2, 17)  # of eXmY formats
 
 
@@ -300,4 +300,4 @@ class _Measured:
                     for c in candidates
                 ]
         measured.sort(key=lambda other: -other.sqnr)
-        return tuple(measured[:_MOST_OTHERS])
+        return tuple(measured[:_MAX_OTHERS])

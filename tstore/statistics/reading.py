@@ -29,7 +29,7 @@ BUDGET = 8 << 20
 _BATCH_BYTES = 16 << 20  # of values that are read together
 _BATCH_TILES = 1024
 _PART_VALUES = 1 << 20  # that are processed together, so that temporary arrays of float64 stay small
-_MOST_PLANNED = 1024  # tiles whose chunks are looked up before they are read
+_MAX_PLANNED = 1024  # tiles whose chunks are looked up before they are read
 _LONGEST_CHUNK = 512 << 20  # bytes that are decoded to read a part of a chunk
 
 Region = tuple[slice, ...]
@@ -147,7 +147,7 @@ async def sample_of(view: Array, budget: int | None) -> Sample:
                 f"statistics are computed for chunks of at most {_LONGEST_CHUNK >> 20} MiB"
             )
     tiling = Tiling.of(view.shape, view.chunks, view.dtype.itemsize, budget)
-    if not isinstance(source, Snapshot) or tiling.sampled > _MOST_PLANNED:
+    if not isinstance(source, Snapshot) or tiling.sampled > _MAX_PLANNED:
         return Sample(view, tiling, None, ())
     plans = await asyncio.gather(*(view[region].explain() for region in tiling.regions()))
     chunks = sorted({number for plan in plans for number in plan.chunks})

@@ -14,9 +14,9 @@ from tstore.format.plain_text import pluralize
 from tstore.statistics.moments import Sums, wide
 from tstore.statistics.numbers import Floats
 
-__all__ = ["MOST_STRIPS", "StripSums", "Strips", "strip_bounds", "strip_numbers"]
+__all__ = ["MAX_STRIPS", "StripSums", "Strips", "strip_bounds", "strip_numbers"]
 
-MOST_STRIPS = 256
+MAX_STRIPS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class StripSums:
 
     def __init__(self, axis: int, length: int) -> None:
         self._axis = axis
-        self._bounds = strip_bounds(length, MOST_STRIPS)
+        self._bounds = strip_bounds(length, MAX_STRIPS)
         count = len(self._bounds) - 1
         self._sums = Sums(count)
         self._counts = np.zeros(count, np.int64)

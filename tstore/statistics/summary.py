@@ -30,7 +30,7 @@ from tstore.statistics.strips import Strips, StripSums
 __all__ = ["Summary", "summarize"]
 
 _PREVIEW_BYTES = 8 << 20  # of values by which the bounds of a histogram are chosen
-_MOST_BINS = 4096
+_MAX_BINS = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +148,8 @@ async def summarize(
         raise InvalidArgument(f"{quote(array)} is not an array of a snapshot or a transaction, nor a view of one")
     check_numbers(array.path, array.dtype)
     budget = checked_budget(budget)
-    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or not 1 <= bins <= _MOST_BINS:
-        raise InvalidArgument(f"bins={quote(bins)}: expected a number from 1 to {_MOST_BINS}")
+    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or not 1 <= bins <= _MAX_BINS:
+        raise InvalidArgument(f"bins={quote(bins)}: expected a number from 1 to {_MAX_BINS}")
     axes = _axis(array, "rows", rows, 2), _axis(array, "columns", columns, 1)
     sample = await sample_of(array, budget)
     key = await sample.key("summary", axes, int(bins))

@@ -16,8 +16,8 @@ from tstore.format.arrays.grid import box_sides
 
 __all__ = ["Tiling", "spread_indices"]
 
-_MOST_VALUES = 1 << 22  # of a tile: more than a chunk usually has, so that few chunks are decoded twice
-_MOST_BYTES = 1 << 20  # of a tile of a sample: the unit of checksums, so that less would not be read faster
+_MAX_VALUES = 1 << 22  # of a tile: more than a chunk usually has, so that few chunks are decoded twice
+_MAX_BYTES = 1 << 20  # of a tile of a sample: the unit of checksums, so that less would not be read faster
 _SAMPLED_TILES = 64  # at least, where chunks are small enough
 _DECODED = 8  # times the budget: bytes of chunks that are decoded for the tiles of a sample
 _LEAST_CHUNKS = 4  # of a sample, even if they are long
@@ -42,11 +42,11 @@ class Tiling(NamedTuple):
         size = math.prod(shape) * itemsize
         complete = budget is None or size <= budget
         whole = tuple(max(1, min(c, n)) for c, n in zip(chunks, shape, strict=True))
-        most = _MOST_VALUES
+        most = _MAX_VALUES
         if budget is not None and not complete:
             chunk_bytes = math.prod(whole) * itemsize
             tiles = max(_LEAST_CHUNKS, min(_SAMPLED_TILES, _DECODED * budget // chunk_bytes))
-            most = max(1, min(most, min(_MOST_BYTES, budget // tiles) // itemsize))
+            most = max(1, min(most, min(_MAX_BYTES, budget // tiles) // itemsize))
         if math.prod(whole) > most:
             sides = box_sides(whole, most)
         else:
