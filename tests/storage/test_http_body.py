@@ -223,9 +223,10 @@ async def test_nothing_is_written_after_a_read_was_cancelled(places: Places, sen
         room = bytearray(SIZE)
         reading = asyncio.ensure_future(place.store.read("k", 0, [room], SIZE))
         await until(lambda: asyncio.sleep(0, room[SIZE // 4]), reading)
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
+        if sent != WHOLE or not reading.done():  # all may have arrived
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
         room[:] = bytes(SIZE)  # the buffer belongs to the caller again
         go_on.set()
         assert await place.read() == BODY  # by then all late bytes have arrived

@@ -17,7 +17,7 @@ async def until(condition: Callable[[], Awaitable[object]], *tasks: asyncio.Task
     async with asyncio.timeout(SECONDS):
         while not await condition():
             assert not [task for task in tasks if task.done()]
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
 
 
 def blocking_until(condition: Callable[[], object]) -> None:
