@@ -24,7 +24,7 @@
     a chunk that no host wrote passes            test_group.py: a chunk that no host wrote is refused
     a chunk that two hosts wrote passes          test_group.py: a chunk that two hosts wrote is refused
     a second fragment of a host passes           test_group.py: a second different fragment of a host is refused
-    a withdrawn transaction is committed         test_withdrawal.py: a late host cannot commit what is withdrawn
+    a withdrawn transaction is committed         test_withdrawal.py: a withdrawal overtakes finish's claim
     others commit without the decision           test_withdrawal.py: finish decides before it commits
     a commit that was decided is withdrawn       test_withdrawal.py: a host that gives up after another claimed
     a withdrawal is lost in a power failure      test_withdrawal.py: a withdrawal is durable
@@ -151,8 +151,9 @@ NEWFILE, APPEND, TREE = (
     "tstore.format.tree.changes:Changes.",
 )
 QUEUE = "tstore.log.group_commit:QueuedCommit."
-COOPERATIVE, STAGING = (
+COOPERATIVE, EXCLUSION, STAGING = (
     "tstore.transactions.cooperative:CooperativeCommit.",
+    "tstore.transactions.exclusion:Exclusion.",
     "tstore.transactions.staging:Staging.",
 )
 DECISION, WITHDRAWAL = "tstore.transactions.decision:Decision.", "transactions/test_withdrawal.py::"
@@ -277,7 +278,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         Edit(COOPERATIVE + "_create_once", "await self._storage.get(key) != data", "False"),
     ),
     "a withdrawn transaction is committed": (
-        WITHDRAWAL + "test_a_late_host_cannot_commit_what_another_has_withdrawn",
+        WITHDRAWAL + "test_a_withdrawal_overtakes_the_claim_of_finish",
         Edit(DECISION + "commit", "self._check(existing)", "pass"),
     ),
     "others commit without the decision": (
@@ -538,7 +539,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "finish commits what was voided": (
         REPAIRS + "test_finish_never_commits_again_what_was_voided",
-        Edit(COOPERATIVE + "append", "if other.voids or other.was_voided:", "if False:"),
+        Edit(EXCLUSION + "_check_voided", "if newer.voids or newer.was_voided:", "if False:"),
     ),
     "writes over other metadata are read": (
         REPAIRS + "test_a_version_that_rests_on_a_damaged_one_is_named",
@@ -566,7 +567,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "an append passes a cooperative commit": (
         "transactions/test_group.py::test_values_appended_before_the_hosts_commit_are_not_lost",
-        Edit(COOPERATIVE + "append", "*overlap.chunks, *overlap.extended]", "*overlap.chunks]"),
+        Edit(EXCLUSION + "check", "*overlap.chunks, *overlap.extended]", "*overlap.chunks]"),
     ),
     "a repair drops a tag of another version": (
         REPAIRS + "test_a_tag_moved_away_before_the_repair_is_not_dropped[3]",

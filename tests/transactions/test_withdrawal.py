@@ -100,10 +100,10 @@ async def test_a_host_may_withdraw_while_another_merges_its_block(
             await self._storage.create(self._member.fragment_key(level + 1, block), data, self._durability)
 
         monkeypatch.setattr(FragmentTree, "_create_merged", create_merged)
-        for tx in txs[:-1]:
-            assert await tx.deliver() is None
-        with pytest.raises(DeadlineExceeded, match="host 0 of 5 gave up"):
-            await txs[-1].deliver()
+        assert await txs[0].deliver() is None
+        for tx in txs[1:]:
+            with pytest.raises(DeadlineExceeded, match="host 0 of 5 gave up"):
+                await tx.deliver()
         await check_withdrawn(store, 0, 5)
 
 
@@ -168,6 +168,26 @@ async def test_finish_decides_before_it_commits(url: str, hosts: int, monkeypatc
     await check_committed(store, hosts)
 
 
+async def test_a_withdrawal_overtakes_the_claim_of_finish(
+    url: str, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await tstore.open(url)
+    txs = await transactions(store, hosts)
+    with monkeypatch.context() as dying:
+        dying.setattr(Decision, "commit", AsyncMock(return_value=False))
+        for tx in txs:
+            assert await tx.deliver() is None
+    finisher, faults = await open_faulty(url)
+    gate = faults.hold("create", "*/merging-*")
+    finishing = asyncio.create_task(finisher.finish("n"))
+    await gate.reached()
+    assert await withdraw(txs[0]) is None
+    gate.release()
+    with pytest.raises(DeadlineExceeded, match="host 0 of"):
+        await finishing
+    await check_withdrawn(store, 0, hosts)
+
+
 @pytest.mark.parametrize("other", [False, True], ids=["its own", "that of another host"])
 async def test_a_withdrawal_is_durable(other: bool) -> None:
     """The other host may have died after it created the object, and before it synced its folder."""
@@ -198,10 +218,9 @@ async def test_others_commit_after_the_claimant_has_died(url: str, hosts: int, c
 async def test_a_damaged_claim_is_told(url: str) -> None:
     store = await tstore.open(url)
     await store.log.storage.replace(claim_key(2), b"wit\0drawn by 1")
-    txs = await transactions(store, 2)
-    assert await txs[0].deliver() is None
-    with pytest.raises(CommitOutcomeUnknown, match="merging-0-00000-of-00002: expected the number"):
-        await txs[1].deliver()
+    for tx in await transactions(store, 2):
+        with pytest.raises(CommitOutcomeUnknown, match="merging-0-00000-of-00002: expected the number"):
+            await tx.deliver()
     assert [state.withdrawn_by for state in await store.pending()] == [None]
 
 

@@ -30,14 +30,13 @@ from tstore.checkpoint.rollback import check_newest, check_order, next_attempt, 
 from tstore.checkpoint.save import checked_order, checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
-from tstore.format.arguments import checked_index, checked_step, quote
+from tstore.format.arguments import checked_commit_timeout, checked_index, checked_step, quote
 from tstore.format.tree.retention import Keep, checked_keep
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.background_loop import BACKGROUND
 from tstore.saved_steps import Step, saved_steps, steps
 from tstore.store import Store, opened
 from tstore.transactions.attempts import detected_attempt
-from tstore.transactions.cooperative import checked_commit_timeout
 
 __all__ = ["Checkpointer"]
 _T = TypeVar("_T")

@@ -19,6 +19,7 @@ from tstore.errors import (
 )
 from tstore.format.arguments import (
     checked_attributes,
+    checked_commit_timeout,
     checked_index,
     checked_metadata,
     checked_metrics,
@@ -32,7 +33,6 @@ from tstore.quantization.studied_plan import rules_for
 from tstore.saved_steps import step_tag
 from tstore.storage.objects import checked_durability
 from tstore.store import Store, opened
-from tstore.transactions.cooperative import checked_commit_timeout
 from tstore.transactions.membership import Membership
 
 __all__ = ["checked_order", "checkpoint_from_arguments", "save"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import math
+import numbers
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from tstore.format.bounds import (
 __all__ = [
     "checked_attributes",
     "checked_budget",
+    "checked_commit_timeout",
     "checked_duration",
     "checked_index",
     "checked_indices",
@@ -46,6 +48,7 @@ __all__ = [
 
 _STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
 
+_DEFAULT_TIMEOUT = 300.0  # seconds
 _NAME_BYTES = 1024
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
 _MAX_STEP = 10**18 - 1
@@ -139,6 +142,15 @@ def checked_indices(argument: str, values: Any) -> list[int]:
         return [checked_index(argument, value) for value in values]
     except (TypeError, InvalidArgument):
         raise InvalidArgument(f"{argument}={quote(values)}: expected a sequence of integers") from None
+
+
+def checked_commit_timeout(timeout: float | None) -> float:
+    """Return the timeout in seconds, or the default; raise `InvalidArgument` unless it is a positive number."""
+    if timeout is None:
+        return _DEFAULT_TIMEOUT
+    if not (isinstance(timeout, numbers.Real) and timeout > 0):
+        raise InvalidArgument(f"timeout={timeout!r}: expected a number of seconds above 0, or None")
+    return timeout
 
 
 def checked_duration(argument: str, value: Any) -> datetime.timedelta:

@@ -622,8 +622,9 @@ class Transaction:
     def deliver(self) -> int | None:
         """Deliver this host's fragment, as durable as requested, without waiting for the other hosts.
 
-        Return the version if this host was the last, so that it has committed, else None. Raise what `commit`
-        raises, and `Misuse` for a transaction of one host."""
+        Return the version if this host was the last, so that it has committed, else None: the transaction is
+        committed when all hosts have delivered. Raise what `commit` raises, also if it is known by now that the
+        transaction can't be committed any more, and `Misuse` for a transaction of one host."""
 
     def abort(self) -> None:
         """Drop all staged changes, once operations under way have ended.

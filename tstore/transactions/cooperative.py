@@ -21,7 +21,8 @@
    the transaction is never committed. From the creation of its fragment on, a host can't tell what others do: its
    errors are `CommitOutcomeUnknown`, except for those that every host would get, and the deadline. It may deliver
    the same fragment again, and wait once more. An earlier error is `CommitOutcomeUnknown` too if the fragment
-   exists, since an earlier run of the host with the same attempt may have delivered it.
+   exists, since an earlier run of the host with the same attempt may have delivered it. If a newer commit excludes
+   the transaction (`exclusion`), each host that delivers or waits is told at once.
 7. A host of a `Checkpointer` whose save fails, and which will save again as another transaction, withdraws this
    one (`withdraw`), so that a late host can't commit its fragment together with values of a later moment, and
    waiting hosts stop. It creates the claim to the top level with another content: "withdrawn by", its number, and
@@ -45,8 +46,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import numbers
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -56,8 +57,8 @@ from tstore.errors import (
     Conflict,
     DeadlineExceeded,
     Inconsistent,
-    InvalidArgument,
     NotFound,
+    TimelineChanged,
     TStoreError,
     Unavailable,
 )
@@ -68,34 +69,26 @@ from tstore.format.objects.records import INLINE_MANIFEST_BYTES, Fragment, Recor
 from tstore.format.objects.references import Manifest
 from tstore.format.tree.changes import Changes
 from tstore.log.group_commit import Newer
-from tstore.log.log import Log, check_against_collection
+from tstore.log.log import Log
 from tstore.runtime import world
 from tstore.runtime.pool import run, run_to_end
 from tstore.storage.objects import Durability
 from tstore.storage.watch import Watch
-from tstore.transactions.conflicts import overlap_of
+from tstore.transactions.exclusion import Exclusion
 from tstore.transactions.fragments import FragmentTree, check_complete, record_from_fragment
 from tstore.transactions.membership import FAN_IN, Membership
 from tstore.transactions.number_of_hosts import NumberOfHosts
 
-__all__ = ["CooperativeCommit", "checked_commit_timeout"]
+__all__ = ["CooperativeCommit"]
 
-_DEFAULT_TIMEOUT = 300.0  # seconds
+T = TypeVar("T")
+
 _MIN_POLL, _MAX_POLL = 0.005, 0.2  # seconds between polls
 _MIN_POLL_WATCHED = 0.05  # the minimum after the first poll, if the system reports new files
 _MAX_POLL_RATE = 1000.0  # polls per second of all waiting hosts of a large job together
 _GRACE = 0.25  # seconds before a waiting host first does the work of others
 _DECISION_INTERVAL = 1.0  # seconds from one read of the decision by a waiting host to the next
 _MAX_DECISION_RATE = 100.0  # reads of the decision per second by all waiting hosts of a large job together
-
-
-def checked_commit_timeout(timeout: float | None) -> float:
-    """Return the timeout in seconds, or the default; raise `InvalidArgument` unless it is a positive number."""
-    if timeout is None:
-        return _DEFAULT_TIMEOUT
-    if not (isinstance(timeout, numbers.Real) and timeout > 0):
-        raise InvalidArgument(f"timeout={timeout!r}: expected a number of seconds above 0, or None")
-    return timeout
 
 
 class CooperativeCommit:
@@ -106,22 +99,26 @@ class CooperativeCommit:
         self.member = member
         self.durability = durability
         self.fragments = FragmentTree(log.reader, member, durability)
+        self.exclusion = Exclusion(log.reader, member)
         self.number_of_hosts = NumberOfHosts(log.storage, member, self.fragments.decision)
         self._storage = log.storage
 
     async def commit(self, fragment: Fragment, timeout: float) -> int:
         """Deliver this host's fragment, and return the version once the transaction is committed."""
-        waiter = _Waiter(self, fragment.base, timeout)
+        waiter = _Waiter(self, fragment, timeout)
         await self._create_fragment(fragment)
-        async with self._delivered(fragment.base):
-            version = await self._climb()
-            return await waiter.wait() if version is None else version
+        version = await self._conclude(fragment, self._climb())
+        return await self._conclude(fragment, waiter.wait()) if version is None else version
 
     async def deliver(self, fragment: Fragment) -> int | None:
-        """Deliver this host's fragment; commit and return the version if it was the last one, else None."""
+        """Deliver this host's fragment; commit if it was the last one, and return the version.
+
+        Return None if the other hosts have not all delivered, or one of them is about to commit. Raise `Conflict`
+        or `DeadlineExceeded` if it is known already that the transaction can never be committed.
+        """
         await self._create_fragment(fragment)
-        async with self._delivered(fragment.base):
-            return await self._climb()
+        version = await self._conclude(fragment, self._climb())
+        return await self._conclude(fragment, self._find(fragment)) if version is None else version
 
     async def withdraw(self, base: int) -> int | None:
         """Decide that the transaction is never committed; return its version if it is already committed.
@@ -167,7 +164,7 @@ class CooperativeCommit:
                 return version
             raise NotFound(
                 f"{self._storage.url}: no host has delivered a fragment of the cooperative transaction "
-                f"{self.member.transaction!r}; check the id"
+                f"{self.member.transaction!r}, or a garbage collection removed them; check the id"
             )
         fragment = await self.log.reader.objects.read(keys[0], Fragment)
         version = await self.log.reader.find(self.member.transaction, fragment.base)
@@ -196,6 +193,7 @@ class CooperativeCommit:
         """Merge the top level, append the record, and return its version; it must be decided to commit."""
         await self.number_of_hosts.check_before_commit()
         merged = await self.fragments.merge_block(self.member.top, 0)
+        await self.exclusion.check_last_collection(merged.base)
         [manifest] = await self.log.reader.objects.manifest(merged.manifest)
         await run(check_complete, self.member.name, manifest)
         durability = Durability.FSYNC if merged.durable else Durability.NONE
@@ -207,44 +205,50 @@ class CooperativeCommit:
         changes = await run(Changes.from_record, record, [manifest])
 
         async def validate(newer: Newer) -> Record:
-            for version, other in newer:
-                if other.voids or other.was_voided:  # perhaps this very transaction, committed by another host
-                    raise Conflict(
-                        f"{self._storage.url}: a repair voided version {min(other.voids, default=version)} after "
-                        f"transaction {self.member.name!r} began, so it is not committed; repeat it with another "
-                        "attempt",
-                        [],
-                    )
-                overlap = await overlap_of(changes, await self.log.reader.trees.changes(version, other))
-                conflicts = [*overlap.conflicts, *overlap.chunks, *overlap.extended]
-                if conflicts:
-                    raise Conflict(
-                        f"{self._storage.url}: version {version} and transaction {self.member.name!r} "
-                        "changed the same chunks or metadata, so the transaction is not committed",
-                        conflicts,
-                    )
+            await self.exclusion.check(changes, newer)
             return record
 
         return await self.log.append(record, validate, durability)
+
+    async def _find(self, fragment: Fragment) -> int | None:
+        """Return the version of the transaction, or None; raise if it can never be committed."""
+        base = fragment.base
+        try:
+            newer = await self.log.reader.above(base)
+        except TimelineChanged:  # a repair voided a version that this process has read
+            newer = await self.log.reader.anew().above(base)
+        for version, other in enumerate(newer, base + 1):
+            if other.commits(self.member.transaction):
+                await self.log.make_durable(version, self.durability)
+                return version
+            await self.exclusion.check_record(fragment, version, other)
+        await self.exclusion.check_last_collection(base)
+        await self.fragments.decision.check()
+        return None
 
     async def _climb(self) -> int | None:
         """Merge the blocks that are complete; commit and return the version if all are, else None."""
         return await run_to_end(self.append()) if await self.fragments.climb() else None
 
-    @contextlib.asynccontextmanager
-    async def _delivered(self, base: int) -> AsyncIterator[None]:
-        """Raise `CommitOutcomeUnknown` for an error in the block after which other hosts may still commit."""
+    async def _conclude(self, fragment: Fragment, work: Awaitable[T]) -> T | int:
+        """Return the result of work after this host's delivery, or the version that the transaction has become.
+
+        Raise `CommitOutcomeUnknown` for an error after which other hosts may still commit.
+        """
         try:
-            yield
+            return await work
         except (Conflict, Inconsistent, CommitOutcomeUnknown):
             raise  # the first two follow from what is stored, so every other host gets them too
         except Exception as error:
             try:
-                await self.log.check_not_condemned(self.member.transaction, base)
-            except Conflict:
+                version = await self._find(fragment)
+            except (Conflict, DeadlineExceeded):
                 raise
             except TStoreError as failure:
-                error.add_note(f"whether a garbage collection has condemned the transaction is unknown: {failure}")
+                error.add_note(f"whether the transaction can still be committed is unknown: {failure}")
+            else:
+                if version is not None:
+                    return version
             if isinstance(error, DeadlineExceeded):
                 raise
             raise self._outcome_unknown(error) from error
@@ -302,10 +306,11 @@ class CooperativeCommit:
 class _Waiter:
     """One host's wait for the record, during which it does the work of hosts that died."""
 
-    def __init__(self, commit: CooperativeCommit, base: int, timeout: float) -> None:
+    def __init__(self, commit: CooperativeCommit, fragment: Fragment, timeout: float) -> None:
         hosts = commit.member.hosts
         self._commit = commit
-        self._seen = base  # no version up to this one is the commit
+        self._fragment = fragment
+        self._seen = fragment.base  # no version up to this one is the commit
         self._timeout = timeout
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + timeout
@@ -335,18 +340,14 @@ class _Waiter:
                 if version is not None:
                     await self._commit.log.make_durable(version, self._commit.durability)
                     return version
-                await self._check_not_condemned(seen)
+                for newer in range(seen + 1, self._seen + 1):
+                    record = await self._commit.log.reader.record(newer)
+                    await self._commit.exclusion.check_record(self._fragment, newer, record)
                 now = self._clock()
                 if now >= self._takeover:
                     return await run_to_end(self._commit.take_over())
                 if self._takeover == math.inf:
                     await self._help(now)
-
-    async def _check_not_condemned(self, above: int) -> None:
-        """Raise `Conflict` if a garbage collection among the versions seen since has condemned the transaction."""
-        log, record = self._commit.log.reader, Record(self._commit.member.transaction, above, 0.0)
-        for version in range(above + 1, self._seen + 1):
-            await check_against_collection(log, record, version, await log.record(version))
 
     async def _pause(self, watch: Watch, waited: float) -> None:
         pause = max(self._min_poll, min(_MAX_POLL, waited / 20))

@@ -31,6 +31,7 @@ from tstore.errors import (
     SourceCondemned,
     TStoreError,
 )
+from tstore.format.arguments import checked_commit_timeout
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.codecs import Codecs
 from tstore.format.objects.object_ref import ObjectRef
@@ -43,7 +44,7 @@ from tstore.runtime import world
 from tstore.runtime.pool import give_way, run_to_end
 from tstore.storage.objects import Durability
 from tstore.transactions.conflicts import revise_merges
-from tstore.transactions.cooperative import CooperativeCommit, checked_commit_timeout
+from tstore.transactions.cooperative import CooperativeCommit
 from tstore.transactions.copies import copy_array
 from tstore.transactions.fragments import fragment_from_record
 from tstore.transactions.handles import array_of, create_array
@@ -198,8 +199,9 @@ class Transaction:
     async def deliver(self) -> int | None:
         """Deliver this host's fragment, as durable as requested, without waiting for the other hosts.
 
-        Return the version if this host was the last, so that it has committed, else None. Raise what `commit`
-        raises, and `Misuse` for a transaction of one host.
+        Return the version if this host was the last, so that it has committed, else None: the transaction is
+        committed when all hosts have delivered. Raise what `commit` raises, also if it is known by now that the
+        transaction can't be committed any more, and `Misuse` for a transaction of one host.
         """
         if self._member is None:
             raise Misuse(f"{self._log.storage.url}: this transaction has one host; call commit(), not deliver()")

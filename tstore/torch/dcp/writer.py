@@ -23,6 +23,7 @@ from tstore.checkpoint.structure import flatten, scalars_in
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.arguments import (
     checked_attributes,
+    checked_commit_timeout,
     checked_metadata,
     checked_metrics,
     checked_step,
@@ -38,7 +39,6 @@ from tstore.store import Store, open
 from tstore.torch.dcp.identifiers import is_step, step_from
 from tstore.torch.dcp.plans import Assignment, index_of, with_assignments, with_documents
 from tstore.torch.tensors import host_values
-from tstore.transactions.cooperative import checked_commit_timeout
 from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["Writer"]
