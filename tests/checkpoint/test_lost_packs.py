@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.errors import AlreadyExists, Corrupt, SourceCondemned
-from tstore.format.layout import owner_of
+from tstore.errors import AlreadyExists, Corrupt, SnapshotExpired, SourceCondemned, TStoreError
+from tstore.format.layout import commit_key, owner_of
 from tstore.storage.base import Storage
 from tstore.storage.connect import connect
 from tstore.storage.memory import MemoryStorage
@@ -207,7 +207,11 @@ async def test_a_quantized_copy_of_a_lost_array_is_refused(
     assert (await (await tstore.open(url, "r")).snapshot()).version == 2
 
 
-async def test_a_copy_of_what_a_collection_deleted_is_told_so(url: str) -> None:
+@pytest.mark.parametrize(("voided", "error"), [(False, SourceCondemned), (True, SnapshotExpired)])
+async def test_a_copy_of_what_a_collection_deleted_is_told_so(
+    url: str, voided: bool, error: type[TStoreError]
+) -> None:
+    """Also if a repair has voided the record of that collection since, as it was lost."""
     store = await tstore.open(url)
     for step in (1, 2):
         await tstore.save(store, {"w": np.full(4000, float(step))}, step)
@@ -215,7 +219,10 @@ async def test_a_copy_of_what_a_collection_deleted_is_told_so(url: str) -> None:
     tx = store.transaction()
     await tx.copy_array(await source.array("w"), "copy")
     await (await tstore.open(url)).collect(tstore.Keep(last=1))
-    with pytest.raises(SourceCondemned):
+    if voided:
+        await connect(url).replace(commit_key(3), b"")
+        await (await tstore.open(url)).repair([3])
+    with pytest.raises(error):
         await tx.commit()
 
 

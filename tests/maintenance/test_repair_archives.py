@@ -23,7 +23,7 @@ from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.cli import main
 from tstore.conformance.faults import Faults
-from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, TStoreError, Unavailable
+from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, TStoreError, Unavailable
 from tstore.format.layout import archive_key, commit_key, root_key
 from tstore.maintenance.repair import repair_store
 from tstore.server import Server
@@ -306,6 +306,25 @@ async def outcome(url: str, version: int) -> list[int] | None:
         return await read(url, version)
     except TStoreError:
         return None
+
+
+async def test_a_transaction_older_than_a_collection_does_not_take_expired_roots_for_damage() -> None:
+    """To validate it, the trees of versions from 24 on are needed, which no root has any more."""
+    store = await filled(21)
+    await lose(store, 18)
+    store = await tstore.open(store.url)
+    assert (await store.repair(void=[18])).version == 22
+    opened = await tstore.open(store.url)
+    tx = opened.transaction(isolation="serializable")
+    assert await tx.paths() == ["x"]
+    await tx.create_group("g")
+    for value in range(23, 34):
+        await commit(store, value)
+        await opened.snapshot()  # which takes the place of an older tree in memory
+    await store.collect(Keep(last=1, newer_than=timedelta(0)))
+    assert root_key(20) not in await store.log.storage.list("roots/")
+    with pytest.raises(Conflict, match="the garbage collection recorded as version 34 removed a version"):
+        await tx.commit()
 
 
 async def test_versions_that_rest_on_a_lost_one_go_on_from_the_next_root() -> None:

@@ -29,8 +29,9 @@ async def check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer:
     """Raise `Conflict` if newer commits changed what a serializable transaction has read."""
     base = staged.base
     for version, _ in newer:
-        tree = await log.head(version)
-        changed = [*await run(staged.reads.changed, base, tree), *tags.changed(base.tags, tree.tags)]
+        tree = await guard_expiry(log, version, log.head(version))
+        changed = await guard_expiry(log, version, run(staged.reads.changed, base, tree))
+        changed += tags.changed(base.tags, tree.tags)
         if changed:
             raise Conflict(
                 f"{staged.origin}: version {version}, committed since then, changed what this serializable "
@@ -83,7 +84,7 @@ async def _changed(
 
     Equal bytes prove nothing: both may have incremented the same value.
     """
-    nodes = (await log.head(version)).nodes
+    nodes = (await guard_expiry(log, version, log.head(version))).nodes
     await guard_expiry(log, version, read_pages(nodes, chunks))
 
     def changed() -> list[str]:
@@ -105,7 +106,7 @@ async def reapply(
     if not chunks and not extended:
         return None
     version = newer[-1][0]  # older ones may have expired; if this one has too, the caller validates again
-    nodes = (await log.head(version)).nodes
+    nodes = (await guard_expiry(log, version, log.head(version))).nodes
     await guard_expiry(log, version, read_pages(nodes, chunks.keys() | extended))
     for path in sorted(extended):
         work = moved(staged.arrays[path], nodes[path], log.storage, packs, log.objects.segments)

@@ -297,7 +297,7 @@ class Staging:
     async def _check_kept(self, staged: StagedTree) -> None:
         """Raise `Corrupt` if a pack of an array made of chunks of another version is lost.
 
-        Raise `SourceCondemned` if a garbage collection deleted it.
+        Raise `SourceCondemned`, or `SnapshotExpired` if its record is lost, if a garbage collection deleted it.
         """
         tables = {path: staged.arrays[path].staged_chunks() for path in self._kept & staged.arrays.keys()}
         if not tables:
@@ -310,6 +310,8 @@ class Staging:
             packs = {pack for table in itertools.chain(*tables.values()) for pack in table.packs}
             names = tuple(pack for pack in packs if isinstance(pack, str))
             await self.log.check_not_condemned(self.transaction, staged.base.version, names)
+            for version in sorted(self._known_alive):
+                await check_alive(self.reader, version)
             raise
 
     async def _checked_tree(self) -> StagedTree:
