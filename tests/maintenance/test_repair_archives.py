@@ -23,7 +23,15 @@ from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.cli import main
 from tstore.conformance.faults import Faults
-from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, TStoreError, Unavailable
+from tstore.errors import (
+    AlreadyExists,
+    Conflict,
+    Corrupt,
+    InvalidArgument,
+    TimelineChanged,
+    TStoreError,
+    Unavailable,
+)
 from tstore.format.layout import archive_key, commit_key, root_key
 from tstore.maintenance.repair import repair_store
 from tstore.server import Server
@@ -545,6 +553,19 @@ async def test_a_lost_archive_is_voided_at_once(deleted: bool, end: int) -> None
     for version, values in before.items():
         assert values is None or await read(store.url, version) == values
     await check_resumed(store.url, 46, range(end + 1, 47), tuple(range(end - 7, end + 1)))
+
+
+async def test_an_open_store_notices_that_an_archive_in_memory_was_voided() -> None:
+    store = await filled(22)
+    for _ in range(2):
+        await store.collect(None)
+    opened = await tstore.open(store.url)
+    assert await (await (await opened.snapshot(7)).array("x")).read() is not None
+    await damage(store.log.storage, archive_key(8))
+    assert (await (await tstore.open(store.url)).repair(void=[7])).ok
+    for _ in range(2):
+        with pytest.raises(TimelineChanged, match="a repair voided version 4 while the store was open"):
+            await opened.snapshot()
 
 
 @pytest.mark.parametrize("deleted", [False, True])

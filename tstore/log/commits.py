@@ -146,6 +146,10 @@ class CommitObjects:
             or archive_key(archive_end(version)) in sizes
         }
 
+    def forget(self, version: int) -> None:
+        """Read the archive of a version again when it is needed next, since a repair may have replaced it."""
+        self._loaded.pop(archive_end(version), None)
+
     def is_archived(self, version: int) -> bool:
         """Return whether an archive that has been read has the record of a version."""
         return archive_end(version) in self._existing

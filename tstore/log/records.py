@@ -248,6 +248,7 @@ class Records:
             if check_of(data) != check:
                 raise self._timeline_changed(version, data)
 
+        self._commits.forget(version)
         try:
             await self._objects.load(version, compare, lambda: None)
         except NotFound:

@@ -222,6 +222,7 @@ class Trees:
             for version in versions:
                 self._cached.drop_from(version)
                 self._copies.drop_from(version)
+                self._objects.commits.forget(version)
                 cached = self._records.cached(version)
                 if cached is not None and not cached.record.void:
                     await self._records.refetch(version, cached.check)
