@@ -486,6 +486,23 @@ async def test_a_collection_keeps_what_a_lost_record_wrote(collected: bool) -> N
     assert np.array_equal(w, np.where((np.arange(30000) >= 2) & (np.arange(30000) <= 9), -1, values))
 
 
+async def test_a_copy_to_a_server_has_the_root_that_alone_has_the_changes_of_a_lost_record() -> None:
+    """The server can't derive it: a collection has deleted the one that the void record names."""
+    store = await filled(11)
+    await lose(store, 6)
+    store = await tstore.open(store.url)
+    await store.repair(void=[6])
+    for value in range(13, 19):
+        await commit(store, value)
+    await store.collect(Keep(last=1), abandoned=timedelta(0))
+    assert await store.log.storage.list("roots/") == [root_key(16)]
+    served = f"memory://{uuid.uuid4()}"
+    async with Server(served, access=everybody()) as server:
+        await tstore.copy(store.url, server.url, storage_options={"token": ADMIN})
+    assert await read(served) == await read(store.url)
+    assert (await (await tstore.open(served)).verify()).faults == []
+
+
 class Killed(BaseException):
     pass
 

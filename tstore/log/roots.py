@@ -62,12 +62,26 @@ async def create_missing(log: LogReader, versions: Iterable[int]) -> bool:
 
 
 async def has_lost_changes(storage: Storage, root: Root) -> bool:
-    """Return whether a root that has the right checksum has the changes of a lost record (`Record.resumes`)."""
+    """Return whether a root that has the right checksum alone has the changes of a lost record (`Record.resumes`).
+
+    The root that the void record names may be absent, since a garbage collection deletes those that only expired
+    versions need. Then a later one has these changes.
+    """
     log, version = LogReader(storage), root.version
     with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
-        lost = [r.resumes async for _, r in log.each_record(range(parent_root(version) + 1, version + 1))]
-        return version in lost and (await log.stored(version)).has_root(root)
+        records = log.each_record(range(parent_root(version) + 1, version + 1))
+        crossed = any([0 < r.resumes <= version async for _, r in records])
+        if crossed and (await log.stored(version)).has_root(root):
+            return not await _can_be_made(log, version)
     return False
+
+
+async def _can_be_made(log: LogReader, version: int) -> bool:
+    try:
+        await log.head(version)
+    except (NotFound, Corrupt, UnsupportedFormat):
+        return False
+    return True
 
 
 async def _was_repaired(log: LogReader) -> bool:
