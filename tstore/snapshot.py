@@ -289,7 +289,7 @@ def log_of(snapshot: Snapshot) -> LogReader:
 async def head_snapshot(log: LogReader) -> Snapshot:
     """Return the snapshot of the head, with the tags as of the newest version."""
     tree = await newest_tree(log)
-    return Snapshot(log, dataclasses.replace(tree, version=tree.head, copies=0))
+    return Snapshot(log, dataclasses.replace(tree, version=tree.head, copies=0) if tree.copies else tree)
 
 
 async def snapshot_of(log: LogReader, version: int, newest: int) -> Snapshot:

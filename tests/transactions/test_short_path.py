@@ -29,7 +29,7 @@ from tstore.format.tree.nodes import Nodes
 from tstore.runtime.pool import Workers
 from tstore.runtime.world import World, use_world
 
-MAX_CALLS = 430
+MAX_CALLS = 422
 """Python calls of a commit of one chunk, from `Store.transaction` to the end of the block."""
 
 NUMBERS = st.integers(0, (1 << 62) - 1)

@@ -82,6 +82,9 @@ class Link(NamedTuple):
     check: bytes = NO_RECORD
 
 
+_NO_LINK = _LINK.pack(*Link())
+
+
 def linked(data: bytes, link: Link) -> bytes:
     """Return the frame of a record with another link."""
     data = data[: -LINK_SIZE - CHECK_SIZE] + _LINK.pack(*link)
@@ -99,7 +102,7 @@ def seal(kind: bytes, version: int, body: bytes) -> bytes:
     The link of a record is that of no log: `linked` sets it.
     """
     if kind == b"R":
-        body += _LINK.pack(*Link())
+        body += _NO_LINK
     _check_size(kind, version, _HEADER + len(body) + CHECK_SIZE)
     data = MAGIC + kind + bytes([version]) + body
     return data + digest(data)

@@ -81,9 +81,9 @@ def archive_end(version: int) -> int:
     return -(-version // ARCHIVE_EVERY) * ARCHIVE_EVERY
 
 
-def archive_key(end: int) -> str:
-    """Return the key of the archive whose last version is `end`."""
-    return f"archives/{end:020d}"
+def archive_key(version: int) -> str:
+    """Return the key of the archive that has, or will have, the record of a version."""
+    return f"archives/{-(-version // ARCHIVE_EVERY) * ARCHIVE_EVERY:020d}"
 
 
 def first_link(version: int) -> int:

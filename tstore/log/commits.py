@@ -115,7 +115,10 @@ class CommitObjects:
                     reading = self.storage.leading(keys)
                     (added, hole, truncated, _), archive = await asyncio.gather(reading, self._shared_look(end))
                 else:
-                    added, hole, truncated, superseded = await self.storage.leading(keys, archive_key(end))
+                    leading = await self.storage.leading(keys, archive_key(first))
+                    if not leading.superseded and first + len(leading.objects) <= end and not objects:
+                        return leading  # as for most commits
+                    added, hole, truncated, superseded = leading
                     archive = await self.archive(end) if superseded else None
                 archived = [] if archive is None else [end]
                 while not archived and end < archive_end(first + len(added)):  # then the next block may be
@@ -135,7 +138,7 @@ class CommitObjects:
         """Return which versions exist."""
         versions = list(versions)
         unknown = [version for version in versions if archive_end(version) not in self._existing]
-        archives = [archive_key(archive_end(version)) for version in unknown]
+        archives = [archive_key(version) for version in unknown]
         keys = dict.fromkeys([*map(commit_key, unknown), *archives])
         sizes = await self.storage.sizes(keys) if keys else {}
         return {
@@ -143,7 +146,7 @@ class CommitObjects:
             for version in versions
             if archive_end(version) in self._existing
             or commit_key(version) in sizes
-            or archive_key(archive_end(version)) in sizes
+            or archive_key(version) in sizes
         }
 
     def forget(self, version: int) -> None:
@@ -234,4 +237,4 @@ def _retrieve(task: asyncio.Task[Archive | None]) -> None:
 
 def places_of(version: int) -> tuple[str, str]:
     """Return the key of a record, and the key of its archive, as `StagedObject.create` takes them."""
-    return commit_key(version), archive_key(archive_end(version))
+    return commit_key(version), archive_key(version)

@@ -185,15 +185,15 @@ class LogReader:
         return await self._searches()
 
     async def _search_newest(self) -> int:
-        self.records.check_timeline()
         if self.records.voided:
             await self.trees.drop_voided()
         known = self._newest
         if known and not self.storage.tuning.latency_bound:
-            bounds = await self._read_newer(known)
-            if bounds.high == bounds.low + 1:
+            if not await self._read_newer(known):
                 return self._newest  # which another task may have raised further
+            bounds = await self._gallop(self._newest)
         else:
+            self.records.check_timeline()
             search = self._probe_newer(known) if known else self._gallop_from_hint()
             bounds, _ = await asyncio.gather(search, self.records.refetch(*self.records.last))
         newest = await self._bisect(bounds)
@@ -204,14 +204,14 @@ class LogReader:
         """Return bounds of the newest version by probing the numbers above a known one."""
         return await self._gallop(known + 1) if await self._exists(known + 1) else Bounds(known, known + 1)
 
-    async def _read_newer(self, known: int) -> Bounds:
-        """Return bounds of the newest version by reading the next records above a known one."""
-        newer = await self._read_above(known)
-        low = known + len(newer.records)
-        self._newest = max(self._newest, low)
-        if newer.hole:  # the record after `low` is missing, so a later one exists
-            self._search.highest = max(self._search.highest, low + 2)
-        return await self._gallop(low) if newer.more else Bounds(low, low + 1)
+    async def _read_newer(self, known: int) -> bool:
+        """Read the next records above a known version; return whether more may exist."""
+        records, hole, more = await self._read_above(known)
+        last = known + len(records)
+        self._newest = max(self._newest, last)
+        if hole:  # the record after `last` is missing, so a later one exists
+            self._search.highest = max(self._search.highest, last + 2)
+        return more
 
     async def _bisect(self, bounds: Bounds) -> int:
         """Return the newest version within the bounds."""
@@ -314,7 +314,7 @@ class LogReader:
         """Return the next records above a version; raise `TimelineChanged` if known records have changed."""
         self.records.check_timeline()
         newest, check = self.records.last
-        records = self._cached_above(version)
+        records = self._cached_above(version) if version < newest else []
         last, since = version + len(records), asyncio.get_running_loop().time()
         # `last` is read again, to compare
         objects, hole, truncated, _ = await self.commits.leading(max(1, last), version + _MAX_AHEAD + 2)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from tstore.errors import Corrupt, NotFound, TimelineChanged, UnsupportedFormat
 from tstore.format.frame import check_of, link_of
-from tstore.format.layout import archive_end, archive_key, commit_key
+from tstore.format.layout import archive_key, commit_key
 from tstore.format.objects.encoding import memory_of
 from tstore.format.objects.records import Collection, Record, StoredRecord
 from tstore.log.chain import Chain, OtherHistory
@@ -236,7 +236,7 @@ class Records:
         archived = [v for v in (link_of(data).version, version) if self._commits.is_archived(v)]
         if not archived or isinstance(error, OtherHistory) == self._commits.is_archived(version):
             return error
-        key = archive_key(archive_end(archived[0]))
+        key = archive_key(archived[0])
         return type(error)(f"{error}; {key}, which has {commit_key(archived[0])}, may be that of a diverged copy")
 
     async def refetch(self, version: int, check: bytes) -> None:

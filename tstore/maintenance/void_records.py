@@ -65,7 +65,7 @@ async def resumed_without(log: LogReader, lost: Set[int]) -> dict[int, int]:
 def archived(url: str, version: int) -> InvalidArgument:
     """Return the error for a version to be voided whose record is in an intact archive."""
     return InvalidArgument(
-        f"{url}: the record of version {version} is in {archive_key(archive_end(version))}, which nothing "
+        f"{url}: the record of version {version} is in {archive_key(version)}, which nothing "
         "changes, so it can't be voided; restore the store from a copy instead, or copy the versions that you "
         "need (tstore.copy with `at`)"
     )

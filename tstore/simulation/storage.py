@@ -30,7 +30,6 @@ from collections.abc import AsyncIterator, Mapping
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
 from tstore.format.layout import (
     ARCHIVE_EVERY,
-    archive_end,
     archive_key,
     commit_key,
     is_archive,
@@ -84,7 +83,7 @@ class SharedObjects:
         if key in self.objects:
             raise AlreadyExists(f"simulated: {key} already exists")
         previous = version_of(key) - 1 if self.strict and is_record(key) else 0
-        places = {commit_key(previous), archive_key(archive_end(previous))}
+        places = {commit_key(previous), archive_key(previous)}
         if previous and places.isdisjoint(self.objects):
             raise InvalidArgument(f"simulated: {key} can't be created before the previous record")
         self.objects[key] = data

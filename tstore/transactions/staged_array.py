@@ -8,7 +8,6 @@ chunk meanwhile, so writes to disjoint regions of one chunk never conflict and n
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Collection, Iterable, Sequence
 from types import MappingProxyType
@@ -134,8 +133,10 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     async def merge_base(self, base: Node, packs: PackSet, source: SegmentSource) -> None:
         """Merge references of the base if that pays, unless they can't be read, for which no commit fails."""
         added = len(self._rows) + sum(map(len, (*self.tables, *self._patched)))
-        with contextlib.suppress(Corrupt, NotFound):
+        try:
             self.merge = await merge_references(base.tables, added, packs, source)
+        except (Corrupt, NotFound):
+            self.merge = None
 
     def revise_merge(self, newer: NodeChange) -> bool:
         """Adapt the merge to a newer commit that changed the array; return whether the merge has changed."""

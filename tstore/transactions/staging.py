@@ -233,7 +233,8 @@ class Staging:
                 await self.apply_patches(staged, array)
             if self._heartbeat is None and not array.replaces_node:  # many hosts would merge the same references
                 await array.merge_base(staged.base_chunks(array.path), self.packs, self.segments)
-        await self._check_kept(staged)
+        if self._kept:
+            await self._check_kept(staged)
         return await self.manifest()
 
     async def manifest(self) -> ObjectRef | Manifest:
@@ -300,8 +301,6 @@ class Staging:
         Raise `SourceCondemned`, or `SnapshotExpired` if its record is lost, if a garbage collection deleted it.
         """
         tables = {path: staged.arrays[path].staged_chunks() for path in self._kept & staged.arrays.keys()}
-        if not tables:
-            return
         reused = ReusedPacks(self.transaction)
         try:
             await run(reused.add_arrays, tables)

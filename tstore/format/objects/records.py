@@ -230,7 +230,7 @@ class Record(Body, frozen=True):
     def is_plain(self) -> bool:
         """Whether the record has no names or metadata but those in its inline manifests."""
         named = self.tags or self.deleted or self.dropped or self.tagged or self.reused or self.parts
-        inline = all(isinstance(manifest, Manifest) for manifest in self.manifests)
+        inline = {*map(type, self.manifests)} <= {Manifest}
         return inline and not (named or self.metadata or self.message or self.collection)
 
     @property

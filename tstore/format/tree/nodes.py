@@ -201,7 +201,7 @@ class Nodes(Mapping[str, Node]):
         Raise `Corrupt` if the commit writes to nodes that do not exist or have other metadata, see
         `check_foundation`.
         """
-        if _creates_all(manifests) and not self and _ascend(manifests):
+        if not self._surely_has_nodes() and _creates_all(manifests) and not self and _ascend(manifests):
             return Nodes.from_manifests(manifests, base)
         changed: dict[str, Change] = {}
         created: set[str] = set()

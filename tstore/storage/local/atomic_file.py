@@ -180,9 +180,10 @@ class StagedFile:
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             with contextlib.suppress(OSError):  # what was synced stays
-                os.close(fd)
-            with contextlib.suppress(OSError):
-                os.unlink(self._temporary)
+                try:
+                    os.close(fd)
+                finally:
+                    os.unlink(self._temporary)
 
     def remove_abandoned(self) -> None:
         """Remove the temporary files of the same prefix whose writers have died."""

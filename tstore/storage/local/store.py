@@ -279,7 +279,7 @@ class LocalStorage(Storage):
         return Leading(objects, False)
 
     def _head(self, key: str) -> Entry | None:
-        path = self.path(key)
+        path = self._path_of(self.url, key)
         try:
             status = self._stat(path)
         except (FileNotFoundError, NotADirectoryError):
