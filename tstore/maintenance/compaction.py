@@ -1,15 +1,15 @@
 """Compaction of the log: the records of old versions are moved into archives, many in each.
 
-1. Use the list of the objects of records that the collection has made to find gaps. All of them belong to versions
-   that are not archived yet, except those of the next step. So the cost follows these, not the whole history.
-2. Delete the objects of versions whose archive exists before this compaction creates any. The archive has all of
-   these records; an object that a stalled writer created beside it is no commit (`log.commits`). But keep them all
-   if some are of another history than the archive, as in two copies that were merged (`foreign_archive`). First
-   make the archives durable: a collection that was killed may have left one that is not.
+1. Begin with the list of the objects of records, which the collection has made to look for gaps. They belong to
+   versions that are not archived yet, or were archived by the last collection (step 2). So the cost follows these,
+   not the whole history.
+2. Delete the objects of versions whose archive existed before this compaction. The archive has all of these
+   records; an object that a stalled writer created beside it is no commit (`log.commits`). But keep them all if
+   some are of another history than the archive, as in two copies that were merged (`foreign_archive`). First make
+   the archives durable: a collection that was killed may have left one that is not.
 3. Create an archive for every other block of `ARCHIVE_EVERY` versions that ends at least `ROOT_EVERY` versions
-   before the newest, if each of its records can be read. Leave their objects to a later collection: so a request
-   that is under way while one collection archives misses nothing. A compaction that was killed, or failed, is
-   continued by the next one.
+   before the newest, if each of its records can be read. Leave their objects to the next collection, so that
+   requests under way still find them. The next compaction also continues one that was killed, or failed.
 
 The records of a block stay as they are if one is damaged, or if they are too long for one archive. `tstore repair`
 voids no intact record that a collection may be archiving (`may_be_archived`).

@@ -92,12 +92,13 @@ def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) 
     top, selects = path.strip("/"), selected_by(snapshot, path)
     nodes = snapshot.tree.nodes
     selected = depth_first_order(filter(selects, _nearby(snapshot, top)))  # before a node is looked up
-    found = nodes.many(selected)
+    nodes_by_path = nodes.many(selected)
     arrays: list[ArrayInfo] = []
-    alike: dict[int, ArrayInfo] = {}  # the first array with each metadata, which many arrays share
+    first_with_metadata: dict[int, ArrayInfo] = {}  # by identity: many arrays share their metadata
     for at in selected:
-        if (node := found[at]).is_array:
-            first = alike.get(id(node.metadata)) or alike.setdefault(id(node.metadata), array_info(at, node))
+        if (node := nodes_by_path[at]).is_array:
+            key = id(node.metadata)
+            first = first_with_metadata.get(key) or first_with_metadata.setdefault(key, array_info(at, node))
             arrays.append(ArrayInfo(at, *first[1:-1], node.stored_bytes))
     if not arrays and top and top not in nodes and not any(map(selects, scalars)):
         paths = [*(p for p, node in nodes.items() if node.is_array), *scalars]

@@ -1,15 +1,16 @@
-"""Find the damaged versions of a store, and those that have expired, as far as its records can be read.
+"""Find the damaged versions of a store, and the expired ones, as far as its records can be read.
 
 A version is damaged if its own record or objects are. A version whose tree can't be built because the record of
 another version is damaged does not count as damaged.
 
-1. Find the expired versions from the newest garbage collection with a readable record (`known_expiry`). If a later
-   record is unreadable, it may be that of another collection. So a version that lacks an object is suspected to
-   have expired too; it is not called damaged.
+1. Find the expired versions, from the newest garbage collection whose record can be read (`known_expiry`). A later
+   record that can't be read may be that of another collection, which may have expired the versions that lack
+   objects. So these do not count as damaged.
 2. Check the record of each version, and the manifests and packs that it wrote or reused (`damaged_versions`).
-3. Check that what each living version changed follows from the tree before it, and that the manifests and packs of
-   expired and voided versions that it needs exist (`replay`).
-4. Look for gaps: records that are missing although later ones exist (`missing_records`).
+3. Check that the changes of each living version follow from the tree before it, and that the manifests and packs
+   of expired and voided versions that it needs exist (`replay`).
+4. Look for repairs that have not ended, or were undone (`past_repairs`).
+5. Look for gaps: records that are missing although later ones exist (`missing_records`).
 """
 
 from __future__ import annotations
@@ -177,10 +178,10 @@ async def check_named(log: LogReader, version: int, record: Record) -> None:
 async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> list[DamagedVersion]:
     """Return the versions that are damaged or of a newer tstore, in order. No record above a gap is read.
 
-    Raise `Corrupt` if an archive is of another history than the records beside it: it hides those that are right.
-    Raise it also if more records are missing below the newest version than can be lost.
-    Instead, return those that would be damaged if the versions in `voided` were void: it maps each to the version
-    from which on its changes are known nevertheless, 0 for none (`Record.resumes`).
+    With `voided`, return those that would be damaged if these versions were void. It maps each to the version from
+    which on its changes are known nevertheless, 0 for none (`Record.resumes`). Raise `Corrupt` if an archive is of
+    another history than the records beside it, which it hides, or if more records are missing below the newest
+    version than can be lost.
     """
     newest, records = await log.newest(), await listed_records(log)
     if gap := await long_gap(log, newest, records):
@@ -220,8 +221,6 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
             repairs.add(version, record)
             if record.resumes:
                 resumed[version] = record.resumes
-    reason = f"{log.storage.url}: {{}} is missing although later commits exist"
-    missing = [version for version in await missing_records(log, newest) if version not in voided]
     reasons = {v: reason for v, reason in (await repairs.restored()).items() if v not in voided}
     if not voided and all(damage.record_intact for damage in damaged):  # else another repair will list these too
         reasons |= {v: interrupted_message(log.storage.url, v) for v in repairs.unlisted}
@@ -229,7 +228,11 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
     damaged += [DamagedVersion(version, reason, True) for version, reason in reasons.items()]
     damaged += await _lost_with_roots(log, resumed, newest)
     damaged.sort(key=lambda damage: damage.version)
-    return [*damaged, *(DamagedVersion(v, reason.format(commit_key(v)), False) for v in missing)]
+    for version in await missing_records(log, newest):
+        if version not in voided:
+            reason = f"{log.storage.url}: {commit_key(version)} is missing although later commits exist"
+            damaged.append(DamagedVersion(version, reason, False))
+    return damaged
 
 
 async def _lost_with_roots(log: LogReader, resumed: Mapping[int, int], newest: int) -> list[DamagedVersion]:
@@ -309,7 +312,10 @@ async def missing_records(log: LogReader, newest: int) -> list[int]:
 
 
 async def foreign_archives(log: LogReader, newest: int, listed: Sequence[int]) -> list[str]:
-    """Return a sentence for each archive that is of another history than the records beside it."""
+    """Return a sentence for each archive that is of another history than the records beside it.
+
+    Only archives that have records beside them are read: those made by the last collection.
+    """
     own = set(listed)
     ends = range(ARCHIVE_EVERY, newest + 1, ARCHIVE_EVERY)
     return [fault for end in ends if (fault := await foreign_archive(log, end, own))]

@@ -165,7 +165,7 @@ class _Plan:
     async def make(self, keep: Keep | None, min_age: float) -> None:
         """Choose what to condemn: steps 2 and 3 at the top of this file. `min_age` is in seconds."""
         alive = self.ledger.alive
-        await check_repairs_ended(self._log, alive)
+        await check_repairs_ended(self._log, alive)  # for each plan: one may have begun since the plan before
         if keep is not None:
             keep.check(alive)
         retained = set(alive) if keep is None else keep.select(alive, world.now())

@@ -4,15 +4,16 @@ Records are never rewritten, with this one exception: an explicit act of an admi
 storage. A version N is voided in the following steps, which can be repeated after a failure at any of them.
 0. If the record can be read, find out which later versions would be damaged if N were void (`damaged_versions`),
    and refuse unless they are to be voided too. They may have written chunks to an array that N created or
-   resized, or need objects of versions before N that were collected because N had replaced the whole tree. If the
-   record can't be read, such versions can't be read either; afterwards they are listed as damaged. If the record
-   can't be read, find out which later root vouches for its changes (`lost_records`): from its version R on, the
-   state of the store is known. The record is lost, its effect is not. Every refusal comes before the first change
-   (but a collection may archive an intact record first).
+   resized, or need objects of versions before N that were collected because N had replaced the whole tree.
+   If the record can't be read, find out which later root vouches for its changes (`lost_records`). From the
+   version R of that root on, the state of the store is known, although the record is lost. The versions between N
+   and R, or all later ones if there is no such root, can't be read before the repair; those that need N are listed
+   as damaged after it.
+   Every refusal comes before the first change (but a collection may archive an intact record first).
 1. Save the bytes of N's record as `damaged/<N>-<their checksum>`, none if it is missing. By this name a garbage
    collection notices a repair that was interrupted before step 4, and refuses to begin.
-2. Delete the roots (saved trees) of version N and later ones: they may contain the changes of N. But if R vouches
-   for N, keep those from R on: they do contain these changes, and it is right that they do.
+2. Delete the roots (saved trees) of version N and later ones, which may contain the changes of N. But if there is
+   a version R, keep its root and later ones, which have to contain these changes.
 3. Replace N's record by a void record, durably, alone or in an archive (`void_records`). It has the checksums by
    which later records may refer to N (`lost_records.named_checks`), and names R. Readers make the trees of
    versions from R on from the root of R or a later one, and those of versions below R without N. Delete the roots
@@ -22,17 +23,17 @@ storage. A version N is voided in the following steps, which can be repeated aft
    that name N. If the newest garbage collection lists N as living, this commit is itself a collection that
    expires N: the objects that N wrote or needed become dependencies of the next living version, so that nothing
    that may be in use is deleted. If there is none, the newest state is that of a version before N, which may have
-   expired. Unless it lacks data, that version is alive again and inherits what N needed, as later commits need
-   it. If R vouches for N, and no record names N's transaction, its objects that the tree of R needs become
-   dependencies of the next living version too (`RepairPlan.protect`).
+   expired. Unless it lacks data, that version is alive again, with the objects that it needs as dependencies.
+   If there is a version R, and no record names N's transaction, the objects of this transaction that the tree of
+   R needs become dependencies of the next living version too (`RepairPlan.protect`).
 5. Delete the roots of step 2 again: until that commit, open stores may have written stale roots. A store that
-   writes one later notices the repair, and deletes it (`log.roots`). From R on none is stale: what open stores
-   write has the changes of N as well.
+   writes one later notices the repair, and deletes it (`log.roots`). The roots that open stores write from R on
+   are not stale: they have the changes of N too.
 
 The data of N is collected a week later, like that of any transaction that did not commit. After step 4, no
 transaction that is based on N or a later version can be committed any more, nor one that may be N itself
 (`log.log`, `cooperative`). One that is committed between steps 3 and 4 is checked like any later version, and is
-listed as damaged if it rests on N.
+listed as damaged if it needs the changes of N.
 
 If N was a garbage collection, or its record is too damaged to tell, its list of expired versions is lost. Then the
 commit of step 4 expires the versions below N that lack an object, which N may have deleted. Other versions that N
@@ -105,7 +106,11 @@ class RepairReport(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether no damaged version remains."""
+        """Whether no damaged version remains, so that living versions can be read, and new ones committed.
+
+        A version does not count as damaged if only the record of another one prevents that it is read. Chunks are
+        not read: `verify` does that.
+        """
         return all(damage.version in self.voided for damage in self.damaged)
 
 
