@@ -162,7 +162,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "the hint need not exist": [Edit(READER + "_gallop_from_hint", "low=0", "low=hint")],
     "patches not reapplied": [Edit(REAPPLY, "if not chunks and not extended:", "if True:")],
     "patches reapplied to the old version": [
-        Edit(REAPPLY, "(await log.head(version)).nodes", "staged.base.nodes")
+        Edit(REAPPLY, "(await guard_expiry(log, version, log.head(version))).nodes", "staged.base.nodes")
     ],
     "packs not finished before the record": [Edit(STAGING + "manifest", "await self.packs.flush()", "pass")],
     "fragment check off by one": [
@@ -196,7 +196,11 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit("tstore.log.log:refuse_condemned", "if record.transaction in collection.transactions:", "if False:")
     ],
     "reads are not validated": [
-        Edit("tstore.transactions.conflicts:check_reads", "*await run(staged.reads.changed, base, tree), ", "")
+        Edit(
+            "tstore.transactions.conflicts:check_reads",
+            "await guard_expiry(log, version, run(staged.reads.changed, base, tree))",
+            "[]",
+        )
     ],
     "values do not count as read": [
         Edit(
