@@ -503,6 +503,27 @@ async def test_a_copy_to_a_server_has_the_root_that_alone_has_the_changes_of_a_l
     assert (await (await tstore.open(served)).verify()).faults == []
 
 
+async def test_versions_that_a_lost_collection_expired_with_their_root_are_not_damaged() -> None:
+    """Version 8 can't be read without its root, which that collection deleted, after the loss of version 6."""
+    store = await filled(11)
+    await lose(store, 6)
+    store = await tstore.open(store.url)
+    await store.repair(void=[6])
+    for step in range(13, 20):
+        await tstore.save(store, {"w": np.full(4, step)}, step)
+    collection = (await store.collect(Keep(last=1), abandoned=timedelta(0))).version
+    assert collection is not None
+    assert root_key(8) not in await store.log.storage.list("roots/")
+    await tstore.save(store, {"w": np.full(4, 20)}, 20)
+    await lose(store, collection)
+    store = await tstore.open(store.url)
+    assert [one.version for one in (await store.repair()).damaged] == [collection]
+    assert {8, 9, 10, 11} <= set((await store.repair(void=[collection])).expired)
+    store = await tstore.open(store.url)
+    assert (await store.verify()).faults == []
+    assert (await tstore.restore(store))["w"].tolist() == [20] * 4
+
+
 class Killed(BaseException):
     pass
 

@@ -27,7 +27,7 @@ from tstore.storage.base import Storage
 from tstore.storage.cache import forget
 from tstore.storage.objects import SHORT_OBJECT
 
-__all__ = ["MetadataObjects"]
+__all__ = ["LostRoot", "MetadataObjects"]
 
 T = TypeVar("T", Record, Manifest, Fragment)
 V = TypeVar("V")
@@ -35,6 +35,23 @@ V = TypeVar("V")
 _SHORT_ROOT = 512 << 10  # bytes of a root that is read whole
 _QUICK = 512 << 10  # bytes of a manifest that is decoded in the event loop
 _ROOT_END = 64 << 10  # bytes at the end of a longer one that are read first
+
+
+class LostRoot(Corrupt):
+    """A root that alone has the changes of a lost record, or one to which it refers, is missing or damaged."""
+
+    key: str
+    """That of the former root."""
+
+    @classmethod
+    def from_version(cls, url: str, version: int) -> LostRoot:
+        """Return the error for the root of a version."""
+        error = cls(
+            f"{url}: {root_key(version)}, or a root to which it refers, is missing or damaged, and only these "
+            "have the changes of a lost record; restore it from a copy of the store"
+        )
+        error.key = root_key(version)
+        return error
 
 
 class MetadataObjects:

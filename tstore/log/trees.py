@@ -39,7 +39,7 @@ from tstore.format.tree.changes import Changes
 from tstore.format.tree.nodes import Nodes
 from tstore.format.tree.stored_nodes import DerivedNodes
 from tstore.format.tree.tree import Tree
-from tstore.log.objects import MetadataObjects
+from tstore.log.objects import LostRoot, MetadataObjects
 from tstore.log.pages import nodes_in_pages
 from tstore.log.records import CACHED_RECORDS, Records, VersionCache
 from tstore.runtime.event_loops import PerLoop, run_apart
@@ -109,13 +109,10 @@ class Trees:
         """
         tree, records = await self._nearest(version, before, lost)
         void = [read.record for read in records if read.record is not None and read.record.void]
-        crossed = [record for record in void if 0 < record.resumes <= version]
+        crossed = [record.resumes for record in void if 0 < record.resumes <= version]
         if crossed or not tree.leads_to(version):
-            root = max([tree.resumes, *(record.resumes for record in crossed)])
-            raise Corrupt(
-                f"{self._objects.storage.url}: {root_key(root)}, or a root to which it refers, is missing or "
-                "damaged, and only these have the changes of a lost record; restore it from a copy of the store"
-            )
+            root = max([tree.resumes, *crossed])
+            raise LostRoot.from_version(self._objects.storage.url, root)
         return await self._after(tree, records, version)
 
     async def _after(self, tree: Tree, records: Sequence[_ReadAhead], version: int) -> Tree:

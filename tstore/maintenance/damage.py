@@ -26,6 +26,7 @@ from tstore.format.objects.records import Record
 from tstore.format.tree.retention import packs_of
 from tstore.format.tree.validation import pack_ends, short_packs
 from tstore.log.expiry import changes_nothing, living_versions, names_falsely
+from tstore.log.objects import LostRoot
 from tstore.log.reader import LogReader
 from tstore.maintenance.compaction import foreign_archive
 from tstore.maintenance.gaps import long_gap
@@ -130,6 +131,9 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
                 packs = await run(packs_of, await log.tree(version))
             except NotFound:  # a manifest is missing
                 incomplete.append(version)
+            except LostRoot as error:
+                if await log.storage.size(error.key) is None:
+                    incomplete.append(version)
             except (Corrupt, UnsupportedFormat):
                 pass
             else:
