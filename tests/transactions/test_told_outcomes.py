@@ -140,16 +140,3 @@ async def test_a_waiting_host_learns_at_once_that_it_waits_in_vain(event: Event)
     with pytest.raises(Conflict, match=r"not committed|cannot be committed"):
         await waiting
     assert await job.committed() is None
-
-
-async def test_a_condemned_transaction_never_returns() -> None:
-    """Both hosts begin again with the same attempt, after the collection, which may still be deleting."""
-    job = await Job().begin()
-    await job.deliver_0()
-    await job.collect()
-    for host in range(2):
-        tx = (await tstore.open(job.url)).transaction(tag=NAME, name=NAME, host=host, hosts=2, attempt="a")
-        await (await tx.create_array("w", (2,), "i4", (1,)))[host].write(host + 1)
-        with pytest.raises(Conflict, match="looked abandoned"):
-            await tx.deliver()
-    assert await job.committed() is None

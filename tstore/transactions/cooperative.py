@@ -193,7 +193,6 @@ class CooperativeCommit:
         """Merge the top level, append the record, and return its version; it must be decided to commit."""
         await self.number_of_hosts.check_before_commit()
         merged = await self.fragments.merge_block(self.member.top, 0)
-        await self.exclusion.check_last_collection(merged.base)
         [manifest] = await self.log.reader.objects.manifest(merged.manifest)
         await run(check_complete, self.member.name, manifest)
         durability = Durability.FSYNC if merged.durable else Durability.NONE
@@ -222,7 +221,6 @@ class CooperativeCommit:
                 await self.log.make_durable(version, self.durability)
                 return version
             await self.exclusion.check_record(fragment, version, other)
-        await self.exclusion.check_last_collection(base)
         await self.fragments.decision.check()
         return None
 

@@ -1,7 +1,6 @@
 """Commits that exclude a cooperative transaction: once one of them is in the log, it can never be committed.
 
-1. A garbage collection that condemned the transaction or what it reuses. If it is not newer than the fragments, as
-   hosts began again with the same attempt, it may still be deleting objects whose keys the transaction uses again.
+1. A garbage collection that condemned the transaction, or what it reuses.
 2. A repair: what it voided may be this very transaction, committed by another host.
 3. A commit that changed the same, or removed steps where the transaction saves one.
 
@@ -17,7 +16,6 @@ from tstore.errors import Conflict
 from tstore.format.objects.records import Fragment, Record
 from tstore.format.objects.references import Manifest
 from tstore.format.tree.changes import Changes
-from tstore.log.expiry import last_collection
 from tstore.log.group_commit import Newer
 from tstore.log.log import check_against_collection
 from tstore.log.reader import LogReader
@@ -53,12 +51,6 @@ class Exclusion:
         if newer.tags or newer.tagged or newer.dropped or newer.deleted or newer.replaces:
             changes = await run(Changes.from_record, record, inline)
             self._check_conflicts(version, changes.overlap(Changes.from_record(newer, [])).conflicts)
-
-    async def check_last_collection(self, base: int) -> None:
-        """Compare the newest garbage collection up to a version."""
-        if last := await last_collection(self._log, base):
-            record = Record(self._member.transaction, base, 0.0)
-            await check_against_collection(self._log, record, last, await self._log.record(last))
 
     def _check_voided(self, version: int, newer: Record) -> None:
         if newer.voids or newer.was_voided:
