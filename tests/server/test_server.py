@@ -603,7 +603,7 @@ async def test_the_command(tmp_path: Path) -> None:
         (["--token-file", "gone.txt"], 2, "gone.txt"),
         (["--tls-cert", "x.pem"], 2, "--tls-key"),
         (["--tls-cert", "x.pem", "--tls-key", "y.pem"], 2, "x.pem can't be read"),
-        ([], 1, "not a tstore store: it has no tstore.json; check the path, or pass --create"),
+        ([], 1, "it does not exist, or is empty; check the path, or pass --create"),
         (["--read-only", "--create"], 1, "not a tstore store"),
         (["--token", "abc"], 2, "--token"),
     ],
