@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sys
@@ -341,6 +342,22 @@ async def test_data_that_the_newest_state_needs_stays_after_the_newest_version_w
             assert (await store.verify()).faults == []
             values = await (await (await store.snapshot()).array("w")).read()
             assert np.array_equal(values, expected)
+
+
+async def test_a_state_is_newest_again_whose_fragments_a_gc_condemned() -> None:
+    """The gc expired the version of two hosts, and condemned what the next version did not need of its objects."""
+    store = await filled(2)
+    parts = [tstore.Shards((4000,), "f8", [((slice(2000 * h, 2000 * h + 2000),), VALUES[:2000])]) for h in (0, 1)]
+    saves = [tstore.save(store, {"w": part}, 1, host=h, hosts=2, attempt="a") for h, part in enumerate(parts)]
+    await asyncio.gather(*saves)
+    async with store.transaction(tag="newest"):
+        pass
+    assert (await store.collect(Keep(tags=("newest",)))).versions == [2]
+    await damage(store, 3)
+    report = await (await tstore.open(store.url)).repair([3])
+    assert (report.ok, report.restated) == (True, None)
+    assert np.array_equal((await tstore.restore(store.url, at=2))["w"], np.tile(VALUES[:2000], 2))
+    await check_works(store.url)
 
 
 async def test_an_expired_version_that_lacks_data_is_not_alive_again() -> None:

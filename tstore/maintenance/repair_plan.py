@@ -96,12 +96,14 @@ class RepairPlan:
     def collection(self) -> Collection:
         """Return the decision of the repair as that of a garbage collection."""
         living, needed = self._ledger.transactions, self._ledger.dependencies
+        # a version that is alive again may have left fragments, which nobody needs
+        objects = [key for key in self._condemned.objects - needed if owner_of(key) not in living]
         return Collection(
             tuple(self._ledger.alive[version] for version in sorted(self._ledger.alive)),
             tuple(self.expired),
             self._tags,
             tuple(sorted(self._condemned.transactions - living)),
-            tuple(sorted(self._condemned.objects - needed)),
+            tuple(sorted(objects)),
         )
 
     async def newest_complete(self) -> Tree:
