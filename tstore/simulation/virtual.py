@@ -73,7 +73,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         while timers and timers[0][0] < due:
             callbacks.append(heapq.heappop(timers)[2])
         for _ in range(len(callbacks)):
-            callbacks.popleft().run(self)
+            handle = callbacks.popleft()
+            if handle.call is not None:
+                try:
+                    handle.context.run(handle.call, *handle.args)
+                except Exception as error:
+                    self.call_exception_handler({"message": f"an error in {handle.call!r}", "exception": error})
 
     def _write_to_self(self) -> None:
         return None  # the loop never sleeps, so there is nothing to wake
@@ -82,27 +87,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
 class _Callback:
     """The handle of a callback: faster than asyncio's handles, which also support debugging and threads."""
 
-    __slots__ = ("_args", "_call", "_context")
+    __slots__ = ("args", "call", "context")
 
     def __init__(self, call: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> None:
-        self._call: Callable[..., object] | None = call
-        self._args = args
-        self._context = copy_context() if context is None else context
+        self.call: Callable[..., object] | None = call
+        self.args = args
+        self.context = copy_context() if context is None else context
 
     def cancel(self) -> None:
-        self._call = None
-        self._args = ()
+        self.call = None
+        self.args = ()
 
     def cancelled(self) -> bool:
-        return self._call is None
-
-    def run(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._call is None:
-            return
-        try:
-            self._context.run(self._call, *self._args)
-        except Exception as error:
-            loop.call_exception_handler({"message": f"an error in {self._call!r}", "exception": error})
+        return self.call is None
 
 
 class FaultRates(NamedTuple):
@@ -188,13 +185,20 @@ class Host(World):
         if self.chance(self.rates.jumps):
             self._skew += self.random.choice(_JUMPS)
             self.log(f"has its clock set to {self._skew:+.0f} s")
-        await asyncio.sleep(self.delay())
+        arrived = self._loop.create_future()  # cheaper than `asyncio.sleep`
+        self._loop.call_later(self.delay(), _arrive, arrived)
+        await arrived
         if (pause := self._paused_until - self._loop.time()) > 0:
             await asyncio.sleep(pause)
         if self.crashed.is_set():
             never = self._loop.create_future()
             self._suspended.append(never)  # else Python would garbage-collect the task and run its `finally`
             await never
+
+
+def _arrive(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class FaultFreeHost(Host):
