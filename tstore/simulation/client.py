@@ -150,7 +150,9 @@ class Client:
             self.host.log(f"{action}: {type(error).__name__}: {error}")
         except TStoreError as error:
             beside = repairing or self.history.repairing or repaired is not self.history.repaired
-            if beside or (self.history.repaired and isinstance(error, TimelineChanged)):
+            if isinstance(error, TimelineChanged | Corrupt if beside else TimelineChanged) and (
+                beside or self.history.repaired
+            ):
                 self.host.log(f"{action}, at a repair: {type(error).__name__}: {error}")
                 return
             self.history.add_violation(f"{self.host.name} could not {action}: {type(error).__name__}: {error}")

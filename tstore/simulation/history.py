@@ -21,6 +21,7 @@ __all__ = [
     "ROLLBACK",
     "Append",
     "Attempt",
+    "Cells",
     "Clear",
     "CompletedGc",
     "CopyVersion",
@@ -261,28 +262,9 @@ class Repaired(NamedTuple):
         """Return whether a version is one of those that may have been based on what was voided."""
         return min(self.voided) <= version < self.version
 
-    def attempts(self, history: History) -> list[Attempt]:
-        """Return the attempts that the voided versions had committed."""
-        found = []
-        for record in self.voided.values():
-            found += [history.attempts[name] for name in record.transactions if name in history.attempts]
-            if record.message in history.attempts_by_message:
-                found.append(history.attempts_by_message[record.message])
-        return found
-
-    def copies(self, attempt: Attempt) -> bool:
-        """Return whether an attempt copies a version that may have rested on what was voided."""
-        return any(isinstance(op, CopyVersion) and self.rests(op.version) for op in attempt.all_ops)
-
-    def values(self, history: History) -> set[int]:
-        """Return the values that the voided versions wrote."""
-        ops = [op for attempt in self.attempts(history) for op in attempt.all_ops]
-        return {op.value for op in ops if isinstance(op, Put | Append)}
-
-    def reshaped(self, history: History) -> set[str]:
-        """Return the arrays that the voided versions created or resized."""
-        ops = [op for attempt in self.attempts(history) for op in attempt.all_ops]
-        return {op.path for op in ops if isinstance(op, Create | Resize | Append)}
+    def attempts(self, history: History) -> dict[int, list[Attempt]]:
+        """Return the attempts that the voided versions had committed, by version."""
+        return {version: history.committed_by(record) for version, record in self.voided.items()}
 
 
 class History:
@@ -317,6 +299,14 @@ class History:
     def add_violation(self, violation: str) -> None:
         """Record a broken promise."""
         self.violations.append(violation)
+
+    def committed_by(self, record: Record) -> list[Attempt]:
+        """Return the attempts that a record commits: several in a group commit, none if it is void."""
+        if record.void:
+            return []
+        if record.message in self.attempts_by_message:
+            return [self.attempts_by_message[record.message]]
+        return [self.attempts[name] for name in record.transactions if name in self.attempts]
 
     def begin(self, ids: tuple[str, ...], tags: tuple[str, ...] = (), hosts: int = 1) -> Attempt:
         """Return the attempt with these transaction ids, of which at most one commits; all its hosts share it."""

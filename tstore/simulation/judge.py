@@ -16,10 +16,11 @@ from tstore.format.layout import MARKER, commit_key, is_archive
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.segments import SEGMENT_ROW
 from tstore.log.expiry import head_as_of
-from tstore.simulation.checker import CommittedVersion, find_violations, rolled_back_to
+from tstore.simulation.checker import find_violations
 from tstore.simulation.client import SimulatedStore, read_state
 from tstore.simulation.edits import create
 from tstore.simulation.history import Attempt, History
+from tstore.simulation.replay import CommittedVersion, rolled_back_to
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Host
 from tstore.store import Store

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Set
 
 import tstore
 from tstore.errors import InvalidArgument, TStoreError
@@ -21,10 +20,10 @@ from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Record
 from tstore.log.marker import Marker
 from tstore.maintenance.repair import repair_store
-from tstore.simulation.history import History, Repaired, State
+from tstore.simulation.history import History, Repaired
 from tstore.simulation.storage import HostStorage
 
-__all__ = ["agrees", "misplace_once", "repair_once"]
+__all__ = ["misplace_once", "repair_once"]
 
 _TRIES = 4
 
@@ -99,18 +98,3 @@ async def _is_readable(storage: HostStorage, number: int) -> bool:
         return (await store.verify()).ok or (await store.snapshot(number)).version == number
     except TStoreError:
         return False
-
-
-def agrees(actual: State, expected: State, voided: set[int], reshaped: Set[str] = frozenset()) -> bool:
-    """Return whether two states are equal, except for what remains of a voided version.
-
-    These are cells with the values `voided`, and the arrays `reshaped` that it created or resized.
-    """
-    return actual.keys() == expected.keys() and all(
-        path in reshaped
-        or (
-            len(cells) == len(expected[path])
-            and all(a == b or a in voided for a, b in zip(cells, expected[path], strict=True))
-        )
-        for path, cells in actual.items()
-    )
