@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ import tstore
 from tests.support.held_commit import held_commit
 from tstore import Keep, tags
 from tstore.conformance.faults import Faults, open_faulty
-from tstore.errors import CommitOutcomeUnknown, Conflict
+from tstore.errors import CommitOutcomeUnknown, Conflict, SnapshotExpired, TimelineChanged
 from tstore.format.layout import commit_key, root_key
 from tstore.maintenance import repair
 from tstore.maintenance.repair import RepairReport
@@ -238,3 +239,54 @@ async def test_a_root_that_is_written_after_a_repair_is_removed() -> None:
         assert await committing == 4
         other = await tstore.open(store.url)
         assert (await (await (await other.snapshot()).array("a")).read()).tolist() == [0, 1, 9, 3, 4, 5, 6, 7]
+
+
+async def tagged_versions(count: int) -> tuple[tstore.Store, Faults]:
+    """Return a store of versions with the tags v1, v2, …, as opened by a process that did not write them."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    for number in range(1, count + 1):
+        async with store.transaction(tag=f"v{number}") as tx:
+            await tx.create_group(f"g{number}")
+    return await open_faulty(store.url)
+
+
+async def check_without_v3(store: tstore.Store) -> None:
+    other = await tstore.open(store.url)
+    newest = (await other.snapshot()).version
+    for version in range(4, newest + 1):
+        with contextlib.suppress(SnapshotExpired):
+            assert "v3" not in (await other.snapshot(version)).tags
+    assert (await other.verify()).faults == []
+
+
+@pytest.mark.parametrize("lost", [(), (8,), (8, 10)])
+async def test_a_commit_that_writes_roots_only_after_a_repair_leaves_none_with_voided_changes(
+    lost: tuple[int, ...],
+) -> None:
+    """It also writes the roots to which its own one refers, if they are lost."""
+    with override_constants(ROOT_EVERY=2):
+        store, faults = await tagged_versions(11)
+        await (await store.snapshot()).read_nodes()
+        for version in lost:
+            await store.log.storage.delete(root_key(version))
+        gate = faults.hold("create", "roots/*")
+        commit = asyncio.create_task(store.transaction().commit())
+        await gate.reached()
+        await void(store, 3)
+        gate.release()
+        assert await commit == 12
+        await check_without_v3(store)
+
+
+async def test_a_collection_that_writes_a_root_only_after_a_repair_leaves_none_with_voided_changes() -> None:
+    with override_constants(ROOT_EVERY=2):
+        store, faults = await tagged_versions(8)
+        await store.log.storage.delete(root_key(8))
+        gate = faults.hold("create", root_key(8))
+        collection = asyncio.create_task(store.collect(Keep(newer_than=timedelta(0))))
+        await gate.reached()
+        await void(store, 3)
+        gate.release()
+        with contextlib.suppress(TimelineChanged):
+            await collection
+        await check_without_v3(store)

@@ -11,7 +11,6 @@ from tstore.errors import (
     Denied,
     NotFound,
     StorageFull,
-    TimelineChanged,
     TStoreError,
     UnsupportedFormat,
 )
@@ -20,6 +19,7 @@ from tstore.format.objects.records import Root
 from tstore.format.objects.roots import StoredRoot
 from tstore.format.tree.tree import Tree
 from tstore.log.reader import LogReader
+from tstore.runtime.concurrency import together
 from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
 
@@ -34,10 +34,10 @@ async def write_root(log: LogReader, version: int) -> None:
     try:
         tree = await log.head(version)
         stored = await log.root(tree)
-        await create_missing(log, filter(tree.nodes.knows, root_chain(stored.root.parent)))
+        if not await create_missing(log, filter(tree.nodes.knows, root_chain(stored.root.parent))):
+            return
         is_stored = await _create_root(log, stored)
-        if await _was_repaired(log):  # the repair may have deleted what contains voided changes before this root
-            await log.storage.delete(root_key(version))
+        if not await _remain(log, [version]):
             return
     except TStoreError:
         return
@@ -52,13 +52,14 @@ async def create_missing(log: LogReader, versions: Iterable[int]) -> bool:
     """Create the roots of versions, in ascending order, that do not exist; return False if one can't be made."""
     versions = list(versions)
     existing = await log.storage.sizes(map(root_key, versions))
+    missing = [version for version in versions if root_key(version) not in existing]
     complete = True
-    for version in [v for v in versions if root_key(v) not in existing]:
+    for version in missing:
         try:
             await _create_root(log, await log.root(await log.head(version)))
         except (NotFound, Corrupt, Denied, StorageFull):
             complete = False
-    return complete
+    return complete and (not missing or await _remain(log, missing))
 
 
 async def has_lost_changes(storage: Storage, root: Root) -> bool:
@@ -84,13 +85,18 @@ async def _can_be_made(log: LogReader, version: int) -> bool:
     return True
 
 
-async def _was_repaired(log: LogReader) -> bool:
-    """Return whether a repair has voided versions since the tree was read."""
-    try:
+async def _remain(log: LogReader, created: Iterable[int]) -> bool:
+    """Delete the roots just created and return False if a repair has voided versions since their trees were read.
+
+    A repair deletes the roots that have voided changes, but may have done so before these were created. If it is
+    unknown whether there was one, delete them too.
+    """
+    with contextlib.suppress(TStoreError):
         await log.newest()
-    except TimelineChanged:
-        return True
-    return bool(log.records.voided)
+        if not log.records.voided:
+            return True
+    await together(lambda version: log.storage.delete(root_key(version)), created)
+    return False
 
 
 async def _create_root(log: LogReader, root: StoredRoot) -> bool:
