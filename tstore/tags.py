@@ -7,7 +7,7 @@ sets the tag of a step: the commit that saves a step sets it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Conflict, InvalidArgument
@@ -74,8 +74,9 @@ async def remove_step(store: Store, step: int) -> int:
     while True:
         await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
         try:
-            tags = step_tags(await store.tags(), step)
-            return await _commit(store.transaction(f"remove step {step}", drop_tag=tags))
+            version = await _drop(store, f"remove step {step}", lambda tags: step_tags(tags, step))
+            assert version is not None
+            return version
         except Conflict as conflict:  # repeat it if another step was saved meanwhile
             if f"tag {tag}" in conflict.paths:
                 raise
@@ -91,12 +92,12 @@ async def remove_steps_after(store: Store, step: int) -> int | None:
     """
     while True:
         await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
-        existing = await store.tags()
-        if not (later := later_steps(existing, step)):
-            return None
-        tags = [tag for number in later for tag in step_tags(existing, number)]
         with contextlib.suppress(Conflict):  # a step was saved meanwhile
-            return await _commit(store.transaction(f"remove the steps after {step}", drop_tag=tags))
+            return await _drop(
+                store,
+                f"remove the steps after {step}",
+                lambda tags: [tag for later in later_steps(tags, step) for tag in step_tags(tags, later)],
+            )
 
 
 def later_steps(tags: Iterable[str], step: int) -> list[int]:
@@ -131,6 +132,19 @@ async def _commit_tag(tx: Transaction, version: int) -> Tagged:
         target = await staging_of(tx).tag_version(version)
     assert tx.version is not None
     return Tagged(target, tx.version)
+
+
+async def _drop(store: Store, message: str, choose: Callable[[Mapping[str, int]], Sequence[str]]) -> int | None:
+    """Drop the tags that `choose` selects and return the version of this commit, None if it selects none.
+
+    It selects them in the version on which the commit is based: what is newer conflicts.
+    """
+    while tags := choose(await store.tags()):
+        tx = store.transaction(message, drop_tag=tags)
+        if choose((await staging_of(tx).base()).tags) == tags:
+            return await _commit(tx)
+        await tx.abort()
+    return None
 
 
 async def _commit(tx: Transaction) -> int:

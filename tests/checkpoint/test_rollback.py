@@ -201,6 +201,29 @@ async def test_a_removal_of_steps_meets_a_step_that_is_saved_meanwhile(url: str,
     assert await tstore.steps(url) == ([10, 30] if remove else [10])
 
 
+@pytest.mark.parametrize("remove", [False, True], ids=["rollback", "remove"])
+async def test_a_removal_of_steps_meets_tags_set_before_its_commit_is_based_on_a_version(
+    url: str, remove: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(job(url), [10, 20])
+    store, read_tags = await tstore.open(url), tstore.Store.tags
+
+    async def tags_before_another_commit(self: tstore.Store) -> dict[str, int]:
+        tags = await read_tags(self)
+        with monkeypatch.context() as patch:
+            patch.setattr(tstore.Store, "tags", read_tags)
+            if "step/20/e4m3" not in tags:
+                await tstore.quantize(url, {"**": "e4m3"}, at="step/20", tag="step/20/e4m3")
+            if not remove and "step/30" not in tags:
+                await tstore.save(url, state(30), 30)
+        return tags
+
+    monkeypatch.setattr(tstore.Store, "tags", tags_before_another_commit)
+    await (remove_step(store, 20) if remove else remove_steps_after(store, 10))
+    monkeypatch.undo()
+    assert list(await (await tstore.open(url)).tags()) == ["step/10"]
+
+
 async def test_hosts_agree_on_a_rollback_though_an_earlier_step_is_removed_between_their_calls(url: str) -> None:
     hosts = job(url, 2, timeout=60)
     await save(hosts, [5, 10, 20])
