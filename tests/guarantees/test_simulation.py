@@ -354,7 +354,7 @@ MUTATIONS: dict[str, list[Edit]] = {
             "for number in removed.tolist() if number in await self._numbers(staged, path)",
         )
     ],
-    "looks at chunks do not count as read": [Edit(ENCODED + "_row", "staged.note_chunk(path, number)", "pass")],
+    "looks at chunks do not count as read": [Edit(ENCODED + "_row", "staged.note_chunks(path, [number])", "pass")],
     "lists of chunks do not count as read": [Edit(ENCODED + "_numbers", "staged.note_chunk_names(path)", "pass")],
     "a record of another version is read": [
         Edit(

@@ -96,12 +96,15 @@ class EncodedStaging:
         if fill is None:
             return await run(node.numbers) if node.reads_segments else node.numbers()
 
-        def kept() -> npt.NDArray[np.int64]:
-            return np.array(
-                [row.number for row in node.chunks_in_grid.rows if not _same_place(row, fill)], np.int64
-            )
+        def kept() -> tuple[list[int], list[int]]:
+            shown, filled = list[int](), list[int]()
+            for row in node.chunks_in_grid.rows:
+                (filled if _same_place(row, fill) else shown).append(row.number)
+            return shown, filled
 
-        return await run(kept) if node.reads_segments else kept()
+        shown, filled = await run(kept) if node.reads_segments else kept()
+        staged.note_chunks(path, filled)  # the base may have some, of fill values, which others may change
+        return np.array(shown, np.int64)
 
     async def _chunks(self, staged: StagedTree, path: str) -> Node:
         """Return an array with its chunks, to which all patches are applied."""
@@ -119,7 +122,7 @@ class EncodedStaging:
 
     async def _row(self, staged: StagedTree, path: str, number: int) -> ChunkRow | None:
         node = await self._chunks(staged, path)
-        staged.note_chunk(path, number)
+        staged.note_chunks(path, [number])
         row = await run(node.row, number) if node.reads_segments else node.row(number)
         fill = staged.fill_chunks.get(_fill_key(node.document)) if row is not None and staged.fill_chunks else None
         return None if row is None or (fill is not None and _same_place(row, fill)) else row

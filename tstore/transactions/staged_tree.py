@@ -189,11 +189,11 @@ class StagedTree:
         if base is not None and base.is_array:
             self.reads.add_values(path, self.meta(path), selection, base.meta.counts)
 
-    def note_chunk(self, path: str, number: int) -> None:
-        """Note that one chunk of an array was looked up, as far as the array has chunks of the base."""
+    def note_chunks(self, path: str, numbers: Sequence[int]) -> None:
+        """Note that chunks of an array were looked up, as far as the array has chunks of the base."""
         base = self._stored_node(path)
         if base is not None and base.is_array:
-            self.reads.add_chunks(path, np.array([number]), self.meta(path).counts, base.meta.counts)
+            self.reads.add_chunks(path, np.array(numbers, np.int64), self.meta(path).counts, base.meta.counts)
 
     def note_chunk_names(self, path: str) -> None:
         """Note that somebody asked which chunks of an array exist."""
