@@ -68,7 +68,7 @@ def find_violations(
     of_heads = [(time, version, name) for time, version, name in history.acknowledged if version not in copies]
     for read in history.reads:
         violations += _check_read(read, states, tags, of_heads, history)
-    acknowledged = [] if history.lagging else of_heads
+    acknowledged = [] if history.traits.lagging else of_heads
     for host, head, look in history.looks:
         if head in states and not any(map(look.agrees, states[head].worlds)):
             violations.append(f"{host} saw nothing in version {head}: {look}")

@@ -16,7 +16,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.simulation.history import Attempt, History, cells_of
+from tstore.simulation.history import Attempt, History, Traits, cells_of
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import NO_FAULTS, Host
 from tstore.snapshot import Snapshot
@@ -37,9 +37,9 @@ class SimulatedStore:
     power failure at that moment.
     """
 
-    def __init__(self, storage: SharedObjects, start: int, *, lagging: bool) -> None:
+    def __init__(self, storage: SharedObjects, start: int, traits: Traits) -> None:
         self.storage = storage
-        self.history = History(start, lagging=lagging)
+        self.history = History(start, traits)
         self.image: SharedObjects | None = None
         self.image_version = 0
 

@@ -36,6 +36,7 @@ __all__ = [
     "Repaired",
     "Resize",
     "State",
+    "Traits",
     "TransactionRead",
     "apply",
     "cells_of",
@@ -267,10 +268,21 @@ class Repaired(NamedTuple):
         return {version: history.committed_by(record) for version, record in self.voided.items()}
 
 
+class Traits(NamedTuple):
+    """What a run makes possible that no store does by itself."""
+
+    lagging: bool
+    """An older version may be returned as the newest."""
+    merging: bool
+    """The references of a short array may be merged, as otherwise those of a long one are."""
+    wrong_roots: bool
+    """Somebody damaged roots, or put there those of another store."""
+
+
 class History:
     """Everything recorded in one run."""
 
-    def __init__(self, start: int, *, lagging: bool) -> None:
+    def __init__(self, start: int, traits: Traits) -> None:
         self.attempts: dict[str, Attempt] = {}
         self.reads: list[Read] = []
         self.acknowledged: list[tuple[float, int, str]] = []  # time, version and transaction
@@ -281,7 +293,7 @@ class History:
         self.looks: list[tuple[str, int, Look]] = []  # the host, its base, what it saw
         self.start = start  # the version from which the run began
         self.attempts_by_message: dict[str, Attempt] = {}  # those whose transaction ids are not known
-        self.lagging = lagging  # whether an older version may be returned as the newest
+        self.traits = traits
         self.repairing = False  # whether a repair is under way, during which versions may be damaged
         self.repaired: Repaired | None = None
         self.misplaced = 0  # the number where somebody put a record of another version

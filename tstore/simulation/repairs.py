@@ -1,8 +1,9 @@
 """A repair beside the other work of a run, and what it changes in the history that the checker expects.
 
 A repair voids one version of the run while others write, collect and copy; if later versions depend on it, it is
-refused. Later versions may have taken over values that the voided one wrote: those of a chunk of which they wrote
-another part. Everything else must be as if the voided version had never been.
+refused. Its host may crash at any moment; then another one begins it again. Later versions may have taken over
+values that the voided one wrote: those of a chunk of which they wrote another part. Everything else must be as if
+the voided version had never been.
 
 In other runs somebody puts a record where the next one belongs, one of another version or of another store. Nobody
 may take it for a version, until it is voided.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 
 import tstore
 from tstore.errors import InvalidArgument, TStoreError
@@ -21,50 +23,83 @@ from tstore.format.objects.records import Record
 from tstore.log.marker import Marker
 from tstore.maintenance.repair import repair_store
 from tstore.simulation.history import History, Repaired
-from tstore.simulation.storage import HostStorage
+from tstore.simulation.storage import HostStorage, SharedObjects
 
-__all__ = ["misplace_once", "repair_once"]
+__all__ = ["Repair", "misplace_once"]
 
 _TRIES = 4
 
 
-async def repair_once(storage: HostStorage, history: History, rng: random.Random) -> None:
-    """Void a version of the run, and those that a concurrent commit has based on it meanwhile.
+class Repair:
+    """A repair of a run: it is begun again, perhaps with another version, on each host that `run` gets."""
 
-    Try another version if others depend on the first, or if its record may be archived.
-    """
-    history.repairing = True
-    try:
-        for _ in range(_TRIES):
-            newest = max(storage.storage.records())
-            if newest <= history.start or await _void(storage, history, rng.randint(history.start + 1, newest)):
-                return
-    except TStoreError as error:
-        history.add_violation(f"a repair failed: {type(error).__name__}: {error}")
-    finally:
-        history.repairing = False
+    def __init__(self, history: History, rng: random.Random) -> None:
+        self._history = history
+        self._random = rng
+        self._tries = _TRIES
+        self._wanted: list[int] = []  # to be voided, or being voided when the last host crashed
+        self._former: dict[int, Record] = {}  # the records of these versions before
+        self._voided: dict[int, Record] = {}
 
+    async def run(self, storage: HostStorage) -> None:
+        """Void a version of the run, and those that a concurrent commit has based on it meanwhile.
 
-async def _void(storage: HostStorage, history: History, version: int) -> bool:
-    """Void a version and those that depend on it meanwhile; return False if it can't be voided."""
-    wanted, voided = [version], dict[int, Record]()
-    while wanted:
-        records = storage.storage.records()
-        former = {v: decode(records[v], Record) for v in wanted}
+        Try another version if others depend on the first, or if its record may be archived. If the last host
+        crashed, go on with what it began, or let the repair of another version end that.
+        """
+        history, shared = self._history, storage.storage
+        history.repairing = True
+        if self._wanted and self._random.random() < 0.3:
+            self._wanted = [self._random.randint(history.start + 1, max(shared.records()))]
         try:
-            log_id = Marker.decode(storage.storage.objects[MARKER]).log_id
+            while self._choose(shared):
+                await self._void(storage)
+        except TStoreError as error:
+            history.add_violation(f"a repair failed: {type(error).__name__}: {error}")
+        finally:
+            history.repairing = False
+
+    def _choose(self, shared: SharedObjects) -> bool:
+        """Choose what to void next, unless that is chosen; return False if nothing is left to do."""
+        newest = max(shared.records())
+        if not self._wanted and self._tries and not self._voided and newest > self._history.start:
+            self._tries -= 1
+            self._wanted = [self._random.randint(self._history.start + 1, newest)]
+        return bool(self._wanted)
+
+    async def _void(self, storage: HostStorage) -> None:
+        """Void the wanted versions, and note what else has to be voided with them."""
+        history, shared, wanted = self._history, storage.storage, self._wanted
+        records = {version: decode(data, Record) for version, data in shared.records().items()}
+        self._note_ended(records)
+        self._former = {v: records[v] for v in wanted} | self._former
+        try:
+            log_id = Marker.decode(shared.objects[MARKER]).log_id
             report = await repair_store(storage, log_id, [], wanted)
         except InvalidArgument as error:
             storage.host.log(f"repair: {error}")
-            if voided:
+            self._wanted = self._begun(shared)
+            if self._voided or self._wanted == wanted:
                 history.add_violation(f"what was damaged by a repair could not be voided: {error}")
-            return bool(voided)
-        storage.host.log(f"voids {wanted} by version {report.version}: {report}, restated {report.restated}")
+                self._wanted, self._tries = [], 0
+            return
         assert report.version is not None
-        voided |= former
-        history.repaired = Repaired(voided, report.version)
-        wanted = [damage.version for damage in report.damaged if damage.version not in voided]
-    return True
+        storage.host.log(f"voids {wanted} by version {report.version}: {report}, restated {report.restated}")
+        self._note_ended({report.version: decode(shared.records()[report.version], Record)})
+        self._wanted = [damage.version for damage in report.damaged if damage.version not in self._voided]
+
+    def _note_ended(self, records: Mapping[int, Record]) -> None:
+        """Note what repairs have voided whose commits are among these records."""
+        for version, record in records.items():
+            if record.voids:
+                self._voided |= {v: self._former[v] for v in record.voids}
+                self._history.repaired = Repaired(self._voided, version)
+
+    def _begun(self, shared: SharedObjects) -> list[int]:
+        """Return the versions that are void although no repair has ended that voided them."""
+        records = shared.records()
+        begun = {v for v, former in self._former.items() if not former.void and decode(records[v], Record).void}
+        return sorted(begun.difference(self._voided))
 
 
 async def misplace_once(storage: HostStorage, foreign: list[bytes], history: History, rng: random.Random) -> None:

@@ -1,8 +1,9 @@
 """The states that the versions of a run must have: the log replayed on the model, also across a repair.
 
 What a repair voided has no effect afterwards, with one exception. A later version that was committed before the
-repair, and wrote a part of a chunk, has the whole chunk as it was then. So each version has an expected state, and
-the state that it had before the repair, from which come the chunks that it or an earlier version took over.
+repair, and wrote a part of a chunk, has the whole chunk as it was then; one that resized an array or
+merged its segments has all its chunks. So each version has an expected state, and the state that it had before the
+repair, from which come the chunks that it or an earlier version took over.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ class Expected(NamedTuple):
     """The expected state of a version, and what else it may have because of a repair.
 
     `before` is its state before the repair, of which it may have the chunks `taken`, by path. If the version
-    `existed` then, hosts may have seen that state.
+    `existed` then, hosts may have seen that state. In a run `merging` segments, a write takes over all chunks.
     """
 
     state: State
     before: State
     taken: Mapping[str, frozenset[int]]
-    existed: bool
+    existed: bool = False
+    merging: bool = False
 
-    @staticmethod
-    def exactly(state: State) -> Expected:
+    def exactly(self, state: State) -> Expected:
         """Return the expectation of this state, and no other."""
-        return Expected(state, state, {}, existed=False)
+        return self._replace(state=state, before=state, taken={}, existed=False)
 
     def matches(self, actual: State) -> bool:
         """Return whether a version may have this state after the repair."""
@@ -89,13 +90,18 @@ class Expected(NamedTuple):
                     taken.clear()
                 case Create(path) | Delete(path):
                     taken.pop(path, None)
-                case Put(path) if takes_over:
-                    taken[path] = taken.get(path, frozenset()) | op.touched_chunks
-                case Append(path) | Resize(path) if takes_over:
-                    ends = {len(state.get(path, ())) for state in (self.state, self.before)}
-                    ends |= {op.cells} if isinstance(op, Resize) else set()
-                    taken[path] = taken.get(path, frozenset()) | {end // PER_CHUNK for end in ends}
-        return Expected(apply(self.state, ops), apply(self.before, ops), taken, self.existed)
+                case Put(path) | Append(path) | Resize(path) if takes_over:
+                    end = len(self.state.get(path, ()))
+                    chunks = op.touched_chunks if isinstance(op, Put) else {end // PER_CHUNK}
+                    beside = [other for other in ops if other is not op and getattr(other, "path", "") == path]
+                    if (
+                        self.merging
+                        or isinstance(op, Resize)
+                        or any(isinstance(o, Append) for o in (op, *beside) if beside)
+                    ):
+                        chunks = set(range(-(-max(end, len(self.before.get(path, ()))) // PER_CHUNK)))
+                    taken[path] = taken.get(path, frozenset()) | chunks
+        return self._replace(state=apply(self.state, ops), before=apply(self.before, ops), taken=taken)
 
     def _matches(self, path: str, actual: Cells) -> bool:
         expected, before = self.state[path], self.before.get(path, ())
@@ -114,7 +120,10 @@ class Replay:
     def __init__(self, initial: CommittedVersion, log: Mapping[int, CommittedVersion], history: History) -> None:
         self._history = history
         self._repaired = history.repaired
-        self._head = Expected.exactly(initial.state or {})  # of the newest version that is not a copy
+        state = initial.state or {}
+        self._head = Expected(
+            state, state, {}, merging=history.traits.merging
+        )  # of the newest version that is not a copy
         self._expired: set[int] = set()
         self.states = {history.start: self._head}
         self.tags: dict[int, Mapping[str, int]] = {history.start: initial.tags}
@@ -133,13 +142,13 @@ class Replay:
             expected = expected.after(attempt.all_ops, self.states, takes_over=existed)
             self._set_tags(version, attempt, tags)
         for attempt in [] if former is None else self._history.committed_by(former):
-            before = Expected.exactly(expected.before).after(attempt.all_ops, self.states, takes_over=False)
+            before = expected.exactly(expected.before).after(attempt.all_ops, self.states, takes_over=False)
             expected = expected._replace(before=before.before)
         if record.by_repair and record.replaces:
             expected = self._restated(record)
         self._check_rollback(version, record, tags)
         if record.collection is not None:
-            self._expired.update(record.collection.expired)
+            self._expired = set(range(1, version)) - record.collection.versions
             tags = {t: v for t, v in tags.items() if v not in self._expired}
         if commit.state is not None:
             is_copy = bool(record.source) and existed and commit.state == expected.before  # made before the repair
@@ -182,7 +191,7 @@ class Replay:
     def _restated(self, record: Record) -> Expected:
         """Return the expectation of a version by which a repair commits an older state again."""
         number = record.message.removeprefix(RESTATED).partition(" ")[0]
-        return self.states[int(number)]._replace(existed=False) if number.isdigit() else Expected.exactly({})
+        return self.states[int(number)]._replace(existed=False) if number.isdigit() else self._head.exactly({})
 
 
 def _changed_since_read(version: int, expected: Expected, attempt: Attempt) -> Iterator[str]:

@@ -25,6 +25,7 @@ from tstore.runtime.pool import without_threads
 from tstore.runtime.world import use_world
 from tstore.simulation.client import Client, SimulatedStore
 from tstore.simulation.cooperation import PlannedCommit, cooperate
+from tstore.simulation.history import Traits
 from tstore.simulation.judge import (
     count_objects,
     finish_copy,
@@ -33,7 +34,7 @@ from tstore.simulation.judge import (
     judge_store,
     read_committed,
 )
-from tstore.simulation.repairs import misplace_once, repair_once
+from tstore.simulation.repairs import Repair, misplace_once
 from tstore.simulation.scenario import (
     ARCHIVES,
     UNARCHIVED,
@@ -51,9 +52,10 @@ __all__ = ["BatchResult", "Outcome", "simulate", "simulate_many"]
 
 _DEADLINE = 3_600.0  # virtual seconds within which every host must end
 _BATCH = 25  # runs per task of a process
-_FIRST_REPAIRED, _FIRST_ARCHIVED, _FIRST_WITH_MORE = 1000, 2000, 3000
+_FIRST_REPAIRED, _FIRST_ARCHIVED, _FIRST_WITH_MORE, _FIRST_HARSH = 1000, 2000, 3000, 4000
 _REPAIRED = 0.25  # the share of runs with a repair; before `_FIRST_WITH_MORE`, of those where nothing excludes it
 _MISPLACED = 0.3  # the share of repaired runs in which a record is misplaced
+_REPAIR_CRASHES = (0, 0.005, 0.02)
 _BESIDE = 12  # operations of a host that archives while another one stands still
 _DRAIN = 60.0  # virtual seconds after which all late requests have arrived
 
@@ -93,7 +95,10 @@ class _Run:
         self.start = sum(k.startswith("commits/") for k in objects)  # the newest version before the run
         strict = scenario.strict
         storages = SharedObjects(objects, strict=strict), SharedObjects({}, "mirror", strict=strict)
-        self.primary, self.mirror = (SimulatedStore(s, self.start, lagging=lagging) for s in storages)
+        traits = Traits(
+            lagging, merging=scenario.layout == "cut", wrong_roots=scenario.roots not in ("intact", "missing")
+        )
+        self.primary, self.mirror = (SimulatedStore(s, self.start, traits) for s in storages)
         self.mirror.history.skip_values()
         more = random.Random(f"more {seed}")
         drawn = {name: w for name, w in (("roll_back", 0.2), ("write_with_zarr", 0.6)) if more.random() < 0.4}
@@ -194,15 +199,24 @@ class _Run:
 
     async def _repair(self) -> None:
         """Void a version while the others work, or put a record in the place of one."""
-        rng = random.Random(f"repair of {self.seed}")
+        rng, history = random.Random(f"repair of {self.seed}"), self.primary.history
         await asyncio.sleep(rng.uniform(1, 20))
-        with self._new_host("repair") as host:
-            host.rates = NO_FAULTS  # but others work between its requests
-            storage, history = HostStorage(self.primary.storage, host), self.primary.history
-            if self.seed >= _FIRST_WITH_MORE and rng.random() < _MISPLACED:
-                await misplace_once(storage, self.foreign_records, history, rng)
-            else:
-                await repair_once(storage, history, rng)
+        misplaces = self.seed >= _FIRST_WITH_MORE and rng.random() < _MISPLACED
+        crashes = rng.choice(_REPAIR_CRASHES) if self.seed >= _FIRST_HARSH else 0
+        repair = Repair(history, rng)
+        for restart in range(4):
+            with self._new_host(f"repair{restart or ''}") as host:
+                # the others work between its requests
+                host.rates = NO_FAULTS._replace(crashes=crashes if restart < 3 and not misplaces else 0)
+                storage = HostStorage(self.primary.storage, host)
+                work = (
+                    misplace_once(storage, self.foreign_records, history, rng)
+                    if misplaces
+                    else repair.run(storage)
+                )
+                if await _survived(host, asyncio.create_task(work)):
+                    return
+            await asyncio.sleep(rng.uniform(0, 20))
 
     async def _run_cooperation(self, number: int) -> None:
         """Run the attempts of a cooperative transaction, sequentially or concurrently."""

@@ -53,10 +53,10 @@ async def _read(client: Client, fraction: float | None = None) -> None:
             snapshot = await client.store.snapshot(low + int(fraction * (snapshot.version - low + 1)))
         await asyncio.sleep(client.random.expovariate(2))
         state = await read_state(snapshot)
-        if client.history.lagging and snapshot.version < client.history.start:
+        if client.history.traits.lagging and snapshot.version < client.history.start:
             return  # stale listings or sizes hid the versions of the run
         client.host.log(f"reads version {snapshot.version}")
-        newest = fraction is None and not client.history.lagging
+        newest = fraction is None and not client.history.traits.lagging
         client.history.reads.append(Read(client.host.name, began, snapshot.version, state, newest=newest))
 
 
@@ -78,12 +78,13 @@ async def _restore(client: Client) -> None:
 
 async def _verify(client: Client) -> None:
     """Verify the store, which must be valid at any time, except for roots that the scenario damaged."""
+    history, repairing, repaired = client.history, client.history.repairing, client.history.repaired
     with client.expecting("verify", Unavailable):
         for fault in (await client.store.verify()).faults:
-            if "roots/" not in fault and not (
-                client.history.lagging or client.history.repairing
-            ):  # stale sizes make objects seem absent
-                client.history.add_violation(f"{client.host.name} verified: {fault}")
+            beside = repairing or history.repairing or repaired is not history.repaired
+            # stale sizes make objects seem absent
+            if "roots/" not in fault and not (history.traits.lagging or beside):
+                history.add_violation(f"{client.host.name} verified: {fault}")
 
 
 async def _collect(client: Client) -> None:
