@@ -290,3 +290,15 @@ async def test_a_collection_that_writes_a_root_only_after_a_repair_leaves_none_w
         with contextlib.suppress(TimelineChanged):
             await collection
         await check_without_v3(store)
+
+
+async def test_versions_that_expire_while_a_repair_looks_for_damage_are_not_damaged() -> None:
+    store, faults = await open_faulty(f"memory://{uuid.uuid4()}")
+    for step in range(3):
+        await tstore.save(store, {"w": np.full(4000, step)}, step)
+    gate = faults.hold("head", "txn/*/pack-*")
+    repair = asyncio.create_task(store.repair())
+    await gate.reached()
+    await (await tstore.open(store.url)).collect(Keep(last=1))
+    gate.release()
+    assert (await repair).damaged == []

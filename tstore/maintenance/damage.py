@@ -225,6 +225,8 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
             repairs.add(version, record)
             if record.resumes:
                 resumed[version] = record.resumes
+    if damaged and (await known_expiry(log.anew(), await log.anew().newest())).collection != known.collection:
+        return await damaged_versions(log.anew(), voided)  # what seems damaged may have expired meanwhile
     reasons = {v: reason for v, reason in (await repairs.restored()).items() if v not in voided}
     if not voided and all(damage.record_intact for damage in damaged):  # else another repair will list these too
         reasons |= {v: interrupted_message(log.storage.url, v) for v in repairs.unlisted}
