@@ -31,7 +31,8 @@ from tstore.server import Server
 from tstore.simulation.scenario import override_constants
 from tstore.storage.base import Storage
 from tstore.storage.connect import connect
-from tstore.storage.objects import Durability
+from tstore.storage.objects import Durability, Tuning
+from tstore.store import Store
 
 EVERY = 4
 
@@ -504,3 +505,23 @@ async def test_a_record_that_is_copied_late_is_not_beside_its_archive(tmp_path: 
 
 def test_ends() -> None:
     assert [archive_end(version) for version in (1, 4, 5, 8, 9)] == [4, 4, 8, 8, 12]
+
+
+class Concurrent(Faults):
+    """Gets many requests at once, as a bucket does."""
+
+    tuning = Tuning(64, batch=1 << 20, piece=1 << 20, gap=0)
+
+
+async def test_a_search_during_which_records_are_archived_and_deleted_goes_on_above_the_archive() -> None:
+    """It looks for the archive before that exists, and for a record of it after that is deleted."""
+    url = f"memory://{uuid.uuid4()}"
+    store = await fill(url, range(19))
+    await store.log.storage.delete("latest")
+    faults = Concurrent(connect(url))
+    gate = faults.hold("get", commit_key(8))
+    snapshot = asyncio.create_task(Store(faults, store.marker, "r").snapshot())
+    await gate.reached()
+    await compact(store)
+    gate.release()
+    assert (await snapshot).version == 19

@@ -153,6 +153,11 @@ class CommitObjects:
         """Read the archive of a version again when it is needed next, since a repair may have replaced it."""
         self._loaded.pop(archive_end(version), None)
 
+    @property
+    def last_archived(self) -> int:
+        """The last version in an archive that has been read, 0 without any."""
+        return max(self._existing, default=0)
+
     def is_archived(self, version: int) -> bool:
         """Return whether an archive that has been read has the record of a version."""
         return archive_end(version) in self._existing

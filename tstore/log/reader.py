@@ -197,6 +197,9 @@ class LogReader:
             search = self._probe_newer(known) if known else self._gallop_from_hint()
             bounds, _ = await asyncio.gather(search, self.records.refetch(*self.records.last))
         newest = await self._bisect(bounds)
+        # an archive that was created during the search hides records that were deleted during it
+        while newest < self.commits.last_archived:
+            newest = await self._bisect(await self._gallop(self.commits.last_archived))
         self._newest = max(self._newest, newest)
         return newest
 
