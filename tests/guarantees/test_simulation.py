@@ -385,7 +385,7 @@ QUICK = {
     "another's record taken for one's own": 1,
     "lost response taken for a failure": 2,
     "no void record": 2,
-    "next number without a void record": 35,
+    "next number without a void record": 34,
     "unknown outcome reported as a failure": 75,
     "create that overwrites": 1,
     "the hint is trusted": 19,
