@@ -5,6 +5,6 @@
    `storage`: object storage that injects faults. `repairs`: a repair beside the other work.
 3. `client`: the store as opened by a host. `workload`: the random work of a host, with `edits`,
    `zarr_edits` and `cooperation`.
-4. `history`: what hosts did and saw. `judge`: reads the final store. `checker`: checks it against the history
-   (`write_sets`).
+4. `history`: what hosts did and saw. `replay`: the states that it must have led to. `judge`: reads the final
+   store. `checker`: checks it against the history (`write_sets`).
 """
