@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import tstore
 from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.restore import restore
+from tstore.checkpoint.save import save
 from tstore.errors import Denied, InvalidArgument, Unavailable
 from tstore.format.layout import MARKER
 from tstore.hosts.processes import Job, serve_commands
@@ -30,6 +31,7 @@ from tstore.storage.connect import connect
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability
+from tstore.store import Store, open
 
 __all__ = ["bench", "serve"]
 
@@ -60,7 +62,7 @@ async def bench(
     if isinstance(connect(url), MemoryStorage):
         raise InvalidArgument(f"{url} is not shared between processes; pass a folder or the URL of a server")
     rows = max(1, round(size / (4 * _COLUMNS * _ARRAYS * hosts)))
-    async with await tstore.open(url, "x") as store:
+    async with await open(url, "x") as store:
         try:
             async with Job(hosts, __name__) as job:
                 progress(f"starting {hosts} host processes")
@@ -115,7 +117,7 @@ async def _save_and_restore(
     return saves, restores, differing
 
 
-async def _lost_commits(store: tstore.Store, acknowledged: list[int]) -> int:
+async def _lost_commits(store: Store, acknowledged: list[int]) -> int:
     """Return how many small commits are lost, from the number of acknowledged commits of each host."""
     snapshot = await store.snapshot()
     lost = 0
@@ -151,7 +153,7 @@ class _Worker:
 
     async def open(self, url: str, rows: int, durability: str) -> None:
         """Open the store and generate this host's rows."""
-        self._store = await tstore.open(url, "r+")
+        self._store = await open(url, "r+")
         self._durability: Any = durability
         self._rows = rows
         self._region = slice(self._number * rows, (self._number + 1) * rows), slice(0, _COLUMNS)
@@ -163,7 +165,7 @@ class _Worker:
         for part in self._parts.values():
             np.add(part, 1, out=part)  # otherwise the save would only reference the chunks of the previous step
         started = time.perf_counter()
-        await tstore.save(
+        await save(
             self._store,
             {name: self._shard(part) for name, part in self._parts.items()},
             step,
@@ -179,7 +181,7 @@ class _Worker:
         """Restore the rows of a step, and return the duration in seconds and the number of arrays that differ."""
         target = {name: self._shard(None) for name in self._parts}
         started = time.perf_counter()
-        restored = await tstore.restore(self._store, step, target=target)
+        restored = await restore(self._store, step, target=target)
         elapsed = time.perf_counter() - started
         same = [np.array_equal(restored[name].parts[0][1], part) for name, part in self._parts.items()]
         return elapsed, same.count(False)

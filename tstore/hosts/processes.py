@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-import tstore
 from tstore import errors
 from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.restore import restore
+from tstore.checkpoint.save import save
 from tstore.checkpoint.structure import flatten, unflatten
 from tstore.convert.safetensors import open_tensors
 from tstore.errors import DeadlineExceeded, TStoreError, Unavailable
@@ -35,6 +36,7 @@ from tstore.sharding import Mesh, P
 from tstore.storage.base import PackWriter, Storage
 from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
 from tstore.storage.wrapper import Wrapper
+from tstore.store import open
 
 __all__ = ["STRUCTURE", "Host", "Job", "Reply", "read_weights", "same_bits", "serve", "serve_commands"]
 
@@ -169,11 +171,11 @@ class _Worker:
         self, store: str, step: int, attempt: str, timeout: float, halt: bool = False
     ) -> dict[str, float]:
         """Save the shards and return the version and the seconds; with `halt`, hang after half of the bytes."""
-        async with await tstore.open(store) as opened:
+        async with await open(store) as opened:
             if halt:
                 opened.log.storage = _HaltingStorage(opened.log.storage, self._size // 2, self._report_halt)
             started = time.perf_counter()
-            version = await tstore.save(
+            version = await save(
                 opened, self._tree, step, host=self._number, hosts=self._count, attempt=attempt, timeout=timeout
             )
             return {"version": version, "seconds": time.perf_counter() - started}
@@ -190,7 +192,7 @@ class _Worker:
         device_mesh = Mesh(mesh)
         target = {path: self._target(array, device_mesh) for path, array in tensors.items()}
         started = time.perf_counter()
-        tree = await tstore.restore(store, step, target=unflatten(document, target))
+        tree = await restore(store, step, target=unflatten(document, target))
         seconds = time.perf_counter() - started
         size, differing = 0, []
         for path, leaf in flatten(tree)[1].items():
