@@ -260,6 +260,22 @@ async def check_resumed(url: str, newest: int, readable: range, lost: tuple[int,
         assert report.faults == []
 
 
+@pytest.mark.parametrize("hint", [True, False])
+@pytest.mark.parametrize("lost", [(12,), (11, 12), (8, 12)])
+async def test_a_root_vouches_for_a_record_that_was_deleted(lost: tuple[int, ...], hint: bool) -> None:
+    """A search for the newest version ends there, but the commits after it follow the root."""
+    store = await filled(14)
+    for version in lost:
+        await store.log.storage.delete(commit_key(version))
+    if not hint:
+        await store.log.storage.delete("latest")
+    report = await (await tstore.open(store.url)).repair()
+    assert [one.version for one in report.damaged] == list(lost)
+    assert all("keep its changes" in one.reason for one in report.damaged)
+    assert (await (await tstore.open(store.url)).repair(void=lost)).ok
+    assert await read(store.url) == expected(14)
+
+
 @pytest.mark.parametrize("lost", [(2,), (4,), (5,), (7, 8), (3, 9), (1, 2, 3, 4, 5), tuple(range(1, 9)), (8, 16)])
 async def test_a_root_vouches_for_a_lost_record(lost: tuple[int, ...]) -> None:
     """From the next root on, nothing changes; the versions before it lack what was lost."""
