@@ -81,7 +81,7 @@ class Expected(NamedTuple):
 
     def after(self, ops: Sequence[Op], states: Mapping[int, Expected], *, takes_over: bool) -> Expected:
         """Return the expectation of the next version; one before a repair `takes_over` chunks that it patches."""
-        taken = dict(self.taken)
+        taken, whole = dict(self.taken), set[str]()
         for op in ops:
             match op:
                 case CopyVersion(version):
@@ -93,15 +93,17 @@ class Expected(NamedTuple):
                 case Put(path) | Append(path) | Resize(path) if takes_over:
                     end = len(self.state.get(path, ()))
                     chunks = op.touched_chunks if isinstance(op, Put) else {end // PER_CHUNK}
-                    beside = [other for other in ops if other is not op and getattr(other, "path", "") == path]
-                    if (
-                        self.merging
-                        or isinstance(op, Resize)
-                        or any(isinstance(o, Append) for o in (op, *beside) if beside)
-                    ):
-                        chunks = set(range(-(-max(end, len(self.before.get(path, ()))) // PER_CHUNK)))
                     taken[path] = taken.get(path, frozenset()) | chunks
-        return self._replace(state=apply(self.state, ops), before=apply(self.before, ops), taken=taken)
+                    beside = [o for o in ops if getattr(o, "path", "") == path]
+                    appends = any(isinstance(o, Append) for o in beside)  # beside other changes, it is a resize
+                    if self.merging or isinstance(op, Resize) or (appends and len(beside) > 1):
+                        whole.add(path)
+        state, before = apply(self.state, ops), apply(self.before, ops)
+        for path in whole & before.keys():
+            taken[path] = frozenset(range(len(before[path])))
+            if len(state.get(path, ())) != len(before[path]):  # the metadata is that of then, too
+                state[path] = before[path]
+        return self._replace(state=state, before=before, taken=taken)
 
     def _matches(self, path: str, actual: Cells) -> bool:
         expected, before = self.state[path], self.before.get(path, ())
