@@ -26,7 +26,7 @@ def test_the_report_is_complete_and_nothing_is_left(tmp_path: Path, capfd: pytes
     assert abs(report["bytes"] - 1_000_000) < 200_000
     assert [len(report[f"{what}_seconds"]) for what in ("save", "restore")] == [2, 2]
     assert 0 < report["median_seconds"] <= report["p99_seconds"]
-    assert report["commits"] > 3
+    assert report["commits"] >= 3  # each host makes one at least, however slow the machine is
     assert (report["ok"], report["lost"], report["differing"], report["removed"]) == (True, 0, 0, True)
     assert not place.exists()
     assert main(["bench", str(place), *options, "--durability", "none"]) == 0

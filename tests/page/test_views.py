@@ -143,7 +143,7 @@ async def test_a_new_version_reads_only_the_new_records(
     await tstore.save(store, {"w": w + 1}, step=400)
     read.clear()
     assert (await document(server, ""))["count"] == 40
-    assert len(read) <= 2
+    assert len(read) <= 3  # the new one, and those before it that it and the last one follow
 
 
 async def test_a_history_that_changed_is_shown_as_a_new_server_shows_it(
