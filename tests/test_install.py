@@ -114,8 +114,10 @@ follow_imports = skip
 """What tstore and its guides import from these is no matter of users' types, and takes mypy most of its time."""
 
 MISUSE = """
+import tstore as awaited
 import tstore.sync as tstore
 store = tstore.open("s")
+awaited.sav("s", {}, 1)
 store.transaction(1)
 store.transaction(tags="t")
 store.snapshot().version()
@@ -215,7 +217,7 @@ def imports_torch_or_jax(text: str) -> bool:
 
 def judge(errors: set[tuple[str, int]]) -> None:
     """Assert that exactly the lines of misuse have errors."""
-    assert errors == {("misuse.py", line) for line in range(4, 1 + MISUSE.count("\n"))}
+    assert errors == {("misuse.py", line) for line in range(5, 1 + MISUSE.count("\n"))}
 
 
 def test_mypy_accepts_the_documents_and_a_users_script(clone: Clone, pytestconfig: pytest.Config) -> None:

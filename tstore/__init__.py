@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tstore import errors, sharding
+    from tstore import jax as jax
+    from tstore import torch as torch
+    from tstore import zarr as zarr
     from tstore.array import Appended, Array
     from tstore.checkpoint.background import BackgroundSave, save_async
     from tstore.checkpoint.checkpointer import Checkpointer
@@ -124,13 +127,15 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return importlib.import_module(f"tstore.{name}")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"tstore.{_MODULES[name]}"), name)
-    return value
+if not TYPE_CHECKING:  # a type checker that saw it would accept every name, also a misspelt one
+
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return importlib.import_module(f"tstore.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f"tstore.{_MODULES[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:

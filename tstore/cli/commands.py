@@ -54,7 +54,8 @@ def run_command(arguments: Sequence[str]) -> int:
         context = getattr(error, "ctx", None)
         command = f"tstore {words[0]}" if words and words[0] in cli.commands else "tstore"
         name = context.command_path if context is not None else command
-        message = error.format_message()
+        message = error.format_message().replace("valid integer range", "valid integer")
+        message = message.replace("valid float range", "valid number")
         advice = f" See {name} --help" if message.endswith("?") else f"; see {name} --help"
         return fail("Misuse", message.rstrip(".") + advice, as_json, MISUSED)
     except TStoreError as error:  # from the validation of an argument

@@ -131,6 +131,7 @@ def diff(store: str, before: int | str, after: int | str, budget: int | None, as
     A and B are version numbers or tags. The output lists the arrays that differ, how many of their chunks differ,
     and for float arrays, of the values in these chunks: the norm of the difference relative to that of the values,
     the largest difference, and the SQNR (see `tstore quantize --help`). The arrays that changed most come first.
+    The last line also names the groups that were added or removed, or whose attributes or Python scalars differ.
     """
 
     async def work(progress: Progress) -> Document:
