@@ -75,7 +75,7 @@ def test_each_name_is_that_which_type_checkers_see() -> None:
 
 
 @pytest.mark.parametrize("module", [tstore, tstore.sync], ids=["tstore", "tstore.sync"])
-def test_all_names_complete_and_a_typo_is_an_attribute_error(module: object) -> None:
-    assert {*tstore.__all__, "jax", "torch", "zarr"} <= set(dir(module))
+def test_exactly_the_public_names_complete_and_a_typo_is_an_attribute_error(module: object) -> None:
+    assert {*tstore.__all__, "jax", "torch", "zarr"} == {name for name in dir(module) if not name.startswith("_")}
     with pytest.raises(AttributeError, match="has no attribute 'sav'"):
         module.sav  # type: ignore[attr-defined]  # noqa: B018

@@ -139,4 +139,4 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every name, als
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+    return sorted({*__all__, *_PACKAGES, "__version__"})

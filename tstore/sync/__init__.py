@@ -264,4 +264,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "jax", "torch", "zarr"})
+    return sorted([*__all__, "jax", "torch", "zarr"])
