@@ -226,7 +226,7 @@ class VoidRecords:
         """Write the records; return the keys at which those that they replace were saved."""
         storage = self._log.storage
         saved = [(saved_key(version, data), data) for version, data in self._former.items()]
-        saved += [(f"damaged/{end:020d}-{xxhash.xxh3_128_hexdigest(d)}", d) for end, d in self._damaged.items()]
+        saved += [(saved_key(end, data), data) for end, data in self._damaged.items()]
         for some in batched(saved):
             await together(lambda item: _create(storage, *item), some)
         if self._archives:
@@ -270,7 +270,7 @@ class VoidRecords:
 
 
 def saved_key(version: int, data: bytes) -> str:
-    """Return the key at which the record of a voided version is saved."""
+    """Return the key at which the record of a voided version, or the damaged archive up to it, is saved."""
     return f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"
 
 
