@@ -150,6 +150,33 @@ async def test_one_of_two_damaged_records_is_not_voided_alone() -> None:
     await check_works(store.url)
 
 
+@pytest.mark.parametrize("hint", [True, False])
+@pytest.mark.parametrize(("deleted", "damaged"), [((1,), (2,)), ((2, 4), ()), ((1, 4), (3, 5))])
+async def test_damage_above_a_gap_is_listed(
+    deleted: tuple[int, ...], damaged: tuple[int, ...], hint: bool
+) -> None:
+    """A search for the newest version ends at the gap, but a repair has to void what is lost above it too."""
+    store = await filled(0, 1, 2, 3, 4, 5)
+    for version in deleted:
+        await store.log.storage.delete(commit_key(version))
+    for version in damaged:
+        await damage(store, version)
+    if not hint:
+        await store.log.storage.delete("latest")
+    store = await tstore.open(store.url)
+    lost = sorted({*deleted, *damaged})
+    assert [(one.version, one.record_intact) for one in (await store.repair()).damaged] == [
+        (version, False) for version in lost
+    ]
+    before = await store.log.storage.list("")
+    with pytest.raises(InvalidArgument, match="nothing was voided"):
+        await store.repair(lost[:1])
+    assert await store.log.storage.list("") == before
+    assert (await store.repair(lost)).ok
+    assert (await (await tstore.open(store.url)).verify()).faults == []
+    await check_works(store.url)
+
+
 async def test_verify_checks_what_a_later_root_can_reach() -> None:
     """Versions between the damaged record and the root can't be built; the chunks of version 5 are in the root."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")

@@ -48,6 +48,7 @@ __all__ = [
     "last_readable_collection",
     "listed_records",
     "missing_records",
+    "newest_beyond_gaps",
 ]
 
 _MAX_MISSING = 1000
@@ -180,14 +181,14 @@ async def check_named(log: LogReader, version: int, record: Record) -> None:
 
 
 async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> list[DamagedVersion]:
-    """Return the versions that are damaged or of a newer tstore, in order. No record above a gap is read.
+    """Return the versions that are damaged or of a newer tstore, in order, also those above a gap.
 
     With `voided`, return those that would be damaged if these versions were void. It maps each to the version from
     which on its changes are known nevertheless, 0 for none (`Record.resumes`). Raise `Corrupt` if an archive is of
     another history than the records beside it, which it hides, or if more records are missing below the newest
     version than can be lost.
     """
-    newest, records = await log.newest(), await listed_records(log)
+    newest, records = await newest_beyond_gaps(log), await listed_records(log)
     if gap := await long_gap(log, newest, records):
         raise Corrupt(gap.message(log.storage.url))
     for fault in await foreign_archives(log, newest, records):
@@ -225,7 +226,7 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
             repairs.add(version, record)
             if record.resumes:
                 resumed[version] = record.resumes
-    if damaged and (await known_expiry(log.anew(), await log.anew().newest())).collection != known.collection:
+    if damaged and (await known_expiry(log.anew(), await newest_beyond_gaps(log.anew()))).collection != known.collection:
         return await damaged_versions(log.anew(), voided)  # what seems damaged may have expired meanwhile
     reasons = {v: reason for v, reason in (await repairs.restored()).items() if v not in voided}
     if not voided and all(damage.record_intact for damage in damaged):  # else another repair will list these too
@@ -233,12 +234,7 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
     damaged = [damage for damage in damaged if damage.version not in reasons]
     damaged += [DamagedVersion(version, reason, True) for version, reason in reasons.items()]
     damaged += await _lost_with_roots(log, resumed, newest)
-    damaged.sort(key=lambda damage: damage.version)
-    for version in await missing_records(log, newest):
-        if version not in voided:
-            reason = f"{log.storage.url}: {commit_key(version)} is missing although later commits exist"
-            damaged.append(DamagedVersion(version, reason, False))
-    return damaged
+    return sorted(damaged)
 
 
 async def _lost_with_roots(log: LogReader, resumed: Mapping[int, int], newest: int) -> list[DamagedVersion]:
@@ -315,6 +311,15 @@ async def missing_records(log: LogReader, newest: int) -> list[int]:
     Readers stop at the first of them. On storage that can't be listed, only some of the later numbers are probed.
     """
     return await _missing_among(log, newest, await listed_records(log))
+
+
+async def newest_beyond_gaps(log: LogReader) -> int:
+    """Return the newest version if those that `missing_records` finds existed: a search for it ends at the first."""
+    newest, listed = await log.newest(), await listed_records(log)
+    existing = {*listed, *await _missing_among(log, newest, listed)}
+    while newest + 1 in existing:
+        newest += 1
+    return newest
 
 
 async def foreign_archives(log: LogReader, newest: int, listed: Sequence[int]) -> list[str]:

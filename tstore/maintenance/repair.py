@@ -66,19 +66,12 @@ from tstore.format.tree.tree import Tree
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
-from tstore.maintenance.damage import DamagedVersion, damaged_versions
+from tstore.maintenance.damage import DamagedVersion, damaged_versions, newest_beyond_gaps
 from tstore.maintenance.gc import Overtaken
 from tstore.maintenance.past_repairs import PastRepairs
 from tstore.maintenance.repair_plan import RepairPlan, condemned_by
 from tstore.maintenance.replay import UNREADABLE
-from tstore.maintenance.void_records import (
-    VoidRecords,
-    archived,
-    is_voided,
-    lost_with_archives,
-    newest_beyond_gaps,
-    resumed_without,
-)
+from tstore.maintenance.void_records import VoidRecords, archived, is_voided, lost_with_archives, resumed_without
 from tstore.runtime import world
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -138,7 +131,7 @@ async def repair_store(
         known = await resumed_without(LogReader.strict(storage, log_id), lost)
         return RepairReport([_with_consequence(one, known) for one in damaged], [], [], None, [])
     # `log.newest` ends at a gap in the log, but later commits decide what is lost
-    newest = max([await newest_beyond_gaps(log, lost), *(damage.version for damage in damaged)])
+    newest = await newest_beyond_gaps(log)
     await _check_voidable(log, wanted, newest, lost, void_intact)
     named = {damage.version for damage in damaged}
     records = await VoidRecords.make(LogReader.strict(storage, log_id), wanted, lost, named, newest)

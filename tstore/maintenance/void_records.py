@@ -24,7 +24,7 @@ from tstore.format.objects.records import REPAIR, REPLACED, RESUMES, VOIDED, Rec
 from tstore.log.commits import CommitObjects
 from tstore.log.expiry import named_collection
 from tstore.log.reader import LogReader
-from tstore.maintenance.damage import listed_records
+from tstore.maintenance.damage import newest_beyond_gaps
 from tstore.maintenance.lost_records import named_checks, resumptions
 from tstore.maintenance.replay import UNREADABLE
 from tstore.runtime import world
@@ -33,7 +33,7 @@ from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
 
-__all__ = ["VoidRecords", "archived", "is_voided", "lost_with_archives", "newest_beyond_gaps", "resumed_without"]
+__all__ = ["VoidRecords", "archived", "is_voided", "lost_with_archives", "resumed_without"]
 
 
 async def lost_with_archives(log: LogReader, wanted: Sequence[int], lost: Set[int]) -> set[int]:
@@ -59,16 +59,8 @@ async def resumed_without(log: LogReader, lost: Set[int]) -> dict[int, int]:
         with contextlib.suppress(Corrupt):  # it is too long
             records[version] = await _object(log, version)
     named = await named_checks(log, records)
-    newest = max([await newest_beyond_gaps(log, lost), *lost])
+    newest = await newest_beyond_gaps(log)
     return await resumptions(log, named, newest + 1, newest)
-
-
-async def newest_beyond_gaps(log: LogReader, lost: Set[int]) -> int:
-    """Return the newest version if those in `lost` existed, at which a search for it may end."""
-    newest, existing = await log.newest(), {*lost, *await listed_records(log)}
-    while newest + 1 in existing:
-        newest += 1
-    return newest
 
 
 def archived(url: str, version: int) -> InvalidArgument:
