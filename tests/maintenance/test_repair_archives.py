@@ -449,6 +449,27 @@ async def test_without_its_root_a_lost_record_is_an_error_and_can_be_voided_agai
     assert (await (await tstore.open(store.url)).verify()).faults == []
 
 
+async def test_a_lost_root_that_only_older_living_versions_need_is_listed() -> None:
+    """The head has another root with the changes of the lost record, and keeps them."""
+    store = await filled(18)
+    await lose(store, 6)
+    assert (await (await tstore.open(store.url)).repair(void=[6])).ok
+    root = await store.log.storage.get(root_key(8))
+    await damage(store.log.storage, root_key(8))
+    assert await read(store.url) == expected(18)
+    [damaged] = (await (await tstore.open(store.url)).repair()).damaged
+    assert damaged.version == 6
+    assert root_key(8) in damaged.reason
+    assert "versions from 16 on keep its changes" in damaged.reason
+    await store.log.storage.replace(root_key(8), root)
+    assert (await (await tstore.open(store.url)).repair()).damaged == []
+    await damage(store.log.storage, root_key(8))
+    assert (await (await tstore.open(store.url)).repair(void=[6])).ok
+    assert await read(store.url) == expected(18)
+    assert await read(store.url, 10) == expected(10, 6)
+    assert (await (await tstore.open(store.url)).verify()).faults == []
+
+
 async def test_a_version_whose_changes_a_needed_root_has_is_not_voided() -> None:
     store = await filled(22)
     await lose(store, 6)

@@ -15,6 +15,7 @@ another version is damaged does not count as damaged.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -217,6 +218,7 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
     inherited = _Inherited(log, Replay(log, living, voided), living)
     repairs = PastRepairs(log)
     resumed: dict[int, int] = {}  # by lost version, the one whose root has its changes
+    changing: list[int] = []  # living versions that change the head
     async for version, (record, damage) in log.each(check, (v for v in range(1, newest + 1) if v not in voided)):
         if damage is not None:
             damaged.append(damage)
@@ -226,6 +228,8 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
             repairs.add(version, record)
             if record.resumes:
                 resumed[version] = record.resumes
+            if living(version) and not (changes_nothing(record) or record.source):
+                changing.append(version)
     if damaged and (await known_expiry(log.anew(), await newest_beyond_gaps(log.anew()))).collection != known.collection:
         return await damaged_versions(log.anew(), voided)  # what seems damaged may have expired meanwhile
     reasons = {v: reason for v, reason in (await repairs.restored()).items() if v not in voided}
@@ -233,21 +237,28 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
         reasons |= {v: interrupted_message(log.storage.url, v) for v in repairs.unlisted}
     damaged = [damage for damage in damaged if damage.version not in reasons]
     damaged += [DamagedVersion(version, reason, True) for version, reason in reasons.items()]
-    damaged += await _lost_with_roots(log, resumed, newest)
+    damaged += await _lost_with_roots(log, resumed, [*changing, newest])
     return sorted(damaged)
 
 
-async def _lost_with_roots(log: LogReader, resumed: Mapping[int, int], newest: int) -> list[DamagedVersion]:
-    """Return the lost versions whose changes are lost too, since the root that had them is, and is needed."""
-    damaged = []
-    try:
-        if resumed:
-            await log.head(newest)
-    except UNREADABLE as error:
-        for version, root in resumed.items():
-            if root_key(root) in str(error):
-                damaged.append(DamagedVersion(version, str(error), False))
-    return damaged
+async def _lost_with_roots(
+    log: LogReader, resumed: Mapping[int, int], needing: Sequence[int]
+) -> list[DamagedVersion]:
+    """Return the lost versions whose changes are lost too, since the root that had them is.
+
+    `needing` are the versions whose trees are needed, in order.
+    """
+    reasons: dict[int, str] = {}  # by root
+    for root in set(resumed.values()):
+        for version in needing[bisect.bisect_left(needing, root) :]:
+            try:
+                await log.head(version)
+                break  # so can later versions be read
+            except UNREADABLE as error:
+                if root_key(root) in str(error):
+                    reasons[root] = str(error)
+                    break
+    return [DamagedVersion(v, reasons[root], False) for v, root in resumed.items() if root in reasons]
 
 
 class _Inherited:
