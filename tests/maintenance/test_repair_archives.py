@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.http_server import ADMIN, everybody
+from tests.support.http_server import ADMIN, WRITE, everybody
 from tstore import Keep
 from tstore.cli import main
 from tstore.conformance.faults import Faults
@@ -27,6 +27,7 @@ from tstore.errors import (
     AlreadyExists,
     Conflict,
     Corrupt,
+    Denied,
     InvalidArgument,
     TimelineChanged,
     TStoreError,
@@ -535,6 +536,23 @@ async def test_a_copy_to_a_server_has_the_root_that_alone_has_the_changes_of_a_l
     assert await store.log.storage.list("roots/") == [root_key(16)]
     served = f"memory://{uuid.uuid4()}"
     async with Server(served, access=everybody()) as server:
+        await tstore.copy(store.url, server.url, storage_options={"token": ADMIN})
+    assert await read(served) == await read(store.url)
+    assert (await (await tstore.open(served)).verify()).faults == []
+
+
+async def test_a_copy_that_may_not_bring_the_root_with_lost_changes_is_denied() -> None:
+    """A copy that was killed has left all records, but no root; one with another token completes it."""
+    store = await filled(11)
+    await lose(store, 6)
+    await (await tstore.open(store.url)).repair(void=[6])
+    served = f"memory://{uuid.uuid4()}"
+    await tstore.copy(store.url, served)
+    for version in (8, 12):
+        await (await tstore.open(served)).log.storage.delete(root_key(version))
+    async with Server(served, access=everybody()) as server:
+        with pytest.raises(Denied, match=f"the copy lacks {root_key(8)}, .* scope admin"):
+            await tstore.copy(store.url, server.url, storage_options={"token": WRITE})
         await tstore.copy(store.url, server.url, storage_options={"token": ADMIN})
     assert await read(served) == await read(store.url)
     assert (await (await tstore.open(served)).verify()).faults == []

@@ -14,8 +14,8 @@
    ends without creating any later record. Records that the destination has lost are created first; a damaged
    record is an error.
 6. Create the roots, whose records exist by now. A server refuses a root that it can't derive from its own records;
-   the root is then omitted, since it only saves time. It accepts one that has the changes of a lost record, and so
-   is needed (`Record.resumes`).
+   the root is then omitted, since it only saves time. One with the changes of a lost record is needed
+   (`Record.resumes`): the server accepts it with the scope admin; without that, the copy is `Denied`.
 7. If the destination was not a store, create the marker.
 8. Write the `latest` hint.
 9. Archive the records of old versions (`compaction`), which were created one by one.
@@ -361,8 +361,7 @@ class _Copy:
         for version in versions:  # one at a time: each may be large
             if (data := await self._root(version)) is not None:
                 await self._records.check_unchanged()
-                with contextlib.suppress(InvalidArgument):  # a server refuses a root it can't derive itself
-                    await self._destination.create(root_key(version), data)
+                await self._destination.create_root(version, data)
 
     async def _lacks_root(self, version: int) -> bool:
         """Return whether the destination lacks a root that the source has, as after a killed copy."""

@@ -8,13 +8,16 @@ from uuid import UUID
 
 from tstore.copying.source_records import SourceRecords
 from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, InvalidArgument, NotFound
-from tstore.format.layout import MARKER, commit_key, is_record, version_of
+from tstore.format.layout import MARKER, commit_key, is_record, root_key, version_of
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import REPAIR, Record
+from tstore.format.objects.roots import decode_root
 from tstore.log.commits import CommitObjects, places_of
 from tstore.log.marker import Marker, check_not_nested, read_marker
 from tstore.log.reader import LogReader
+from tstore.log.roots import has_lost_changes
 from tstore.runtime.concurrency import together
+from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.limits import checked_pages
 from tstore.storage.objects import Durability, PutMode
@@ -94,6 +97,20 @@ class Destination:
     async def create(self, key: str, data: bytes) -> bool:
         """Create an object unless it exists; return whether this call created it."""
         return await self._count_created(self.storage.create(key, data, Durability.FSYNC), data)
+
+    async def create_root(self, version: int, data: bytes) -> None:
+        """Create the root of a version, unless a server refuses it, which can derive it itself if it is needed.
+
+        Raise `Denied` if it can't, since only this root has the changes of a lost record.
+        """
+        try:
+            await self.create(root_key(version), data)
+        except InvalidArgument as error:
+            if await has_lost_changes(self.storage, await run(decode_root, data)):
+                raise Denied(
+                    f"{self.storage.url}: the copy lacks {root_key(version)}, which alone has the changes of "
+                    "a lost record; copy again with a token that has the scope admin"
+                ) from error
 
     async def _count_created(self, creation: Awaitable[None], data: bytes) -> bool:
         """Await the creation of an object and count the object; return False if it existed."""

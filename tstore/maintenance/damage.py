@@ -230,8 +230,10 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
                 resumed[version] = record.resumes
             if living(version) and not (changes_nothing(record) or record.source):
                 changing.append(version)
-    if damaged and (await known_expiry(log.anew(), await newest_beyond_gaps(log.anew()))).collection != known.collection:
-        return await damaged_versions(log.anew(), voided)  # what seems damaged may have expired meanwhile
+    if damaged:
+        latest = await known_expiry(log.anew(), await newest_beyond_gaps(log.anew()))
+        if latest.collection != known.collection:  # what seems damaged may have expired meanwhile
+            return await damaged_versions(log.anew(), voided)
     reasons = {v: reason for v, reason in (await repairs.restored()).items() if v not in voided}
     if not voided and all(damage.record_intact for damage in damaged):  # else another repair will list these too
         reasons |= {v: interrupted_message(log.storage.url, v) for v in repairs.unlisted}
@@ -325,7 +327,7 @@ async def missing_records(log: LogReader, newest: int) -> list[int]:
 
 
 async def newest_beyond_gaps(log: LogReader) -> int:
-    """Return the newest version if those that `missing_records` finds existed: a search for it ends at the first."""
+    """Return the newest version if the missing ones existed, the first of which ends a search for it."""
     newest, listed = await log.newest(), await listed_records(log)
     existing = {*listed, *await _missing_among(log, newest, listed)}
     while newest + 1 in existing:
