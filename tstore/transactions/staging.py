@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from tstore.data.writer import PackSet, WriteJob
-from tstore.errors import Corrupt, NotFound
+from tstore.errors import Conflict, Corrupt, NotFound
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.layout import folder_of
 from tstore.format.objects.chunk_refs import ChunkTable
@@ -243,7 +243,7 @@ class Staging:
         long = [a for a in staged.arrays.values() if a.has_long_tables(self._max_rows)]
         for array in long:
             await array.write_segments(self.packs, self.segments, self._max_rows)
-        await self.packs.flush()
+        await self._flush_packs()
         manifest = await run(staged.manifest) if staged.reads_segments else staged.manifest()
         await give_way()
         self.reused = manifest.reused(self.transaction)
@@ -256,6 +256,19 @@ class Staging:
         reference, data = stored(key, manifest)
         await self.log.storage.create(key, data, self._durability)
         return reference
+
+    async def _flush_packs(self) -> None:
+        """Make the packs durable; raise `Conflict` if they were deleted."""
+        try:
+            await self.packs.flush()
+        except NotFound as error:
+            await self.check_not_condemned()
+            raise Conflict(
+                f"{self.log.storage.url}: data of transaction {self.transaction} was deleted, probably by a "
+                "garbage collection whose record was voided since, so nothing was committed; repeat it as a new "
+                "transaction (if it is cooperative, with a new attempt)",
+                [],
+            ) from error
 
     async def validate(self, changes: Changes, newer: Newer) -> Retry | None:
         """Raise `Conflict` unless the changes of this transaction can be committed on top of newer commits.
