@@ -359,7 +359,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "reapplied chunks are not synced": (
         "transactions/test_reapply.py::test_reapplied_chunks_are_durable_once_the_commit_is",
-        Edit(STAGING + "manifest", "await self.packs.flush()", "pass"),
+        Edit(STAGING + "_flush_packs", "await self.packs.flush()", "pass"),
     ),
     "deletions and writes of hosts not compared": (
         "transactions/test_group.py::test_conflicting_changes_of_two_hosts_are_refused",

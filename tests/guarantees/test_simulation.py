@@ -164,7 +164,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "patches reapplied to the old version": [
         Edit(REAPPLY, "(await guard_expiry(log, version, log.head(version))).nodes", "staged.base.nodes")
     ],
-    "packs not finished before the record": [Edit(STAGING + "manifest", "await self.packs.flush()", "pass")],
+    "packs not finished before the record": [Edit(STAGING + "_flush_packs", "await self.packs.flush()", "pass")],
     "fragment check off by one": [
         Edit(MERGE, "self._member.block(level, block)", "self._member.block(level, block)[:-1]")
     ],
