@@ -703,6 +703,29 @@ async def test_a_damaged_archive_beside_its_records_is_deleted() -> None:
     assert (await (await tstore.open(store.url)).verify()).ok
 
 
+@pytest.mark.parametrize("latency", [False, True])
+async def test_an_open_store_goes_on_after_a_damaged_archive_was_deleted(
+    latency: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its records have objects of their own; few archives are in memory."""
+    tuning = MemoryStorage.tuning
+    monkeypatch.setattr(MemoryStorage, "tuning", tuning._replace(streams=tuning.streams + latency))
+    store = await filled(38)
+    await store.collect(None)
+    with override_constants(CACHED_RECORDS=4):
+        opened = [await tstore.open(store.url) for _ in range(4)]
+    for one in opened:
+        for version in range(1, 39):
+            await one.snapshot(version)
+    await store.log.storage.delete(archive_key(8))
+    assert (await opened[0].verify()).ok
+    assert len([commit async for commit in opened[1].history()]) == 38
+    assert (await (await (await opened[2].snapshot(6)).array("x")).read()).tolist() == expected(6)
+    await opened[3].collect(None)
+    await commit(opened[3], 39)
+    assert await read(store.url) == expected(39)
+
+
 # ---- old intact records
 
 

@@ -61,7 +61,9 @@ class CommitObjects:
         """
         end = archive_end(version)
         if end in self._existing:
-            archive, own = await self.archive(end), None
+            if (archive := await self.archive(end)) is None:
+                return await self.get(version, max_size)
+            own = None
         elif self.storage.tuning.latency_bound:
             archive, own = await asyncio.gather(self._shared_look(end), self._own(version, max_size))
         else:
@@ -97,6 +99,8 @@ class CommitObjects:
                 found |= {v: r if len(r) <= SHORT_OBJECT else None for v, r in zip(block, records, strict=True)}
             elif archive is not None:
                 found |= dict.fromkeys(block)  # their archive is damaged
+            elif block[0] not in found:
+                return await self.short_objects(versions)
         return [found[version] for version in versions]
 
     async def leading(self, first: int, stop: int) -> Leading:
@@ -106,8 +110,8 @@ class CommitObjects:
         while first < stop:
             end = archive_end(first)
             if end in self._existing:
-                archive = await self.archive(end)
-                assert archive is not None
+                if (archive := await self.archive(end)) is None:
+                    continue
                 added = [archive.record(version) for version in range(first, min(end + 1, stop))]
             else:
                 keys = map(commit_key, range(first, stop))
@@ -173,7 +177,10 @@ class CommitObjects:
             raise AlreadyExists(f"{self.storage.url}: {commit_key(version)} exists, in an archive")
 
     async def archive(self, end: int) -> Archive | None:
-        """Return the archive that ends at a version, None if there is none; raise `Corrupt` if it is damaged."""
+        """Return the archive that ends at a version, None if there is none; raise `Corrupt` if it is damaged.
+
+        None if it has been deleted, too, as an administrator may do while its records have objects of their own.
+        """
         if (loaded := self._loaded.get(end)) is not None:
             return loaded
         archive = await self._read_archive(end, Archive)
@@ -194,8 +201,9 @@ class CommitObjects:
         key = archive_key(end)
         objects = (await self.storage.leading([key])).objects  # one quick read, which is never stale
         if not objects:
-            if end in self._existing:
+            if end in self._existing and await self.storage.size(commit_key(end)) is None:
                 raise Corrupt(f"{self.storage.url}: {key} is missing; {self.advice}")
+            self._existing.discard(end)
             return None
         try:
             archive = decode(objects[0], kind)
