@@ -29,6 +29,7 @@ from tstore.errors import (
     Corrupt,
     Denied,
     InvalidArgument,
+    SnapshotExpired,
     TimelineChanged,
     TStoreError,
     Unavailable,
@@ -556,6 +557,24 @@ async def test_a_copy_that_may_not_bring_the_root_with_lost_changes_is_denied() 
         await tstore.copy(store.url, server.url, storage_options={"token": ADMIN})
     assert await read(served) == await read(store.url)
     assert (await (await tstore.open(served)).verify()).faults == []
+
+
+async def test_a_collection_with_the_state_of_a_lost_version_expires() -> None:
+    """Root 4, at the collection, has the changes of the lost records; their data goes with the next collection."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    for step in (1, 2, 3):
+        await tstore.save(store, {"w": np.full(4000, step)}, step)
+    assert (await store.collect(Keep(last=1))).version == 4
+    await tstore.save(store, {"w": np.full(4000, 5)}, 5)
+    await lose(store, 1, 2, 3)
+    store = await tstore.open(store.url)
+    assert (await store.repair(void=[1, 2, 3])).ok
+    assert ((await tstore.restore(store, at=4))["w"] == 3).all()
+    await tstore.save(store, {"w": np.full(4000, 6)}, 6)
+    await store.collect(Keep(last=1), abandoned=timedelta(0))
+    store = await tstore.open(store.url)
+    with pytest.raises(SnapshotExpired, match="version 4 "):
+        await tstore.restore(store, at=4)
 
 
 async def test_versions_that_a_lost_collection_expired_with_their_root_are_not_damaged() -> None:

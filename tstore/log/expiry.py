@@ -139,6 +139,7 @@ async def guard_expiry(log: LogReader, version: int, work: Awaitable[T]) -> T:
     except (Corrupt, NotFound) as error:
         try:
             await check_alive(log, version)
+            await _check_lost_state(log, version)
         except SnapshotExpired as expired:
             raise expired from error
         except Unavailable as unknown:
@@ -146,6 +147,18 @@ async def guard_expiry(log: LogReader, version: int, work: Awaitable[T]) -> T:
         except TStoreError:
             pass  # the log is damaged too; the first error says more
         raise
+
+
+async def _check_lost_state(log: LogReader, version: int) -> None:
+    """Raise `SnapshotExpired` if the state of a version below the last collection is that of a lost record.
+
+    Only a root has it, and no collection lists what else needs the data.
+    """
+    if version < await last_collection(log, await log.newest()) and await state_of(log, version) == 0:
+        raise SnapshotExpired(
+            f"{log.storage.url}: version {version} has the state of a version whose record is lost, and a garbage "
+            "collection has deleted data of it; open a newer version (tstore log lists those that are alive)"
+        )
 
 
 async def newest_tree(log: LogReader) -> Tree:
