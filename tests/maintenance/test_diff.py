@@ -19,8 +19,9 @@ import tstore
 import tstore.sync as blocking
 from tstore.cli import main
 from tstore.conformance.faults import open_faulty
-from tstore.errors import InvalidArgument, NotFound
-from tstore.format.layout import ROOT_EVERY, root_key
+from tstore.errors import InvalidArgument, NotFound, SnapshotExpired
+from tstore.format.layout import ROOT_EVERY, is_pack, root_key
+from tstore.storage.memory import MemoryStorage
 
 VALUES = np.random.default_rng(0).standard_normal((8, 8)).astype("f4")
 
@@ -386,3 +387,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["diff", str(tmp_path / "s"), "one", "nine"]) == 1
     assert "no tag 'nine'" in capsys.readouterr().err
     assert main(["diff", str(tmp_path / "s"), "one"]) == 2
+
+
+async def test_a_version_that_expires_while_its_values_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{uuid.uuid4()}"
+    for step in range(3):
+        await tstore.save(url, {"w": np.arange(4000.0) + step}, step)
+    reader = MemoryStorage.reader
+
+    def collected(self: MemoryStorage, key: str) -> Any:
+        if is_pack(key):
+            monkeypatch.undo()
+            blocking.open(url).collect(keep=tstore.Keep(last=1))
+        return reader(self, key)
+
+    monkeypatch.setattr(MemoryStorage, "reader", collected)
+    with pytest.raises(SnapshotExpired):
+        await (await tstore.open(url)).diff(1, 3)

@@ -16,6 +16,7 @@ from tstore.checkpoint.structure import unflatten_like
 from tstore.data.exmy_chunks import is_packed
 from tstore.data.reader import new_values
 from tstore.errors import SnapshotExpired, parsing
+from tstore.log.expiry import guard_expiry
 from tstore.runtime.pool import run
 from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.snapshot import Snapshot
@@ -109,7 +110,7 @@ async def explain(
         reading = Reading(source, request, unallocated)
         for path, leaf in source.leaves(target, request).items():
             reading.add(path, leaf)
-        return await run(reading.plan)
+        return await guard_expiry(opened_store.log.reader, snapshot.version, run(reading.plan))
 
 
 async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, packed: bool) -> Any:

@@ -159,13 +159,16 @@ def change_order(compared: int, relative_norm: float | None) -> tuple[int, float
 
 async def diff_snapshots(log: LogReader, before: Snapshot, after: Snapshot, budget: int | None = None) -> Diff:
     """Compare two snapshots of one store; read about `budget` bytes of values, or all that differ."""
-    budget = checked_budget(budget)
-    apart = run(before.tree.nodes.apart, after.tree.nodes)
-    paths = await guard_expiry(log, before.version, guard_expiry(log, after.version, apart))
+    comparison = _diff(log.storage, before, after, checked_budget(budget))
+    return await guard_expiry(log, before.version, guard_expiry(log, after.version, comparison))
+
+
+async def _diff(storage: Storage, before: Snapshot, after: Snapshot, budget: int | None) -> Diff:
+    paths = await run(before.tree.nodes.apart, after.tree.nodes)
     for snapshot in (before, after):
         await snapshot.read_nodes(paths)
     arrays, pairs, groups = await run(_compare, before, after, paths)
-    distances = await _distances(log.storage, pairs, budget)
+    distances = await _distances(storage, pairs, budget)
     arrays += await run(lambda: [p.difference(distances.get(p.path)) for p in pairs if p.differs])
     arrays.sort(key=lambda diff: diff.path)
     return Diff(before.version, after.version, tuple(arrays), tuple(groups))
