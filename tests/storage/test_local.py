@@ -275,10 +275,10 @@ os.kill(os.getpid(), 9)
     assert unfinished(tmp_path) == []
 
 
-async def leading_of(storage: LocalStorage, keys: list[str]) -> object:
+async def leading_of(storage: LocalStorage, keys: list[str], unless: str) -> object:
     """Return what `leading` returns, or the error that it raises."""
     try:
-        return await storage.leading(keys)
+        return await storage.leading(keys, unless)
     except Exception as error:
         return type(error), str(error)
 
@@ -306,11 +306,12 @@ async def test_short_objects_read_in_one_call_are_those_read_one_by_one(
             elif content is not None:
                 path.write_bytes(content)
         drawn = rng.randrange(1, len(keys) + 1)
+        unless = rng.choice(["", *keys])
         for make in (LocalStorage, ConfinedStorage):
-            at_once = await leading_of(make(folder), keys[:drawn])
+            at_once = await leading_of(make(folder), keys[:drawn], unless)
             with monkeypatch.context() as patch:
                 patch.setattr("tstore.storage.local.store.read_leading", lambda *_: ([], []))
-                one_by_one = await leading_of(make(folder), keys[:drawn])
+                one_by_one = await leading_of(make(folder), keys[:drawn], unless)
             assert at_once == one_by_one
     assert kernels.read_leading(os.path.join, str(tmp_path), iter(["no", "such"])) == ([], None)
     for keys in ("", ["no"], None):  # an object without a next item would end the process

@@ -52,11 +52,11 @@ static Py_ssize_t read_key(PyObject *path_of, PyObject *root, PyObject *key, cha
 
 static PyObject *py_read_leading(PyObject *self, PyObject *args)
 {
-    PyObject *path_of, *root, *keys, *key, *files = PyList_New(0), *rest = PyList_New(0), *result = NULL;
+    PyObject *path_of, *root, *keys, *unless = NULL, *key, *files = PyList_New(0), *rest = PyList_New(0), *result = NULL;
     char *buffer = PyMem_Malloc(SHORT_FILE);
     Py_ssize_t size = 0, total = 0;
     (void)self;
-    if (files == NULL || rest == NULL || !PyArg_ParseTuple(args, "OOO", &path_of, &root, &keys))
+    if (files == NULL || rest == NULL || !PyArg_ParseTuple(args, "OOO|U", &path_of, &root, &keys, &unless))
         goto done;
     if (!PyIter_Check(keys)) {
         PyErr_SetString(PyExc_TypeError, "the keys must be an iterator");
@@ -80,10 +80,12 @@ static PyObject *py_read_leading(PyObject *self, PyObject *args)
     }
     if (size == ABSENT && (key = PyIter_Next(keys)) != NULL) {
         size = read_key(path_of, root, key, NULL);
-        if (size == UNREAD && PyList_Append(rest, key) != 0)
+        if (size != -3 && PyList_Append(rest, key) != 0)
             size = -3;
         Py_DECREF(key);
     }
+    if (size == ABSENT && unless != NULL && PyUnicode_GetLength(unless) > 0)
+        size = read_key(path_of, root, unless, NULL);
     if (!PyErr_Occurred())
         result = Py_BuildValue("(OO)", files, size == ABSENT ? Py_None : rest);
 done:

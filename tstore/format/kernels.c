@@ -98,9 +98,10 @@ static PyMethodDef methods[] = {
      "copied to target, an array whose axes are `first` axes of chunks and then those of a chunk."},
 #ifndef _WIN32
     {"read_leading", py_read_leading, METH_VARARGS,
-     "read_leading(path_of, root, keys) -> the contents of the files at path_of(root, key) for the first keys of an\n"
-     "iterator, and None if neither the next file nor the one after it exists. Otherwise, the keys drawn from the\n"
-     "iterator after these: that of a file that is missing, long, not regular or can't be read, and perhaps of the next."},
+     "read_leading(path_of, root, keys, unless=\"\") -> the contents of the files at path_of(root, key) for the first keys of\n"
+     "an iterator, and None if neither the next file, the one after it, nor that of the key `unless` exists.\n"
+     "Otherwise, the keys drawn from the iterator after these: that of a file that is missing, long, not regular or\n"
+     "can't be read, and perhaps of the next."},
 #endif
     {"scatter_region", py_scatter_region, METH_VARARGS,
      "scatter_region(data, target, chunk, start, block) -> the joined xxh3-128 of each `block` bytes of each chunk of\n"

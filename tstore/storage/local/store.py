@@ -250,16 +250,17 @@ class LocalStorage(Storage):
                 raise error
 
     def _leading_unless(self, keys: Iterable[str], unless: str) -> Leading:
-        leading = self._leading(keys)
-        return leading._replace(superseded=True) if unless and self._head(unless) is not None else leading
-
-    def _leading(self, keys: Iterable[str]) -> Leading:
         keys = iter(keys)
-        objects, drawn = read_leading(self._path_of, self.url, keys)
+        objects, drawn = read_leading(self._path_of, self.url, keys, unless)
         if drawn is None:
             return Leading(objects, False)
+        leading = self._leading(Leading(objects, False), itertools.chain(drawn, keys))
+        return leading._replace(superseded=True) if unless and self._head(unless) is not None else leading
+
+    def _leading(self, first: Leading, keys: Iterable[str]) -> Leading:
+        objects = first.objects
         missing, size = "", sum(map(len, objects))
-        for key in itertools.chain(drawn, keys):
+        for key in keys:
             if size > LEADING_BYTES and len(objects) > 1:
                 return Leading(objects, False, truncated=True)
             if missing:

@@ -35,12 +35,12 @@ def read_whole(key: str, path: str, max_size: int | None) -> bytes:
 
 
 def read_leading(
-    path_of: Callable[[str, str], str], root: str, keys: Iterator[str]
+    path_of: Callable[[str, str], str], root: str, keys: Iterator[str], unless: str
 ) -> tuple[list[bytes], list[str] | None]:
     """Return the first objects, if they are short, and the keys drawn from `keys` that come next.
 
-    Return None in place of these keys if neither the next object nor the one after it exists.
+    Return None in place of these keys if neither the next object, the one after it, nor `unless` exists.
     """
     if kernels is None or sys.platform == "win32":
         return [], []
-    return kernels.read_leading(path_of, root, keys)
+    return kernels.read_leading(path_of, root, keys, unless)
