@@ -73,21 +73,42 @@ def test_a_state_dict_round_trips_and_is_an_ordinary_checkpoint(tmp_path: Path) 
     assert not equal(loaded["model"]["w"], saved["model"]["w"])
 
 
-def test_a_load_of_a_part_casts_as_dcp_does(tmp_path: Path) -> None:
+def test_a_load_of_a_part_casts_floats_if_asked(tmp_path: Path) -> None:
     saved, url = state(), tmp_path / "s"
     dcp.save(saved, storage_writer=stores.Writer(url), checkpoint_id="7")
     part = {"model": {"w": torch.zeros(128, 64)}, "new": torch.ones(1)}
-    dcp.load(part, storage_reader=stores.Reader(url), planner=planners.DefaultLoadPlanner(allow_partial_load=True))
+    partial = planners.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(part, storage_reader=stores.Reader(url, dtype="target"), planner=partial)
     assert torch.equal(part["model"]["w"], saved["model"]["w"].float())
     assert part["new"].item() == 1
     dcp.load(
         part,
-        storage_reader=stores.Reader(url),
+        storage_reader=stores.Reader(url, dtype="target"),
         checkpoint_id="step/7",
         planner=planners.DefaultLoadPlanner(allow_partial_load=True),
     )
     with pytest.raises(api.CheckpointException, match="Missing key in checkpoint state_dict: new"):
         dcp.load(part, storage_reader=stores.Reader(url))
+
+
+def test_a_load_casts_nothing_unasked_and_floats_only(tmp_path: Path) -> None:
+    """DCP's own readers load 300.3 as a uint8 of 44, 2**40 + 1 as an int32 of 1, and drop imaginary parts."""
+    saved = {"f": torch.tensor([300.3]), "i": torch.tensor([2**40 + 1]), "z": torch.tensor([1 + 2j])}
+    dcp.save(saved, storage_writer=stores.Writer(tmp_path, 0))
+    target = {"f": torch.zeros(1, dtype=torch.uint8), "i": torch.ones(1, dtype=torch.int32), "z": torch.zeros(1)}
+    for reader in (stores.Reader(tmp_path), stores.Reader(tmp_path, dtype="target")):
+        with pytest.raises(api.CheckpointException, match="3 tensors have another dtype") as raised:
+            dcp.load(target, storage_reader=reader)
+        assert "f: stored float32, target uint8" in str(raised.value)
+        assert [tensor.item() for tensor in target.values()] == [0, 1, 0]
+    for dtype in (torch.bfloat16, torch.float64):
+        part = {"f": torch.zeros(1, dtype=dtype)}
+        with pytest.raises(api.CheckpointException, match=r"pass Reader\(…, dtype='target'\)"):
+            dcp.load(part, storage_reader=stores.Reader(tmp_path))
+        dcp.load(part, storage_reader=stores.Reader(tmp_path, dtype="target"))
+        assert torch.equal(part["f"], saved["f"].to(dtype))
+    with pytest.raises(InvalidArgument, match="dtype='float32': expected None or 'target'"):
+        stores.Reader(tmp_path, dtype="float32")  # type: ignore[arg-type]
 
 
 def test_tensors_whose_memory_has_other_values_than_they(tmp_path: Path) -> None:

@@ -190,6 +190,48 @@ def test_a_schedule_of_milestones_goes_on_behind_a_warm_up(kind: str) -> None:
     assert rates[0] == rates[1]
 
 
+@pytest.mark.parametrize("names", [True, False])
+@pytest.mark.parametrize("resumed_has_state", [True, False])
+@pytest.mark.parametrize(("weights", "moments"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_moments_of_another_dtype_than_their_parameter_are_restored_exactly(
+    weights: str, moments: str, resumed_has_state: bool, names: bool
+) -> None:
+    """PyTorch's own `load_state_dict` casts them to the dtype of the parameter."""
+
+    def tree(with_state: bool) -> dict[str, Any]:
+        model = nn.Linear(4, 4).to(getattr(torch, weights))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters() if with_state else ():
+            random = [torch.randn(parameter.shape).to(getattr(torch, moments)) for _ in range(3)]
+            state = {"step": torch.tensor(3.0), "exp_avg": random[0], "exp_avg_sq": random[1].abs()}
+            rows = torch.tensor([2**24 + 1] * 4)  # no float32 and no bfloat16
+            optimizer.state[parameter] = state | {"other": {"masters": [random[2]], "rows": rows}}
+        return {"model": model, "optimizer": optimizer} if names else {"optimizer": optimizer}
+
+    store, saved = url(), tree(True)
+    tstore.torch.save(store, saved, 0)
+    resumed = tree(resumed_has_state)
+    tstore.torch.restore(store, target=resumed)
+    states = [job["optimizer"].state_dict()["state"] for job in (resumed, saved)]
+    torch.testing.assert_close(*states, rtol=0, atol=0, check_dtype=True)
+
+
+def test_an_optimizer_that_changes_what_it_loads_has_the_last_word() -> None:
+    class Halved(torch.optim.SGD):  # type: ignore[misc, name-defined]
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            for state in self.state.values():
+                state["momentum_buffer"] /= 2
+
+    store, weight = url(), nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = Halved([weight])
+    optimizer.state[weight]["momentum_buffer"] = torch.tensor([1.0, 2.0, 3.0])
+    tstore.torch.save(store, {"optimizer": optimizer}, 0)
+    tstore.torch.restore(store, target={"optimizer": optimizer})
+    buffer = optimizer.state[weight]["momentum_buffer"]
+    assert (buffer.dtype, buffer.tolist()) == (torch.bfloat16, [0.5, 1, 1.5])
+
+
 def test_several_modules_with_an_optimizer_each() -> None:
     def pair(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)

@@ -38,9 +38,9 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """Return the part of a distributed tensor that this process holds, as a view of its memory."""
-    local: torch.Tensor = tensor.detach().to_local()
-    return local
+    """Return the part of a tensor that this process holds, all of it if it is no DTensor; a view of its memory."""
+    local: torch.Tensor = tensor.detach()
+    return local.to_local() if is_dtensor(local) else local  # type: ignore[attr-defined]
 
 
 def layout_of(path: str, tensor: Any) -> Layout:

@@ -19,6 +19,7 @@ from tstore.torch.tensors import (
     host_values,
     numpy_dtype,
     overlapping,
+    same_bits,
     shares_elements,
     tensor_from_values,
     values_of,
@@ -106,14 +107,14 @@ class Target:
         devices = set()
         for path, copy in self._copies.items():
             if path in arrays:
-                local = _local(self._tensors[path])
+                local = local_tensor(self._tensors[path])
                 local.copy_(copy, non_blocking=True)
                 devices.add(local.device)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # before the copies on the host are freed
         for path in self._overlapping & arrays.keys():
-            if not _same_bits(_local(self._tensors[path]).cpu(), self._copies[path]):
+            if not same_bits(local_tensor(self._tensors[path]).cpu(), self._copies[path]):
                 raise InvalidArgument(
                     f"{path}: overlaps another tensor of the target in memory, which has other values in the "
                     "checkpoint; pass clones as the target, or restore one of them with only=…"
@@ -123,7 +124,7 @@ class Target:
 
     def _checked_local(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor that this process holds, and record if it is tied to an earlier one."""
-        local = _local(tensor)
+        local = local_tensor(tensor)
         checked_dtype(path, local)
         if shares_elements(local):
             raise InvalidArgument(
@@ -156,23 +157,13 @@ class Target:
 
     def _same(self, path: str, other: str) -> bool:
         """Return whether the same bits were read for two paths."""
-        values = [self._copies[p] if p in self._copies else _local(self._tensors[p]) for p in (path, other)]
-        return _same_bits(*values)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of the same dtype and shape have the same bits."""
-    tensors = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in tensors))
+        values = [self._copies[p] if p in self._copies else local_tensor(self._tensors[p]) for p in (path, other)]
+        return same_bits(*values)
 
 
 def _view_index(index: Index) -> Any:
     """Return an index that gives a view even of a 0-d array."""
     return (*index, ...)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if is_dtensor(tensor) else tensor.detach()
 
 
 def _materialized(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ from torch import nn
 
 from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
+from tstore.torch.dtensors import local_tensor
 from tstore.torch.modules import bare_name, is_plain, module_state, unwrapped
-from tstore.torch.tensors import numpy_dtype
+from tstore.torch.tensors import numpy_dtype, same_bits
 
 __all__ = ["Stored", "holds_stateful", "load", "state_tree"]
 
@@ -358,3 +359,26 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, names: Names | None, state
             groups.append({**optimizer_group, **group, "params": list(order)})  # a newer torch may have more keys
         state = {"state": {numbers[n]: values for n, values in state["state"].items()}, "param_groups": groups}
     optimizer.load_state_dict(state)
+    numbers_of_parameters = (number for group in state["param_groups"] for number in group["params"])
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for number, parameter in zip(numbers_of_parameters, parameters, strict=True):
+        if parameter in optimizer.state:
+            saved = state["state"].get(number)
+            optimizer.state[parameter] = _without_cast(optimizer.state[parameter], saved)
+
+
+def _without_cast(loaded: Any, saved: Any) -> Any:
+    """Return the saved tensors in place of those that `Optimizer.load_state_dict` cast to the parameter's dtype.
+
+    A tensor that the class of the optimizer has changed otherwise stays as loaded.
+    """
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        for key in loaded.keys() & saved.keys() - {"step"}:  # which fused kernels need as float32
+            loaded[key] = _without_cast(loaded[key], saved[key])
+    elif isinstance(loaded, list | tuple) and isinstance(saved, list | tuple):
+        return type(loaded)(_without_cast(value, _child(saved, i)) for i, value in enumerate(loaded))
+    elif isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor) and loaded.dtype != saved.dtype:
+        cast = local_tensor(saved).to(loaded.device, loaded.dtype)
+        if cast.shape == local_tensor(loaded).shape and same_bits(cast, local_tensor(loaded)):
+            return saved.to(loaded.device)
+    return loaded

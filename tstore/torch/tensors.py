@@ -19,6 +19,7 @@ __all__ = [
     "host_values",
     "numpy_dtype",
     "overlapping",
+    "same_bits",
     "shares_elements",
     "tensor_from_values",
     "torch_dtype",
@@ -124,6 +125,12 @@ def _copied_from_cuda(device: torch.device, tensors: Mapping[str, torch.Tensor])
 def shares_elements(tensor: torch.Tensor) -> bool:
     """Return whether elements of a tensor share memory, as after `expand` or `as_strided`; it can't be written."""
     return may_overlap(tensor.shape, tensor.stride())
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of the same dtype and shape have the same bits."""
+    tensors = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in tensors))
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:

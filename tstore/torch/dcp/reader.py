@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -39,7 +39,6 @@ from tstore.torch.tensors import numpy_dtype, overlapping, shares_elements, torc
 
 __all__ = ["Reader"]
 
-_EVERYTHING = Request(None, None, None, "error")
 _FIRST_SAFE_TORCH = "2.10"  # before, torch.load(weights_only=True) ran code of crafted pickles
 
 
@@ -48,6 +47,17 @@ class Reader(StorageReader):
 
     It loads checkpoints of `dcp.save` with a `Writer`, of `tstore.torch.save`, and any other whose dtypes torch
     has. All processes load the version that the coordinator chooses, even if a newer step is saved meanwhile.
+
+    Parameters
+    ----------
+    store, step, at
+        As in `tstore.torch.restore`; the store is a URL or a path.
+    pickles
+        "trusted" loads pickled objects that may run code, "safe" refuses them.
+    dtype
+        "target" casts floating-point tensors to the dtypes of the state dict, as DCP's own readers do. Without
+        it, a tensor of another dtype than the saved one is refused; other dtypes than floats always are, because
+        DCP would cast 300.3 to a uint8 of 44.
     """
 
     def __init__(
@@ -57,11 +67,15 @@ class Reader(StorageReader):
         *,
         at: int | str | None = None,
         pickles: Literal["safe", "trusted"] = "safe",
+        dtype: Literal["target"] | None = None,
     ) -> None:
         check_one_version(step, at)
         if pickles not in ("safe", "trusted"):
             raise InvalidArgument(f"pickles={quote(pickles)}: expected 'safe' or 'trusted'")
+        if dtype not in (None, "target"):
+            raise InvalidArgument(f"dtype={quote(dtype)}: expected None or 'target'")
         self._pickles = pickles
+        self._request = Request(None, None, dtype, "error")
         self._url = store
         self._step = step
         self._at = at
@@ -105,7 +119,7 @@ class Reader(StorageReader):
     async def _read_metadata(self) -> Metadata:
         async with await open(self._url, "r") as store:
             snapshot = await chosen_snapshot(store, self._step, self._at)
-            return self._load_metadata(await Source.read(snapshot, _EVERYTHING))
+            return self._load_metadata(await Source.read(snapshot, self._request))
 
     def _load_metadata(self, source: Source) -> Metadata:
         """Return DCP's metadata of a version, and prepare to read this version."""
@@ -147,6 +161,7 @@ class Reader(StorageReader):
             filled = []
             resolved = {str(number): planner.resolve_tensor(item) for number, item in enumerate(tensors)}
             shared = overlapping(resolved)
+            self._check_dtypes(snapshot, tensors, resolved.values())
             for item, (number, tensor) in zip(tensors, resolved.items(), strict=True):
                 path = self._paths[item.storage_index.fqn]
                 local = _local(path, tensor, nodes[path].meta.dtype, number in shared)
@@ -168,13 +183,30 @@ class Reader(StorageReader):
                 tensor.detach().copy_(local)
             planner.commit_tensor(item, tensor)
 
+    def _check_dtypes(
+        self, snapshot: Snapshot, items: Iterable[ReadItem], tensors: Iterable[torch.Tensor]
+    ) -> None:
+        """Raise `InvalidArgument`, naming all paths, for tensors to which the stored values would be cast."""
+        mismatched: dict[str, str] = {}
+        for item, tensor in zip(items, tensors, strict=True):
+            path = self._paths[item.storage_index.fqn]
+            stored, wanted = snapshot.tree.nodes[path].meta.dtype, numpy_dtype(path, tensor.dtype)
+            if self._request.dtype(path, stored, wanted) != wanted:
+                mismatched[path] = f"{path}: stored {stored}, target {wanted}"
+        if mismatched:
+            raise InvalidArgument(
+                f"the state dict does not match {snapshot.location}: {len(mismatched)} tensors have another dtype;"
+                " pass Reader(…, dtype='target') to cast floats to floats, and convert others after loading:"
+                f"{bullet_list(list(mismatched.values()))}"
+            )
+
     async def _change_version(self, snapshot: Snapshot, names: set[str]) -> None:
         """Prepare to read the coordinator's version with a plan for the version that this process saw.
 
         Raise `Unavailable` if they differ in the shape, dtype or type of any of these values.
         """
         seen, version = self._metadata.state_dict_metadata, self._version
-        chosen = self._load_metadata(await Source.read(snapshot, _EVERYTHING)).state_dict_metadata
+        chosen = self._load_metadata(await Source.read(snapshot, self._request)).state_dict_metadata
         if differing := sorted(name for name in names if chosen.get(name) != seen[name]):
             raise Unavailable(
                 f"{self._url}: version {version} was committed while the processes began to load version "
