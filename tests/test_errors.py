@@ -13,7 +13,7 @@ ERRORS = [
     errors.Conflict("a conflict", ["a", "b"]),
     errors.SourceCondemned("a conflict", []),
     errors.Inconsistent("hosts disagree", ["a"]),
-    errors.StructureMismatch("a store at version 1", ["a"], ["b"], ["c: stored int8[1], target int8[2]"], "x"),
+    errors.StructureMismatch("a store at version 1", ["a"], ["b"], ["c: stored int8[1], target int8[2]"], ["x"]),
     errors.Throttled("slow down", 2.5),
     errors.DeadlineExceeded("too late", [3, 4]),
     errors.CommitOutcomeUnknown("unknown", "the id"),

@@ -68,9 +68,11 @@ _MAX_INLINE = 10
 
 
 def name_list(noun: str, names: Sequence[str] | Sequence[int]) -> str:
-    """Return "its <noun> are: …" with all names, or, if more than ten, "the last of its <count> <noun> are: …"."""
+    """Return "its <noun> are: …" with all names, of more than ten "the last of its <count> <noun> are: …"."""
+    if not names:
+        return f"it has no {noun}"
     subject = f"its {noun}" if len(names) <= _MAX_INLINE else f"the last of its {len(names):,} {noun}"
-    return f"{subject} are: {', '.join(map(str, names[-_MAX_INLINE:])) or 'none'}"
+    return f"{subject} are: {', '.join(map(str, names[-_MAX_INLINE:]))}"
 
 
 def bullet_list(lines: Sequence[str]) -> str:
@@ -118,7 +120,8 @@ class StructureMismatch(InvalidArgument):
     """The target of a restore does not match the checkpoint.
 
     The attributes list every path concerned: those `missing` in the checkpoint, those `unexpected` because the
-    target lacks them, and those `mismatched` in shape or dtype. The message suggests `only`.
+    target lacks them, and those `mismatched` in shape or dtype. `arguments` are those of the restore that the
+    message suggests.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class StructureMismatch(InvalidArgument):
         missing: Sequence[str],
         unexpected: Sequence[str],
         mismatched: Sequence[str],
-        only: str = "…",
+        arguments: Sequence[str] = ("only=…",),
     ) -> None:
         self.missing = list(missing)
         self.unexpected = list(unexpected)
@@ -138,7 +141,7 @@ class StructureMismatch(InvalidArgument):
         super().__init__(
             f"the target does not match {checkpoint}: {len(missing)} missing, {len(unexpected)} unexpected, "
             f"{len(mismatched)} of another shape or dtype; restore with a matching target, without one, "
-            f"or with only={only}:{bullet_list(lines)}"
+            f"or with {' or '.join(arguments)}:{bullet_list(lines)}"
         )
 
 

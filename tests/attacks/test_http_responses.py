@@ -263,7 +263,9 @@ async def test_an_object_shorter_than_the_range_is_corrupt(response: bytes) -> N
     def closing(request: Request) -> None:
         request.writer.write(response)
 
-    await fails(Corrupt, read, closing, match="expected bytes 10 to 30, but the object (is shorter|has only 25)")
+    await fails(
+        Corrupt, read, closing, match="expected bytes 10 to 30, but the object is cut short( after 25 bytes)?;"
+    )
 
 
 @pytest.mark.parametrize("call", [get, head])

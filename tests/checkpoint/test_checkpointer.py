@@ -267,6 +267,11 @@ def test_steps_alone_decide_by_the_step(n: int, moment: Moment) -> None:
     assert not EverySteps(n).uses_clock
 
 
+def test_no_number_of_steps_is_told_by_its_argument(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="every=0: expected a number of steps, at least 1, or policies"):
+        tstore.Checkpointer(url, every=0)
+
+
 def test_when_to_save(url: str) -> None:
     with Checkpointer(url, every=EverySteps(3)) as checkpoints:
         assert [step for step in range(10) if checkpoints.should_save(step)] == [0, 3, 6, 9]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import tstore
 from tstore.checkpoint.leaves import Destination
 from tstore.data import batches, reader
-from tstore.errors import InvalidArgument, StructureMismatch
+from tstore.errors import InvalidArgument, NotFound, StructureMismatch
 from tstore.format.patterns import compile_renames
 from tstore.sharding import Mesh, P
 
@@ -208,9 +208,35 @@ async def test_a_target_of_one_group_is_told_how_to_select_it(url: str) -> None:
         with pytest.raises(StructureMismatch, match="optimizer/m") as caught:
             await tstore.restore(url, 9, target=target)
         assert f"without one, or with only={only}:" in str(caught.value)
-    for target in ({"model": {}}, {"model": {"w": np.ones(4)}}, {"model": {"b": np.ones(3)}}):
-        with pytest.raises(StructureMismatch, match="only=…"):
+    for target, cure in (
+        ({"model": {}}, "with only=…:"),
+        ({"model": {"w": np.ones(4)}}, "with only=…:"),
+        ({"model": {"w": np.ones(3, "f4")}}, "with dtype='target', which casts floats, or only=…:"),
+        ({"model": {"b": np.ones(3)}}, "with missing='keep', .* or rename=… or only=…:"),
+    ):
+        with pytest.raises(StructureMismatch, match=cure):
             await tstore.restore(url, 9, target=target)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("net/*", r"groups of them; did you mean only='net/\*/\*\*'\?"),
+        ("/net/0/w", r"did you mean only='net/0/w'\?"),
+        ("mlp/~/linear/w", r"written %2f; did you mean only='mlp%2f~%2flinear/w'\?"),
+        ("net/7", r"similar paths: net/0/b, net/0/w, net/1/b, net/1/w$|similar paths: net/0/w, net/0/b, "),
+        ("nte/*", r"its paths: net/0/"),
+    ],
+)
+async def test_a_pattern_that_matches_nothing_is_told_what_to_pass(url: str, pattern: str, hint: str) -> None:
+    await tstore.save(url, {**TREE, "mlp/~/linear": {"w": np.ones(2)}}, 2)
+    with pytest.raises(NotFound, match=hint):
+        await tstore.restore(url, only=pattern)
+
+
+async def test_a_rename_that_matches_nothing_is_an_error(url: str) -> None:
+    with pytest.raises(NotFound, match=r"rename={'net': 'n'} matches nothing; .*; did you mean 'net/\*\*'\?"):
+        await tstore.restore(url, rename={"step": "count", "net": "n"})
 
 
 def read_only(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

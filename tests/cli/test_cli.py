@@ -398,6 +398,23 @@ def test_a_plot_that_can_t_be_written_is_refused_before_the_work(
     assert len(json.loads(call("log", store, "--json")[1])["commits"]) == 1
 
 
+def test_a_diff_names_scalars_with_their_values(tmp_path: Path, call: Call) -> None:
+    blocking.save(tmp_path / "s", {"w": np.ones(3), "epoch": 100, "lr": 0.1}, 1)
+    blocking.save(tmp_path / "s", {"w": np.ones(3), "epoch": 200, "name": "run"}, 2)
+    document = json.loads(call("diff", tmp_path / "s", 1, 2, "--json")[1])
+    assert document["scalars"] == [
+        {"path": "epoch", "before": "100", "after": "200"},
+        {"path": "lr", "before": "0.1", "after": None},
+        {"path": "name", "before": None, "after": "'run'"},
+    ]
+    counts = "version 1 → version 2: 0 arrays added, 0 removed, 0 changed"
+    changes = f"{counts}; epoch 100 → 200, lr 0.1 → absent, name absent → 'run'"
+    assert call("diff", tmp_path / "s", 1, 2) == (0, f"{changes}\n", "")
+    with blocking.open(tmp_path / "s") as store, store.transaction() as tx:
+        tx.create_group("", {"mine": 1})
+    assert "; groups changed: /\n" in call("diff", tmp_path / "s", 1, 3)[1]
+
+
 def test_a_version_without_a_report_is_named(store: Path, call: Call) -> None:
     failed(call("report", store), "has no report")
 
@@ -674,8 +691,11 @@ def test_errors_as_json(tmp_path: Path, call: Call) -> None:
         (["ls", "a", "b", "c"], ["unexpected extra argument"]),
         (["ls", "a", "--sideways"], ["--sideways"]),
         (["import", "a", "b", "--step", "-1"], ["--step"]),
-        (["import", "a", "b", "--step", "one"], ["--step", "'one' is not a valid integer; see"]),
-        (["gc", "a", "--keep-days", "few"], ["'few' is not a valid number; see"]),
+        (
+            ["import", "a", "b", "--step", "one"],
+            ["--step", "'one' is not a whole number; pass one such as 100; see"],
+        ),
+        (["gc", "a", "--keep-days", "few"], ["'few' is not a number; pass one such as 5.5; see"]),
         (["import", "a", "b", "--step", "1", "--codec", "e9m9"], ["--codec", "e9m9"]),
         (["quantize", "a", "--bits", "5", "--min-sqnr", "30"], ["--format", "--min-sqnr", "mutually exclusive"]),
         (["quantize", "a", "--block", "33"], ["--block", "'16', '32', '64', '128', '256', 'none'"]),
@@ -1061,6 +1081,7 @@ def test_copies_of_a_voided_version(call: Call, tmp_path: Path) -> None:
     for tag in ("q", "r"):
         blocking.quantize(store, "e4m3", tag=tag)
     assert call("repair", store, "--void-intact", 1)[0] == 0
+    assert call("repair", store, "--void", 1) == (0, "already void: 1; nothing was committed\n", "")
     rows = call("log", store)[1]
     assert "q (copy of 1, which is voided)" in rows
     assert "r (copy of 1, which is voided)" in rows

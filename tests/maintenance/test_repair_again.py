@@ -92,8 +92,9 @@ async def test_an_interrupted_repair_is_told(url: str, monkeypatch: pytest.Monke
     sentence = f"the repair that voided version 2 has not ended; {finish}"
     assert (await store.verify()).faults == [f"{url}: {sentence}"]
     assert (await store.repair()).damaged == [(2, f"{url}: {sentence}", True)]
-    assert (await store.repair([2])).ok
+    assert (await store.repair([2])).version == 4
     assert (await (await tstore.open(url)).verify()).faults == []
+    assert await store.repair([2]) == await store.repair(void_intact=[2]) == ([], [], [], None, [], None)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])

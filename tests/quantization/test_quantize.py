@@ -636,6 +636,7 @@ async def test_arrays_that_cannot_be_encoded_are_kept_and_reported(tmp_path: Pat
         rows = {a.path: a for a in report.arrays}
         assert "2" in rows["bad"].reason
         assert "NaN or infinite" in rows["bad"].reason
+        assert "(1 left exact because of NaN or infinity: bad)" in repr(report)
         assert rows["tiny"].reason == rows["empty"].reason == "fewer than 64 values"
         assert rows["ids"].reason == "int64 is not encoded"
         restored = await tstore.restore(tmp_path, at=report.tag)

@@ -152,10 +152,11 @@ def checked_policy(every: Any) -> Policy:
         return EverySteps(1)
     if isinstance(every, Policy):
         return every
-    if isinstance(every, int) and not isinstance(every, bool):
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return EverySteps(every)
     raise InvalidArgument(
-        f"every={quote(every)}: expected a number of steps, or policies: EverySteps(100) | EverySeconds(600)"
+        f"every={quote(every)}: expected a number of steps, at least 1, or policies: EverySteps(100) | "
+        "EverySeconds(600)"
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, get_args
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
 
-from tstore.errors import InvalidArgument
+from tstore.errors import InvalidArgument, NotFound
 from tstore.format.arguments import quote
 from tstore.format.arrays.array_metadata import dtype_named
 from tstore.format.arrays.dtypes import has_nonfinite, is_float
@@ -20,6 +22,8 @@ Cast = npt.DTypeLike | Mapping[str, npt.DTypeLike] | None
 """The dtype of restored float arrays: one for all, "target" for the target's, or dtypes by path pattern."""
 
 Missing = Literal["error", "keep"]
+
+_EXAMPLES = 5  # paths in an error
 
 
 class Request:
@@ -44,6 +48,7 @@ class Request:
         """Where in the order of stored paths those selected are, None if they may be anywhere."""
         if only is not None and not rename and "" not in (extent := extent_of(only)).starts:
             self.extent = extent
+        self._rules = rename or {}
         self._renamed = _renames(rename)
         self._casts = _casts(dtype)
 
@@ -70,17 +75,21 @@ class Request:
         return paths
 
     def advice(self, paths: list[str]) -> str:
-        """Say that `only` matches no array, and how to select a group passed in place of a pattern."""
+        """Say that `only` matches no array, and what to pass instead."""
         if any(map(self.matches, paths)):
             return f"only={quote(self.only)} matches Python scalars alone; pass a target that has them"
-        for pattern in [self.only] if isinstance(self.only, str) else self.only or ():
-            group = pattern.strip("/")
-            if any(path.startswith(f"{group}/") for path in paths):
-                hint = f"{group!r} is a group; did you mean only='{group}/**', for all arrays below it?"
-                break
-        else:
-            hint = "`tstore ls` lists the paths of all arrays"
+        patterns = [self.only] if isinstance(self.only, str) else self.only or [""]
+        meant = next(filter(None, (_meant(pattern, paths) for pattern in patterns)), None)
+        hint = _similar(patterns[0], paths) if meant is None else f"{meant[1]}; did you mean only={meant[0]!r}?"
         return f"no array matches only={quote(self.only)}; {hint}"
+
+    def check_renames(self, paths: Collection[str]) -> None:
+        """Raise `NotFound` if a rule of `rename` matches none of the stored paths of arrays and scalars."""
+        for pattern, new in self._rules.items():
+            if pattern not in paths and not any(map(compile_patterns(pattern), paths)):
+                meant = _meant(pattern, paths)
+                hint = _similar(pattern, paths) if meant is None else f"{meant[1]}; did you mean {meant[0]!r}?"
+                raise NotFound(f"rename={{{pattern!r}: {new!r}}} matches nothing; {hint}")
 
     def dtype(self, path: str, stored: np.dtype[Any], target: np.dtype[Any] | None) -> np.dtype[Any]:
         """Return the dtype to restore an array in; `target` is that of the target's leaf, if there is one."""
@@ -92,6 +101,30 @@ class Request:
                     return dtype
                 return stored if target is None or not _is_cast_target(target) else target
         return stored
+
+
+def _meant(pattern: str, paths: Iterable[str]) -> tuple[str, str] | None:
+    """Return what a pattern that matches no path should have been, and why; None if that is unclear."""
+    top = pattern.strip("/")
+    below = compile_patterns(f"{top}/**")
+    matches = compile_patterns(top)
+    for path in paths:
+        if matches(path):
+            return top, "paths do not begin or end with a slash"
+        if below(path):
+            return f"{top}/**", f"{top!r} selects no arrays, but groups of them"
+        if "%" in path and matches(unquote(path)):
+            return path, "a slash within a key is written %2f"
+    return None
+
+
+def _similar(pattern: str, paths: Collection[str]) -> str:
+    """Return a list of some paths, those near the first name of a pattern if there are any."""
+    top = pattern.strip("/")
+    while top := top.rpartition("/")[0]:
+        if near := [path for path in paths if path.startswith(f"{top}/")][:_EXAMPLES]:
+            return f"similar paths: {', '.join(near)}"
+    return f"its paths: {', '.join(itertools.islice(paths, _EXAMPLES)) or 'none'}"
 
 
 def _is_cast_target(dtype: np.dtype[Any]) -> bool:

@@ -12,6 +12,7 @@ from tstore.checkpoint.leaves import dtype_of
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten
 from tstore.errors import NotFound, StructureMismatch, parsing
+from tstore.format.arrays.dtypes import is_float
 from tstore.format.paths import parents
 from tstore.format.tree.node import Node
 from tstore.format.tree_document import (
@@ -56,6 +57,7 @@ class Source:
         with parsing(f"{snapshot.location}: its structure"):
             self.stored = request.renamed(paths_in(self.document))
             if request.renames:
+                request.check_renames([*self.stored.values(), *self._scalars])
                 renamed = request.renamed([*self.stored.values(), *self._scalars])  # none may replace another
                 self._scalars = {new: self._scalars[old] for new, old in renamed.items() if old in self._scalars}
                 self.document = _nested(self.stored, self._scalars)
@@ -122,8 +124,23 @@ class Source:
         ]
         if missing or unexpected or mismatched:
             only = "…" if missing or mismatched else _top_patterns([*in_target, *target_scalars], unexpected)
-            raise StructureMismatch(self.snapshot.location, missing, unexpected, mismatched, only)
+            cures = {
+                "dtype='target', which casts floats,": any(
+                    self._is_cast(p, leaves.get(p), request) for p in chosen
+                ),
+                "missing='keep', which keeps leaves that the checkpoint lacks,": missing,
+                "rename=…": missing and unexpected,
+            }
+            arguments = [*(cure for cure, helps in cures.items() if helps), f"only={only}"]
+            raise StructureMismatch(self.snapshot.location, missing, unexpected, mismatched, arguments)
         return leaves
+
+    def _is_cast(self, path: str, leaf: Any, request: Request) -> bool:
+        """Return whether the target has an array that `dtype="target"` would fit, and the request does not."""
+        meta, wanted = self.node(path).meta, None if leaf is None else dtype_of(path, leaf)
+        if wanted is None or tuple(leaf.shape) != meta.shape:
+            return False
+        return wanted != request.dtype(path, meta.dtype, wanted) and is_float(meta.dtype) and is_float(wanted)
 
     def _mismatch(self, path: str, leaf: Any, request: Request) -> list[str]:
         """Return a list, with a message if the target has another shape or dtype at this path, or else empty."""

@@ -10,6 +10,7 @@ reads the output has ended; 143 terminated by SIGTERM.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import click
@@ -42,6 +43,12 @@ from tstore.errors import TStoreError
 
 __all__ = ["cli", "run_command"]
 
+_NOT_A_NUMBER = re.compile(r"not a valid (integer|float)( range)?")
+_NUMBERS = {
+    "integer": "not a whole number; pass one such as 100",
+    "float": "not a number; pass one such as 5.5",
+}
+
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run the command of these arguments and return its exit code; print an error instead of raising it."""
@@ -54,8 +61,7 @@ def run_command(arguments: Sequence[str]) -> int:
         context = getattr(error, "ctx", None)
         command = f"tstore {words[0]}" if words and words[0] in cli.commands else "tstore"
         name = context.command_path if context is not None else command
-        message = error.format_message().replace("valid integer range", "valid integer")
-        message = message.replace("valid float range", "valid number")
+        message = _NOT_A_NUMBER.sub(lambda match: _NUMBERS[match[1]], error.format_message())
         advice = f" See {name} --help" if message.endswith("?") else f"; see {name} --help"
         return fail("Misuse", message.rstrip(".") + advice, as_json, MISUSED)
     except TStoreError as error:  # from the validation of an argument

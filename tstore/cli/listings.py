@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 from collections.abc import Set
 
 from tstore.cli.console import Document
@@ -80,11 +81,18 @@ def show_diff(diff: Document) -> None:
     changes = [a["change"] for a in diff["arrays"]]
     added, removed, changed = (changes.count(c) for c in ("added", "removed", "changed"))
     counts = f"{pluralize(added, 'array')} added, {removed} removed, {changed} changed"
+    if diff["scalars"]:
+        counts += f"; {abbreviate([_scalar_change(scalar) for scalar in diff['scalars']])}"
     groups = f"; groups changed: {abbreviate([g or '/' for g in diff['groups']])}" if diff["groups"] else ""
     print(escape(f"version {diff['before']} → version {diff['after']}: {counts}{groups}"))
     values, compared = (sum(a[key] for a in diff["arrays"]) for key in ("values", "values_compared"))
     if compared < values:
         print(f"norms and differences are of {compared:,} of {values:,} values in chunks that differ")
+
+
+def _scalar_change(scalar: Document) -> str:
+    values = ("absent" if value is None else value for value in (scalar["before"], scalar["after"]))
+    return f"{scalar['path']} {' → '.join(values)}"
 
 
 def show_ls(listing: Document) -> None:
@@ -161,8 +169,8 @@ def show_removed(removed: Document) -> None:
         print(escape(f"{removed['store']}: {f'would remove {steps}' if steps else 'there are no later steps'}"))
         return
     print(escape(f"{removed['store']}: removed {steps}, recorded as version {removed['version']}"))
-    removal = "garbage collection removes the version, for example with tstore gc STORE --keep-last 5"
-    print(f"the data stays until {removal}")
+    command = f"tstore gc {shlex.quote(removed['store'])} --keep-last 5"
+    print(escape(f"the data stays until garbage collection removes the version, for example with {command}"))
 
 
 def _subject(message: str) -> str:

@@ -181,7 +181,14 @@ def repair(store: str, void: tuple[int, ...], void_intact: tuple[int, ...], as_j
                 message = re.sub(r"void_intact=\[(\d+)\]", r"--void-intact \1", str(error))
                 raise InvalidArgument(message) from error
         damaged = [version._asdict() for version in report.damaged]
-        return {"store": opened.url, "ok": report.ok, **report._asdict(), "damaged": damaged}
+        already = [] if report.voided else sorted({*void, *void_intact})
+        return {
+            "store": opened.url,
+            "ok": report.ok,
+            **report._asdict(),
+            "damaged": damaged,
+            "void_already": already,
+        }
 
     return run(work, show_repaired, as_json)
 

@@ -11,6 +11,7 @@ from tstore.cli.console import Document, Progress, at_options, json_option, run,
 from tstore.cli.listings import show_diff, show_log, show_ls, show_pending
 from tstore.cli.statistics import budget_option
 from tstore.cli.tree import show_tree
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.maintenance.contents import detailed_listing, glob_of, listing, selected_by
 from tstore.runtime import pool
 from tstore.snapshot import Snapshot
@@ -119,6 +120,21 @@ async def _scalars(snapshot: Snapshot, path: str) -> list[Document]:
     return [{"path": path, "dtype": type(value).__name__, "value": repr(value)} for path, value in scalars]
 
 
+def _own_attributes(snapshot: Snapshot) -> Document:
+    """Return the attributes of the root that users have set."""
+    return {name: value for name, value in snapshot.attributes().items() if name != RESERVED_ATTRIBUTE}
+
+
+async def _changed_scalars(before: Snapshot, after: Snapshot) -> list[Document]:
+    """Return the Python scalars that differ between two versions, with their values as text, or None if absent."""
+    old, new = [{s["path"]: s["value"] for s in await _scalars(snapshot, "")} for snapshot in (before, after)]
+    return [
+        {"path": path, "before": old.get(path), "after": new.get(path)}
+        for path in sorted(old.keys() | new.keys())
+        if old.get(path) != new.get(path)
+    ]
+
+
 @click.command("diff")
 @store_argument
 @click.argument("before", callback=version_or_tag, metavar="A")
@@ -131,12 +147,20 @@ def diff(store: str, before: int | str, after: int | str, budget: int | None, as
     A and B are version numbers or tags. The output lists the arrays that differ, how many of their chunks differ,
     and for float arrays, of the values in these chunks: the norm of the difference relative to that of the values,
     the largest difference, and the SQNR (see `tstore quantize --help`). The arrays that changed most come first.
-    The last line also names the groups that were added or removed, or whose attributes or Python scalars differ.
+    The last line also names the Python scalars that differ, and the groups that were added or removed, or whose
+    attributes differ.
     """
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"comparing {before} and {after} of {store}")
         async with await tstore.open(store, "r") as opened:
-            return {"store": opened.url, **(await opened.diff(before, after, budget=budget)).document()}
+            diff = (await opened.diff(before, after, budget=budget)).document()
+            scalars: list[Document] = []
+            if "" in diff["groups"]:  # the scalars are among tstore's own attributes of the root
+                old, new = await opened.snapshot(before), await opened.snapshot(after)
+                scalars = await _changed_scalars(old, new)
+                if scalars and _own_attributes(old) == _own_attributes(new):
+                    diff["groups"].remove("")
+            return {"store": opened.url, **diff, "scalars": scalars}
 
     return run(work, show_diff, as_json)

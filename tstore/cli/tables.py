@@ -76,6 +76,8 @@ def show_repaired(document: Document) -> None:
         more = " ..." if len(suggested) > _MAX_SUGGESTED_VERSIONS else ""
         print("restore the missing or damaged objects from a copy, or void these versions and lose their changes:")
         print(f"tstore repair {shlex.quote(document['store'])} {options}{more}")
+    elif document["void_already"]:
+        print(f"already void: {_ranges(document['void_already'])}; nothing was committed")
     elif not voided:
         print("no damaged version: every record is intact, and all objects of living versions exist")
 

@@ -190,7 +190,7 @@ def _folder_kind(folder: str) -> SourceKind:
     if any(os.path.isfile(os.path.join(folder, name)) for name in _ZARR_FILES):
         return SourceKind.ZARR
     if "tstore.json" in names:
-        raise InvalidArgument(f"{folder} is a store of tstore; copy it with tstore copy")
+        raise InvalidArgument(f"{folder} is a tstore store already; copy it with tstore copy")
     steps = [name for name in names if orbax.is_orbax(os.path.join(folder, name))]
     if steps:
         raise InvalidArgument(

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import ARCHIVE_BYTES, COLLECTION_BYTES, MANIFEST_BYTES, RECORD_BYTES, ROOT_BYTES
 from tstore.format.checksums import CHECK_SIZE, digest
+from tstore.format.plain_text import pluralize
 
 __all__ = [
     "CHAINED",
@@ -114,7 +115,9 @@ def unseal(data: bytes, kind: bytes) -> memoryview:
     Raise `UnsupportedFormat` for a newer format version.
     """
     if data[: len(MAGIC)] != MAGIC or len(data) < SHORTEST_FRAME:
-        raise Corrupt(f"expected a tstore object, got {len(data)} bytes that begin with {data[:8]!r}")
+        raise Corrupt(
+            f"expected a tstore object, got {pluralize(len(data), 'byte')}, which begin with {bytes(data[:8])!r}"
+        )
     actual, version = data[len(MAGIC) : len(MAGIC) + 1], data[len(MAGIC) + 1]
     _check_size(actual, version, len(data))
     if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:

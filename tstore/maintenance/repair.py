@@ -120,7 +120,8 @@ async def repair_store(
     """Find the damaged versions and void those requested, by the steps at the top of this file.
 
     `void` names versions with damaged or missing records, `void_intact` versions to void even if their records are
-    intact. Raise `Denied` if the store is remote over HTTP, `InvalidArgument` if a version can't be voided.
+    intact. If repairs that have ended voided all of them before, commit nothing. Raise `Denied` if the store is
+    remote over HTTP, `InvalidArgument` if a version can't be voided.
     """
     storage = without_cache(storage)
     log = LogReader.strict(storage, log_id)
@@ -138,6 +139,9 @@ async def repair_store(
     await _check_consequences(log, records.resumes, lost, damaged)
     # the newest voided version whose list of expired versions is lost
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
+    if not records.replaces_any and not (await PastRepairs.up_to(log, newest)).unlisted:
+        await records.delete_needless_roots()  # perhaps the repair was interrupted in step 5
+        return RepairReport(damaged, [], [], None, [])
     saved = await records.write()
     log = LogReader.strict(storage, log_id)  # a new reader, whose cache has none of the replaced records
     repairs = await PastRepairs.up_to(log, await log.newest())

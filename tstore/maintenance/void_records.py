@@ -214,6 +214,11 @@ class VoidRecords:
         version = next(version for version in self._records if archive_end(version) == end)
         raise archived(self._log.storage.url, version)
 
+    @property
+    def replaces_any(self) -> bool:
+        """Whether a record has to be replaced: not all versions were voided by earlier repairs."""
+        return bool(self._former)
+
     async def write(self) -> list[str]:
         """Write the records; return the keys at which those that they replace were saved."""
         storage = self._log.storage
@@ -259,6 +264,11 @@ class VoidRecords:
             numbers.update(range(-(-version // ROOT_EVERY) * ROOT_EVERY, resumes or last + 1, ROOT_EVERY))
         for some in batched(sorted(numbers)):
             await together(self._log.storage.delete, map(root_key, some))
+
+    async def delete_needless_roots(self) -> None:
+        """Do what `delete_roots` does, unless a root vouches for the lost record of another version."""
+        if not await self._resumed():
+            await self.delete_roots(self._newest)
 
 
 def saved_key(version: int, data: bytes) -> str:

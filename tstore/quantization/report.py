@@ -26,6 +26,11 @@ _STORED_HISTOGRAMS = 8
 
 _DRAWN_HISTOGRAMS = 6
 
+NONFINITE = "values are NaN or infinite"
+"""The end of the reason why an array that is not finite stays exact."""
+
+_SHOWN = 3  # paths in one line
+
 _MARKERS = [(f"C{color}", marker) for marker in "osD^vPX*<>pHd8h" for color in range(10)]
 """Pairs of a colour and a marker, enough for the 107 formats of 2 to 16 bits."""
 
@@ -98,9 +103,12 @@ class QuantizeReport(NamedTuple):
 
     def __repr__(self) -> str:
         """Return one line with the commit and the totals; `table()` has the rest."""
+        nonfinite = [a.path for a in self.arrays if a.reason.endswith(NONFINITE)]
+        shown = ", ".join(nonfinite[:_SHOWN]) + ", …" * (len(nonfinite) > _SHOWN)
+        left_out = f" ({len(nonfinite)} left exact because of NaN or infinity: {shown})" if nonfinite else ""
         return (
             f"<QuantizeReport version {self.version} ({self.tag}), from version {self.source}: "
-            f"{len(self.encoded)} of {len(self.arrays)} arrays encoded, "
+            f"{len(self.encoded)} of {len(self.arrays)} arrays encoded{left_out}, "
             f"{self.bits_per_value:.2f} bits/value, SQNR {self.sqnr:.1f} dB>"
         )
 

@@ -24,6 +24,7 @@ from tstore.format.arrays.codecs import Codecs, as_configuration, is_exmy
 from tstore.format.arrays.grid import default_chunks
 from tstore.quantization.entropy import entropy_chunks, entropy_points, is_entropy_coded
 from tstore.quantization.policy import Coding
+from tstore.quantization.report import NONFINITE
 from tstore.quantization.values import Region, Sample, Values
 
 __all__ = [
@@ -318,7 +319,7 @@ def importance_in(
 def obstacle(meta: ArrayMeta, exponents: exmy.Exponents) -> str:
     """Return why no eXmY format can encode an array; empty if one can."""
     if exponents.count < meta.size:
-        return f"{meta.size - exponents.count} of {meta.size} values are NaN or infinite"
+        return f"{meta.size - exponents.count} of {meta.size} {NONFINITE}"
     if exponents.counts.size and exponents.highest < _MIN_SQUARED:
         return f"values of 2^{exponents.highest} are too small"
     if exponents.highest > _MAX_SQUARED:

@@ -72,8 +72,11 @@ def overlong(label: str, max_size: int) -> Corrupt:
 
 def too_short(label: str, offset: int, end: int, total: int | None = None) -> Corrupt:
     """Return the error for an object (`label`) that ends before the end of the requested range."""
-    length = "is shorter" if total is None else f"has only {total}"
-    return Corrupt(f"{label}: expected bytes {offset} to {end}, but the object {length}; restore it from a copy")
+    after = "" if total is None else f" after {total} bytes"
+    return Corrupt(
+        f"{label}: expected bytes {offset} to {end}, but the object is cut short{after}; restore it from a copy "
+        "of the store"
+    )
 
 
 def checked_key(key: str, url: str) -> str:

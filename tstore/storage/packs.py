@@ -176,8 +176,8 @@ class _BufferedPack:
                 return False
             if offset + size > self.size:
                 raise Corrupt(
-                    f"{self._target.url}: {self.key}: expected {size} bytes at {offset}, but the pack has only "
-                    f"{self.size}"
+                    f"{self._target.url}: {self.key}: expected {size} bytes at {offset}, but the pack is cut "
+                    f"short after {self.size} bytes"
                 )
         for buffer in buffers:
             view = np.frombuffer(buffer, np.uint8)

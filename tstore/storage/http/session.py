@@ -346,9 +346,10 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
         via, what = "", "server"
         if isinstance(error, aiohttp.ClientProxyConnectionError):
             via, what = " to the proxy that HTTPS_PROXY or HTTP_PROXY names", "proxy"
-        raise error_type(
-            f"{label}: no connection{via} ({sanitize(reason)}); check the address, and that the {what} is running"
-        ) from error
+        advice = f"the address, and that the {what} is running"
+        if unknown_host:  # which a URL such as gs://bucket does not show
+            via, advice = via or f" to {sanitize(error.host)}", "this name, and the network"
+        raise error_type(f"{label}: no connection{via} ({sanitize(reason)}); check {advice}") from error
     except aiohttp.InvalidURL as error:
         raise InvalidArgument(f"{label}: this URL is invalid; check it") from error
     except (aiohttp.ClientError, OSError) as error:
