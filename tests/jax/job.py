@@ -25,7 +25,8 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import tstore.sync as tstore
@@ -111,7 +112,9 @@ def pytrees(_: Path) -> None:
     assert {"opt/1/0/mu/w", "frozen/a/b", "i4", "key/impl=threefry2x32", "numbers/5"} <= set(paths)
 
     other = {**abstract(tree), "key": jax.random.key(3, impl="rbg")}
-    with pytest.raises(StructureMismatch, match="missing in the checkpoint: key/impl=rbg"):
+    with pytest.raises(
+        StructureMismatch, match="key: stored typed PRNG keys of threefry2x32, target those of rbg"
+    ):
         tstore.jax.restore(url, target=other)
     assert tstore.jax.restore(url, target={"v": w}, rename={"w": "v"}, only="v")["v"].sharding == w.sharding
     renamed = {"new": {"i4": jnp.zeros_like(tree["i4"]), "key": jax.random.key(0)}}
@@ -141,6 +144,149 @@ def pytrees(_: Path) -> None:
     tstore.jax.save(url, [{"impl=threefry2x32": values} for values in no_keys], 2)
     for values, restored in zip(no_keys, tstore.jax.restore(url, 2), strict=True):
         np.testing.assert_array_equal(restored["impl=threefry2x32"], values)
+
+
+def single_leaves(_: Path) -> None:
+    """Trees that are one leaf, and numbers in place of arrays."""
+    bits = np.array([-1, 0], ml_dtypes.int1)
+    one_bit, no_bit = jax.device_put(bits), jax.device_put(bits[1])  # jnp.array can't make them
+    for number, (leaf, target) in enumerate(
+        [
+            (jax.random.key(3), jax.random.key(0)),
+            (jax.random.split(jax.random.key(3, impl="rbg")), jax.random.split(jax.random.key(0, impl="rbg"))),
+            (one_bit, jax.device_put(bits[::-1])),
+            (bits, bits[::-1].copy()),
+            (jnp.ones(3), jnp.zeros(3)),
+            (3, 0),
+            ("x", "y"),
+            (np.float32(3), np.float32(0)),
+        ]
+    ):
+        url = f"memory://single{number}"
+        tstore.jax.save(url, leaf, 1)
+        same(leaf, tstore.jax.restore(url, target=target))
+        if not isinstance(leaf, str | int):
+            same(leaf, tstore.jax.restore(url, target=abstract(target)))
+        with patch("tstore.checkpoint.reading.Reading.read", AsyncMock(return_value={})):
+            if hasattr(leaf, "dtype"):
+                with pytest.raises(StructureMismatch, match=r"1 missing"):
+                    tstore.jax.restore(url, target=target)
+    tstore.jax.save("memory://number", -1, 1)
+    for target in (jnp.zeros((), "i4"), no_bit, np.zeros((), ml_dtypes.int1), 0):
+        restored = tstore.jax.restore("memory://number", target=target)
+        assert (int(restored), type(restored)) == (-1, type(target))
+    tstore.jax.save("memory://number", jnp.int32(3), 2)
+    assert tstore.jax.restore("memory://number", target=0) == 3
+    tstore.jax.save("memory://numbers", {"a": -1, "b": {"dtype=int1": -1}}, 1)
+    restored = tstore.jax.restore("memory://numbers", target={"a": no_bit}, only="a")
+    same(restored, {"a": jax.device_put(bits[0])})
+    with pytest.raises(StructureMismatch, match="missing in the checkpoint: b"):
+        tstore.jax.restore("memory://numbers", target={"a": -1, "b": no_bit})
+
+
+def keys_in_another_form(_: Path) -> None:
+    url, typed, raw = "memory://keys", jax.random.key(4), jax.random.PRNGKey(4)
+    tstore.jax.save(url, {"raw": raw, "typed": typed, "other": np.ones(2)}, 1)
+    tstore.jax.save(url, typed, 2)
+    with pytest.raises(StructureMismatch) as mismatch:
+        tstore.jax.restore(url, 1, target={"raw": typed, "typed": raw, "new": raw})
+    assert (mismatch.value.missing, mismatch.value.unexpected) == (["new"], ["other"])
+    assert mismatch.value.mismatched == [
+        "raw: stored raw data, target typed PRNG keys of threefry2x32; pass jax.random.key_data(key) in the "
+        "target, and the result to jax.random.wrap_key_data(…, impl='threefry2x32')",
+        "typed: stored typed PRNG keys of threefry2x32, target raw data; pass such a key, as from "
+        "jax.random.key(0, impl='threefry2x32'), and take jax.random.key_data of the result",
+    ]
+    with pytest.raises(StructureMismatch, match="value: stored typed PRNG keys of threefry2x32, target raw data"):
+        tstore.jax.restore(url, target=raw)
+
+
+def structures(_: Path) -> None:
+    """Without a target, None, tuples and empty containers are as they were; of any other class, dicts."""
+    one = jnp.ones(1)
+    tree = {"none": None, "dict": {}, "tuple": (), "list": [], "in": [{}, None, (one, [one, None])], "one": one}
+    for number, saved in enumerate([tree, None, (), {}, [None], one]):
+        tstore.jax.save(f"memory://structures{number}", saved, 1)
+        same(jax.tree.map(np.asarray, saved), tstore.jax.restore(f"memory://structures{number}"))
+        same(saved, tstore.jax.restore(f"memory://structures{number}", target=saved))
+    url, state = "memory://structures", optax.adam(0.1).init({"w": one})
+    tstore.jax.save(url, {"opt": state, "frozen": flax.core.freeze({})}, 1)
+    restored = tstore.jax.restore(url)
+    assert (type(restored["opt"]), restored["opt"][1], restored["frozen"]) == (tuple, {}, {})
+    assert list(restored["opt"][0]) == ["count", "mu", "nu"]
+    same(tstore.jax.restore(url, target={"opt": state}, only="opt/**")["opt"], state)
+    tstore.save(url, {"opt": [{"count": 0, "mu": {"w": np.ones(1)}}]}, 2)  # a list, as of older versions
+    same(tstore.jax.restore(url, target={"opt": ({"count": 1, "mu": {"w": np.zeros(1)}}, ())})["opt"][1], ())
+
+
+def unusual_targets(folder: Path) -> None:
+    """Targets whose mesh has no devices, with weak types, layouts, and leaves that are no arrays."""
+    explicit = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    w, url = np.arange(64, dtype="f4").reshape(8, 8), folder / "unusual"
+    tree = {
+        "w": jax.device_put(w, NamedSharding(explicit, P("x", "y"))),
+        "weak": jax.device_put(jnp.full(8, 2.0), NamedSharding(explicit, P("x"))),
+        "rate": jnp.asarray(0.5),
+    }
+    assert tree["weak"].weak_type
+    assert tree["rate"].weak_type
+    tstore.jax.save(url, tree, 1)
+    with jax.set_mesh(explicit), tstore.jax.Checkpointer(url) as saves:
+        target = jax.eval_shape(lambda: tree)
+        assert isinstance(target["w"].sharding.mesh, AbstractMesh)
+        for restored in (
+            tstore.jax.restore(url, target=target),
+            saves.restore(1, target),
+            saves.restore_latest(target),
+        ):
+            assert restored["w"].sharding == tree["w"].sharding
+            np.testing.assert_array_equal(restored["w"], w)
+            assert (restored["weak"].weak_type, restored["rate"].weak_type) == (True, True)
+            assert (jnp.ones(2, "bfloat16") * restored["rate"]).dtype == "bfloat16"
+        assert tstore.jax.explain(url, target=target).bytes_needed >= w.nbytes
+    with pytest.raises(InvalidArgument, match=r"^w: .*no devices; call restore inside jax\.set_mesh\(mesh\)"):
+        tstore.jax.restore(url, target=target)
+    host = NamedSharding(target["w"].sharding.mesh, P("x"), memory_kind="pinned_host")
+    with jax.set_mesh(explicit):
+        pinned = {"w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=host)}
+        assert tstore.jax.restore(url, target=pinned, only="w")["w"].sharding.memory_kind == "pinned_host"
+        odd = {"w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(abstract_mesh("z"), P("z")))}
+        with pytest.raises(InvalidArgument, match=r"^w: .* can't have the sharding of the target"):
+            tstore.jax.restore(url, target=odd, only="w")
+    same(tree, tstore.jax.restore(url, target=tree))
+
+    columns = Format(Layout(major_to_minor=(1, 0)), tree["w"].sharding)
+    for form in (
+        jax.device_put(w, columns),
+        jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=columns),
+    ):
+        restored = tstore.jax.restore(url, target={"w": form}, only="w")["w"]
+        assert restored.format.layout.major_to_minor == (1, 0)
+        assert restored.sharding == tree["w"].sharding
+        np.testing.assert_array_equal(restored, w)
+    gone = {"w": jax.device_put(w, columns)}
+    gone["w"].delete()
+    np.testing.assert_array_equal(tstore.jax.restore(url, target=gone, only="w")["w"], w)
+
+    float0 = np.zeros(3, jax.dtypes.float0)
+    for odd, message in [
+        (..., "^z: an object of type ellipsis in the target stands for no array; pass an array, its .*only=…"),
+        (jnp.tanh, "^z: an object of type .* in the target .* eqx.filter"),
+        (float0, "^z: a gradient of dtype float0"),
+    ]:
+        with pytest.raises(InvalidArgument, match=message):
+            tstore.jax.restore(url, target={**tree, "z": odd})
+        restored = tstore.jax.restore(url, target={"w": tree["w"], "z": odd}, only="w")
+        assert restored["z"] is odd
+        same(restored["w"], tree["w"])
+        with pytest.raises(InvalidArgument, match=r"^z: "):
+            tstore.jax.restore(url, target={"w": tree["w"], "z": odd}, only=["w", "z"], missing="keep")
+    with pytest.raises(InvalidArgument, match=r"^g: a gradient of dtype float0, that of integers, has no values"):
+        tstore.jax.save(url, {"g": float0}, 2)
+
+
+def abstract_mesh(*names: str) -> AbstractMesh:
+    return AbstractMesh((2,) * len(names), names)
 
 
 def resharding(_: Path) -> None:
@@ -368,7 +514,19 @@ def restore(folder: Path) -> None:
 
 
 CHECKS: dict[str, list[Callable[[Path], None]]] = {
-    "one": [pytrees, resharding, small_shards, training, background, series, invalid],
+    "one": [
+        pytrees,
+        single_leaves,
+        keys_in_another_form,
+        structures,
+        unusual_targets,
+        resharding,
+        small_shards,
+        training,
+        background,
+        series,
+        invalid,
+    ],
     "save": [save],
     "series": [save, series],
     "restore": [restore],

@@ -33,6 +33,8 @@ __all__ = [
     "dtype_node",
     "impl_node",
     "is_key",
+    "is_value",
+    "split_impl",
     "stored_patterns",
     "stored_renames",
 ]
@@ -50,6 +52,13 @@ _NARROW = {
 
 _DTYPE, _IMPL = "dtype=", "impl="
 
+_REFS = (jax.Ref,) if hasattr(jax, "Ref") else ()  # not in older versions of JAX
+
+_NOT_STORED = (
+    "can't be stored; expected arrays and scalars, in containers that JAX knows (a class with arrays needs "
+    "jax.tree_util.register_dataclass, an Equinox module eqx.filter(module, eqx.is_array))"
+)
+
 _MIN_PIECE = 4 << 20
 """The smallest piece, in bytes, into which the processes that hold a shard divide it."""
 
@@ -57,18 +66,31 @@ _MAX_CACHED = 64 << 10
 """The size in bytes up to which JAX may keep the host copy or view of an array that NumPy reads."""
 
 
-def checked_leaf(path: str, leaf: Any) -> Any:
-    """Return a leaf that can be stored; raise `InvalidArgument`, naming the path, for another."""
+def is_value(leaf: Any) -> bool:
+    """Return whether a leaf is an array with values, the shape and dtype of one, or a Python scalar."""
+    if type(leaf) in SCALARS:
+        return True
+    if isinstance(leaf, (jax.core.Tracer, *_REFS)):
+        return False
+    return hasattr(leaf, "shape") and getattr(leaf, "dtype", jax.dtypes.float0) != jax.dtypes.float0
+
+
+def checked_leaf(path: str, leaf: Any, other: str = _NOT_STORED) -> Any:
+    """Return a leaf that `is_value`; raise `InvalidArgument`, naming the path, for another.
+
+    `other` is what to say of an object that is no array.
+    """
+    if is_value(leaf):
+        return leaf
     if isinstance(leaf, jax.core.Tracer):
         raise InvalidArgument(f"{path}: a value that JAX traces has no values yet; call tstore outside of jit")
-    if isinstance(leaf, getattr(jax, "Ref", ())):  # not in older versions of JAX
+    if isinstance(leaf, _REFS):
         raise InvalidArgument(f"{path}: a jax.Ref may change while it is saved; pass its values, ref[...]")
-    if (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or type(leaf) in SCALARS:
-        return leaf
-    raise InvalidArgument(
-        f"{path}: an object of type {type(leaf).__name__} can't be stored; expected arrays and scalars, in "
-        "containers that JAX knows (a class with arrays needs jax.tree_util.register_dataclass)"
-    )
+    if hasattr(leaf, "dtype"):
+        raise InvalidArgument(
+            f"{path}: a gradient of dtype float0, that of integers, has no values; pass None in its place"
+        )
+    raise InvalidArgument(f"{path}: an object of type {type(leaf).__name__} {other}")
 
 
 def is_key(leaf: Any) -> bool:
@@ -79,6 +101,12 @@ def is_key(leaf: Any) -> bool:
 def impl_node(impl: Any, data: Any) -> dict[str, Any]:
     """Return the stored form of PRNG keys: their data, under the name of the implementation."""
     return {f"{_IMPL}{impl}": data}
+
+
+def split_impl(path: str) -> tuple[str, str | None]:
+    """Return the path of the leaf that is stored at a path, and its implementation if it is PRNG keys."""
+    above, _, name = path.rpartition("/")
+    return (above or "value", name.removeprefix(_IMPL)) if name.startswith(_IMPL) else (path, None)
 
 
 def dtype_node(dtype: Any, make: Callable[[np.dtype[Any]], Any]) -> Any:

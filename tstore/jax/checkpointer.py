@@ -15,7 +15,7 @@ from tstore.errors import Unavailable
 from tstore.format.arguments import checked_step
 from tstore.format.tree.retention import Keep
 from tstore.jax.processes import Processes, any_process, broadcast_number
-from tstore.jax.restore import restore
+from tstore.jax.restore import PlacedTarget, restore
 from tstore.jax.save import unchanging_values
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime import pool
@@ -86,6 +86,10 @@ class Checkpointer(checkpointer.Checkpointer):
             )
 
         return run()
+
+    def restore_latest(self, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
+        """Restore the newest step as `restore` does, the same in all processes; return None if there is none."""
+        return super().restore_latest(PlacedTarget.here(target), **options)
 
     async def _agree_on_latest(self, latest: int | None, failure: Exception | None) -> int | None:
         """Return the step that the first process found; raise in all processes if one has a `failure`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -21,13 +21,14 @@ class Pytree:
     """A pytree taken apart: `leaves` has its leaves by path.
 
     A path is made of the keys that JAX gives: those of dicts, the positions in sequences, and the names of fields.
-    So a tree of arrays, its abstract tree, and a dict with the names of its fields have the same paths.
+    So a tree of arrays, its abstract tree, and a dict with the names of its fields have the same paths. That of a
+    tree that is a leaf is "".
     """
 
     def __init__(self, tree: Any) -> None:
         try:
             _check_depth(tree, [])
-            keyed, self._definition = tree_util.tree_flatten_with_path(tree)
+            keyed, self._definition = tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
         except InvalidArgument:
             raise
         except Exception as error:  # JAX and the code of registered classes may raise anything
@@ -37,31 +38,25 @@ class Pytree:
                 "sorted"
             ) from error
         self._keys = [tuple(map(_key, keys)) for keys, _ in keyed]
-        paths = ["/".join(map(path_part, keys)) or "value" for keys in self._keys]
-        self.leaves: dict[str, Any] = {}
-        for path, (_, leaf) in zip(paths, keyed, strict=True):
-            if path in self.leaves:
+        self._entries: dict[str, Any] = {}  # the leaves, None and empty containers, in the order of JAX
+        for keys, (_, entry) in zip(self._keys, keyed, strict=True):
+            path = "/".join(map(path_part, keys))
+            if path in self._entries:
                 raise InvalidArgument(f"{path}: two leaves have this path; rename the keys of one of them")
-            self.leaves[path] = leaf
+            self._entries[path] = entry
+        self.leaves = {path: entry for path, entry in self._entries.items() if not _is_empty(entry)}
 
     def nested(self, values: Mapping[str, Any]) -> Any:
-        """Return nested dicts and lists with these values, by path, in place of the leaves.
+        """Return nested dicts, lists and tuples with these values, by path, in place of the leaves.
 
-        In a list, None stands for an element without leaves.
+        None and empty containers stay; containers of other classes, such as named tuples, become dicts.
         """
-        root = _Node()
-        for keys, path in zip(self._keys, self.leaves, strict=True):
-            if not keys:
-                return values[path]
-            node = root
-            for key in keys[:-1]:
-                node = node.setdefault(key, _Node())
-            node[keys[-1]] = values[path]
-        return _plain(root)
+        entries = [values[p] if p in self.leaves else _plain(entry) for p, entry in self._entries.items()]
+        return _nested(self._definition, 0, iter(zip(self._keys, entries, strict=True)))[1]
 
     def with_leaves(self, values: Mapping[str, Any]) -> Any:
         """Return a pytree of the same types with these values, by path, in place of the leaves."""
-        return tree_util.tree_unflatten(self._definition, [values[path] for path in self.leaves])
+        return tree_util.tree_unflatten(self._definition, {**self._entries, **values}.values())
 
 
 def _check_depth(node: Any, ancestors: list[Any]) -> None:
@@ -95,10 +90,6 @@ class _Position(int):
     """The position of an element in a sequence."""
 
 
-class _Node(dict[Any, Any]):
-    """A container, with its elements by key."""
-
-
 def _key(key: Any) -> Any:
     """Return a key of JAX as one that the core can store."""
     match key:
@@ -113,10 +104,25 @@ def _key(key: Any) -> Any:
     return str(key)
 
 
-def _plain(node: Any) -> Any:
-    """Return a container as a dict, or as a list if its keys are positions; return any other node unchanged."""
-    if type(node) is not _Node:
-        return node
-    if node and all(type(key) is _Position for key in node):
-        return [_plain(node.get(position)) for position in range(max(node) + 1)]
-    return {int(key) if type(key) is _Position else key: _plain(value) for key, value in node.items()}
+def _is_empty(node: Any) -> bool:
+    """Return whether a node is None or a container without elements."""
+    level = tree_util.default_registry.flatten_one_level(node)
+    return level is not None and not list(level[0])
+
+
+def _plain(empty: Any) -> Any:
+    """Return None or an empty container as the core stores it."""
+    return empty if empty is None or type(empty) in (dict, list, tuple) else {}
+
+
+def _nested(definition: Any, depth: int, entries: Iterator[tuple[tuple[Any, ...], Any]]) -> Any:
+    """Return the keys of the first of the entries that a container takes, and the container with all of them."""
+    node = definition.node_data()
+    if node is None:
+        return next(entries)
+    children = [_nested(child, depth + 1, entries) for child in definition.children()]
+    parts, values = [keys[depth] for keys, _ in children], [value for _, value in children]
+    first_keys = children[0][0]
+    if any(type(part) is not _Position for part in parts):
+        return first_keys, {int(p) if type(p) is _Position else p: v for p, v in zip(parts, values, strict=True)}
+    return first_keys, tuple(values) if node[0] is tuple else values

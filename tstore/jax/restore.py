@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,8 +16,8 @@ from tstore.checkpoint.reading import Allocate, Reading, RestorePlan, unallocate
 from tstore.checkpoint.request import Cast, Missing, Request
 from tstore.checkpoint.source import Source
 from tstore.data.reader import new_values
-from tstore.errors import InvalidArgument
-from tstore.jax.arrays import decoded, stored_patterns, stored_renames
+from tstore.errors import InvalidArgument, StructureMismatch
+from tstore.jax.arrays import decoded, is_value, split_impl, stored_patterns, stored_renames
 from tstore.jax.processes import agreed_snapshot
 from tstore.jax.pytree import Pytree
 from tstore.jax.targets import target_leaf
@@ -25,7 +25,7 @@ from tstore.runtime import pool
 from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 
-__all__ = ["explain", "restore"]
+__all__ = ["PlacedTarget", "explain", "restore"]
 
 _ALIGNMENT = 64
 """On the CPU, XLA uses memory at a multiple of this many bytes in place, and copies other memory."""
@@ -52,11 +52,13 @@ def restore(
     Parameters
     ----------
     target
-        The pytree to return, with arrays, or with what `jax.eval_shape` returns. An array gets the sharding of its
-        leaf, and each process reads what its devices need, once. Without a sharding it is whole on the default
-        device; NumPy arrays are restored as such. The target must fit: one `StructureMismatch` lists every path
-        that is missing or unexpected, or has another shape or dtype. Without a target the result consists of
-        nested dicts and lists of NumPy arrays; only typed PRNG keys are arrays of JAX.
+        The pytree to return, with arrays, or with what `jax.eval_shape` returns. An array gets the sharding,
+        layout and weak type of its leaf, and each process reads what its devices need, once. Without a sharding it
+        is whole on the default device; one over a mesh without devices, as `jax.eval_shape` returns, is over that
+        of `jax.set_mesh`. NumPy arrays are restored as such. The target must fit: one `StructureMismatch` lists
+        every path that is missing or unexpected, or has another shape or dtype. Without a target the result
+        consists of NumPy arrays in nested dicts, lists and tuples, and only typed PRNG keys are arrays of JAX;
+        named tuples and other classes become dicts.
     only, rename, dtype, missing
         As in `tstore.restore`.
 
@@ -64,7 +66,7 @@ def restore(
     ------
     As `tstore.restore`, and `InvalidArgument`, with the path, for a sharding that does not fit its array.
     """
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]  # of the calling thread
+    here = PlacedTarget.here(target)
     only, rename = stored_patterns(only), stored_renames(rename)
 
     async def run() -> Any:
@@ -72,19 +74,19 @@ def restore(
         request = Request(only, rename, dtype, missing)
         async with opened(store, "r") as opened_store:
             snapshot = await agreed_snapshot(opened_store, step, at)
-            if target is None:
+            if here.tree is None:
                 arrays = await core.restore(
                     opened_store, at=snapshot.version, only=only, rename=rename, dtype=dtype, missing=missing
                 )
                 return decoded(arrays)
-            tree = _TargetTree(await Source.read(snapshot, request), target, request)
+            tree = _TargetTree(await Source.read(snapshot, request), here, request)
             arrays = await tree.reading(_aligned_values).read()
-            return await pool.run(tree.finish, arrays, device)
+            return await pool.run(tree.finish, arrays)
 
     return run()
 
 
-async def explain(
+def explain(
     store: str | os.PathLike[str] | Store,
     step: int | None = None,
     *,
@@ -94,45 +96,76 @@ async def explain(
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
     missing: Missing = "error",
-) -> RestorePlan:
+) -> Coroutine[Any, Any, RestorePlan]:
     """Return what `restore` with the same arguments would read in this process, without reading any chunk.
 
     Raise what `restore` raises, except `Corrupt` for damaged chunks.
     """
+    here = PlacedTarget.here(target)
     only, rename = stored_patterns(only), stored_renames(rename)
-    if target is None:
-        return await core.explain(store, step, at=at, only=only, rename=rename, dtype=dtype, missing=missing)
-    check_one_version(step, at)
-    request = Request(only, rename, dtype, missing)
-    async with opened(store, "r") as opened_store:
-        snapshot = await chosen_snapshot(opened_store, step, at)
-        tree = _TargetTree(await Source.read(snapshot, request), target, request)
-        return await pool.run(tree.reading(unallocated).plan)
+
+    async def run() -> RestorePlan:
+        if here.tree is None:
+            return await core.explain(store, step, at=at, only=only, rename=rename, dtype=dtype, missing=missing)
+        check_one_version(step, at)
+        request = Request(only, rename, dtype, missing)
+        async with opened(store, "r") as opened_store:
+            snapshot = await chosen_snapshot(opened_store, step, at)
+            tree = _TargetTree(await Source.read(snapshot, request), here, request)
+            return await pool.run(tree.reading(unallocated).plan)
+
+    return run()
+
+
+class PlacedTarget(NamedTuple):
+    """The target of a restore, and the default device and the mesh of the thread that passed it."""
+
+    tree: Any
+    device: Any
+    mesh: Any
+
+    @staticmethod
+    def here(tree: Any) -> PlacedTarget:
+        """Return a target with the device and the mesh of this thread; return a `PlacedTarget` unchanged."""
+        if isinstance(tree, PlacedTarget):
+            return tree
+        device = jax.config.jax_default_device  # type: ignore[attr-defined]
+        return PlacedTarget(tree, device, jax.sharding.get_mesh())
 
 
 class _TargetTree:
     """The target of a restore: its leaves, and what a snapshot has for each."""
 
-    def __init__(self, source: Source, target: Any, request: Request) -> None:
+    def __init__(self, source: Source, target: PlacedTarget, request: Request) -> None:
         self._source = source
         self._request = request
-        self._pytree = Pytree(target)
-        self._leaves = {path: target_leaf(path, leaf, self._source) for path, leaf in self._pytree.leaves.items()}
+        self._device = target.device
+        self._pytree = Pytree(target.tree)
+        self._leaves = {
+            path: target_leaf(path, leaf, source, target.mesh)
+            for path, leaf in self._pytree.leaves.items()
+            if is_value(leaf) or request.matches(path)
+        }
 
     def reading(self, allocate: Allocate) -> Reading:
         """Return the reads; raise `StructureMismatch` or `InvalidArgument` if the target does not fit."""
         if self._request.keeps_missing:
             self._check_kept()
         reading = Reading(self._source, self._request, allocate)
-        core_target = self._pytree.nested({path: leaf.core_leaf for path, leaf in self._leaves.items()})
-        for path, leaf in self._source.leaves(core_target, self._request).items():
+        core_leaves = {path: leaf.core_leaf for path, leaf in self._leaves.items()}
+        core_target = self._pytree.nested(dict.fromkeys(self._pytree.leaves) | core_leaves)
+        try:
+            leaves = self._source.leaves(core_target, self._request)
+        except StructureMismatch as error:
+            raise _with_keys_compared(error, self._source.snapshot.location) from None
+        for path, leaf in leaves.items():
             reading.add(path, leaf)
         return reading
 
     def _check_kept(self) -> None:
         """Raise `InvalidArgument` for a leaf that the checkpoint lacks and for which the target has no values."""
-        for path, leaf in self._pytree.leaves.items():
-            stored_path = self._leaves[path].path
+        for path, target in self._leaves.items():
+            leaf, stored_path = self._pytree.leaves[path], target.path
             lacking = stored_path not in self._source.stored and stored_path not in self._source.scalars
             if lacking and isinstance(leaf, jax.ShapeDtypeStruct) and self._request.matches(stored_path):
                 raise InvalidArgument(
@@ -140,16 +173,48 @@ class _TargetTree:
                     "dtype; pass an array there"
                 )
 
-    def finish(self, arrays: dict[str, Any], device: Any) -> Any:
-        """Move the values of `arrays` into the pytree and return it; those without a sharding go to `device`."""
-        results = dict(self._pytree.leaves)
-        with jax.default_device(device):
+    def finish(self, arrays: dict[str, Any]) -> Any:
+        """Move the values of `arrays` into the pytree and return it; those without a sharding go to the device."""
+        results, unfilled = {}, []
+        with jax.default_device(self._device):
             for path, leaf in self._leaves.items():
                 if leaf.path in arrays:
                     results[path] = leaf.finish(arrays.pop(leaf.path))
                 elif leaf.path in self._source.scalars:
                     results[path] = leaf.finish(self._source.scalars[leaf.path])
+                elif self._request.matches(leaf.path) and not self._request.keeps_missing:
+                    unfilled.append(path)
+        if unfilled:
+            raise StructureMismatch(self._source.snapshot.location, unfilled, [], [])
         return self._pytree.with_leaves(results)
+
+
+def _with_keys_compared(error: StructureMismatch, checkpoint: str) -> StructureMismatch:
+    """Return the error with one message for each PRNG key that is stored in another form than the target has."""
+    wanted, stored = dict(map(split_impl, error.missing)), dict(map(split_impl, error.unexpected))
+    forms = [
+        (path, stored[path], wanted[path]) for path in wanted if path in stored and stored[path] != wanted[path]
+    ]
+    compared = {path for path, _, _ in forms}
+    return StructureMismatch(
+        checkpoint,
+        [path for path in error.missing if split_impl(path)[0] not in compared],
+        [path for path in error.unexpected if split_impl(path)[0] not in compared],
+        error.mismatched + [f"{path}: {_advice_on_keys(old, new)}" for path, old, new in forms],
+    )
+
+
+def _advice_on_keys(stored: str | None, wanted: str | None) -> str:
+    """Return what to do about keys of an implementation, or raw data (None), in place of others."""
+    if stored is None:
+        return (
+            f"stored raw data, target typed PRNG keys of {wanted}; pass jax.random.key_data(key) in the target, "
+            f"and the result to jax.random.wrap_key_data(…, impl={wanted!r})"
+        )
+    advice = f"pass such a key, as from jax.random.key(0, impl={stored!r})"
+    if wanted is None:
+        advice += ", and take jax.random.key_data of the result"
+    return f"stored typed PRNG keys of {stored}, target {f'those of {wanted}' if wanted else 'raw data'}; {advice}"
 
 
 def _aligned_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

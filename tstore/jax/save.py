@@ -145,13 +145,13 @@ def save_async(
 async def unchanging_values(tree: Any, hosts: int) -> Any:
     """Return what one of `hosts` hosts saves of a pytree, in arrays that nothing changes."""
     pytree = Pytree(tree)
-    leaves = {path: _unchanging(path, leaf) for path, leaf in pytree.leaves.items()}
+    leaves = {path: _unchanging(path or "value", leaf) for path, leaf in pytree.leaves.items()}
     return await pool.run(_values, pytree, leaves, hosts)
 
 
 def _values(pytree: Pytree, leaves: Mapping[str, Any], hosts: int) -> Any:
     """Return what one of `hosts` hosts saves of a pytree with these leaves, as the core takes it."""
-    copies = {path: begin_copy(path, leaf, hosts) for path, leaf in leaves.items()}
+    copies = {path: begin_copy(path or "value", leaf, hosts) for path, leaf in leaves.items()}
     return pytree.nested({path: finish() for path, finish in copies.items()})
 
 

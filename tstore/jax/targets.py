@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, NamedSharding
 
 from tstore.checkpoint.leaves import Shards, dtype_of
 from tstore.checkpoint.source import Source
@@ -22,6 +24,12 @@ Values = npt.NDArray[Any]
 
 _NUMBER_KINDS: dict[type, str] = {bool: "b", int: "iu", float: "fV", complex: "c"}
 """The kinds of NumPy dtypes whose values each type of Python number can have."""
+
+
+_NOT_RESTORED = (
+    "in the target stands for no array; pass an array, its jax.ShapeDtypeStruct or a scalar there, or select "
+    "other leaves: with only=…, or of an Equinox module with eqx.filter(module, eqx.is_array)"
+)
 
 
 class TargetLeaf(NamedTuple):
@@ -37,34 +45,41 @@ class TargetLeaf(NamedTuple):
     finish: Callable[[Any], Any]
 
 
-def target_leaf(path: str, leaf: Any, source: Source) -> TargetLeaf:
+def target_leaf(path: str, leaf: Any, source: Source, mesh: Any) -> TargetLeaf:
     """Return how a leaf is restored; raise `InvalidArgument`, naming the path, if that is impossible.
 
     A number and an array without axes can be restored from each other, because jit and eval_shape return arrays in
-    place of numbers.
+    place of numbers. A sharding over a mesh without devices gets those of `mesh`.
     """
-    checked_leaf(path, leaf)
-    if type(leaf) in _NUMBER_KINDS and source.selects(path):
-        meta = source.node(path).meta
+    name = path or "value"  # of an array
+    checked_leaf(name, leaf, _NOT_RESTORED)
+    if type(leaf) in _NUMBER_KINDS and source.selects(name):
+        meta = source.node(name).meta
         if meta.shape == () and meta.dtype.kind in _NUMBER_KINDS[type(leaf)]:
-            return TargetLeaf(path, _shape_struct((), meta.dtype), lambda values: type(leaf)(values[()]))
+            return TargetLeaf(name, _shape_struct((), meta.dtype), lambda values: type(leaf)(values[()]))
     if not hasattr(leaf, "dtype"):
         return TargetLeaf(path, leaf, lambda scalar: scalar)
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        target = _array_leaf(path, leaf)
-    elif isinstance(leaf, Shards):
-        target = TargetLeaf(path, leaf, lambda shards: shards)
-    elif isinstance(leaf, np.generic):
-        target = TargetLeaf(path, leaf, lambda values: values[()])
-    else:
-        dtype = dtype_of(path, leaf)
-        node = dtype_node(dtype, functools.partial(_shape_struct, leaf.shape))
-        target = TargetLeaf(_stored_path(path, node), node, lambda values: values.view(dtype))
-    if tuple(leaf.shape) == () and target.path in source.scalars:
+    node, finish = _core_node(name, leaf, mesh)
+    if tuple(leaf.shape) == () and path in source.scalars and not is_key(leaf):
         scalar = source.scalars[path]
-        values = _scalar_values(path, scalar, np.dtype(leaf.dtype))
-        return target._replace(core_leaf=scalar, finish=lambda _: target.finish(values))
-    return target
+        values = _scalar_values(name, scalar, np.dtype(leaf.dtype))
+        return TargetLeaf(path, scalar, lambda _: finish(values))
+    if not isinstance(node, dict):
+        return TargetLeaf(name, node, finish)
+    [form] = node
+    return TargetLeaf(f"{path}/{form}" if path else form, node, finish)
+
+
+def _core_node(path: str, leaf: Any, mesh: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return what takes the place of an array in the core's target, and how the leaf is made from its values."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return _array_node(path, leaf, mesh)
+    if isinstance(leaf, Shards):
+        return leaf, lambda shards: shards
+    if isinstance(leaf, np.generic):
+        return leaf, lambda values: values[()]
+    dtype = dtype_of(path, leaf)
+    return dtype_node(dtype, functools.partial(_shape_struct, leaf.shape)), lambda values: values.view(dtype)
 
 
 def _scalar_values(path: str, scalar: Any, dtype: np.dtype[Any]) -> Values:
@@ -85,12 +100,8 @@ def _shape_struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)  # type: ignore[no-untyped-call]
 
 
-def _stored_path(path: str, node: Any) -> str:
-    return f"{path}/{next(iter(node))}" if isinstance(node, dict) else path
-
-
-def _array_leaf(path: str, leaf: Any) -> TargetLeaf:
-    """Return how an array of JAX, or its shape and dtype, is restored."""
+def _array_node(path: str, leaf: Any, mesh: Any) -> tuple[Any, Callable[[Any], jax.Array]]:
+    """Do what `_core_node` does for an array of JAX, or its shape and dtype."""
     sharding = leaf.sharding
     if isinstance(leaf, jax.Array) and not leaf.committed:
         sharding = None
@@ -102,21 +113,43 @@ def _array_leaf(path: str, leaf: Any) -> TargetLeaf:
             "in the target"
         )
     try:
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+            if mesh.empty:
+                raise InvalidArgument(
+                    f"{path}: the sharding of the target has the axes of a mesh, {sharding.mesh.axis_names}, but "
+                    "no devices; call restore inside jax.set_mesh(mesh)"
+                )
+            sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
         regions = _regions(sharding, shape)
     except (ValueError, RuntimeError, AttributeError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
         reason = str(error).splitlines()[0].rstrip(".")
         raise InvalidArgument(
             f"{path}: an array of shape {list(shape)} can't have the sharding of the target ({reason}); pass a "
             "sharding over devices that divides the shape"
         ) from error
+    layout, weak_type = _layout(data), data.weak_type
 
     def finish(restored: Any) -> jax.Array:
         array = _placed(sharding, regions, shape, dtype, restored)
+        if weak_type:
+            array = jax.jit(_weakly_typed, out_shardings=sharding)(array)
+        if layout not in (None, _layout(array)):
+            array = jax.device_put(array, Format(layout, array.sharding))
         return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
     core_leaf = functools.partial(_core_leaf, sharding, shape)
-    node = dtype_node(dtype, core_leaf) if impl is None else impl_node(impl, core_leaf(dtype))
-    return TargetLeaf(_stored_path(path, node), node, finish)
+    return dtype_node(dtype, core_leaf) if impl is None else impl_node(impl, core_leaf(dtype)), finish
+
+
+def _weakly_typed(array: jax.Array) -> Any:
+    return jax.lax.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
+
+
+def _layout(leaf: Any) -> Any:
+    """Return the layout of an array in the memory of a device; None if it is left to JAX, as in older versions."""
+    return getattr(getattr(leaf, "format", None), "layout", None)
 
 
 def _key_data(leaf: Any) -> tuple[str, jax.ShapeDtypeStruct]:

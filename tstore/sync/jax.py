@@ -21,6 +21,7 @@ class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the 
 
     save = blocking(_async.Checkpointer.save, __name__)
     restore = blocking(_async.Checkpointer.restore, __name__)
+    restore_latest = blocking(_async.Checkpointer.restore_latest, __name__)
 
 
 explain = blocking(_async.explain, __name__)

@@ -53,6 +53,9 @@ class Checkpointer(sync.Checkpointer):
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""
 
+    def restore_latest(self, target: Any = None, **options: Any) -> Any:
+        """Restore the newest step as `restore` does, the same in all processes; return None if there is none."""
+
 def explain(
     store: str | os.PathLike[str] | Store,
     step: int | None = None,
@@ -87,11 +90,13 @@ def restore(
     Parameters
     ----------
     target
-        The pytree to return, with arrays, or with what `jax.eval_shape` returns. An array gets the sharding of its
-        leaf, and each process reads what its devices need, once. Without a sharding it is whole on the default
-        device; NumPy arrays are restored as such. The target must fit: one `StructureMismatch` lists every path
-        that is missing or unexpected, or has another shape or dtype. Without a target the result consists of
-        nested dicts and lists of NumPy arrays; only typed PRNG keys are arrays of JAX.
+        The pytree to return, with arrays, or with what `jax.eval_shape` returns. An array gets the sharding,
+        layout and weak type of its leaf, and each process reads what its devices need, once. Without a sharding it
+        is whole on the default device; one over a mesh without devices, as `jax.eval_shape` returns, is over that
+        of `jax.set_mesh`. NumPy arrays are restored as such. The target must fit: one `StructureMismatch` lists
+        every path that is missing or unexpected, or has another shape or dtype. Without a target the result
+        consists of NumPy arrays in nested dicts, lists and tuples, and only typed PRNG keys are arrays of JAX;
+        named tuples and other classes become dicts.
     only, rename, dtype, missing
         As in `tstore.restore`.
 
