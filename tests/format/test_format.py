@@ -61,7 +61,9 @@ RECORD = Record(
     False,
     {"step": 1},
 )
-FRAGMENT = Fragment("t.1", 3, 8, 7, "m", ("step/1",), True, (), MANIFEST, 5, b"s", {"step": 1})
+FRAGMENT = Fragment(
+    "t.1", 3, 8, 7, "m", ("step/1",), True, (), MANIFEST, 5, b"s", {"step": 1}, True, {"w": b"checksum"}
+)
 SEVERAL = Record(
     "a.together",
     7,
@@ -157,11 +159,11 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "fragment": (
         FRAGMENT,
-        "baQlXa%DyVouhOvF#`w(p>2_-b97~JFEPWA+yD`%ZDDR{W@U49lB{%iZZBakaA9L>Eij;w!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rS"
+        "baQlXa%DyVo}+XwF#`w(p>2_-b97~JFEPWA+yD`%ZDDR{W@U49lB{%iZZBakaA9L>Eij;w!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rS"
         "FWnXl8aAhJoB4=`Mb#NjqB4KoNa%p09bY*iQI(vP6lB0GnVxf1$2mk;8000000K@_S0mKji0000000002000000002Q7zY3V00000000"
         "000000000IC2000000K^Oc00000000010002Q7zzLY00000000000000000000000000K^yp01yBG0000A0000000002000000002QKr"
-        "%8iGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGB7YOFfcGMFfcGMFfcGMFflPPF)=YQF)=YQF)=YQF~k7G0K@>01;hb!fuwVEWpDw*q"
-        "Vq7W)bb~2{sHO8y%o}u",
+        "%8iGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGB7YOFfcGMFfcGMFfcGMFflPPF)=YQF)=YQF)=YQF~k7G0K@>01;hb!fuwVEWpDw*f"
+        "uVQA2xDkvV{3DDZPTO{t)0#m0C^W!(%!w}vH",
     ),
     "root": (
         ROOT,

@@ -8,12 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import tstore
 from tests.support import forks
 from tests.support.polling import delivered, until
+from tstore.checkpoint import save as save_module
+from tstore.checkpoint.replicated import checksums
+from tstore.checkpoint.structure import flatten
 from tstore.conformance.faults import open_faulty
 from tstore.errors import (
     AlreadyExists,
@@ -330,15 +334,75 @@ async def test_hosts_that_disagree_on_an_array_are_named(url: str, what: str) ->
 
 
 @pytest.mark.usefixtures("prompt")
-@pytest.mark.parametrize(
-    "change", [{"step": 4}, {"more": np.zeros(2)}, {"more": {}}, {"b": [np.zeros(3, int)]}], ids=str
-)
+@pytest.mark.parametrize("change", [{"more": np.zeros(2)}, {"more": {}}, {"b": [np.zeros(3, int)]}], ids=str)
 async def test_hosts_with_different_structures_are_named(url: str, change: dict[str, Any]) -> None:
     calls = [save(url, h, tree=t, timeout=60) for h, t in enumerate(odd_one(**change))]
     error = raised(await outcomes(calls), Inconsistent)
     assert "hosts [3]" in str(error)
     assert "structure" in str(error)
     assert await tstore.steps(url) == []
+
+
+REPLICATED: dict[str, Any] = {
+    "an array": np.arange(4),
+    "a long array": np.ones(1 << 19),
+    "a strided array": np.ones((1 << 10, 300))[:, ::2],
+    "no axes": np.array(1.5),
+    "a NumPy scalar": np.float32(1),
+    "structured": np.array([(1, 2.5)], [("a", "u1"), ("b", "f8")]),
+    "bfloat16": np.ones(3, ml_dtypes.bfloat16),
+    "texts": np.array(["a", "bcd"]),
+    "a bool": True,
+    "an int": 5,
+    "text": "PCG64",
+    "bytes": b"\xff",
+}
+"""Values that every host must pass alike, by kind."""
+
+
+def changed(value: Any) -> Any:
+    """Return another value of the same type, shape and dtype."""
+    if isinstance(value, np.generic | np.ndarray):
+        other = np.array(value)
+        other[...] = np.zeros((), other.dtype)
+        return other[()] if isinstance(value, np.generic) else other
+    return type(value)() if value else value
+
+
+@pytest.mark.usefixtures("prompt")
+async def test_values_that_differ_between_hosts_are_refused_with_their_paths() -> None:
+    """Only one of them would be stored, and every host would restore it."""
+    url = "memory://differing"
+    trees = [{"same": REPLICATED, "rng": {**REPLICATED, 3: [value, 0]}} for value in (1, 1, 2)]
+    await asyncio.gather(*[save(url, h, tree=trees[0], hosts=3) for h in range(3)])
+    trees[2]["rng"] |= {kind: changed(value) for kind, value in REPLICATED.items()}
+    calls = [save(url, h, step=2, tree=tree, hosts=3) for h, tree in enumerate(trees)]
+    error = raised(await outcomes(calls), Inconsistent)
+    assert isinstance(error, Inconsistent)
+    paths = sorted(f"rng/{kind}" for kind in (*REPLICATED, "3/0"))
+    assert sorted(error.paths) == [f"{path}: hosts [2] differ from host 0" for path in paths]
+    assert "make them equal on all hosts, or pass tstore.PerHost(value)" in str(error)
+    assert await tstore.steps(url) == [1]
+
+
+@pytest.mark.usefixtures("prompt", "short_blocks")
+async def test_values_that_differ_between_blocks_of_hosts_are_named() -> None:
+    calls = [save("memory://blocks", h, tree={"x": h // 10}, hosts=11) for h in range(11)]
+    assert "x: hosts [10] differ from host 0" in str(raised(await outcomes(calls), Inconsistent))
+
+
+def test_checksums_of_many_values_are_combined_in_the_largest_groups() -> None:
+    names = [f"{n:0200}" for n in range(1500)]
+    trees: list[Any] = [{"few": {"a": i, "b": np.array(7)}, "many": dict.fromkeys(names, i)} for i in (0, 1)]
+    one, other = (checksums(*flatten(tree)) for tree in trees)
+    assert list(one) == list(other) == ["few/b", "few/a", "many"]
+    assert [path for path in one if one[path] != other[path]] == ["few/a", "many"]
+    assert len(checksums(*flatten({"fewer": dict.fromkeys(names[:1000], 0)}))) == 1000
+
+
+async def test_a_host_alone_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_module, "checksums", None)
+    assert await tstore.save("memory://alone", {"x": 1, "y": np.ones(2)}, step=1) == 1
 
 
 @pytest.mark.usefixtures("prompt")

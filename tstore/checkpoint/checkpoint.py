@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -56,7 +57,8 @@ class Checkpoint(NamedTuple):
     """One call of `save`: what this host writes, and the attributes and metadata of the commit.
 
     `attributes` are the caller's attributes of the root group, and `reserved` those of tstore. `digest` is a
-    checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves. `check_tags`
+    checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves. `replicated` has
+    checksums of the values that must be equal on all hosts, by path. `check_tags`
     raises if the step must not be saved in a store with these tags; it is called before anything is written. If
     the checkpoint `withdraws`, a host whose save fails withdraws the transaction, so that the others need not wait
     for it. Otherwise hosts that are late, or `tstore finish`, may commit what a host has delivered.
@@ -77,6 +79,7 @@ class Checkpoint(NamedTuple):
     overwrite: bool
     check_tags: Callable[[Mapping[str, int]], None] = _permit_all_tags
     withdraws: bool = False
+    replicated: Mapping[str, bytes] = MappingProxyType({})
 
     @staticmethod
     def for_withdrawal(step: int, host: int, hosts: int, attempt: str | None, overwrite: bool) -> Checkpoint:
@@ -225,7 +228,7 @@ class Checkpoint(NamedTuple):
         return tx, replaced
 
     async def _write(self, staging: Staging, prior: Snapshot | None) -> None:
-        await staging.replace_all(self.digest)
+        await staging.replace_all(self.digest, replicated=self.replicated)
         if self.host == 0:
             await staging.set_root_attributes(self.attributes, self.reserved)
         await give_way()

@@ -12,6 +12,7 @@ import xxhash
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.jobs import write_jobs
 from tstore.checkpoint.leaves import Shards, as_values
+from tstore.checkpoint.replicated import checksums
 from tstore.checkpoint.streamed import StreamedArray
 from tstore.checkpoint.structure import flatten
 from tstore.errors import (
@@ -30,6 +31,7 @@ from tstore.format.arguments import (
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
 from tstore.quantization.studied_plan import rules_for
+from tstore.runtime.pool import run
 from tstore.saved_steps import step_tag
 from tstore.storage.objects import checked_durability
 from tstore.store import Store, opened
@@ -157,6 +159,7 @@ async def checkpoint_from_arguments(
         attempt,
         timeout,
         overwrite,
+        replicated=await run(checksums, document, leaves) if hosts > 1 else {},
     )
 
 

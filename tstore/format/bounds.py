@@ -19,6 +19,7 @@
     metadata of a commit            1 MiB, 131,072 values, 101 levels
     metadata of one node         64 MiB, 2,097,152 values, 700 levels
     structure of a fragment      64 bytes (the checksum of the structure of the tree)
+    checksums of a fragment      65,536 (of values that every host has; writers combine those over 256 KiB)
     path of a node               4,096 characters, 256 levels (names between slashes)
     nodes and documents of a manifest, or of one of its pages: 131,072 each; of a root, 1,048,576
     names in one list            1,048,576 (packs, paths, objects, expired versions, dropped tags)

@@ -9,8 +9,8 @@
 3. Now and then a waiting host merges a complete block that its claimant left behind. Merging is deterministic and
    objects are created once, so it is harmless if several hosts merge the same block.
 
-Each merge checks its hosts against each other: same calls, same metadata, no chunk twice. Whether every chunk was
-written can only be checked at the top.
+Each merge checks its hosts against each other: same calls, same metadata, no chunk twice, and no path
+with different values. Whether every chunk was written can only be checked at the top.
 """
 
 from __future__ import annotations
@@ -189,8 +189,9 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Sequence
         for manifest in listed
         for node in manifest.nodes()
     ]
-    _check_agreement(name, fragments)
     _check_nodes(name, parts)
+    _check_replicated(name, fragments)
+    _check_agreement(name, fragments)
     _check_paths(name, fragments, parts)
     result = msgspec.structs.replace(
         first,
@@ -209,10 +210,19 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Sequence
     return msgspec.structs.replace(result, manifest=Manifest.from_nodes(nodes))
 
 
-def fragment_from_record(record: Record, host: int, hosts: int, structure: bytes) -> Fragment:
+def fragment_from_record(
+    record: Record, host: int, hosts: int, structure: bytes, replicated: Mapping[str, bytes]
+) -> Fragment:
     """Return the fragment of one host, from the record that it would commit alone."""
     [manifest] = record.manifests
-    return Fragment(host=host, hosts=hosts, manifest=manifest, structure=structure, **_shared_fields(record))
+    return Fragment(
+        host=host,
+        hosts=hosts,
+        manifest=manifest,
+        structure=structure,
+        replicated=dict(replicated),
+        **_shared_fields(record),
+    )
 
 
 def record_from_fragment(merged: Fragment, time: float) -> Record:
@@ -237,6 +247,27 @@ def check_complete(name: str, manifest: Manifest) -> None:
             incomplete.append(f"{path}: {absent} of {meta.chunk_count} chunks, the first at {first}")
     if incomplete:
         raise Inconsistent(f"transaction {name!r} is not committed: some chunks were not written", incomplete)
+
+
+def _check_replicated(name: str, fragments: Sequence[Fragment]) -> None:
+    """Raise `Inconsistent` if hosts passed different values at the same path, of which one would be stored."""
+    first = fragments[0]
+    differing: dict[str, list[int]] = {}
+    for other in fragments[1:]:
+        if other.replicated != first.replicated:
+            for path, checksum in first.replicated.items():
+                if other.replicated.get(path, checksum) != checksum:
+                    differing.setdefault(path, []).append(other.host)
+    if differing:
+        raise Inconsistent(
+            f"transaction {name!r} is not committed: hosts have different values at the same path, and only "
+            "one of them would be stored; make them equal on all hosts, or pass tstore.PerHost(value) to save the "
+            "value of each host",
+            [
+                f"{path or 'the tree'}: hosts {hosts} differ from host {first.host}"
+                for path, hosts in differing.items()
+            ],
+        )
 
 
 def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:

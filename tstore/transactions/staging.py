@@ -52,8 +52,9 @@ MIN_HOST_ROWS = 64  # rows of an array in the fragment of one of many hosts
 class Staging:
     """The staged changes of one transaction, its packs, and its operations under way.
 
-    The hosts of a cooperative transaction must agree on `structure_check`, the checksum of the tree's structure.
-    `reused` are the packs of other transactions to which the last manifest refers.
+    The hosts of a cooperative transaction must agree on `structure_check`, the checksum of the tree's structure,
+    and on `replicated`, the checksums of values by path. `reused` are the packs of other
+    transactions to which the last manifest refers.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Staging:
         self.transaction = world.token(12) if member is None else member.transaction
         self.lifecycle = Lifecycle(log.storage.url)
         self.structure_check = b""
+        self.replicated: Mapping[str, bytes] = {}
         self.reused: tuple[str, ...] = ()
         self._manifest_prefix = "" if member is None else f"{member.host:05d}-"
         self.packs = PackSet(log.storage, folder_of(self.transaction), durability)
@@ -136,7 +138,9 @@ class Staging:
             await self.read_around(staged, [path])
             staged.delete(path)
 
-    async def replace_all(self, structure_check: bytes, source: int = 0) -> None:
+    async def replace_all(
+        self, structure_check: bytes, source: int = 0, replicated: Mapping[str, bytes] | None = None
+    ) -> None:
         """Drop the base, so that the staged nodes are the whole tree, or that of a copy of the version `source`.
 
         Raise `SnapshotExpired` unless that version is alive.
@@ -146,6 +150,7 @@ class Staging:
                 await check_alive(self.reader, source, staged.base.version)
             staged.replace_all(source)
             self.structure_check = structure_check
+            self.replicated = replicated or {}
 
     async def write_arrays(self, jobs: Sequence[WriteJob]) -> None:
         """Create arrays from jobs of whole chunks; raise `AlreadyExists` unless all are new.

@@ -257,7 +257,8 @@ class Transaction:
                 await self._append(record, repeated)
                 return
             member = self._member
-            fragment = fragment_from_record(record, member.host, member.hosts, self._staging.structure_check)
+            checks = self._staging.structure_check, self._staging.replicated
+            fragment = fragment_from_record(record, member.host, member.hosts, *checks)
             commit = CooperativeCommit(self._log, member, self._durability)
             self.version = await deliver(commit, fragment)
             self._lifecycle.state = "delivered"

@@ -74,6 +74,7 @@ _LONG_BYTES = 256 << 10  # of memory; a record that takes more is long (`StoredR
 
 TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TAGS_SET)]
 TagTargets = Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_TAGS_SET)]
+Checksums = Annotated[dict[str, bytes], msgspec.Meta(max_length=MAX_TAGS_SET)]
 
 
 class Part(Body, frozen=True):
@@ -316,7 +317,11 @@ class StoredRecord(NamedTuple):
 
 
 class Fragment(Body, frozen=True):
-    """What one host adds to a cooperative transaction; `structure` is the checksum of the tree's structure."""
+    """What one host adds to a cooperative transaction.
+
+    `structure` is the checksum of the tree's structure. `replicated` has checksums of the values that every host
+    must pass alike, by path.
+    """
 
     transaction: str
     host: Natural
@@ -331,6 +336,7 @@ class Fragment(Body, frozen=True):
     structure: Annotated[bytes, msgspec.Meta(max_length=STRUCTURE_BYTES)]
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     durable: bool = True
+    replicated: Checksums = msgspec.field(default_factory=dict)
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""

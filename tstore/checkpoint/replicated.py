@@ -1,0 +1,67 @@
+"""Checksums of the values that every host of a save passes, of which one host writes each; pure, no I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tstore.checkpoint.structure import scalars_in
+from tstore.format.tree_document import TreeDocument, scalar_node
+
+__all__ = ["checksums"]
+
+_WHOLE = 1 << 20
+"""Up to this many bytes, all of an array is hashed; of a longer one, samples."""
+
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+_MAX_BYTES = 1 << 18
+"""The most bytes of all paths and checksums, which each host of a save delivers."""
+
+
+def checksums(document: TreeDocument, leaves: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the checksums of the NumPy arrays among the leaves of a tree, and of its Python scalars, by path.
+
+    If there are too many, those of the largest groups are combined, under the path of the group.
+    """
+    result = {path: _of_array(leaf) for path, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
+    scalars = {path: scalar_node(value) for path, value in scalars_in(document).items()}
+    result |= {path: xxhash.xxh3_64_digest("\0".join(node).encode()) for path, node in scalars.items()}
+    sizes = _group_sizes(result)
+    while (excess := sizes.total() - _MAX_BYTES) > 0:
+        combined = set()
+        for group, size in sizes.most_common():
+            combined.add(group)
+            excess -= size
+            if excess <= 0:
+                break
+        members: dict[str, list[bytes]] = {}
+        for path, checksum in result.items():
+            group = path.rpartition("/")[0]
+            members.setdefault(group if group in combined else path, []).append(checksum)
+        result = {path: xxhash.xxh3_64_digest(b"".join(parts)) for path, parts in members.items()}
+        sizes = _group_sizes(result)
+    return result
+
+
+def _group_sizes(result: Mapping[str, bytes]) -> Counter[str]:
+    """Return how many bytes the entries of each group take."""
+    sizes: Counter[str] = Counter()
+    for path, checksum in result.items():
+        sizes[path.rpartition("/")[0]] += len(path) + len(checksum)
+    return sizes
+
+
+def _of_array(values: npt.NDArray[Any]) -> bytes:
+    if values.dtype.names is not None:  # between the fields there may be any bytes
+        return xxhash.xxh3_64_digest(repr(values.tolist()).encode())
+    if values.nbytes > _WHOLE:
+        count = _SAMPLE_BYTES // values.itemsize or 1
+        starts = np.linspace(0, values.size - count, _SAMPLES).astype(int).tolist()
+        values = np.concatenate([values.flat[start : start + count] for start in starts])
+    return xxhash.xxh3_64_digest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
