@@ -44,7 +44,7 @@ def tree() -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    """Save a tree in each layout, and a step of a manager with two items."""
+    """Save a tree in each layout, and steps of managers."""
     layouts = {"zarr": {}, "files": {"use_ocdbt": False}, "zarr3": {"use_zarr3": True}}
     layouts["files3"] = {"use_ocdbt": False, "use_zarr3": True}
     for name, options in layouts.items():
@@ -53,6 +53,12 @@ def main(folder: str) -> None:
     with ocp.CheckpointManager(f"{folder}/steps", item_names=("model", "extra")) as manager:
         extra = ocp.args.StandardSave({"x": jnp.ones(2)})
         manager.save(3, args=ocp.args.Composite(model=ocp.args.StandardSave(tree()), extra=extra))
+    keys = {
+        "keys": [jax.random.key(3), jax.random.split(jax.random.key(1, impl="rbg"))],
+        "raw": jax.random.PRNGKey(3),
+    }
+    with ocp.CheckpointManager(f"{folder}/unnamed") as manager:
+        manager.save(3, args=ocp.args.StandardSave(keys))
     best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(f"{folder}/measured", options=best) as manager:
         config = ocp.args.JsonSave({"layers": 2})

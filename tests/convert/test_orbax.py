@@ -117,12 +117,30 @@ def test_the_items_of_a_step_that_are_not_imported_are_reported(
     step = peers / "measured" / "3"
     report = asyncio.run(import_checkpoint(step, tmp_path / "a", 3))
     assert (report.tensors, report.left_out) == (1, ["config", "metrics"])
-    assert list(asyncio.run(tstore.restore(tmp_path / "a"))) == ["x"]
+    assert bits(asyncio.run(tstore.restore(tmp_path / "a"))) == bits({"state": {"x": np.ones(2, np.float32)}})
     assert main(["import", str(step), str(tmp_path / "b"), "--step", "3"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "not imported, because they are not trees of arrays: config, metrics"
     ]
     assert asyncio.run(import_checkpoint(step / "state", tmp_path / "c", 3)).left_out == []
+
+
+async def test_typed_keys_are_stored_as_tstore_jax_does(peers: Path, tmp_path: Path) -> None:
+    step = peers / "unnamed" / "3"
+    await import_checkpoint(step, tmp_path / "store", 3)
+    raw_key = np.array([0, 3], np.uint32)
+    tree = await tstore.restore(tmp_path / "store")
+    rbg = tree["keys"][1]["impl=rbg"]
+    assert (rbg.shape, rbg.dtype) == ((2, 4), np.uint32)
+    assert bits(tree) == bits({"keys": [{"impl=threefry2x32": raw_key}, {"impl=rbg": rbg}], "raw": raw_key})
+    await import_checkpoint(step / "default", tmp_path / "item", 3)
+    assert bits(await tstore.restore(tmp_path / "item")) == bits(tree)
+    shutil.copytree(step, tmp_path / "a")
+    (tmp_path / "a" / "default" / "array_metadatas" / "process_1").write_text('{"array_metadatas": 5}')
+    await refused(tmp_path / "a", "process_1", "not have the format")
+    shutil.rmtree(tmp_path / "a" / "default" / "array_metadatas")  # as older versions of Orbax
+    await import_checkpoint(tmp_path / "a", tmp_path / "old", 3)
+    assert bits((await tstore.restore(tmp_path / "old"))["keys"]) == bits([raw_key, rbg])
 
 
 # ---- damage

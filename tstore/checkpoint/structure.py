@@ -19,7 +19,10 @@ from tstore.format.bounds import PATH_LEVELS, path_excess_message
 from tstore.format.number_keys import NumberKeys
 from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, paths_in, scalar_node, scalar_value
 
-__all__ = ["flatten", "path_part", "scalars_in", "unflatten", "unflatten_like"]
+__all__ = ["IMPL", "flatten", "path_part", "scalars_in", "unflatten", "unflatten_like"]
+
+IMPL = "impl="
+"""Typed PRNG keys of JAX are stored as a dict: their data, at this key with the name of their implementation."""
 
 _KEY_TYPES = (bool, int, float, str, bytes)
 _ESCAPED = re.compile(r"[%/\x00-\x1f]")

@@ -2,7 +2,8 @@
 
 A folder has `_METADATA`, a JSON document with the keys that lead to each leaf. The document also says whether the
 arrays are stored in one OCDBT database or each in a folder, and whether as Zarr v2 or v3. Strings are in
-`_strings.json`. The folder of a step has such a folder for each item of the checkpoint.
+`_strings.json`, and the implementations of typed PRNG keys in `array_metadatas/process_*`. The folder of a step
+has such a folder for each item of the checkpoint.
 
 A chunk that is missing is an error, where tensorstore and Orbax would return zeros.
 """
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.checkpoint.streamed import StreamedArray
+from tstore.checkpoint.structure import IMPL
 from tstore.convert.files import read_whole
 from tstore.convert.nesting import Keys, nested
 from tstore.errors import Corrupt, InvalidArgument, NotFound, Unavailable, UnsupportedFormat
@@ -33,6 +35,8 @@ METADATA = "_METADATA"
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _OCDBT = "manifest.ocdbt"
 _STRINGS = "_strings.json"
+_ARRAY_METADATAS = "array_metadatas"
+_UNNAMED = "default"  # the item of a step that was saved without names of items
 _MAX_DOCUMENT = 1 << 28  # bytes
 _EAGER = 1 << 20  # bytes; an array of at most this size is read when it is opened
 _MAX_OPENING = 256  # arrays that are opened concurrently
@@ -64,6 +68,25 @@ class _Document(msgspec.Struct):
     use_zarr3: bool = False
 
 
+class _Extension(msgspec.Struct):
+    random_key_impl: str | None = None
+
+
+class _ArrayMetadata(msgspec.Struct):
+    param_name: str
+    ext_metadata: _Extension | None = None
+
+
+class _ArrayEntry(msgspec.Struct):
+    array_metadata: _ArrayMetadata
+
+
+class _ArrayMetadatas(msgspec.Struct):
+    """The part of a file of `array_metadatas` that is read."""
+
+    array_metadatas: list[_ArrayEntry]
+
+
 _T = TypeVar("_T")
 
 
@@ -85,8 +108,8 @@ def is_orbax(folder: str) -> bool:
 def open_orbax(folder: str) -> Any:
     """Return the tree of an Orbax checkpoint; long arrays are read while they are saved.
 
-    For the folder of a step with one item, return the tree of the item; with several items, return a dict of their
-    trees by name. Raise `Corrupt`, `NotFound` (an array is missing), `Unavailable`, `UnsupportedFormat` (such as a
+    For the folder of a step, return a dict of the trees of its items by name; for a step saved without names, the
+    tree. Raise `Corrupt`, `NotFound` (an array is missing), `Unavailable`, `UnsupportedFormat` (such as a
     checkpoint without `_METADATA`), or `InvalidArgument` (tensorstore is not installed).
     """
     if os.path.exists(os.path.join(folder, METADATA)):
@@ -97,8 +120,8 @@ def open_orbax(folder: str) -> Any:
             f"{folder} is an Orbax checkpoint without {METADATA}, as old versions of Orbax wrote it; restore it "
             "with Orbax and save it with tstore.save"
         )
-    if len(items) == 1:
-        return _open_item(*items.values())
+    if list(items) == [_UNNAMED]:
+        return _open_item(items[_UNNAMED])
     return {name: _open_item(path) for name, path in items.items()}
 
 
@@ -129,7 +152,21 @@ def _open_item(folder: str) -> Any:
     strings: dict[str, str] = {}
     if any(leaf.kind == "string" for leaf in leaves):
         strings = _parse(os.path.join(folder, _STRINGS), dict[str, str])
+    for name, impl in _key_impls(os.path.join(folder, _ARRAY_METADATAS)).items():
+        if name in values:
+            values[name] = {f"{IMPL}{impl}": values[name]}
     return nested(((leaf.keys, _value(leaf, values, strings, folder)) for leaf in leaves), folder)
+
+
+def _key_impls(folder: str) -> dict[str, str]:
+    """Return the implementations of typed PRNG keys by the names of their arrays; each process wrote a file."""
+    if not os.path.isdir(folder):
+        return {}
+    with mapped_errors("read", folder):
+        documents = [_parse(os.path.join(folder, name), _ArrayMetadatas) for name in sorted(os.listdir(folder))]
+    entries = [entry.array_metadata for document in documents for entry in document.array_metadatas]
+    impls = {entry.param_name: (entry.ext_metadata or _Extension()).random_key_impl for entry in entries}
+    return {name: impl for name, impl in impls.items() if impl is not None}
 
 
 def _value(leaf: _Leaf, arrays: Mapping[str, Any], strings: Mapping[str, str], folder: str) -> Any:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.structure import IMPL
 from tstore.errors import InvalidArgument
 from tstore.format.tree_document import SCALARS
 from tstore.sharding import Index, ReplicaSplit, common_shard_shape
@@ -50,7 +51,7 @@ _NARROW = {
 }
 """For each dtype that Zarr has no name for, the dtype of the bytes in which NumPy stores its numbers."""
 
-_DTYPE, _IMPL = "dtype=", "impl="
+_DTYPE = "dtype="
 
 _REFS = (jax.Ref,) if hasattr(jax, "Ref") else ()  # not in older versions of JAX
 
@@ -100,13 +101,13 @@ def is_key(leaf: Any) -> bool:
 
 def impl_node(impl: Any, data: Any) -> dict[str, Any]:
     """Return the stored form of PRNG keys: their data, under the name of the implementation."""
-    return {f"{_IMPL}{impl}": data}
+    return {f"{IMPL}{impl}": data}
 
 
 def split_impl(path: str) -> tuple[str, str | None]:
     """Return the path of the leaf that is stored at a path, and its implementation if it is PRNG keys."""
     above, _, name = path.rpartition("/")
-    return (above or "value", name.removeprefix(_IMPL)) if name.startswith(_IMPL) else (path, None)
+    return (above or "value", name.removeprefix(IMPL)) if name.startswith(IMPL) else (path, None)
 
 
 def dtype_node(dtype: Any, make: Callable[[np.dtype[Any]], Any]) -> Any:
@@ -138,7 +139,7 @@ def _forms(pattern: Any) -> list[str]:
     """Return patterns for the stored forms of the leaves that a pattern matches; "**" matches them already."""
     if not isinstance(pattern, str) or pattern.endswith("**"):
         return []
-    return [f"{pattern}/{form}*" for form in (_DTYPE, _IMPL)]
+    return [f"{pattern}/{form}*" for form in (_DTYPE, IMPL)]
 
 
 def decoded(tree: Any) -> Any:
@@ -160,9 +161,9 @@ def _decoded(key: str, values: Values) -> Any:
     for dtype, stored in _NARROW.items():
         if key == f"{_DTYPE}{dtype.name}" and values.dtype == stored:
             return values.view(dtype)
-    if key.startswith(_IMPL) and values.dtype == np.uint32:
+    if key.startswith(IMPL) and values.dtype == np.uint32:
         with contextlib.suppress(ValueError, TypeError):  # not registered here, or its keys have another shape
-            return jax.random.wrap_key_data(jnp.asarray(values), impl=key.removeprefix(_IMPL))
+            return jax.random.wrap_key_data(jnp.asarray(values), impl=key.removeprefix(IMPL))
     return {key: values}
 
 
