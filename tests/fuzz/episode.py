@@ -2,8 +2,8 @@
 
 1. A round has one worker, several workers in one event loop, or worker processes, one of which may be killed.
 2. Then the model replays the journals of the workers, and the store and its copies must equal the model.
-3. Between two rounds, one of its copies may replace the store, as after a disaster; open handles and caches of the
-   old store stay in use.
+3. Between two rounds, one of its copies may replace the store, as after a disaster, or a repair may void its
+   newest versions; open handles and caches of the old store stay in use.
 
 The seed determines everything in an episode except the order of concurrent operations.
 """
@@ -60,7 +60,7 @@ class Episode:
         self._copies: dict[str, Timeline] = {}
         self._handles: list[tstore.Store] = []  # of single workers, kept from round to round
         self._disturbed = False
-        self._replaced = 0
+        self._rewound = 0
 
     async def run(self, rounds: int, operations: int, odd: int) -> None:
         """Run all rounds, or until a fault occurs. The store and its copies are not removed.
@@ -78,6 +78,8 @@ class Episode:
                 await self._odd(number, odd)
                 if self.replaceable and self._copies and self.choice.random() < 0.15:
                     self._restore_from_backup()
+                if not self.place.url.startswith("http") and self.choice.random() < 0.15:
+                    await self._repair()
             await self._compare(thorough=True)
         except Mismatch as error:
             self._add_fault("model", *error.args)
@@ -91,7 +93,7 @@ class Episode:
                 self.processes.close()
 
     def _add_fault(self, verb: str, kind: str, text: str = "") -> None:
-        since = f" (after replacing the store by a backup {self._replaced} times)" if self._replaced else ""
+        since = f" (after {self._rewound} backups and repairs)" if self._rewound else ""
         self.faults.append(Fault(verb, kind, text + since))
 
     async def _round(self, number: int, operations: int) -> None:
@@ -111,7 +113,7 @@ class Episode:
         else:
             alone = self._worker(name, alone=True)
             alone.stores, alone.disturbed = self._handles, self._disturbed
-            alone.rewound = self._replaced > 0
+            alone.rewound = self._rewound > 0
             await alone.work(VERBS, operations)
             self._handles, self._disturbed = alone.stores, False
             events = self._ended([alone])
@@ -171,7 +173,24 @@ class Episode:
         shutil.rmtree(self.place.url)
         shutil.copytree(url, self.place.url)
         self._timeline = self._copies[url].fork(self._copies[url].newest)
-        self.counts["restore_from_backup"] += 1
+        self._rewind("restore_from_backup", f"from {Path(url).name} at version {self._timeline.newest}")
+
+    async def _repair(self) -> None:
+        """Void up to three of the newest versions, but no collection; open handles and caches are not notified."""
+        newest = self._timeline.newest
+        first = max(1, newest - self.choice.randrange(3))
+        if not all(self._timeline.is_living(version) for version in range(first, newest + 1)):
+            return
+        async with await tstore.open(self.place.url) as store:
+            await store.repair(void_intact=range(first, newest + 1))
+        self._timeline.void(first)
+        async with await tstore.open(self.place.url) as store:
+            await self._synchronize(store, [])
+        self._rewind("repair", f"voided the versions from {first} to {newest}")
+
+    def _rewind(self, how: str, text: str) -> None:
+        """Note that the store has lost versions, which its open handles must notice and its copies may have."""
+        self.counts[how] += 1
         self._disturbed = True
-        self._replaced += 1
-        self.last.append(f"restored from {Path(url).name} at version {self._timeline.newest}")
+        self._rewound += 1
+        self.last.append(f"{how}: {text}")

@@ -35,6 +35,7 @@ from tests.fuzz.journal import (
 )
 from tests.support.store_model import Grid, State
 from tstore.errors import NotFound, SnapshotExpired
+from tstore.format.objects.records import REPAIR
 from tstore.simulation.checker import versions_to_keep
 
 __all__ = ["Mismatch", "Timeline", "Version"]
@@ -73,6 +74,16 @@ class Timeline:
         other.attempts = dict(self.attempts)
         other.committed = {m: v for m, v in self.committed.items() if v <= newest}
         return other
+
+    def is_living(self, version: int) -> bool:
+        """Return whether a version is living, so that it is no collection and not void."""
+        return version in self.versions[version].alive
+
+    def void(self, first: int) -> None:
+        """Give the versions from `first` on the state of the head before them."""
+        before = self.versions[first - 1]
+        void = Version(before.state, before.alive, {}, frozenset(), before.head)
+        self.versions[first:] = [void] * (len(self.versions) - first)
 
     async def copied(self, url: str, events: Sequence[Any], before: Timeline | None) -> Timeline | None:
         """Return the timeline of a copy of the store after the events, from the one before; None without a copy.
@@ -132,6 +143,10 @@ class Timeline:
             if commit.transaction.startswith("gc-"):
                 alive -= await self._expired(version, commit, report, begun, store)
                 state.tags = {t: v for t, v in state.tags.items() if v in alive}
+                continue
+            if commit.transaction.startswith(REPAIR):
+                if await store.log.reader.collection(version) is None:
+                    alive.add(version)
                 continue
             if commit.message not in self.attempts:
                 raise Mismatch("unknown", f"version {version} is {commit.message!r}, which no worker began")

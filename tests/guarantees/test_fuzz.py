@@ -108,6 +108,29 @@ async def test_the_model_accepts_a_copy_that_was_killed(tmp_path: Path) -> None:
             await wrong.check(copied, random.Random(0), thorough=True)
 
 
+async def test_the_model_notices_a_repair_that_voids_nothing(tmp_path: Path) -> None:
+    async with await tstore.open(tmp_path / "store") as store:
+        for number in range(1, 4):
+            async with store.transaction(f"m{number}", tag=f"t{number}") as tx:
+                await tx.create_array(f"a{number}", (4,), "int64", (4,), sparse=True)
+        attempts = [
+            Attempt(f"m{n}", (Create(f"a{n}", (4,), (4,), "int64", True),), (f"t{n}",)) for n in range(1, 4)
+        ]
+        timeline = Timeline()
+        await timeline.learn(store, attempts)
+        repaired = timeline.fork(3)
+        repaired.void(2)
+        with pytest.raises(Mismatch, match="the head is version 3, not 1"):
+            await repaired.check(store, random.Random(0), thorough=True)
+        await store.repair(void_intact=[2, 3])
+    async with await tstore.open(tmp_path / "store") as store:
+        await repaired.learn(store, [])
+        await repaired.check(store, random.Random(0), thorough=True)
+        await timeline.learn(store, [])
+        with pytest.raises(Mismatch, match="the tags are"):
+            await timeline.check(store, random.Random(0), thorough=True)
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_no_odd_argument_bricks_a_store(seed: int) -> None:
     choice = random.Random(seed)
