@@ -116,7 +116,7 @@ def test_a_zarr_folder_and_back(store: Path, tmp_path: Path, call: Call) -> None
     for more in ((), ("--step", 4), ("--codec", "e4m3")):
         code, text, err = call("import", out, tmp_path / "b", *more)
         assert (code, text) == (2 if more else 1, "")
-        assert ("leave out --step and --codec" if more else "'a/w' exists") in err
+        assert ("leave out --step, --codec and --skip" if more else "'a/w' exists") in err
 
 
 def test_a_reference_file(store: Path, tmp_path: Path, call: Call) -> None:
@@ -155,6 +155,20 @@ def test_a_file_of_torch_needs_trust(tmp_path: Path, call: Call) -> None:
     assert tstore.restore(tmp_path / "store") == {"a": 5}
 
 
+def test_what_an_import_leaves_out_is_listed_and_values_may_be_skipped(tmp_path: Path, call: Call) -> None:
+    folder, store = tmp_path / "checkpoint-4", tmp_path / "store"
+    folder.mkdir()
+    safetensors.numpy.save_file({"a.w": np.ones(3), "b.w": np.ones(3)}, folder / "model.safetensors")
+    (folder / "optimizer.pt").touch()
+    (folder / "trainer_state.json").touch()
+    code, out, _ = call("import", folder, store, "--step", 4, "--skip", "b.*")
+    assert (code, out.splitlines()[1:]) == (0, ["not imported: optimizer.pt, trainer_state.json, b.w"])
+    assert list(tstore.restore(store)) == ["a.w"]
+    code, out, err = call("import", folder, store, "--step", 5, "--skip", "c")
+    assert (code, out) == (2, "")
+    assert "has no value at 'c', which skip names" in err
+
+
 def test_trust_changes_nothing_for_other_sources(tmp_path: Path, call: Call) -> None:
     safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / "in.safetensors")
     code, out, _ = call("import", tmp_path / "in.safetensors", tmp_path / "store", "--step", 0, "--trust")
@@ -168,7 +182,11 @@ def test_unknown_sources_are_refused_before_a_store_is_made(tmp_path: Path, call
     (tmp_path / "steps" / "100" / "_CHECKPOINT_METADATA").write_text("{}")
     cases: list[tuple[list[Any], int, str]] = [
         ([tmp_path / "empty"], 2, "can't be imported: it has neither"),
-        ([tmp_path / "steps"], 2, f"pass the folder of one, such as {tmp_path / 'steps' / '100'}"),
+        (
+            [tmp_path / "steps"],
+            2,
+            f"1 checkpoint below it; pass the folder of one, such as {tmp_path / 'steps' / '100'}",
+        ),
         ([tmp_path / "steps" / "100"], 1, "without _METADATA"),
         ([tmp_path / "nowhere"], 1, "nowhere"),
         ([tmp_path / "empty", tmp_path / "steps"], 2, "is a folder; pass it alone"),

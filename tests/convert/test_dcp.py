@@ -123,8 +123,8 @@ async def test_a_folder_goes_in_and_out_bit_for_bit(folder: Path, tmp_path: Path
     assert (exported.tensors, exported.bytes, exported.left_out) == (report.tensors, report.bytes, [])
     assert sorted(os.listdir(tmp_path / "out")) == [".metadata", "__0_0.distcp"]
     assert told[-1] == (report.bytes, report.bytes)
-    expected = bits(open_dcp(str(folder)))
-    assert bits(open_dcp(str(tmp_path / "out"))) == expected
+    expected = bits(open_dcp(str(folder))[0])
+    assert bits(open_dcp(str(tmp_path / "out"))[0]) == expected
     loaded = state_dict()
     for tensor in (*loaded["dtypes"].values(), loaded["model"]["view"], loaded["optimizer"]["list"][0]):
         tensor.zero_()
@@ -161,7 +161,7 @@ async def test_other_trees_become_state_dicts(tmp_path: Path) -> None:
     tree = {"a": (x, [x + 1, {"b": np.int64(4)}]), 0: {"w": x}, "n": None}
     await tstore.save(tmp_path / "store", tree, 1)
     await export_dcp(tmp_path / "store", tmp_path / "out")
-    back = open_dcp(str(tmp_path / "out"))
+    back, _ = open_dcp(str(tmp_path / "out"))
     assert bits(back) == bits({"a": [x, [x + 1, {"b": np.array(4)}]], "0": {"w": x}, "n": None})
     async with await tstore.open(tmp_path / "store") as store:
         for step, odd, error in (
@@ -330,24 +330,34 @@ async def test_other_objects_are_loaded_by_torch_if_trusted(tmp_path: Path) -> N
     for name, message in (
         ("cut", "can't be loaded by torch.load"),
         ("sparse", "/w is a tensor of layout torch.sparse_coo"),
-        ("function", "^f: an object of type builtin_function_or_method"),
+        ("function", r"has 1 value .* leave them out .*--skip PATH:\n  f: builtins.builtin_function_or_method"),
         ("tuple", "a dict key of type tuple can't be stored; expected str, int, float, bool or bytes"),
     ):
-        with pytest.raises((Corrupt, InvalidArgument), match=message):
+        with pytest.raises((Corrupt, InvalidArgument, UnsupportedFormat), match=message):
             await import_torch_file(tmp_path / f"{name}.pt", tmp_path / "c", 0)
+    report = await import_torch_file(tmp_path / "sparse.pt", tmp_path / "d", 0, skip=["w"])
+    assert (report.tensors, report.left_out) == (0, ["w"])
     assert not (tmp_path / "c").exists()
 
 
 # ---- hostile bytes
 
 
-def test_nothing_that_a_folder_names_is_called(folder: Path, tmp_path: Path) -> None:
+async def test_nothing_that_a_folder_names_is_called(folder: Path, tmp_path: Path) -> None:
     save({"w": torch.ones(3), "evil": Evil(tmp_path / "harm")}, tmp_path / "a")
+    torch.save({"w": torch.ones(3), "evil": Evil(tmp_path / "harm")}, tmp_path / "a.pt")
     shutil.rmtree(tmp_path / "harm", ignore_errors=True)
-    with pytest.raises(
-        UnsupportedFormat, match=r"(?s)values that tstore can't store.*'evil' refers to posix.mkdir"
+    with pytest.raises(UnsupportedFormat, match=r"1 value that tstore can't store.*\n  evil: posix.mkdir"):
+        await import_checkpoint(tmp_path / "a", tmp_path / "store", 0)
+    for source in (
+        import_checkpoint(tmp_path / "a", tmp_path / "store", 0, skip=["evil"]),
+        import_torch_file(tmp_path / "a.pt", tmp_path / "store", 1, skip=["e*"]),
     ):
-        open_dcp(str(tmp_path / "a"))
+        report = await source
+        assert (report.tensors, report.left_out) == (1, ["evil"])
+        assert list(await tstore.restore(tmp_path / "store")) == ["w"]
+    with pytest.raises(InvalidArgument, match=r"has no value at 'evli', which skip names"):
+        await import_checkpoint(tmp_path / "a", tmp_path / "store", 2, skip=["evli", "evil"])
     (tmp_path / "b").mkdir()
     for protocol in range(6):
         (tmp_path / "b" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "harm"), protocol))
@@ -496,7 +506,7 @@ def test_many_tensors_share_one_list_of_chunks(
         metadata.state_dict_metadata |= {f"empty.{i}": empty for i in range(1000)}
 
     path = with_metadata(folder, tmp_path / "shared", share)
-    assert len(open_dcp(path)) > 1000
+    assert len(open_dcp(path)[0]) > 1000
     monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 9000)
     with pytest.raises(Corrupt, match="more than 9000 values"):
         open_dcp(path)

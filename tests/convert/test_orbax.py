@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.sources import imported, untold_removals
 from tests.support.weights import raw
 from tstore.checkpoint.streamed import StreamedArray
 from tstore.cli import main
@@ -106,7 +107,7 @@ async def test_a_step_of_a_manager_has_items(peers: Path, tmp_path: Path) -> Non
     await import_checkpoint(peers / "steps" / "3" / "model", tmp_path / "one", 3)
     assert bits(await tstore.restore(tmp_path / "one")) == bits(EXPECTED)
     with pytest.raises(
-        InvalidArgument, match=r"has 1 Orbax checkpoints; pass the folder of one, such as .*/steps/3"
+        InvalidArgument, match=r"has 1 checkpoint below it; pass the folder of one, such as .*/steps/3"
     ):
         recognize([peers / "steps"])
 
@@ -116,13 +117,17 @@ def test_the_items_of_a_step_that_are_not_imported_are_reported(
 ) -> None:
     step = peers / "measured" / "3"
     report = asyncio.run(import_checkpoint(step, tmp_path / "a", 3))
-    assert (report.tensors, report.left_out) == (1, ["config", "metrics"])
+    assert (report.tensors, report.left_out) == (1, ["config/", "metrics/"])
     assert bits(asyncio.run(tstore.restore(tmp_path / "a"))) == bits({"state": {"x": np.ones(2, np.float32)}})
     assert main(["import", str(step), str(tmp_path / "b"), "--step", "3"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "not imported, because they are not trees of arrays: config, metrics"
-    ]
+    assert capsys.readouterr().out.splitlines()[1:] == ["not imported: config/, metrics/"]
     assert asyncio.run(import_checkpoint(step / "state", tmp_path / "c", 3)).left_out == []
+    shutil.copytree(step, tmp_path / "source")
+    idle = set(untold_removals(tmp_path / "source", tmp_path))
+    about = {"_CHECKPOINT_METADATA", "commit_success.txt", "state/commit_success.txt", "state/_sharding"}
+    assert {file for file in idle if not file.startswith(("state/ocdbt", "state/array_metadatas"))} <= about
+    (tmp_path / "source" / "state" / "notes.txt").touch()
+    assert asyncio.run(imported(tmp_path / "source"))[1] == ["config/", "metrics/", "state/notes.txt"]
 
 
 async def test_typed_keys_are_stored_as_tstore_jax_does(peers: Path, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def show_imported(report: Document) -> None:
     version = f"version {report['version']}" + (f" ({report['tag']})" if report["tag"] else "")
     print(escape(f"{report['store']}: imported {_tensor_summary(report)} from {report['kind']}, as {version}"))
     if report["left_out"]:
-        print(escape(f"not imported, because they are not trees of arrays: {abbreviate(report['left_out'], 20)}"))
+        print(escape(f"not imported: {abbreviate(report['left_out'], 20)}"))
 
 
 def show_exported(report: Document) -> None:

@@ -78,15 +78,28 @@ def _sources(context: click.Context, parameter: click.Parameter, value: tuple[st
     is_flag=True,
     help="Read a file of torch.save (.pt), which may run code in that file. By default it is refused.",
 )
+@click.option(
+    "--skip",
+    multiple=True,
+    metavar="PATH",
+    help="Leave out the value at this path, or the values that match this glob, such as args or 'optimizer/**'. "
+    "May be repeated. If all objects of other classes in a file of torch.save are left out, no code of it runs.",
+)
 @json_option
 def import_checkpoint(
-    sources: tuple[str, ...], store: str, step: int | None, codec: str | None, trust: bool, as_json: bool
+    sources: tuple[str, ...],
+    store: str,
+    step: int | None,
+    codec: str | None,
+    trust: bool,
+    skip: tuple[str, ...],
+    as_json: bool,
 ) -> int:
     """Import another checkpoint or a Zarr folder.
 
     SOURCES is one of: a safetensors file, or several of them; their index (*.safetensors.index.json); a folder of
     safetensors files; a folder of torch.distributed.checkpoint; an Orbax checkpoint (which needs tensorstore). The
-    command prints what it recognized. It creates the store if there is none.
+    command prints what it recognized, and what it left out. It creates the store if there is none.
 
     SOURCES may also be a Zarr folder, v3 or v2, or the URL of one: its groups and arrays are added to the store in
     one commit, without a step. Each chunk is decoded as a check, and its encoded bytes are stored unchanged.
@@ -96,8 +109,8 @@ def import_checkpoint(
         kind = recognize(sources)
         progress.doing(f"importing {sources[0]}, {kind.value}")
         if kind is SourceKind.ZARR:
-            if step is not None or codec is not None:
-                raise InvalidArgument(f"{sources[0]} is {kind.value}: leave out --step and --codec")
+            if step is not None or codec is not None or skip:
+                raise InvalidArgument(f"{sources[0]} is {kind.value}: leave out --step, --codec and --skip")
 
             def report_bytes(done: int, total: int) -> None:
                 progress.doing(f"importing {sources[0]}: {format_size(done)} of {format_size(total)}")
@@ -108,9 +121,9 @@ def import_checkpoint(
             raise InvalidArgument(f"{sources[0]} is {kind.value}, which becomes a step; pass --step N")
         try:
             if kind is SourceKind.TORCH and trust:
-                report = await import_torch_file(sources[0], store, step, codecs=codec)
+                report = await import_torch_file(sources[0], store, step, codecs=codec, skip=skip)
             else:
-                report = await importing.import_checkpoint(sources, store, step, codecs=codec)
+                report = await importing.import_checkpoint(sources, store, step, codecs=codec, skip=skip)
         except AlreadyExists as error:
             message = str(error).replace(
                 "pass overwrite=True", f"remove it first with tstore rm {store} --step {step}"

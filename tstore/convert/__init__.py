@@ -2,7 +2,8 @@
 
 1. `files`: memory maps, and names that stay within a folder. `names`: a checkpoint's arrays by flat names.
    `nesting`: nested containers from leaves with their keys. `pieces`: arrays that lie in several files.
-   `dense_bits`: elements of 4 and 6 bits; `narrow`: quantized arrays in narrow types of other formats.
+   `skipping`: values that are left out by name. `dense_bits`: elements of 4 and 6 bits; `narrow`: quantized
+   arrays in narrow types of other formats.
 2. The formats. `safetensors` and its `safetensors_header`; `huggingface`, models in several such files.
    `pickled`: pickles read as data; `torch_archive`: archives of torch.save; `dcp` and `dcp_export`: folders of
    torch.distributed.checkpoint; `torch_file`: files of torch.save. `orbax`: Orbax checkpoints.

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from tstore.convert.files import map_file, read_whole, within
 from tstore.convert.nesting import Keys, nested
-from tstore.convert.pickled import Instance, Name, Visits, parse_pickle
+from tstore.convert.pickled import Instance, Name, Unreadable, Visits, parse_pickle
 from tstore.convert.pieces import Piece, joined
 from tstore.convert.torch_archive import read_archive
-from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, bullet_list
+from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 from tstore.format.arrays.tensors import TORCH_DTYPES
 from tstore.storage.local.atomic_file import mapped_errors
 
@@ -33,7 +33,6 @@ METADATA = ".metadata"
 _MAX_METADATA = 1 << 28  # bytes
 _MAX_UNCHECKED = 1 << 20  # bytes; longer metadata is compared with the size of the files before it is parsed
 _MAX_NDIM = 64  # of a NumPy array
-_MAX_REASONS = 100  # tensors that can't be read, in one message
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _OLD_CLASSES = "torch.distributed._shard.sharded_tensor.metadata"  # of PyTorch 2.0 to 2.2
@@ -61,11 +60,11 @@ class _Location(NamedTuple):
     length: int
 
 
-def open_dcp(folder: str) -> Any:
-    """Return the state dict of a DCP folder, with tensors as views of memory maps of its files.
+def open_dcp(folder: str) -> tuple[Any, set[str]]:
+    """Return the state dict of a DCP folder, with tensors as views of memory maps, and the names of its files.
 
-    Raise `Corrupt`, `UnsupportedFormat` (for values other than tensors, plain containers and numbers), and
-    `NotFound`. The values of tensors are not read yet; all other values are.
+    Values other than tensors, plain containers and numbers become `Unreadable`. Raise `Corrupt`,
+    `UnsupportedFormat` and `NotFound`. The values of tensors are not read yet; all other values are.
     """
     subject = os.path.join(folder, METADATA)
     data = read_whole(subject, _MAX_METADATA)
@@ -80,23 +79,20 @@ def open_dcp(folder: str) -> Any:
         for location in locations:
             by_name[location.name].append(location)
         files = _Files(folder)
-        leaves, reasons = [], []
+        leaves = []
         for name, item in items.items():
             try:
-                leaves.append((_checked_keys(keys.get(name, (name,))), _value(name, item, by_name[name], files)))
-            except UnsupportedFormat as error:  # report all at once, so that a user does not meet them one by one
-                reasons.append(str(error))
-                if len(reasons) == _MAX_REASONS:
-                    break
-        if reasons:
-            raise UnsupportedFormat(f"{folder} has values that tstore can't store:{bullet_list(reasons)}")
+                value = _value(name, item, by_name[name], files)
+            except UnsupportedFormat as error:  # which the import reports with all others, or leaves out by name
+                value = Unreadable(str(error))
+            leaves.append((_checked_keys(keys.get(name, (name,))), value))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         if isinstance(error, InvalidArgument):
             raise
         raise Corrupt(
             f"{subject} does not have the format that PyTorch writes ({error!r:.200}); check the folder"
         ) from error
-    return nested(leaves, folder)
+    return nested(leaves, folder), {METADATA, *(location.file for location in locations)}
 
 
 def _check_length(folder: str, metadata: bytes) -> None:

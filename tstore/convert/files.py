@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ from tstore.storage.objects import Durability
 __all__ = [
     "StrPath",
     "exported_file",
+    "left_out_of",
     "map_file",
     "map_open_file",
     "open_file",
@@ -76,6 +77,28 @@ def within(folder: str, name: str, subject: str) -> str:
             "from"
         )
     return os.path.join(folder, *parts)
+
+
+def left_out_of(folder: str, taken: Collection[str]) -> list[str]:
+    """Return what of a folder an import does not take: files, and, with a slash at the end, whole folders.
+
+    `taken` are the paths, relative to the folder, of the files that it takes, and of folders that it takes whole.
+    """
+    above = {path[:i] for path in taken for i, character in enumerate(path) if character == "/"}
+    names, pending = [], [""]
+    while pending:
+        below = pending.pop()
+        with (
+            mapped_errors("read", os.path.join(folder, below)),
+            os.scandir(os.path.join(folder, below)) as entries,
+        ):
+            for entry in entries:
+                name = below + entry.name
+                if name in above:
+                    pending.append(f"{name}/")
+                elif name not in taken:
+                    names.append(f"{name}/" if entry.is_dir() else name)
+    return sorted(names)
 
 
 @contextlib.contextmanager

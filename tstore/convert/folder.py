@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tstore.convert.files import open_file
@@ -130,6 +130,31 @@ class Folder:
                 return None  # the listed names are not the paths by which files are read
             return (path[len(top) + 1 :] for path in paths)
         return (path.lstrip("/") for path in paths)
+
+    def all_files(self, has_part: Callable[[str], bool]) -> Iterator[str] | None:
+        """Return the paths of all files, in any order; None for a server that can't list its files.
+
+        A local folder for which `has_part` is false is returned, with a slash at the end, in place of its files.
+        """
+        return self._parts(has_part) if self._is_local else self.files("", 0)
+
+    def _parts(self, has_part: Callable[[str], bool]) -> Iterator[str]:
+        pending, linked = [""], set[tuple[int, int]]()  # the folders that links led to
+        while pending:
+            below = pending.pop()
+            with mapped_errors("list", f"{self.url}/{below}"), os.scandir(self._prefix + below) as entries:
+                for entry in entries:
+                    path, target = below + entry.name, None
+                    if not _is_folder(entry):
+                        yield path
+                        continue
+                    if entry.is_symlink():
+                        target = entry.stat().st_dev, entry.stat().st_ino
+                    if target in linked or not has_part(path):
+                        yield f"{path}/"
+                        continue
+                    linked.update([target] if target else [])
+                    pending.append(f"{path}/")
 
     def _local_files(self, top: str, below: str, depth: int, linked: set[tuple[int, int]]) -> Iterator[str]:
         """Yield files; `linked` are the folders that links led to. A few links to each other make many paths."""

@@ -57,12 +57,12 @@ class _File(NamedTuple):
     offsets: dict[str, tuple[int, ...]] | None
 
 
-def open_folder(folder: str) -> tuple[Tensors, dict[str, str]]:
+def open_folder(folder: str) -> tuple[Tensors, dict[str, str], set[str]]:
     """Return the tensors that a folder's index lists, or, without an index, those of all its safetensors files.
 
-    The tensors are views of memory maps. Also return the metadata that the files agree on. Raise the errors of
-    `open_files` and `open_index`, `NotFound` if the names of the files tell of more files, and `InvalidArgument`
-    for several indices, none of which has the usual name.
+    The tensors are views of memory maps. Also return the metadata that the files agree on, and the names of the
+    files that were read. Raise the errors of `open_files` and `open_index`, `NotFound` if the names of the files
+    tell of more files, and `InvalidArgument` for several indices, none of which has the usual name.
     """
     names = sorted(os.listdir(folder))
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -70,9 +70,11 @@ def open_folder(folder: str) -> tuple[Tensors, dict[str, str]]:
         raise InvalidArgument(f"{folder} has {len(indices)} indices; pass one of them:{bullet_list(indices)}")
     if indices:
         name = f"model{INDEX_SUFFIX}" if len(indices) > 1 else indices[0]
-        return open_index(os.path.join(folder, name))
+        path = os.path.join(folder, name)
+        return *open_index(path), {name, *_weight_map(path).values()}
     _check_numbered(folder, names)
-    return open_files([os.path.join(folder, name) for name in names if name.endswith(".safetensors")])
+    files = [name for name in names if name.endswith(".safetensors")]
+    return *open_files([os.path.join(folder, name) for name in files]), set(files)
 
 
 def _check_numbered(folder: str, names: Iterable[str]) -> None:

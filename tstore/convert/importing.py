@@ -6,8 +6,10 @@ tree of arrays that are memory-mapped or read while they are saved, so that memo
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -16,11 +18,14 @@ from tstore.checkpoint.leaves import dtype_of
 from tstore.checkpoint.save import save
 from tstore.checkpoint.structure import flatten
 from tstore.convert import dcp, orbax
-from tstore.convert.files import StrPath, open_file
+from tstore.convert.files import StrPath, left_out_of, open_file
 from tstore.convert.huggingface import INDEX_SUFFIX, open_files, open_folder, open_index
 from tstore.convert.names import ATTRIBUTE
+from tstore.convert.skipping import pruned
 from tstore.convert.torch_file import open_trusted
-from tstore.errors import InvalidArgument, name_list
+from tstore.errors import InvalidArgument, TStoreError, UnsupportedFormat, bullet_list, name_list
+from tstore.format.arguments import quote
+from tstore.format.plain_text import pluralize
 from tstore.quantization.policy import CodecRules
 from tstore.runtime.computing import compute
 from tstore.storage.local.atomic_file import mapped_errors
@@ -45,7 +50,8 @@ class SourceKind(Enum):
 class ImportReport(NamedTuple):
     """The result of an import: the recognized kind of the source, and the version and size of the commit.
 
-    `left_out` names the items of an Orbax checkpoint that are not trees of arrays, and so are not imported.
+    `left_out` names what was not imported: files and folders (with a slash at the end) of the source, relative
+    to it, such as the state of an optimizer beside a model, and the values that `skip` named.
     """
 
     kind: SourceKind
@@ -55,6 +61,7 @@ class ImportReport(NamedTuple):
     left_out: list[str]
 
 
+_LEVELS, _ENTRIES = 3, 10_000  # of folders in which checkpoints are looked for, and how many of their entries
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _ZARR_FILES = ("zarr.json", ".zgroup", ".zarray")
 # how zip archives, NumPy files and pickles begin
@@ -79,18 +86,24 @@ def recognize(sources: Sequence[StrPath]) -> SourceKind:
 
 
 async def import_checkpoint(
-    sources: StrPath | Sequence[StrPath], store: StrPath | Store, step: int, *, codecs: CodecRules = None
+    sources: StrPath | Sequence[StrPath],
+    store: StrPath | Store,
+    step: int,
+    *,
+    codecs: CodecRules = None,
+    skip: Sequence[str] = (),
 ) -> ImportReport:
     """Save a checkpoint of another format as the checkpoint of a step; return its kind and the commit.
 
     `sources` is a safetensors file, several of them, their index or folder, a folder of
     torch.distributed.checkpoint, or an Orbax checkpoint, which needs tensorstore. Safetensors become a flat dict
     {name: array}, other checkpoints nested dicts and lists. Files must not be changed meanwhile. `codecs` is the
-    argument of `tstore.save`.
+    argument of `tstore.save`. `skip` has globs of paths that are not imported, such as `"args"` or
+    `"optimizer/**"`.
 
     The store is created if there is none, after the source has been checked. Raise `Corrupt`, `UnsupportedFormat`,
-    `NotFound`, `InvalidArgument` (not a checkpoint, or a file of torch.save; see `import_torch_file`), and the
-    errors of `tstore.save`.
+    `NotFound`, `InvalidArgument` (not a checkpoint, one that was not committed, or a file of torch.save; see
+    `import_torch_file`), and the errors of `tstore.save`.
     """
     paths = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
     kind = recognize(paths)
@@ -103,52 +116,86 @@ async def import_checkpoint(
         raise InvalidArgument(
             f"{os.fspath(paths[0])} is {kind.value}, which has no step; import it with import_zarr"
         )
-    return await _save(kind, [os.fspath(path) for path in paths], store, step, codecs)
+    return await _save(kind, [os.fspath(path) for path in paths], store, step, codecs, skip)
 
 
 async def import_torch_file(
-    file: StrPath, store: StrPath | Store, step: int, *, codecs: CodecRules = None
+    file: StrPath, store: StrPath | Store, step: int, *, codecs: CodecRules = None, skip: Sequence[str] = ()
 ) -> ImportReport:
     """Save a file of torch.save as the checkpoint of a step; pass only files whose origin you trust.
 
     Tensors, plain containers and numbers are read without running anything. A file with objects of other classes
     is loaded by torch.load(weights_only=False), which runs the code that the file names. The loaded object must
-    consist of tensors and plain values, or have a `state_dict` method. Raise the errors of `import_checkpoint`.
+    consist of tensors and plain values, or have a `state_dict` method. Objects at paths that match a glob of
+    `skip` are neither loaded nor imported. Raise the errors of `import_checkpoint`.
     """
-    return await _save(SourceKind.TORCH, [os.fspath(file)], store, step, codecs)
+    return await _save(SourceKind.TORCH, [os.fspath(file)], store, step, codecs, skip)
 
 
 async def _save(
-    kind: SourceKind, paths: Sequence[str], store: StrPath | Store, step: int, codecs: CodecRules
+    kind: SourceKind,
+    paths: Sequence[str],
+    store: StrPath | Store,
+    step: int,
+    codecs: CodecRules,
+    skip: Sequence[str],
 ) -> ImportReport:
-    tree, attributes = await compute(_OPEN[kind], paths)
+    opened = await compute(_OPEN[kind], paths, skip)
+    tree, skipped, unreadable, unused = await compute(pruned, opened.tree, skip)
+    if unused:
+        raise InvalidArgument(
+            f"{paths[0]} has no value at {', '.join(map(quote, unused))}, which skip names; pass the path of a "
+            "value, with the keys joined by '/', or a glob such as 'optimizer/**'"
+        )
+    if unreadable:
+        listed = bullet_list([f"{path}: {what}" for path, what in unreadable.items()])
+        raise UnsupportedFormat(
+            f"{paths[0]} has {pluralize(len(unreadable), 'value')} that tstore can't store; save it without "
+            f"them, or leave them out of the import by skip=[path, …] or --skip PATH:{listed}"
+        )
     name = os.fsencode(os.path.basename(paths[0].rstrip("/"))).decode(errors="replace")
     name += f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     _, leaves = await compute(flatten, tree)
     sizes = [math.prod(leaf.shape) * dtype_of(p, leaf).itemsize for p, leaf in leaves.items()]
-    version = await save(store, tree, step, codecs=codecs, attributes=attributes, message=f"imported from {name}")
-    left_out = orbax.other_items(paths[0]) if kind is SourceKind.ORBAX else []
-    return ImportReport(kind, version, len(leaves), sum(sizes), left_out)
+    version = await save(
+        store, tree, step, codecs=codecs, attributes=opened.attributes, message=f"imported from {name}"
+    )
+    left_out = [os.fsencode(name).decode(errors="replace") for name in opened.left_out]
+    return ImportReport(kind, version, len(leaves), sum(sizes), left_out + skipped)
 
 
-def _with_metadata(opened: tuple[Any, dict[str, str]]) -> tuple[Any, dict[str, Any]]:
-    """Return the tensors, and their metadata as an attribute of the root group."""
-    tensors, metadata = opened
-    return tensors, {ATTRIBUTE: metadata}
+class _Opened(NamedTuple):
+    """A source: its tree, what of its folder is not in the tree, and the attributes of the root group."""
+
+    tree: Any
+    left_out: list[str] = []  # noqa: RUF012 - never changed
+    attributes: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
-_Open = Callable[[Sequence[str]], tuple[Any, dict[str, Any]]]
+def _open_folder(folder: str) -> _Opened:
+    tensors, metadata, names = open_folder(folder)
+    return _Opened(tensors, left_out_of(folder, names), {ATTRIBUTE: metadata})
 
-_OPEN: dict[SourceKind, _Open] = {
-    SourceKind.SAFETENSORS: lambda paths: _with_metadata(open_files(paths)),
-    SourceKind.FILES: lambda paths: _with_metadata(open_files(paths)),
-    SourceKind.INDEX: lambda paths: _with_metadata(open_index(paths[0])),
-    SourceKind.FOLDER: lambda paths: _with_metadata(open_folder(paths[0])),
-    SourceKind.DCP: lambda paths: (dcp.open_dcp(paths[0]), {}),
-    SourceKind.ORBAX: lambda paths: (orbax.open_orbax(paths[0]), {}),
-    SourceKind.TORCH: lambda paths: (open_trusted(paths[0]), {}),
+
+def _open_dcp(folder: str) -> _Opened:
+    tree, names = dcp.open_dcp(folder)
+    return _Opened(tree, left_out_of(folder, names))
+
+
+def _open_tensors(tensors: Any, metadata: dict[str, str]) -> _Opened:
+    return _Opened(tensors, attributes={ATTRIBUTE: metadata})
+
+
+_OPEN: dict[SourceKind, Callable[[Sequence[str], Sequence[str]], _Opened]] = {
+    SourceKind.SAFETENSORS: lambda paths, _: _open_tensors(*open_files(paths)),
+    SourceKind.FILES: lambda paths, _: _open_tensors(*open_files(paths)),
+    SourceKind.INDEX: lambda paths, _: _open_tensors(*open_index(paths[0])),
+    SourceKind.FOLDER: lambda paths, _: _open_folder(paths[0]),
+    SourceKind.DCP: lambda paths, _: _open_dcp(paths[0]),
+    SourceKind.ORBAX: lambda paths, _: _Opened(orbax.open_orbax(paths[0]), orbax.left_out(paths[0])),
+    SourceKind.TORCH: lambda paths, skip: _Opened(open_trusted(paths[0], skip)),
 }
-"""For each kind of source a function that returns its tree and the attributes of the root group."""
+"""For each kind of source a function that opens its paths; only for files of torch.save it needs `skip`."""
 
 
 def _file_kind(path: str) -> SourceKind:
@@ -181,21 +228,22 @@ def _first_name(head: bytes) -> bytes:
 def _folder_kind(folder: str) -> SourceKind:
     with mapped_errors("read", folder):
         names = sorted(os.listdir(folder))
-    if dcp.METADATA in names:
-        return SourceKind.DCP
-    if orbax.is_orbax(folder):
-        return SourceKind.ORBAX
-    if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
-        return SourceKind.FOLDER
-    if any(os.path.isfile(os.path.join(folder, name)) for name in _ZARR_FILES):
-        return SourceKind.ZARR
+    kind = _known_kind(folder, names)
+    if kind in (SourceKind.ORBAX, None):
+        orbax.check_committed(folder)
+    if kind is not None:
+        return kind
     if "tstore.json" in names:
         raise InvalidArgument(f"{folder} is a tstore store already; copy it with tstore copy")
-    steps = [name for name in names if orbax.is_orbax(os.path.join(folder, name))]
-    if steps:
+    if any(name.endswith(".distcp") for name in names):
         raise InvalidArgument(
-            f"{folder} has {len(steps)} Orbax checkpoints; pass the folder of one, such as "
-            f"{os.path.join(folder, steps[-1])}; {name_list('checkpoints', steps)}"
+            f"{folder} has files of torch.distributed.checkpoint, but not {dcp.METADATA}, which is written last: "
+            "the save is under way, or it was interrupted; pass the folder of a complete checkpoint"
+        )
+    if below := _checkpoints_below(folder):
+        raise InvalidArgument(
+            f"{folder} is not a checkpoint, but has {pluralize(len(below), 'checkpoint')} below it; pass the "
+            f"folder of one, such as {os.path.join(folder, below[-1])}; {name_list('checkpoints', below)}"
         )
     pickles = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
     if pickles:
@@ -205,3 +253,50 @@ def _folder_kind(folder: str) -> SourceKind:
         f"torch.distributed.checkpoint nor {orbax.METADATA} of Orbax nor zarr.json of Zarr; pass the folder "
         "with these files"
     )
+
+
+def _known_kind(folder: str, names: Sequence[str]) -> SourceKind | None:
+    """Return the kind of a folder with entries of these names, None if it is of no known kind."""
+    if dcp.METADATA in names:
+        return SourceKind.DCP
+    if orbax.is_orbax(folder):
+        return SourceKind.ORBAX
+    if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
+        return SourceKind.FOLDER
+    if any(os.path.isfile(os.path.join(folder, name)) for name in _ZARR_FILES):
+        return SourceKind.ZARR
+    return None
+
+
+def _checkpoints_below(folder: str) -> list[str]:
+    """Return the folders that can be imported in a folder, or else one or two levels below, the newest last."""
+    level, entries_left = [""], _ENTRIES
+    for _ in range(_LEVELS):
+        deeper, found = [], []
+        for name in level:
+            with mapped_errors("read", folder), os.scandir(os.path.join(folder, name)) as entries:
+                names = [
+                    os.path.join(name, e.name)
+                    for e in itertools.islice(entries, entries_left)
+                    if e.is_dir(follow_symlinks=False)
+                ]
+            entries_left -= len(names)
+            deeper += names
+        for name in deeper:
+            try:
+                recognized = _known_kind(os.path.join(folder, name), os.listdir(os.path.join(folder, name)))
+                if recognized is SourceKind.ORBAX:
+                    orbax.check_committed(os.path.join(folder, name))
+            except (OSError, TStoreError):  # not readable, or not complete
+                continue
+            if recognized is not None:
+                found.append(name)
+        if found:
+            return sorted(found, key=_with_numbers)
+        level = deeper
+    return []
+
+
+def _with_numbers(name: str) -> list[str | int]:
+    """Return a key that sorts checkpoint-10 after checkpoint-9."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]

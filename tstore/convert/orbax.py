@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -21,13 +22,13 @@ import numpy.typing as npt
 
 from tstore.checkpoint.streamed import StreamedArray
 from tstore.checkpoint.structure import IMPL
-from tstore.convert.files import read_whole
+from tstore.convert.files import left_out_of, read_whole
 from tstore.convert.nesting import Keys, nested
 from tstore.errors import Corrupt, InvalidArgument, NotFound, Unavailable, UnsupportedFormat
 from tstore.format.arrays.array_metadata import dtype_named
 from tstore.storage.local.atomic_file import mapped_errors
 
-__all__ = ["METADATA", "is_orbax", "open_orbax", "other_items"]
+__all__ = ["METADATA", "check_committed", "is_orbax", "left_out", "open_orbax"]
 
 METADATA = "_METADATA"
 """The name of the metadata in the folder of an item."""
@@ -37,6 +38,19 @@ _OCDBT = "manifest.ocdbt"
 _STRINGS = "_strings.json"
 _ARRAY_METADATAS = "array_metadatas"
 _UNNAMED = "default"  # the item of a step that was saved without names of items
+_UNCOMMITTED = ".orbax-checkpoint-tmp"  # in the names of folders that Orbax renames when they are complete
+_ZARR_FILE = re.compile(r"zarr\.json|\.zarray|\.zattrs|(c[/.])?[0-9]+([/.][0-9]+)*|c")
+_ABOUT = {
+    METADATA,
+    _CHECKPOINT_METADATA,
+    _STRINGS,
+    _OCDBT,
+    "d",
+    "_sharding",
+    _ARRAY_METADATAS,
+    "commit_success.txt",
+}
+"""What Orbax writes about the arrays of an item, and its database."""
 _MAX_DOCUMENT = 1 << 28  # bytes
 _EAGER = 1 << 20  # bytes; an array of at most this size is read when it is opened
 _MAX_OPENING = 256  # arrays that are opened concurrently
@@ -87,6 +101,14 @@ class _ArrayMetadatas(msgspec.Struct):
     array_metadatas: list[_ArrayEntry]
 
 
+class _Step(msgspec.Struct):
+    """The part of `_CHECKPOINT_METADATA` that is read."""
+
+    init_timestamp_nsecs: int | None = None
+    commit_timestamp_nsecs: int | None = None
+    custom_metadata: dict[str, msgspec.Raw] | None = None
+
+
 _T = TypeVar("_T")
 
 
@@ -125,9 +147,54 @@ def open_orbax(folder: str) -> Any:
     return {name: _open_item(path) for name, path in items.items()}
 
 
-def other_items(folder: str) -> list[str]:
-    """Return the items of a step that are not trees of arrays, such as its metrics."""
-    return [name for name, is_tree in _items(folder).items() if not is_tree]
+def check_committed(folder: str) -> None:
+    """Raise `InvalidArgument` for a checkpoint that Orbax has not completed."""
+    folder = os.path.abspath(folder)
+    with mapped_errors("read", folder):
+        items = os.listdir(folder) if is_orbax(folder) else []
+    names = [*folder.split(os.sep)[-2:], *items]  # a step and its items, or a step and its item
+    unfinished = next((name for name in names if _UNCOMMITTED in name), None)
+    path = os.path.join(folder, _CHECKPOINT_METADATA)
+    if unfinished is None and os.path.exists(path):
+        step = _parse(path, _Step)
+        if step.init_timestamp_nsecs is not None and step.commit_timestamp_nsecs is None:
+            unfinished = _CHECKPOINT_METADATA
+    if unfinished is not None:
+        raise InvalidArgument(
+            f"{folder} is a checkpoint that Orbax has not committed, as {unfinished} tells: the save is under "
+            "way, or it was interrupted; pass the folder of a step that is complete"
+        )
+
+
+def left_out(folder: str) -> list[str]:
+    """Return what of a checkpoint `open_orbax` does not return, such as the metrics of a step."""
+    if os.path.exists(os.path.join(folder, METADATA)):
+        taken = set(_taken(folder))
+    else:
+        trees = [name for name, is_tree in _items(folder).items() if is_tree]
+        taken = {f"{name}/{file}" for name in trees for file in _taken(os.path.join(folder, name))} | _ABOUT
+    names = left_out_of(folder, taken)
+    path = os.path.join(folder, _CHECKPOINT_METADATA)
+    custom = _parse(path, _Step).custom_metadata if os.path.exists(path) else None
+    return [*names, *([f"{_CHECKPOINT_METADATA}: custom_metadata"] if custom else [])]
+
+
+def _taken(folder: str) -> Iterable[str]:
+    """Return what is taken of the folder of an item: files, and the folders of databases as a whole."""
+    yield from _ABOUT
+    document = _parse(os.path.join(folder, METADATA), _Document)
+    if _is_ocdbt(folder, document):
+        yield from (name for name in os.listdir(folder) if name.startswith("ocdbt.process_"))
+        return
+    for array in (os.path.join(folder, _leaf(entry, folder).name) for entry in document.tree_metadata.values()):
+        files = (
+            os.path.relpath(os.path.join(above, f), array) for above, _, names in os.walk(array) for f in names
+        )
+        yield from (os.path.relpath(f"{array}/{file}", folder) for file in files if _ZARR_FILE.fullmatch(file))
+
+
+def _is_ocdbt(folder: str, document: _Document) -> bool:
+    return document.use_ocdbt and os.path.exists(os.path.join(folder, _OCDBT))
 
 
 def _items(folder: str) -> dict[str, bool]:
@@ -144,8 +211,7 @@ def _open_item(folder: str) -> Any:
     document = _parse(path, _Document)
     leaves = [_leaf(entry, path) for entry in document.tree_metadata.values()]
     arrays = [leaf for leaf in leaves if leaf.kind not in _EMPTY and leaf.kind != "string"]
-    ocdbt = document.use_ocdbt and os.path.exists(os.path.join(folder, _OCDBT))
-    source = _Source(folder, ocdbt, "zarr3" if document.use_zarr3 else "zarr")
+    source = _Source(folder, _is_ocdbt(folder, document), "zarr3" if document.use_zarr3 else "zarr")
     values = dict(zip([leaf.name for leaf in arrays], source.open(arrays), strict=True))
     if len(values) != len(arrays):
         raise Corrupt(f"{path} gives two arrays one name; check the folder")

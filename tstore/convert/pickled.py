@@ -2,7 +2,8 @@
 
 `pickletools` splits a pickle into opcodes, and `parse_pickle` runs those that build values. A name like
 `torch.Size` becomes a `Name`, and a call or an object of a class becomes an `Instance`, for the reader to
-interpret. A name that is not in the reader's list is refused.
+interpret. A reader may pass a list of names, of which all others are refused; or it puts an `Unreadable` in the
+place of what it does not interpret.
 
 A pickle may refer to one value many times, so that its expansion may be exponentially longer than the pickle.
 Readers therefore count the values that they visit with `Visits`, which also limits the opcodes, their memory, and
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.number_keys import NumberKeys
 
-__all__ = ["Instance", "Name", "PersistentId", "Visits", "check_key", "parse_pickle"]
+__all__ = ["Instance", "Name", "PersistentId", "Unreadable", "Visits", "check_key", "parse_pickle"]
 
 _MAX_OPCODES = 1 << 26  # 100 MB of metadata of torch.distributed.checkpoint have 54 million
 _MAX_VISITS = 1 << 22
@@ -44,15 +45,23 @@ class PersistentId(NamedTuple):
 class Instance:
     """The result of calling `function`, which may be a class, with `arguments`.
 
-    `state` is what the opcode BUILD set, and `items` are what SETITEM and SETITEMS set. Both are None if not set.
+    `state` is what the opcode BUILD set, `items` are what SETITEM and SETITEMS set, and `values` what APPEND and
+    APPENDS add. Each is None if not set.
     """
 
-    __slots__ = ("arguments", "function", "items", "state")
+    __slots__ = ("arguments", "function", "items", "state", "values")
 
     def __init__(self, function: Name, arguments: tuple[Any, ...]) -> None:
         self.function, self.arguments = function, arguments
         self.state: Any = None
         self.items: dict[Any, Any] | None = None
+        self.values: list[Any] | None = None
+
+
+class Unreadable(NamedTuple):
+    """In the place of a value that tstore does not store: what it is, for messages."""
+
+    what: str
 
 
 class Visits:
@@ -81,11 +90,12 @@ class Visits:
             )
 
 
-def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str, visits: Visits) -> Any:
+def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]] | None, subject: str, visits: Visits) -> Any:
     """Return the value of a pickle, which may refer only to the `allowed` names; count its opcodes in `visits`.
 
-    Raise `UnsupportedFormat` for any other name, and for opcodes that are too many or not supported; raise
-    `Corrupt` for bytes that are not a pickle. `subject` names the pickle in errors.
+    If `allowed` is None, it may refer to any. Raise `UnsupportedFormat` for any other name, and for opcodes that
+    are too many or not supported; raise `Corrupt` for bytes that are not a pickle. `subject` names the pickle in
+    errors.
     """
     machine = _Machine(allowed, subject, visits)
     visits.add_memory(-_MEMORY_PER_BYTE * len(data))
@@ -128,7 +138,7 @@ def check_key(key: Any) -> None:
 class _Machine:
     """The stack and the memo of a pickle while it is read."""
 
-    def __init__(self, allowed: Collection[tuple[str, str]], subject: str, visits: Visits) -> None:
+    def __init__(self, allowed: Collection[tuple[str, str]] | None, subject: str, visits: Visits) -> None:
         self.stack: list[Any] = []
         self.outer_stacks: list[list[Any]] = []  # for each open mark, the stack before it
         self.memo: list[Any] = []
@@ -146,7 +156,7 @@ class _Machine:
         return items
 
     def push_name(self, module: str, name: str) -> None:
-        if (module, name) not in self._allowed:
+        if self._allowed is not None and (module, name) not in self._allowed:
             raise UnsupportedFormat(
                 f"{self._subject} refers to {f'{module}.{name}'[:_MAX_SHOWN]}, which is neither a tensor nor a "
                 "plain container or number, so tstore does not load it; save the checkpoint without that object"
@@ -187,6 +197,10 @@ class _Machine:
 
     def append(self, values: list[Any]) -> None:
         target = self.stack[-1]
+        if isinstance(target, Instance):
+            if target.values is None:
+                target.values = []
+            target = target.values
         if not isinstance(target, list):
             raise ValueError("values for something that is not a list")
         target.extend(values)

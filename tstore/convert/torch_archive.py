@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.convert.pickled import Instance, Name, PersistentId, Visits, check_key, parse_pickle
+from tstore.convert.pickled import Instance, Name, PersistentId, Unreadable, Visits, check_key, parse_pickle
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.arrays.tensors import TORCH_DTYPES
 
@@ -51,18 +51,11 @@ _STORAGES = {
 }
 """The dtype of each class of storage that a file may name."""
 
-_ALLOWED = {
-    *({_TENSOR, _TENSOR_OF_DTYPE, _PARAMETER, _ENCODE, _BYTES_IO, _DTYPE, _SIZE} | _DICTS | _SCALARS),
-    *(("torch", name) for name in (*_STORAGES, *TORCH_DTYPES)),
-    *(("torch.storage", name) for name in ("UntypedStorage", "TypedStorage")),
-    ("builtins", "int"),
-    ("builtins", "list"),
-}
-
 _NUMBER = re.compile(r"[<|=]?[biufc][0-9]{1,2}")  # the name of a NumPy dtype
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # the signature, and the lengths of the name and of the extra field
 _ENCRYPTED = 1
 _MAX_NDIM = 64  # of a NumPy array
+_MAX_SHOWN = 100  # characters of a name in a message
 _MAX_DIRECTORY = 1 << 26  # bytes of the list of entries, which takes ten times as much memory
 _MAX_EXPANSION = 16
 
@@ -75,9 +68,9 @@ def read_archive(
     `visits` counts the values of several archives together. All values together may have `max_expansion` times the
     bytes of the archive, because some tensors share their memory.
 
-    Raise `Corrupt` for bytes that are no archive, or tensors that reach beyond their bytes, and
-    `UnsupportedFormat` for a compressed or big-endian archive, and for objects that are neither tensors nor plain
-    values.
+    An object that is neither a tensor nor a plain value becomes an `Unreadable`. Raise `Corrupt` for bytes that
+    are no archive, or tensors that reach beyond their bytes, and `UnsupportedFormat` for a compressed or
+    big-endian archive, and for tensors and keys that tstore does not read.
     """
     return _Archive(data, subject, visits or Visits(subject), max_expansion).value()
 
@@ -138,7 +131,7 @@ class _Archive:
             raise UnsupportedFormat(
                 f"{self._subject} has byte order {order[:20]!r}; save it again on a little-endian machine"
             )
-        pickled = parse_pickle(self._entry_bytes("data.pkl").tobytes(), _ALLOWED, self._subject, self._visits)
+        pickled = parse_pickle(self._entry_bytes("data.pkl").tobytes(), None, self._subject, self._visits)
         try:
             return self._plain(pickled)
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
@@ -167,10 +160,7 @@ class _Archive:
         self._visits.add()
         match value:
             case Name():
-                raise UnsupportedFormat(
-                    f"{self._subject} has {value.module}.{value.name} as a value, which tstore does not store; "
-                    "save the checkpoint without it"
-                )
+                return _unreadable(value)
             case str() | bytes():
                 self._count_bytes(len(value))
                 return value
@@ -202,12 +192,16 @@ class _Archive:
         if isinstance(key, (str, bytes)):
             self._count_bytes(len(key))
         plain = self._instance(key) if isinstance(key, Instance) else key
+        if isinstance(plain, Unreadable):
+            raise UnsupportedFormat(f"{self._subject} has a dict with a {plain.what} as a key; use text as keys")
         if isinstance(plain, tuple):
             raise UnsupportedFormat(f"{self._subject} has a dict with a tuple as a key; use text as keys")
         return plain
 
     def _instance(self, value: Instance) -> Any:
         name, arguments = tuple(value.function), value.arguments
+        if value.values is not None:  # a list of some class
+            return _unreadable(value.function)
         if name == _TENSOR:
             storage, offset, size, stride = arguments[:4]
             return self._computed(self._tensor(storage, offset, size, stride, None), arguments[6:])
@@ -232,14 +226,16 @@ class _Archive:
             if not _NUMBER.fullmatch(dtype_name):  # np.dtype would parse texts of any length, even as Python
                 raise UnsupportedFormat(f"{self._subject} has a NumPy scalar of dtype {dtype_name:.100}")
             return np.frombuffer(self._plain(arguments[1]), np.dtype(dtype_name), 1)[0]
-        raise self._corrupt(f"its pickle calls {value.function.module}.{value.function.name} in place of a value")
+        return _unreadable(value.function)
 
-    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> npt.NDArray[Any]:
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> Any:
         """Return a view of a storage with this offset, shape and strides, in elements."""
         kind, storage_class, key, _, _ = storage.value
         if kind != "storage" or not isinstance(storage_class, Name) or not isinstance(key, str):
             raise self._corrupt("its pickle has an invalid storage")
-        np_dtype = TORCH_DTYPES[_STORAGES[storage_class.name] if dtype is None else dtype.name]
+        np_dtype = TORCH_DTYPES.get(_STORAGES.get(storage_class.name, "") if dtype is None else dtype.name)
+        if np_dtype is None:
+            return Unreadable(f"a tensor of the dtype {storage_class.name if dtype is None else dtype.name:.100}")
         if isinstance(size, Instance):  # torch.Size
             size = size.arguments[0]
         numbers = (offset, *size, *stride)
@@ -263,14 +259,14 @@ class _Archive:
         strides = [step * np_dtype.itemsize for step in stride]
         return np.ndarray(size, np_dtype, data.data, offset * np_dtype.itemsize, strides)
 
-    def _computed(self, stored: npt.NDArray[Any], properties: tuple[Any, ...]) -> npt.NDArray[Any]:
+    def _computed(self, stored: Any, properties: tuple[Any, ...]) -> Any:
         """Return the values of a tensor, which torch may compute lazily from the stored ones.
 
         `properties` is empty or has a dict, which may say that the tensor is the conjugate or the negative of what
         is stored.
         """
         [lazy] = properties or [None]
-        if not lazy:
+        if not lazy or isinstance(stored, Unreadable):
             return stored
         if not isinstance(lazy, dict) or not lazy.keys() <= {"conj", "neg"}:
             raise UnsupportedFormat(f"{self._subject} has a tensor with properties that tstore does not read")
@@ -293,6 +289,11 @@ class _Archive:
         return Corrupt(
             f"{self._subject} can't be read as an archive of torch.save: {reason}; check where it is from"
         )
+
+
+def _unreadable(name: Name) -> Unreadable:
+    """Return what stands for an object of a class that is not read, or the class itself."""
+    return Unreadable(f"{name.module}.{name.name}"[:_MAX_SHOWN])
 
 
 def _text(value: Any) -> str:

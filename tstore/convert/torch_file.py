@@ -7,16 +7,20 @@ origin you trust.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from tstore.convert.files import map_file
+from tstore.convert.pickled import Unreadable
+from tstore.convert.skipping import pruned
 from tstore.convert.torch_archive import read_archive
-from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
+from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, name_list
 from tstore.format.arrays.tensors import TORCH_DTYPES, tensor_values
-from tstore.format.tree_document import MAX_LEVELS
+from tstore.format.tree_document import MAX_LEVELS, SCALARS
 
 __all__ = ["open_trusted"]
 
@@ -24,18 +28,26 @@ _ZIP = b"PK\x03\x04"
 _MAX_EXPANSION = 1 << 10  # a model may use the weights of one layer in each of its layers
 
 
-def open_trusted(path: str) -> Any:
+def open_trusted(path: str, skip: Sequence[str]) -> Any:
     """Return the object in a file of `torch.save`, with tensors as NumPy arrays; this may run code in the file.
 
-    An object with a `state_dict` method, such as a module, is replaced by its state dict. Raise `Corrupt`,
-    `UnsupportedFormat` (it needs PyTorch, which is not installed), `InvalidArgument` (a tensor that is not dense).
+    It runs none if all objects that are not plain values are at paths in `skip`. An object with a `state_dict`
+    method, such as a module, is replaced by its state dict, and any other becomes an `Unreadable`. Raise
+    `Corrupt`, `UnsupportedFormat` (it needs PyTorch, which is not installed), `InvalidArgument` (a tensor that
+    is not dense).
     """
     data = map_file(path)
     if data[: len(_ZIP)].tobytes() == _ZIP:
         try:
-            return read_archive(data, path, max_expansion=_MAX_EXPANSION)
+            tree = read_archive(data, path, max_expansion=_MAX_EXPANSION)
         except UnsupportedFormat as error:
             reason = str(error)
+        else:
+            objects = pruned(tree, skip).unreadable
+            if not objects:
+                return tree
+            shown = name_list("objects", [f"{at} ({what})" for at, what in objects.items()])
+            reason = f"{path} has {len(objects)} objects of other classes, which may be left out by skip=; {shown}"
     else:
         reason = f"{path} is in the format that PyTorch wrote before version 1.6"
     return _as_tree("", _load(path, reason), 0)
@@ -51,7 +63,7 @@ def _load(path: str, reason: str) -> Any:
     except Exception as error:  # the code in the pickle may raise any exception
         raise Corrupt(
             f"{path} can't be loaded by torch.load ({type(error).__name__}: {str(error)[:300]}); check the file, "
-            "and that the packages whose classes it names are installed"
+            f"and that the packages whose classes it names are installed ({reason})"
         ) from error
 
 
@@ -72,7 +84,11 @@ def _as_tree(path: str, value: Any, level: int) -> Any:
         return tuple(_as_tree(f"{path}/{i}", item, level + 1) for i, item in enumerate(value))
     if isinstance(value, (list, tuple)):
         return type(value)(_as_tree(f"{path}/{i}", item, level + 1) for i, item in enumerate(value))
-    return value
+    if value is None or type(value) in SCALARS or isinstance(value, (np.ndarray, np.generic)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return value
+    return Unreadable(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def _array_of(path: str, tensor: Any) -> npt.NDArray[Any]:

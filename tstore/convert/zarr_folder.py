@@ -26,10 +26,12 @@ from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.arrays.grid import Selection, chunk_number, part_of, projections
 from tstore.format.arrays.points import PointProjection, PointSelection, point_projections
 from tstore.format.json_numbers import with_json_numbers
+from tstore.format.paths import parents
+from tstore.format.plain_text import pluralize
 from tstore.runtime.computing import compute
 from tstore.runtime.pool import each
 
-__all__ = ["ZarrArray", "ZarrNode", "read_array", "read_nodes"]
+__all__ = ["ZarrArray", "ZarrNode", "left_out", "read_array", "read_nodes"]
 
 _MAX_METADATA = 64 << 20  # bytes, of consolidated metadata too
 _MAX_DEPTH = 64  # groups in groups
@@ -38,10 +40,14 @@ _MAX_LOOKED_UP = 1 << 24  # chunks on a server without listings, with a request 
 
 
 class ZarrNode(NamedTuple):
-    """A group or array of a folder: its path, "" for the root, and its metadata as a `zarr.json` of Zarr v3."""
+    """A group or array of a folder: its path, "" for the root, and its metadata as a `zarr.json` of Zarr v3.
+
+    `files` are the names of the files that have the metadata.
+    """
 
     path: str
     metadata: Mapping[str, Any]
+    files: frozenset[str]
 
     @property
     def is_array(self) -> bool:
@@ -105,6 +111,16 @@ class ZarrArray:
             at for at in listed if at is not None and all(i < n for i, n in zip(at, meta.counts, strict=True))
         )
         return sorted({chunk_number(at, meta.counts) for at in inside})
+
+    def has_chunk(self, file: str) -> bool | None:
+        """Return whether a file below the array is a chunk in its grid, None if it is not named like a chunk."""
+        at = self._names.coordinates(file, len(self.meta.shape))
+        return None if at is None else all(i < n for i, n in zip(at, self.meta.counts, strict=True))
+
+    def has_folder(self, folder: str) -> bool:
+        """Return whether chunks may be in a folder below the array."""
+        parts = folder.split("/")
+        return len(parts) <= len(self.meta.shape) and all(part == "c" or part.isdecimal() for part in parts)
 
     def encoded(self, chunk: Sequence[int]) -> bytes | None:
         """Return the bytes of a chunk, None if it does not exist. Blocking."""
@@ -204,6 +220,38 @@ async def read_nodes(folder: Folder) -> list[ZarrNode]:
     return await compute(lambda: list(_walk(folder)))
 
 
+def left_out(folder: Folder, nodes: Sequence[ZarrNode], arrays: Mapping[str, ZarrArray]) -> list[str]:
+    """Return what is neither metadata of these nodes nor a chunk of the arrays, by path: files and whole folders.
+
+    Chunks outside of the grid of an array count as one. A server that can't list its files hides what it has
+    beside the nodes, so nothing is returned for it.
+    """
+    known = {above for node in nodes for above in (node.path, *parents(node.path))}
+    metadata = {f"{node.path}/{file}".lstrip("/") for node in nodes for file in node.files}
+
+    def array_above(path: str) -> str | None:
+        return next((above for above in ("", *parents(path)) if above in arrays), None)
+
+    def has_part(path: str) -> bool:
+        """Return whether a folder may have nodes or chunks."""
+        above = array_above(path)
+        return path in known or (above is not None and arrays[above].has_folder(path.removeprefix(f"{above}/")))
+
+    names, outside = set[str](), dict[str, list[str]]()
+    for file in folder.all_files(has_part) or ():
+        above = array_above(file)
+        within = None if above is None else arrays[above].has_chunk(file.removeprefix(f"{above}/"))
+        if within is None and file not in metadata:
+            folders = reversed([*parents(file)])
+            names.add(next((f"{above}/" for above in folders if not has_part(above)), file))
+        elif above is not None and within is False:
+            outside.setdefault(above, []).append(file)
+    counts = [
+        f"{min(chunks)} ({pluralize(len(chunks), 'chunk')} outside of the grid)" for chunks in outside.values()
+    ]
+    return sorted([*names, *counts])
+
+
 def _walk(folder: Folder) -> Iterator[ZarrNode]:
     root = _node(folder, "", (3, 2))
     if root is None:
@@ -266,10 +314,11 @@ def _node(folder: Folder, path: str, formats: Sequence[int]) -> ZarrNode | None:
     """Return the group or array at a path, of one of these formats, or None if there is neither."""
     prefix, location = f"{path}/" if path else "", f"{folder.url}/{path}".rstrip("/")
     if 3 in formats and (fields := _json(folder, f"{prefix}zarr.json")) is not None:
-        return _checked(location, path, fields)
+        return _checked(location, path, fields, "zarr.json")
     for file in (".zarray", ".zgroup") if 2 in formats else ():
         if (fields := _json(folder, prefix + file)) is not None:
-            return ZarrNode(path, _v3(location, fields, _json(folder, f"{prefix}.zattrs")))
+            files = frozenset({file, ".zattrs", ".zmetadata"})
+            return ZarrNode(path, _v3(location, fields, _json(folder, f"{prefix}.zattrs")), files)
     return None
 
 
@@ -286,7 +335,7 @@ def _json(folder: Folder, key: str) -> Any:
         raise Corrupt(f"{folder.url}/{key} is not JSON: {error}") from error
 
 
-def _checked(location: str, path: str, fields: Any) -> ZarrNode:
+def _checked(location: str, path: str, fields: Any, *files: str) -> ZarrNode:
     """Return the node with the fields of a `zarr.json`; raise `Corrupt` or `UnsupportedFormat`."""
     if not isinstance(fields, dict) or fields.get("node_type") not in ("array", "group"):
         raise Corrupt(f"{location}: its metadata is not that of a Zarr group or array")
@@ -300,7 +349,7 @@ def _checked(location: str, path: str, fields: Any) -> ZarrNode:
     fields = fields | {"attributes": attributes}
     try:
         converted = {key: with_json_numbers(fields[key]) for key in fields.keys() & {"attributes", "fill_value"}}
-        return ZarrNode(path, fields | converted)
+        return ZarrNode(path, fields | converted, frozenset(files))
     except RecursionError as error:
         raise Corrupt(f"{location}: its attributes are nested too deep") from error
 

@@ -16,7 +16,7 @@ from tstore.convert.exporting import ProgressCallback
 from tstore.convert.files import StrPath
 from tstore.convert.folder import Folder
 from tstore.convert.importing import ImportReport, SourceKind
-from tstore.convert.zarr_folder import ZarrArray, read_nodes
+from tstore.convert.zarr_folder import ZarrArray, left_out, read_nodes
 from tstore.format.arrays.grid import chunk_coordinates
 from tstore.format.checksums import block_checks
 from tstore.format.objects.chunk_refs import ChunkTable
@@ -45,8 +45,10 @@ async def import_zarr(
     """Add the groups and arrays of a plain Zarr folder, v3 or v2, to a store in one commit; return a summary.
 
     `source` is a path or a URL of fsspec, to which `storage_options` are passed. Paths, attributes, dimension
-    names, codecs and chunks stay the same; v2 metadata becomes that of v3. An array that is the root gets the name
-    of the folder. Encoded bytes are stored unchanged, once each chunk has been decoded as a check.
+    names, codecs and chunks stay the same; v2 metadata becomes that of v3. An array that is the root gets the
+    name of the folder. Encoded bytes are stored unchanged, once each chunk has been decoded as a check. Other
+    files, and chunks outside of the grid, are not imported; the summary has them in `left_out`, unless a server
+    can't list them.
 
     The store is created if there is none, after all metadata has been checked. Raise `Corrupt` (naming the chunk),
     `UnsupportedFormat`, `InvalidArgument` (no Zarr folder), `NotFound`, and `AlreadyExists` (a path is in use).
@@ -55,7 +57,9 @@ async def import_zarr(
     folder = Folder(location, storage_options)
     nodes = await read_nodes(folder)
     name = folder.name.removesuffix(".zarr") or "array"
-    arrays = {node.path or name: ZarrArray(folder, node) for node in nodes if node.is_array}
+    by_path = {node.path: ZarrArray(folder, node) for node in nodes if node.is_array}
+    others = await compute(left_out, folder, nodes, by_path)
+    arrays = {path or name: array for path, array in by_path.items()}
     groups = {node.path: node.metadata.get("attributes") or {} for node in nodes if not node.is_array}
     total, done = sum(array.meta.nbytes for array in arrays.values()), 0
     async with opened(store, "a") as opened_store:
@@ -72,7 +76,7 @@ async def import_zarr(
                 if progress is not None:
                     progress(done, total)
         assert transaction.version is not None
-    return ImportReport(SourceKind.ZARR, transaction.version, len(arrays), total, [])
+    return ImportReport(SourceKind.ZARR, transaction.version, len(arrays), total, others)
 
 
 async def _copy(staging: Staging, path: str, array: ZarrArray) -> None:

@@ -1,0 +1,172 @@
+"""What an import does not take, it tells: all importers of folders, with files of all kinds in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import tstore.sync as tstore
+from tests.support.lazy import lazy
+from tests.support.sources import imported, untold_additions, untold_removals
+from tstore.convert.exporting import export_huggingface
+from tstore.convert.importing import recognize
+from tstore.errors import InvalidArgument
+
+torch = lazy("torch")
+dcp = lazy("torch.distributed.checkpoint")
+zarr = lazy("zarr")
+
+
+def trainer(folder: Path) -> None:
+    """Write what a Trainer of Hugging Face does."""
+    folder.mkdir(parents=True)
+    safetensors.numpy.save_file({"w": np.ones((2, 3), "f4")}, folder / "model.safetensors", {"format": "pt"})
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        (folder / name).write_bytes(b"PK\x03\x04")
+    for name in ("config.json", "trainer_state.json"):
+        (folder / name).write_text("{}")
+
+
+def sharded(folder: Path) -> None:
+    tstore.save(folder.parent / "saved", {"a": np.arange(30.0), "b": np.arange(40.0)}, 0)
+    asyncio.run(export_huggingface(folder.parent / "saved", folder, max_shard_size=250))
+    safetensors.numpy.save_file({"a": np.zeros(3)}, folder / "consolidated.safetensors")
+
+
+def megatron(folder: Path) -> None:
+    """Write what Megatron does."""
+    dcp.save({"model": {"w": torch.ones(2, 3), "b": torch.arange(4)}}, checkpoint_id=folder, no_dist=True)
+    for name in ("common.pt", "metadata.json"):
+        (folder / name).write_bytes(b"PK\x03\x04")
+
+
+def orbax(folder: Path) -> None:
+    """Write a step with two items, in the layout of Orbax with a folder for each array."""
+    keys = {"a": [{"key": "a", "key_type": 2}], "b.0": [{"key": "b", "key_type": 2}, {"key": "0", "key_type": 1}]}
+    entry = {"value_metadata": {"value_type": "np.ndarray"}}
+    tree = {str(key): {"key_metadata": key, **entry} for key in keys.values()}
+    (folder / "metrics").mkdir(parents=True)
+    (folder / "metrics" / "metrics").write_text('{"loss": 0.5}')
+    for name in keys:
+        array = zarr.create_array(folder / "state" / name, shape=(4, 4), chunks=(2, 4), dtype="f4", zarr_format=3)
+        array[...] = 1 + np.arange(16).reshape(4, 4)
+    document = {"tree_metadata": tree, "use_ocdbt": False, "use_zarr3": True}
+    (folder / "state" / "_METADATA").write_text(json.dumps(document))
+    (folder / "state" / "_sharding").write_text("{}")
+    step = {"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2, "custom_metadata": {"run": "a"}}
+    (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(step))
+
+
+def zarr_group(folder: Path, zarr_format: Any) -> None:
+    root = zarr.open_group(folder, mode="w", zarr_format=zarr_format, attributes={"kind": "volume"})
+    for name in ("a/b/w", "v", "a/scalar"):
+        shape: Any = () if "scalar" in name else (3, 2)
+        chunks: Any = () if "scalar" in name else (2, 2)
+        root.create_array(name, shape=shape, chunks=chunks, dtype="i4")[...] = 7
+    outside = {2: ["9.0", "9.1"], 3: ["c/9/0", "c/9/1"]}[zarr_format]
+    for name in outside:
+        (folder / "v" / name).parent.mkdir(exist_ok=True)
+        (folder / "v" / name).write_bytes(b"1234")
+    if zarr_format == 3:
+        (folder / "v" / ".zattrs").write_text('{"unit": "m"}')
+    (folder / "OME").mkdir()
+    (folder / "OME" / "METADATA.ome.xml").write_text("<OME/>")
+
+
+V2, V3 = (lambda folder: zarr_group(folder, 2)), (lambda folder: zarr_group(folder, 3))
+TRAINER = [
+    "config.json",
+    "optimizer.pt",
+    "rng_state.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+]
+SOURCES: dict[str, tuple[Callable[[Path], None], list[str], set[str]]] = {
+    "trainer": (trainer, TRAINER, set()),
+    "sharded": (sharded, ["consolidated.safetensors"], set()),
+    "megatron": (megatron, ["common.pt", "metadata.json"], set()),
+    "orbax": (
+        orbax,
+        ["metrics/", "_CHECKPOINT_METADATA: custom_metadata"],
+        {"state/_sharding"},
+    ),
+    "v2": (V2, ["OME/", "v/9.0 (2 chunks outside of the grid)"], {"v/9.1"}),
+    "v3": (V3, ["OME/", "v/.zattrs", "v/c/9/0 (2 chunks outside of the grid)"], {"v/c/9/1"}),
+}
+"""For each importer of folders: a source, what it leaves out, and files that only describe the others."""
+
+
+STRAYS = ("notes.txt", ".hidden", "optimizer.pt", "model.bin", "extra/deep/METADATA.ome.xml", "a.json")
+CHUNKS = ("07", "c/07/7")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_file_is_left_out_without_a_word(tmp_path: Path, name: str) -> None:
+    write, expected, about = SOURCES[name]
+    write(tmp_path / "source")
+    assert asyncio.run(imported(tmp_path / "source"))[1] == expected
+    idle = set(untold_removals(tmp_path / "source", tmp_path))
+    assert {file for file in idle if not file.endswith((".zgroup", ".zattrs"))} == about
+    assert untold_additions(tmp_path / "source", STRAYS if name == "orbax" else STRAYS + CHUNKS) == []
+
+
+def test_a_folder_above_checkpoints_names_the_newest(tmp_path: Path) -> None:
+    for step in (9, 10):
+        trainer(tmp_path / "run" / f"checkpoint-{step}")
+    orbax(tmp_path / "orbax" / "7" / "default")
+    (tmp_path / "orbax" / "8.orbax-checkpoint-tmp" / "default").mkdir(parents=True)
+    (tmp_path / "orbax" / "8.orbax-checkpoint-tmp" / "_CHECKPOINT_METADATA").write_text("{}")
+    hub = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
+    trainer(hub)
+    for folder, count, newest in (
+        ("run", "2 checkpoints", "run/checkpoint-10"),
+        ("orbax", "1 checkpoint", "orbax/7/default"),
+        ("hub", "1 checkpoint", "hub/models--org--name/snapshots/abc"),
+    ):
+        message = (
+            f"is not a checkpoint, but has {count} below it; pass the folder of one, such as {tmp_path / newest};"
+        )
+        with pytest.raises(InvalidArgument, match=message):
+            recognize([tmp_path / folder])
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["__0_0.distcp", "__1_0.distcp"], "but not .metadata, which is written last: the save is under way"),
+        (
+            ["_CHECKPOINT_METADATA", "state.orbax-checkpoint-tmp/_METADATA"],
+            "not committed, as state.orbax-checkpoint-tmp",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_committed_is_refused(tmp_path: Path, files: list[str], message: str) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(InvalidArgument, match=message):
+        recognize([tmp_path])
+
+
+def test_a_step_of_orbax_is_not_committed_by_its_name_or_without_the_time(tmp_path: Path) -> None:
+    orbax(tmp_path / "3")
+    recognize([tmp_path / "3"])
+    (tmp_path / "3").rename(tmp_path / "3.orbax-checkpoint-tmp-17")
+    for folder in ("3.orbax-checkpoint-tmp-17", "3.orbax-checkpoint-tmp-17/state"):
+        with pytest.raises(InvalidArgument, match=r"has not committed, as 3\.orbax-checkpoint-tmp-17 tells"):
+            recognize([tmp_path / folder])
+    (tmp_path / "3.orbax-checkpoint-tmp-17").rename(tmp_path / "3")
+    (tmp_path / "3" / "_CHECKPOINT_METADATA").write_text(
+        '{"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": null}'
+    )
+    with pytest.raises(InvalidArgument, match="has not committed, as _CHECKPOINT_METADATA tells"):
+        recognize([tmp_path / "3"])
