@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib
+import inspect
 import multiprocessing
 import pickle
 import shutil
+import signal
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,15 @@ import pytest
 import tstore
 import tstore.sync
 from tests.support.http_server import WRITE, serving
+from tests.support.lazy import lazy
+from tests.support.processes import DEADLINE
 from tstore.errors import Misuse, NotAStore, TimelineChanged
 from tstore.storage.local.store import LocalStorage
+
+torch = lazy("torch")
+dcp = lazy("torch.distributed.checkpoint")
+zarr = lazy("zarr")
+ZarrStore = lazy("tstore.zarr").ZarrStore
 
 VALUES = np.arange(2000, dtype="f4").reshape(100, 20)
 
@@ -126,12 +137,164 @@ async def test_what_another_process_can_not_open_is_not_pickled(url: str) -> Non
         pickle.dumps(await tstore.open(LocalStorage(url)))
 
 
+PUBLIC = [
+    "tstore",
+    "tstore.sync",
+    "tstore.sharding",
+    "tstore.torch",
+    "tstore.sync.torch",
+    "tstore.sync.jax",
+    "tstore.zarr",
+]
+
+BELONGS_TO_ITS_PROCESS = {
+    "Transaction": "begin a transaction there",
+    "Checkpointer": "make one in the other process",
+    "BackgroundSave": "wait for it here",
+}
+"""What can't be pickled, and what the error says to do."""
+
+
+def objects(url: str) -> Iterator[Any]:
+    """Make objects of all public types."""
+    sync = tstore.sync
+    store = sync.open(url)
+    yield store
+    yield from (snapshot := store.snapshot(), array := snapshot.array("group/a"))
+    with store.transaction() as tx:
+        yield tx
+        tx.create_array("rows", (0, 3), "f4")
+        yield (appended := tx.array("rows").append(np.ones((2, 3), "f4")))
+        with pytest.raises(Misuse, match="commit it first"):
+            pickle.dumps(appended)
+    yield from map(inspect.unwrap, (store, snapshot, array, tx))
+    yield (diff := store.diff(1, 2))
+    yield diff.arrays[0]
+    steps = f"{url}-steps"
+    yield (save := sync.save_async(steps, {"w": VALUES, "bias": VALUES[0]}, 0))
+    save.wait()
+    yield (quantized := sync.quantize(steps, bits=4, tag="small"))
+    yield quantized.arrays[0]
+    yield sync.quantization_loss(steps, "w")
+    sync.quantize(steps, {"w": "e4m3"}, tag="packed")
+    yield sync.copy(url, f"{url}-copy")
+    yield store.collect(tstore.Keep(last=1), dry_run=True)
+    yield from store.history()
+    yield from sync.Checkpointer(steps).steps()
+    yield sync.explain(steps)
+    yield from (sync.summarize(array), sync.heat_map(array))
+    store.transaction(name="step/9", host=0, hosts=2, attempt="a").deliver()
+    yield store.pending()[0]
+    yield from (
+        tstore.Bits(3),
+        tstore.MinSqnr(30),
+        tstore.Keep(last=5, best=(3, "loss")),
+        tstore.Cache(url, 1 << 20),
+    )
+    yield from (tstore.EverySeconds(3), tstore.EverySteps(3), tstore.OnPreemption(signal.SIGUSR1))
+    yield from (
+        sync.Checkpointer(url),
+        sync.torch.Checkpointer(url),
+        sync.jax.Checkpointer(url),
+        tstore.Checkpointer(url),
+    )
+    yield tstore.torch.Checkpointer(url)
+    yield from (sync.torch.Writer(f"{url}-dcp", 1, codecs={"**/w*": "lossless"}), sync.torch.Reader(steps))
+    yield ZarrStore(snapshot)
+    sharding = tstore.sharding
+    mesh, spec = sharding.Mesh({"x": 2}), sharding.P("x")
+    yield from (mesh, spec, mesh.shards((4, 4), spec)[0], tstore.Shards.of(VALUES, mesh, spec, 0))
+    yield from (sharding.Pipeline(2, 4), sharding.Placements("replicate", ("shard", 0)))
+    yield sharding.ReplicaSplit.choose((8, 8), (8, 8), 2, 4, 1)
+    wanted = {"w": tstore.Shards.wanted((100, 20), "f4", mesh, spec, 0)}
+    yield sync.restore(steps, at="packed", only="w", packed=True, target=wanted)["w"]
+
+
+def used(value: Any) -> Any:
+    """Return what a process gets from an object by using it; values are compared as text."""
+    match type(inspect.unwrap(value)).__name__:
+        case "Store":
+            return inspect.unwrap(value).uuid
+        case "Snapshot":
+            return inspect.unwrap(value).paths()
+        case "Array":
+            return np.asarray(tstore.sync.Array(inspect.unwrap(value)).read()).tolist()
+        case "Appended":
+            return value.region
+        case "ZarrStore":
+            return zarr.open_group(value, mode="r")["group/a"][:].tolist()
+        case "Writer":
+            dcp.save({"w": torch.ones(3)}, storage_writer=value, no_dist=True)
+            return None
+        case "Reader":
+            dcp.load(state := {"w": torch.zeros(100, 20)}, storage_reader=value, no_dist=True)
+            return state["w"].tolist()
+    return repr(value if type(value).__repr__ is not object.__repr__ else vars(value))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:process_group")
+def test_every_public_type_works_in_another_process_or_says_why_not(url: str) -> None:
+    public = {
+        value
+        for module in map(importlib.import_module, PUBLIC)
+        for value in map(module.__getattribute__, module.__all__)
+        if inspect.isclass(value)
+    }
+    made = list(objects(url))
+    assert public - {type(value) for value in made} == {tstore.Retry}  # a class that is only caught or passed
+    pickles = []
+    for value in made:
+        if advice := BELONGS_TO_ITS_PROCESS.get(type(value).__name__):
+            with pytest.raises(Misuse, match=advice):
+                pickle.dumps(value)
+        else:
+            pickles.append(value)
+    for start in ("fork", "spawn"):
+        with multiprocessing.get_context(start).Pool(1) as pool:
+            results = [pool.apply_async(used, [value]) for value in pickles]
+            for value, result in zip(pickles, results, strict=True):
+                assert result.get(DEADLINE) == (None if isinstance(value, tstore.torch.Writer) else used(value)), (
+                    value
+                )
+        shutil.rmtree(f"{url}-dcp")  # where the other process has saved a step
+
+
+def test_what_can_not_be_opened_in_another_process_raises_there_when_it_is_used(url: str) -> None:
+    """An error while unpickling would end the worker of a Pool, and the parent would wait for it for ever."""
+    gone = shutil.copytree(url, f"{url}-gone")
+    store = tstore.sync.open(gone)
+    tx = tstore.sync.open(url).transaction()
+    snapshot = store.snapshot()
+    values = [store, snapshot, snapshot.array("group/a"), ZarrStore(snapshot), ZarrStore(tx)]
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        shutil.rmtree(gone)
+        for value in values:
+            with pytest.raises(Misuse if value is values[-1] else NotAStore):
+                pool.apply_async(used, [value]).get(DEADLINE)
+    tx.abort()
+
+
+def test_an_object_that_could_not_be_opened(url: str) -> None:
+    pickled = pickle.dumps(tstore.sync.open(url, "r").snapshot().array("group/a"))
+    shutil.rmtree(url)
+    array = pickle.loads(pickled)
+    assert isinstance(array, tstore.sync.Array)
+    assert "that can't be used: " in repr(array)
+    uses: list[Callable[[], Any]] = [
+        *(lambda: array.shape, lambda: len(array), lambda: array[0], lambda: np.asarray(array)),
+        *(array.read, lambda: again(array).read(), lambda: copy.copy(array).shape),
+    ]
+    for use in uses:
+        with pytest.raises(NotAStore, match=r"has no tstore\.json"):
+            use()
+
+
 def test_stores_in_memory_exist_in_one_process() -> None:
     store = tstore.sync.open("memory://pickled")
     assert again(store).uuid == store.uuid
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool, pytest.raises(NotAStore, match="only in the process that created it"):
-        pool.apply(pickle.loads, (pickle.dumps(store),))
+        pool.apply_async(used, [store]).get(DEADLINE)
 
 
 def test_another_store_at_the_url_is_noticed(url: str, tmp_path: Path) -> None:
@@ -143,7 +306,7 @@ def test_another_store_at_the_url_is_noticed(url: str, tmp_path: Path) -> None:
         tx.create_array("group/a", VALUES.shape, "f4")
     for each in pickled:
         with pytest.raises(TimelineChanged):
-            pickle.loads(each)
+            used(pickle.loads(each))
 
 
 def test_a_pickle_has_the_token_that_opens_the_store(url: str) -> None:

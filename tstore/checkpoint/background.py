@@ -25,6 +25,7 @@ from tstore.checkpoint.save import checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import DeadlineExceeded, InvalidArgument, Misuse
 from tstore.format.arguments import quote
+from tstore.pickling import refusal
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.background_loop import BACKGROUND, SIGNAL_CHECK
 from tstore.runtime.event_loops import LoopCall, PerLoop
@@ -213,6 +214,8 @@ class BackgroundSave:
         if self._committed.done():
             state = "failed" if self._committed.exception() else f"version {self._committed.result()}"
         return f"<tstore.BackgroundSave step={self.step} {self._url}: {state}>"
+
+    __reduce__ = refusal("a BackgroundSave can't be pickled: wait for it here, and pass its version")
 
     @property
     def staged(self) -> Awaitable[None]:

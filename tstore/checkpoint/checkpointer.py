@@ -32,6 +32,7 @@ from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
 from tstore.format.arguments import checked_commit_timeout, checked_index, checked_step, quote
 from tstore.format.tree.retention import Keep, checked_keep
+from tstore.pickling import refusal
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.background_loop import BACKGROUND
 from tstore.saved_steps import Step, saved_steps, steps
@@ -123,6 +124,8 @@ class Checkpointer:
     def __repr__(self) -> str:
         return f"<tstore.Checkpointer {quote(self._store)} every={self._policy}>"
 
+    __reduce__ = refusal("a Checkpointer can't be pickled: make one in the other process")
+
     @property
     def preempted(self) -> bool:
         """Whether a signal of `OnPreemption` has come and a step was saved since, so that the job should end."""
@@ -201,9 +204,7 @@ class Checkpointer:
         await wait_staged(save)
         self._last_step, self._last_time = step, time.monotonic()
         self._preemption_saved |= preempted
-        self._raise_unseen_error(
-            returned=save
-        )  # only now: other hosts, without an error, wait for this host's part
+        self._raise_unseen_error(save)  # only now: other hosts, without an error, wait for this host's part
         return save
 
     async def latest(self) -> int | None:

@@ -6,6 +6,7 @@ more than a few wildcards is matched by an automaton, in time linear in the leng
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -25,8 +26,9 @@ def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[s
     `*` matches within one name, `**` any number of names, `?` one character of a name.
     """
     if patterns == "**":
-        return lambda path: True
-    regexes, automata = [], []
+        return _matches_all
+    regexes: list[str] = []
+    automata: list[_Automaton] = []
     for glob in [patterns] if isinstance(patterns, str) else patterns:
         tokens = _TOKENS.findall(glob)
         if sum("*" in token for token in tokens) <= _MAX_REGEX_WILDCARDS:
@@ -34,7 +36,15 @@ def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[s
         else:
             automata.append(_Automaton(tokens))
     joined = re.compile("|".join(f"(?:{regex})" for regex in regexes) or r"(?!)", re.DOTALL)
-    return lambda path: joined.fullmatch(path) is not None or any(glob.matches(path) for glob in automata)
+    return functools.partial(_matches_any, joined, automata)  # which can be pickled
+
+
+def _matches_all(path: str) -> bool:
+    return True
+
+
+def _matches_any(joined: re.Pattern[str], automata: list[_Automaton], path: str) -> bool:
+    return joined.fullmatch(path) is not None or any(glob.matches(path) for glob in automata)
 
 
 @dataclass(frozen=True)

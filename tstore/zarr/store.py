@@ -26,6 +26,7 @@ from tstore.errors import InvalidArgument, Misuse
 from tstore.format.arguments import quote
 from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.tree.node import Node
+from tstore.pickling import raises_when_used
 from tstore.runtime.background_loop import BACKGROUND
 from tstore.runtime.pool import run, wait_all
 from tstore.snapshot import Snapshot
@@ -52,7 +53,7 @@ class ZarrStore(Store):
 
     Raise `Misuse` if a snapshot should be written. A missing chunk of an array that is not sparse is `NotFound`
     in a snapshot, and has the fill value in a transaction. A pickle of the store of a snapshot opens the same
-    version; that of a transaction is valid in its process only.
+    version; that of a transaction raises `Misuse` when it is used in another process.
     """
 
     def __init__(self, source: Any, *, read_only: bool | None = None) -> None:
@@ -96,7 +97,7 @@ class ZarrStore(Store):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._source, Snapshot):
-            return ZarrStore, (self._source,)
+            return _of_snapshot, (self._source,)
         _live[self._source.id] = self._source
         return _of_transaction, (self._source.id, self.read_only)
 
@@ -354,11 +355,17 @@ _live: WeakValueDictionary[str, Transaction] = WeakValueDictionary()
 """Transactions whose stores were pickled, by id."""
 
 
+@raises_when_used(ZarrStore)
+def _of_snapshot(snapshot: Snapshot) -> ZarrStore:
+    return ZarrStore(snapshot)
+
+
+@raises_when_used(ZarrStore)
 def _of_transaction(transaction: str, read_only: bool) -> ZarrStore:
     if transaction not in _live:
         raise Misuse(
-            "the ZarrStore of a transaction can only be unpickled in the process that began it; begin a "
-            "transaction in the other process, of the same name for one commit of all processes"
+            "the ZarrStore of a transaction can only be used in the process that began it; begin a transaction in "
+            "the other process, of the same name for one commit of all processes"
         )
     return ZarrStore(_live[transaction], read_only=read_only)
 

@@ -39,6 +39,7 @@ from tstore.torch.tensors import numpy_dtype, overlapping, shares_elements, torc
 
 __all__ = ["Reader"]
 
+_EVERYTHING = Request(None, None, None, "error")
 _FIRST_SAFE_TORCH = "2.10"  # before, torch.load(weights_only=True) ran code of crafted pickles
 
 
@@ -75,7 +76,7 @@ class Reader(StorageReader):
         if dtype not in (None, "target"):
             raise InvalidArgument(f"dtype={quote(dtype)}: expected None or 'target'")
         self._pickles = pickles
-        self._request = Request(None, None, dtype, "error")
+        self._dtype = dtype
         self._url = store
         self._step = step
         self._at = at
@@ -119,7 +120,7 @@ class Reader(StorageReader):
     async def _read_metadata(self) -> Metadata:
         async with await open(self._url, "r") as store:
             snapshot = await chosen_snapshot(store, self._step, self._at)
-            return self._load_metadata(await Source.read(snapshot, self._request))
+            return self._load_metadata(await Source.read(snapshot, _EVERYTHING))
 
     def _load_metadata(self, source: Source) -> Metadata:
         """Return DCP's metadata of a version, and prepare to read this version."""
@@ -188,10 +189,11 @@ class Reader(StorageReader):
     ) -> None:
         """Raise `InvalidArgument`, naming all paths, for tensors to which the stored values would be cast."""
         mismatched: dict[str, str] = {}
+        request = Request(None, None, self._dtype, "error")
         for item, tensor in zip(items, tensors, strict=True):
             path = self._paths[item.storage_index.fqn]
             stored, wanted = snapshot.tree.nodes[path].meta.dtype, numpy_dtype(path, tensor.dtype)
-            if self._request.dtype(path, stored, wanted) != wanted:
+            if request.dtype(path, stored, wanted) != wanted:
                 mismatched[path] = f"{path}: stored {stored}, target {wanted}"
         if mismatched:
             raise InvalidArgument(
@@ -206,7 +208,7 @@ class Reader(StorageReader):
         Raise `Unavailable` if they differ in the shape, dtype or type of any of these values.
         """
         seen, version = self._metadata.state_dict_metadata, self._version
-        chosen = self._load_metadata(await Source.read(snapshot, self._request)).state_dict_metadata
+        chosen = self._load_metadata(await Source.read(snapshot, _EVERYTHING)).state_dict_metadata
         if differing := sorted(name for name in names if chosen.get(name) != seen[name]):
             raise Unavailable(
                 f"{self._url}: version {version} was committed while the processes began to load version "

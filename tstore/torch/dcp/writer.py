@@ -104,6 +104,10 @@ class Writer(StorageWriter):
         self._staged: dict[int, _Staged] = {}
         self.version: int | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a pickle, for `AsyncCheckpointerType.PROCESS`: the saves under way stay here."""
+        return {**vars(self), "_steps": {}, "_staged": {}}
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether an identifier is that of a step."""
