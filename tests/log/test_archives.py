@@ -19,7 +19,7 @@ from tests.support.held_commit import held_commit
 from tests.support.http_server import ADMIN, WRITE, client_of, everybody
 from tstore import Keep
 from tstore.conformance.faults import Faults, open_faulty
-from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, InvalidArgument, Unavailable
+from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, Unavailable
 from tstore.format.frame import link_of, linked
 from tstore.format.layout import archive_end, archive_key, commit_key
 from tstore.format.objects.archives import Archive
@@ -371,16 +371,6 @@ async def test_a_store_that_lost_its_first_archives_is_not_new(lost: int, url: s
         await tstore.steps(url)
     with pytest.raises(Corrupt, match=f"{commit_key(1)} is missing"):
         await tstore.save(url, {"w": np.zeros(3)}, 1)
-
-
-async def test_archived_records_that_are_intact_are_not_voided(url: str) -> None:
-    store = await fill(url, range(1, 30))
-    await compact(store)
-    with pytest.raises(InvalidArgument, match=f"is in {archive_key(8)}, which nothing changes"):
-        await store.repair(void_intact=[6])
-    with pytest.raises(InvalidArgument, match=f"is in {archive_key(8)}, which nothing changes"):
-        await store.repair(void=[6])
-    assert (await store.repair(void_intact=[29])).voided == [29]
 
 
 # ---- servers

@@ -472,6 +472,22 @@ async def test_a_lost_root_that_only_older_living_versions_need_is_listed() -> N
     assert (await (await tstore.open(store.url)).verify()).faults == []
 
 
+async def test_a_collection_keeps_the_roots_with_lost_changes_below_a_damaged_root() -> None:
+    store = await filled(18)
+    await lose(store, 2)
+    await (await tstore.open(store.url)).repair(void=[2])
+    await damage(store.log.storage, root_key(16))
+    store = await tstore.open(store.url)
+    assert (await store.collect(Keep(last=1), abandoned=timedelta(0))).versions
+    assert await read(store.url) == expected(18)
+    await store.log.storage.delete(root_key(16))  # as `verify` advises
+    store = await tstore.open(store.url)
+    await commit(store, 19)
+    await store.collect(Keep(last=1), abandoned=timedelta(0))
+    assert await read(store.url) == expected(19)
+    assert (await (await tstore.open(store.url)).verify()).faults == []
+
+
 async def test_a_version_whose_changes_a_needed_root_has_is_not_voided() -> None:
     store = await filled(22)
     await lose(store, 6)
@@ -712,14 +728,27 @@ def test_the_commands_summarize_a_lost_archive(deleted: bool, tmp_path: Path, ca
     assert main(["verify", url]) == 0
 
 
-async def test_a_damaged_archive_beside_its_records_is_deleted() -> None:
+@pytest.mark.parametrize("lost", [(), (6,), (2, 8), (2, 3, 4, 5, 6)])
+async def test_of_a_damaged_archive_only_those_records_are_lost_that_have_no_objects(
+    lost: tuple[int, ...],
+) -> None:
+    """As after a collection that was killed while it deleted the others, which it had archived."""
     store = await filled(22)
     await store.collect(None)
     await damage(store.log.storage, archive_key(8))
-    with pytest.raises(InvalidArgument, match=f"{archive_key(8)} is damaged, but all of its records .* delete it"):
-        await (await tstore.open(store.url)).repair(void=[5])
-    await store.log.storage.delete(archive_key(8))
-    assert (await (await tstore.open(store.url)).verify()).ok
+    for version in lost:
+        await store.log.storage.delete(commit_key(version))
+    report = await (await tstore.open(store.url)).repair(void=[5])
+    assert report.ok
+    assert report.voided == list(lost)
+    store = await tstore.open(store.url)
+    assert (await store.verify()).faults == []
+    assert await read(store.url, 22) == expected(22)
+    assert (await store.tags()).keys() == {f"t{value}" for value in range(1, 23) if value not in lost}
+    assert await read(store.url, 7) == expected(7, *[version for version in lost if version > 4])
+    await store.collect(None)
+    assert commit_key(1) not in await store.log.storage.list("commits/")
+    assert (await (await tstore.open(store.url)).verify()).faults == []
 
 
 @pytest.mark.parametrize("latency", [False, True])
@@ -774,6 +803,27 @@ async def test_an_old_intact_version_is_voided_by_an_archive() -> None:
         assert (await store.verify()).faults == []
     assert commit_key(8) not in await storage.list("commits/")
     assert await read(store.url) == expected(29, 6, 8)
+
+
+async def test_an_archived_record_that_is_intact_is_voided_in_its_archive() -> None:
+    store = await filled(29)
+    for _ in range(2):
+        await store.collect(None)
+    opened = await tstore.open(store.url)
+    assert (await opened.snapshot(6)).version == 6
+    with pytest.raises(InvalidArgument, match="version 6 is intact, so nothing was voided"):
+        await store.repair(void=[6])
+    assert (await store.repair(void_intact=[6])).voided == [6]
+    with pytest.raises(TimelineChanged, match="a repair voided version"):
+        await opened.snapshot()
+    for _ in range(2):
+        assert await read(store.url) == expected(29, 6)
+        assert await read(store.url, 7) == expected(7, 6)
+        assert await read(store.url, 5) == expected(5)
+        store = await tstore.open(store.url)
+        assert "t6" not in await store.tags()
+        assert (await store.verify()).faults == []
+        await store.collect(Keep(tags=("t5", "t7")))
 
 
 async def test_a_collection_that_archives_first_prevents_the_void() -> None:

@@ -32,6 +32,7 @@ from tstore.storage.objects import Durability
 __all__ = ["bench", "finish", "gc", "probe", "repair", "verify"]
 
 _MAX_AGE = datetime.timedelta.max
+_LISTED = re.compile(r"void_intact=\[(\d+(?:, \d+)*)\]")
 
 
 @click.command("verify")
@@ -178,8 +179,7 @@ def repair(store: str, void: tuple[int, ...], void_intact: tuple[int, ...], as_j
             try:
                 report = await opened.repair(void, void_intact=void_intact)
             except InvalidArgument as error:
-                message = re.sub(r"void_intact=\[(\d+)\]", r"--void-intact \1", str(error))
-                raise InvalidArgument(message) from error
+                raise InvalidArgument(_LISTED.sub(_as_options, str(error))) from error
         damaged = [version._asdict() for version in report.damaged]
         already = [] if report.voided else sorted({*void, *void_intact})
         return {
@@ -191,6 +191,10 @@ def repair(store: str, void: tuple[int, ...], void_intact: tuple[int, ...], as_j
         }
 
     return run(work, show_repaired, as_json)
+
+
+def _as_options(listed: re.Match[str]) -> str:
+    return " ".join(f"--void-intact {version}" for version in listed[1].split(", "))
 
 
 @click.command("finish")

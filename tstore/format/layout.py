@@ -23,6 +23,7 @@ __all__ = [
     "TRANSACTIONS",
     "archive_end",
     "archive_key",
+    "archive_versions",
     "are_packs",
     "commit_key",
     "first_link",
@@ -79,6 +80,11 @@ def root_key(version: int) -> str:
 def archive_end(version: int) -> int:
     """Return the last version of the archive that has, or will have, the record of a version."""
     return -(-version // ARCHIVE_EVERY) * ARCHIVE_EVERY
+
+
+def archive_versions(version: int) -> range:
+    """Return the versions of the archive that has, or will have, the record of a version."""
+    return range(archive_end(version) - ARCHIVE_EVERY + 1, archive_end(version) + 1)
 
 
 def archive_key(version: int) -> str:

@@ -23,7 +23,7 @@ from tstore.runtime.concurrency import together
 from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
 
-__all__ = ["create_missing", "has_lost_changes", "write_root"]
+__all__ = ["are_usable", "create_missing", "has_lost_changes", "write_root"]
 
 
 async def write_root(log: LogReader, version: int) -> None:
@@ -60,6 +60,15 @@ async def create_missing(log: LogReader, versions: Iterable[int]) -> bool:
         except (NotFound, Corrupt, Denied, StorageFull):
             complete = False
     return complete and (not missing or await _remain(log, missing))
+
+
+async def are_usable(log: LogReader, versions: Iterable[int]) -> bool:
+    """Return whether the roots of these versions can be read, and are those of their records."""
+    for version in versions:
+        root = await log.trees.root(version)
+        if root is None or not (await log.stored(version)).has_root(root):
+            return False
+    return True
 
 
 async def has_lost_changes(storage: Storage, root: Root) -> bool:

@@ -11,8 +11,8 @@
    before the newest, if each of its records can be read. Leave their objects to the next collection, so that
    requests under way still find them. The next compaction also continues one that was killed, or failed.
 
-The records of a block stay as they are if one is damaged, or if they are too long for one archive. `tstore repair`
-voids no intact record that a collection may be archiving (`may_be_archived`).
+The records of a block stay as they are if one is damaged, or if they are too long for one archive. A repair that
+voids a record of a block that may be archived creates the archive itself (`void_records`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tstore.format.layout import (
     ROOT_EVERY,
     archive_end,
     archive_key,
+    archive_versions,
     commit_key,
 )
 from tstore.format.objects.archives import Archive
@@ -122,7 +123,7 @@ async def _archive(log: LogReader, end: int) -> None:
     """Create the archive of a block, unless a record of it is damaged or missing, or all are too long together."""
     records: list[bytes] = []
     size, durable, chain = 0, True, Chain(log.records.chain.log_id)
-    for versions in batched(range(end - ARCHIVE_EVERY + 1, end + 1)):
+    for versions in batched(archive_versions(end)):
         try:
             found = await together(lambda version: log.storage.get(commit_key(version)), versions)
             for version, data in zip(versions, found, strict=True):

@@ -54,6 +54,7 @@ from tstore.format.layout import (
     owner_of,
     root_key,
     roots_for,
+    version_of,
 )
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.records import Collection, Record
@@ -62,7 +63,7 @@ from tstore.log.expiry import ledger_at
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
-from tstore.log.roots import create_missing
+from tstore.log.roots import are_usable, create_missing
 from tstore.maintenance.collect_report import CollectReport
 from tstore.maintenance.compaction import compact
 from tstore.maintenance.damage import checked_newest
@@ -270,9 +271,15 @@ class _Plan:
         return bool(self.expired or self.abandoned or leftovers)
 
     async def complete_roots(self) -> None:
-        """Create the needed roots that are missing, or spare those from which they would follow if that fails."""
-        if self._roots and not await create_missing(self._log, sorted(self._needed_roots)):
-            self._roots = []
+        """Create the needed roots that are missing, or spare those from which they would follow if that fails.
+
+        Spare them too if the root above one can't be used: they may have the changes of a lost record.
+        """
+        if self._roots:
+            needed, numbers = sorted(self._needed_roots), map(version_of, self._roots)
+            above = {min((n for n in needed if n > number), default=0) for number in numbers} - {0}
+            if not (await create_missing(self._log, needed) and await are_usable(self._log, above)):
+                self._roots = []
 
     def spare(self, version: int, other: Record) -> None:
         """Add a commit newer than `base` to the ledger, so that its transaction and what it reuses are spared.

@@ -51,11 +51,7 @@ from typing import NamedTuple
 import msgspec
 
 from tstore.errors import Denied, InvalidArgument
-from tstore.format.layout import (
-    archive_end,
-    commit_key,
-    folder_of,
-)
+from tstore.format.layout import commit_key, folder_of
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.pages import stored
 from tstore.format.objects.records import INLINE_MANIFEST_BYTES, REPAIR, VOIDED, Record
@@ -71,7 +67,14 @@ from tstore.maintenance.gc import Overtaken
 from tstore.maintenance.past_repairs import PastRepairs
 from tstore.maintenance.repair_plan import RepairPlan, condemned_by
 from tstore.maintenance.replay import UNREADABLE
-from tstore.maintenance.void_records import VoidRecords, archived, is_voided, lost_with_archives, resumed_without
+from tstore.maintenance.void_records import (
+    VoidRecords,
+    WithoutArchives,
+    damaged_archives,
+    is_voided,
+    lost_with,
+    resumed_without,
+)
 from tstore.runtime import world
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -79,9 +82,6 @@ from tstore.storage.cache import without_cache
 from tstore.storage.objects import Durability
 
 __all__ = ["RepairReport", "repair_store"]
-
-
-_MAX_SHOWN = 10
 
 
 class RepairReport(NamedTuple):
@@ -127,15 +127,25 @@ async def repair_store(
     log = LogReader.strict(storage, log_id)
     damaged = await damaged_versions(log)
     lost = {damage.version for damage in damaged if not damage.record_intact}
-    wanted = sorted(await lost_with_archives(log, [*void, *void_intact], lost))
-    if not wanted:
+    requested = {*void, *void_intact}
+    if not requested:
         known = await resumed_without(LogReader.strict(storage, log_id), lost)
         return RepairReport([_with_consequence(one, known) for one in damaged], [], [], None, [])
+    archives = await damaged_archives(storage, lost)
+    unreadable, reading = lost, storage
+    if archives:
+        reading = WithoutArchives(storage, archives)
+        log = LogReader.strict(reading, log_id)
+        damaged = await damaged_versions(log)
+        lost = {damage.version for damage in damaged if not damage.record_intact}
+    wanted = sorted((requested - (unreadable - lost)) | lost_with(requested, lost, archives))
     # `log.newest` ends at a gap in the log, but later commits decide what is lost
     newest = await newest_beyond_gaps(log)
     await _check_voidable(log, wanted, newest, lost, void_intact)
     named = {damage.version for damage in damaged}
-    records = await VoidRecords.make(LogReader.strict(storage, log_id), wanted, lost, named, newest)
+    records = await VoidRecords.make(
+        storage, LogReader.strict(reading, log_id), wanted, lost, named, newest, archives
+    )
     await _check_consequences(log, records.resumes, lost, damaged)
     # the newest voided version whose list of expired versions is lost
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
@@ -144,6 +154,8 @@ async def repair_store(
         return RepairReport(damaged, [], [], None, [])
     saved = await records.write()
     log = LogReader.strict(storage, log_id)  # a new reader, whose cache has none of the replaced records
+    if not wanted:  # the records of a damaged archive had objects of their own, all of them
+        return RepairReport(await damaged_versions(log), [], saved, None, [])
     repairs = await PastRepairs.up_to(log, await log.newest())
     unlisted = [version for version in repairs.unlisted if version not in wanted]
     voided = sorted({*wanted, *unlisted})
@@ -184,9 +196,6 @@ async def _check_voidable(
     for version in wanted:
         if not 1 <= version <= newest:
             raise InvalidArgument(f"{url} has no version {version} to void; its newest is {newest}")
-        intact = version not in lost and not await is_voided(log, version)
-        if intact and await log.commits.archive(archive_end(version)) is not None:
-            raise archived(url, version)
         # a voided version passes too, so that an interrupted repair can be finished
         if not (version in lost or version in void_intact or await is_voided(log, version)):
             raise InvalidArgument(
@@ -211,7 +220,7 @@ async def _check_consequences(
         after = [damage for damage in await damaged_versions(log, wanted) if damage.version not in before]
         if after:
             first = [version for version, resumes in others.items() if resumes != wanted[version]]
-            all_intact = _shown([*intact, *(damage.version for damage in after)])
+            all_intact = _shown(sorted({*intact, *(damage.version for damage in after)}), 100)
             advice = f"to void all of these, pass void_intact=[{all_intact}]"
             raise InvalidArgument(
                 f"{log.storage.url}: without {_shown(intact)}, {pluralize(len(after), 'version')} would be "
@@ -220,10 +229,10 @@ async def _check_consequences(
             )
 
 
-def _shown(versions: Sequence[int]) -> str:
+def _shown(versions: Sequence[int], limit: int = 10) -> str:
     """Return versions as text, of many the first and their number."""
-    shown = ", ".join(map(str, versions[:_MAX_SHOWN]))
-    return shown if len(versions) <= _MAX_SHOWN else f"{shown}, … ({len(versions)} in all)"
+    shown = ", ".join(map(str, versions[:limit]))
+    return shown if len(versions) <= limit else f"{shown}, … ({len(versions)} in all)"
 
 
 async def _may_have_collected(log: LogReader, version: int) -> bool:

@@ -126,7 +126,8 @@ class RepairPlan:
         head = max(set(older) - ledger.copies, default=0)  # a collection keeps it
         incomplete = await incomplete_versions(log, [version for version in older if version != head])
         needing = await self._needing_revoked(remaining)
-        self.expired = sorted({*void, *incomplete, *needing})
+        stateless = [version for version in remaining if await self._lost_state(version)]
+        self.expired = sorted({*void, *incomplete, *needing, *stateless})
         self._ledger = ledger
         if previous is not None:
             transactions = self._revoked.transactions.union(previous.transactions)
@@ -176,11 +177,7 @@ class RepairPlan:
         version = await state_of(log, await head_as_of(log, self._base))
         if version == 0 or version in self._ledger.alive:
             return True
-        try:
-            objects = await self._needed_by(version)
-        except UNREADABLE:
-            return False
-        if any(map(self._condemned.includes, objects)) or len(await log.storage.sizes(objects)) < len(objects):
+        if (objects := await self._complete(version)) is None:
             return False
         record = await log.record(version)
         self._ledger.add(version, msgspec.structs.replace(record, tags=(), dropped=(), tagged={}))
@@ -189,18 +186,29 @@ class RepairPlan:
         self._ledger.inherit(version, others, standalone=entry.standalone)
         return True
 
-    async def _needed_by(self, version: int) -> set[str]:
-        """Return the packs and manifests that the tree of a version needs; raise an error of `UNREADABLE`."""
-        tree = await self._log.tree(version)
-        objects = await run(packs_of, tree)
-        if (base := tree.nodes.base) is not None:
-            objects.add(base.key)
-        async for number, record in self._log.each_record(range(version, 0, -1)):
-            if number == version or not record.source:
-                objects |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
-            if record.replaces:
-                break
-        return objects
+    async def _lost_state(self, version: int) -> bool:
+        """Return whether a version is the commit of an earlier repair, and the state that it had is gone now."""
+        if version < self._voided[0]:
+            return False
+        record = await self._log.record(version)
+        return bool(record.voids) and not record.changes_nodes and await self._complete(version) is None
+
+    async def _complete(self, version: int) -> set[str] | None:
+        """Return the packs and manifests that the tree of a version needs; None if one is missing or condemned."""
+        try:
+            tree = await self._log.tree(version)
+            objects = await run(packs_of, tree)
+            if (base := tree.nodes.base) is not None:
+                objects.add(base.key)
+            async for number, record in self._log.each_record(range(version, 0, -1)):
+                if number == version or not record.source:
+                    objects |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
+                if record.replaces:
+                    break
+        except UNREADABLE:
+            return None
+        lacks = len(await self._log.storage.sizes(objects)) < len(objects)
+        return None if lacks or any(map(self._condemned.includes, objects)) else objects
 
 
 async def condemned_by(storage: Storage, voided: Sequence[int]) -> Condemned:

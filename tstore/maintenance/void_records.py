@@ -2,8 +2,8 @@
 
 A record is voided in one of two ways.
 1. Its object is replaced.
-2. An archive of its block is written, with the void record and the other records of the block. So it is if an
-   archive is lost or damaged, whose records have no objects of their own; and for an intact record if its block is
+2. An archive of its block is written, with the void record and the other records of the block. So it is if there
+   is an archive, be it damaged (`damaged_archives`), or if it is lost; and for an intact record if its block is
    complete, since a garbage collection may archive it meanwhile. The latter archive is only created if it is
    absent, so either the collection archives the record or the repair the void one, never both.
 """
@@ -11,13 +11,21 @@ A record is voided in one of two ways.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 
 import xxhash
 
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound
 from tstore.format.frame import Link, check_of, linked
-from tstore.format.layout import ARCHIVE_EVERY, ROOT_EVERY, archive_end, archive_key, commit_key, root_key
+from tstore.format.layout import (
+    ARCHIVE_EVERY,
+    ROOT_EVERY,
+    archive_end,
+    archive_key,
+    archive_versions,
+    commit_key,
+    root_key,
+)
 from tstore.format.objects.archives import Archive
 from tstore.format.objects.encoding import encode
 from tstore.format.objects.records import REPAIR, REPLACED, RESUMES, VOIDED, Record
@@ -31,25 +39,56 @@ from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
-from tstore.storage.objects import Durability
+from tstore.storage.objects import Durability, Entry
+from tstore.storage.wrapper import Wrapper
 
-__all__ = ["VoidRecords", "archived", "is_voided", "lost_with_archives", "resumed_without"]
+__all__ = [
+    "VoidRecords",
+    "WithoutArchives",
+    "damaged_archives",
+    "is_voided",
+    "lost_with",
+    "resumed_without",
+]
 
 
-async def lost_with_archives(log: LogReader, wanted: Sequence[int], lost: Set[int]) -> set[int]:
-    """Return the versions wanted, with all others whose records were lost with an archive of wanted ones."""
-    added = set(wanted)
-    for end in {archive_end(version) for version in wanted if version in lost}:
-        block = range(end - ARCHIVE_EVERY + 1, end + 1)
-        if lost >= set(block):
-            own = await _own_records(log, block)
-            if len(own) == ARCHIVE_EVERY:
-                raise InvalidArgument(
-                    f"{log.storage.url}: {archive_key(end)} is damaged, but all of its records have objects of "
-                    "their own, so nothing was voided; delete it: a garbage collection will create it again"
-                )
-            added = {*added, *block} - own.keys()
-    return added
+class WithoutArchives(Wrapper):
+    """A storage that seems not to have some archives, which can be replaced."""
+
+    def __init__(self, inner: Storage, ends: Iterable[int]) -> None:
+        super().__init__(inner)
+        self._hidden = set(map(archive_key, ends))
+
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
+        """Return an object; raise `NotFound` for one of the archives."""
+        if key in self._hidden:
+            raise NotFound(f"{self.url}: {key} is damaged")
+        return await super().get(key, max_size)
+
+    async def head(self, key: str) -> Entry | None:
+        """Return the entry of an object, None for one of the archives."""
+        return None if key in self._hidden else await super().head(key)
+
+
+async def damaged_archives(storage: Storage, lost: Set[int]) -> dict[int, bytes]:
+    """Return the bytes of the damaged archives, by their last versions; `lost` are the unreadable versions.
+
+    Some of their records may still have objects of their own; only the others are lost (`WithoutArchives`).
+    """
+    damaged = {}
+    for end in {archive_end(version) for version in lost}:
+        if lost >= set(archive_versions(end)):
+            try:
+                await CommitObjects(storage).archive(end)
+            except Corrupt:
+                damaged[end] = await storage.get(archive_key(end))
+    return damaged
+
+
+def lost_with(wanted: Set[int], lost: Set[int], damaged: Container[int]) -> set[int]:
+    """Return the versions that are lost with an archive, which may be `damaged`, of the versions wanted."""
+    blocks = {end: set(archive_versions(end)) for end in map(archive_end, wanted)}
+    return {v for end, block in blocks.items() if end in damaged or lost >= block for v in block & lost}
 
 
 async def resumed_without(log: LogReader, lost: Set[int]) -> dict[int, int]:
@@ -63,15 +102,6 @@ async def resumed_without(log: LogReader, lost: Set[int]) -> dict[int, int]:
     return await resumptions(log, named, newest + 1, newest)
 
 
-def archived(url: str, version: int) -> InvalidArgument:
-    """Return the error for a version to be voided whose record is in an intact archive."""
-    return InvalidArgument(
-        f"{url}: the record of version {version} is in {archive_key(version)}, which nothing "
-        "changes, so it can't be voided; restore the store from a copy instead, or copy the versions that you "
-        "need (tstore.copy with `at`)"
-    )
-
-
 async def is_voided(log: LogReader, version: int) -> bool:
     """Return whether a repair has voided a version."""
     with contextlib.suppress(*UNREADABLE):
@@ -82,25 +112,36 @@ async def is_voided(log: LogReader, version: int) -> bool:
 class VoidRecords:
     """The void records for some versions, and what else changes with them; `make` changes nothing yet."""
 
-    def __init__(self, log: LogReader, newest: int) -> None:
+    def __init__(
+        self, storage: Storage, log: LogReader, newest: int, damaged_archives: Mapping[int, bytes]
+    ) -> None:
+        self._storage = storage
         self._log = log
         self._newest = newest
         self._former: dict[int, bytes] = {}  # the records to replace, empty for one that is missing
         self._records: dict[int, bytes] = {}  # the void ones
         self._archives: dict[int, bytes] = {}  # the archives to write, by their last versions
-        self._damaged: dict[int, bytes] = {}  # those to replace
+        self._damaged = damaged_archives
+        self._replaced = set(damaged_archives)  # the last versions of archives that exist
         self.resumes: dict[int, int] = {}
         """By version the next one whose root has the changes of the lost record, 0 for none."""
 
     @staticmethod
     async def make(
-        log: LogReader, versions: Sequence[int], lost: Set[int], damaged: Set[int], newest: int
+        storage: Storage,
+        log: LogReader,
+        versions: Sequence[int],
+        lost: Set[int],
+        damaged: Set[int],
+        newest: int,
+        damaged_archives: Mapping[int, bytes],
     ) -> VoidRecords:
         """Return the void records for versions, in order; raise `InvalidArgument` if one can't be voided.
 
         Of these versions, the records of those in `lost` can't be read; those in `damaged` are damaged otherwise.
+        `log` reads as if there were no `damaged_archives`, which have all their records again afterwards.
         """
-        voids = VoidRecords(log, newest)
+        voids = VoidRecords(storage, log, newest, damaged_archives)
         for version in versions:
             if version in lost or not await is_voided(log, version):
                 voids._former[version] = await _object(log, version)
@@ -184,35 +225,25 @@ class VoidRecords:
 
     async def _plan_archives(self, lost: Set[int]) -> None:
         """Encode the archives to write."""
-        for end in sorted({archive_end(version) for version in self._records}):
-            block = range(end - ARCHIVE_EVERY + 1, end + 1)
-            damaged = await self._archive(end)
-            wanted = [version for version in block if version in self._records]
-            intact = [v for v in wanted if v not in lost and end <= self._newest]
-            if damaged is None and not intact and len(wanted) < ARCHIVE_EVERY:
+        for end in sorted({*self._damaged, *map(archive_end, self._records)}):
+            block = archive_versions(end)
+            records = {version: self._records[version] for version in block if version in self._records}
+            existing = await self._log.commits.archive(end)
+            intact = records.keys() - lost if end <= self._newest else ()
+            if existing is not None:
+                self._replaced.add(end)
+                records = dict(zip(block, existing.records, strict=True)) | records
+            elif end in self._damaged or intact or len(records) == ARCHIVE_EVERY:
+                records = await _own_records(self._log, block) | records
+            else:
                 continue
-            own = await _own_records(self._log, [v for v in block if v not in self._records])
-            records = {**own, **{version: self._records[version] for version in wanted}}
             if missing := [version for version in block if version not in records]:
                 raise InvalidArgument(
-                    f"{self._log.storage.url}: version {wanted[0]} is so old that its void record has to be in "
-                    f"{archive_key(end)}, but {commit_key(missing[0])} can't be read, so nothing was voided; void "
-                    f"version {missing[0]} too, or restore its record from a copy"
+                    f"{self._log.storage.url}: {archive_key(end)} has to be written, with the void records, but "
+                    f"{commit_key(missing[0])} can't be read, so nothing was voided; void version {missing[0]} "
+                    "too, or restore its record from a copy"
                 )
             self._archives[end] = await run(encode, Archive(end, tuple(records[version] for version in block)))
-            if damaged is not None:
-                self._damaged[end] = damaged
-
-    async def _archive(self, end: int) -> bytes | None:
-        """Return the bytes of an archive if it is damaged, None if it is absent; else raise `InvalidArgument`."""
-        key = archive_key(end)
-        try:
-            if await CommitObjects(self._log.storage).archive(end) is None:
-                return None
-        except Corrupt:
-            return await self._log.storage.get(key)
-        version = next(version for version in self._records if archive_end(version) == end)
-        raise archived(self._log.storage.url, version)
 
     @property
     def replaces_any(self) -> bool:
@@ -221,23 +252,23 @@ class VoidRecords:
 
     async def write(self) -> list[str]:
         """Write the records; return the keys at which those that they replace were saved."""
-        storage = self._log.storage
+        storage = self._storage
         saved = [(saved_key(version, data), data) for version, data in self._former.items()]
         saved += [(saved_key(end, data), data) for end, data in self._damaged.items()]
         for some in batched(saved):
             await together(lambda item: _create(storage, *item), some)
         if self._archives:
             await storage.sync()  # before records that may be durable
-        for end in sorted(self._archives.keys() - self._damaged.keys(), reverse=True):  # dependents first
+        for end in sorted(self._archives.keys() - self._replaced, reverse=True):  # dependents first
             try:
                 await storage.create(archive_key(end), self._archives[end], Durability.FSYNC)
             except AlreadyExists:
                 raise InvalidArgument(
-                    f"{storage.url}: a garbage collection has archived the versions up to {end} meanwhile, so "
-                    "they can't be voided; restore the store from a copy instead"
+                    f"{storage.url}: a garbage collection has archived the versions up to {end} meanwhile; "
+                    "repeat the repair"
                 ) from None
         await self.delete_roots(self._newest)
-        for end in self._damaged:
+        for end in self._replaced:
             await storage.replace(archive_key(end), self._archives[end])
         for version, data in self._records.items():
             if archive_end(version) not in self._archives:
@@ -250,20 +281,20 @@ class VoidRecords:
 
     async def _check_in_force(self, version: int) -> None:
         """Raise `InvalidArgument` if a collection has archived the former record of a version meanwhile."""
-        if await self._log.anew().commits.get(version) != self._records[version]:
+        if await CommitObjects(self._storage).get(version) != self._records[version]:
             raise InvalidArgument(
-                f"{self._log.storage.url}: a garbage collection has archived version {version} meanwhile, so it "
-                "can't be voided; restore the store from a copy instead"
+                f"{self._storage.url}: a garbage collection has archived version {version} meanwhile; repeat the "
+                "repair"
             )
 
     async def delete_roots(self, newest: int) -> None:
         """Delete the roots that may have changes of voided versions, unless they vouch for lost records."""
-        last = max(newest, await LogReader.strict(self._log.storage).newest())
+        last = max(newest, await LogReader.strict(self._storage).newest())
         numbers = set[int]()
         for version, resumes in self.resumes.items():
             numbers.update(range(-(-version // ROOT_EVERY) * ROOT_EVERY, resumes or last + 1, ROOT_EVERY))
         for some in batched(sorted(numbers)):
-            await together(self._log.storage.delete, map(root_key, some))
+            await together(self._storage.delete, map(root_key, some))
 
     async def delete_needless_roots(self) -> None:
         """Do what `delete_roots` does, unless a root vouches for the lost record of another version."""
@@ -282,7 +313,9 @@ async def _create(storage: Storage, key: str, data: bytes) -> None:
 
 
 async def _object(log: LogReader, version: int) -> bytes:
-    """Return the object of a record, empty if it is missing."""
+    """Return the bytes of a record, or of its damaged object; empty if it is missing."""
+    with contextlib.suppress(*UNREADABLE):
+        return await log.commits.get(version)
     try:
         return await log.storage.get(commit_key(version))
     except NotFound:
