@@ -31,7 +31,14 @@ from jax.sharding import PartitionSpec as P
 
 import tstore.sync as tstore
 from tests.support import ports
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound, StructureMismatch, Unavailable
+from tstore.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    StructureMismatch,
+    Unavailable,
+)
 
 DEVICES = 8
 
@@ -118,11 +125,13 @@ def pytrees(_: Path) -> None:
         tstore.jax.restore(url, target=other)
     assert tstore.jax.restore(url, target={"v": w}, rename={"w": "v"}, only="v")["v"].sharding == w.sharding
     renamed = {"new": {"i4": jnp.zeros_like(tree["i4"]), "key": jax.random.key(0)}}
-    names = {"i?": "new/i?", "key": "new/key", "*/dtype=*": "old/*/*"}
+    names = {"i?": "new/i?", "key": "new/key"}
     renamed = tstore.jax.restore(url, target=renamed, rename=names, only="new/*")["new"]
     same({"i4": tree["i4"], "key": tree["key"]}, renamed)
     assert tstore.jax.restore(url, rename=names, only="new/*")["new"].keys() == renamed.keys()
     assert len(tstore.jax.explain(url, rename=names, only="new/*").arrays) == 2
+    with pytest.raises(NotFound, match=r"'kee'.* matches nothing"):
+        tstore.jax.restore(url, rename={"kee": "new"})
     f16 = jax.ShapeDtypeStruct(w.shape, jnp.float16, sharding=NamedSharding(on, P("y")))
     cast = tstore.jax.restore(url, target={"w": f16}, only="w", dtype="target")["w"]
     assert cast.dtype == jnp.float16
@@ -411,6 +420,43 @@ def series(folder: Path) -> None:
             saves.restore_latest({"x": x})  # raises in every process
 
 
+def late(folder: Path) -> None:
+    """Waits for the second process, which comes late, end with our deadline, in both, and name it."""
+    url, tree, first = folder / "late", {"x": jnp.ones(3)}, jax.process_index() == 0
+    tstore.open(url).close()
+    with tstore.jax.Checkpointer(url, every=tstore.EverySeconds(1e6), timeout=0.2) as saves:
+        if not first:
+            multihost_utils.sync_global_devices("the first process has waited")
+        for call in (saves.restore_latest, lambda: saves.should_save(1)):
+            message = r": hosts \[1\] of 2 did not make this call within 0\.2 s"
+            with pytest.raises(DeadlineExceeded, match=message) as error:
+                call()
+            assert error.value.absent == [1]
+        if first:
+            with pytest.raises(DeadlineExceeded, match=r"hosts \[1\]"):
+                saves.save(1, tree).wait()
+            with pytest.raises(NotFound):
+                tstore.jax.restore(url)
+            multihost_utils.sync_global_devices("the first process has waited")
+        else:
+            with pytest.raises(DeadlineExceeded):  # since the first process has withdrawn the save
+                saves.save(1, tree).wait()
+            with pytest.raises(NotFound, match="see its error"):
+                tstore.jax.restore(url)
+    with tstore.jax.Checkpointer(url, every=tstore.EverySeconds(1e6), timeout=20) as saves:
+        assert saves.restore_latest(tree) is None
+        assert not saves.should_save(1)
+        saves.save(1, tree).wait()
+        same(tstore.jax.restore(url, target=tree), tree)
+    with patch("tstore.jax.processes.checked_commit_timeout", lambda _: 0.2):
+        if first:
+            multihost_utils.sync_global_devices("the second process has waited")
+        else:
+            with pytest.raises(DeadlineExceeded, match=r"^restore: hosts \[0\] of 2 did not make this call"):
+                tstore.jax.restore(url)
+            multihost_utils.sync_global_devices("the second process has waited")
+
+
 def invalid(folder: Path) -> None:
     url, one = folder / "invalid", jnp.ones(6)
     cycle: dict[str, Any] = {}
@@ -529,6 +575,7 @@ CHECKS: dict[str, list[Callable[[Path], None]]] = {
     ],
     "save": [save],
     "series": [save, series],
+    "late": [late],
     "restore": [restore],
 }
 
@@ -540,6 +587,8 @@ def run(check: str, folder: Path, process: int, processes: int, port: int) -> No
     assert jax.device_count() == DEVICES
     for function in CHECKS[check]:
         function(folder)
+    if processes > 1:
+        jax.distributed.shutdown()  # waits for the others, which the end of the first process would kill
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     "checks",
     [
-        ["one:1", "series:2", "save:4", "restore:2"],
+        ["one:1", "series:2", "late:2", "save:4", "restore:2"],
         pytest.param(["series:2", "save:4", "restore:4", "restore:2"], marks=pytest.mark.deep),
     ],
     ids=["one and several", "fewer and more"],

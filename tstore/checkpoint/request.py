@@ -84,9 +84,14 @@ class Request:
         return f"no array matches only={quote(self.only)}; {hint}"
 
     def check_renames(self, paths: Collection[str]) -> None:
-        """Raise `NotFound` if a rule of `rename` matches none of the stored paths of arrays and scalars."""
+        """Raise `NotFound` if a rule of `rename` matches none of the stored paths of arrays and scalars.
+
+        A rule with others below it, as "w" has "w/dtype=*", needs only one of them to match.
+        """
+        matching = [rule for rule in self._rules if rule in paths or any(map(compile_patterns(rule), paths))]
         for pattern, new in self._rules.items():
-            if pattern not in paths and not any(map(compile_patterns(pattern), paths)):
+            is_below = any(pattern.startswith(f"{rule}/") for rule in self._rules)
+            if not is_below and not any(f"{rule}/".startswith(f"{pattern}/") for rule in matching):
                 meant = _meant(pattern, paths)
                 hint = _similar(pattern, paths) if meant is None else f"{meant[1]}; did you mean {meant[0]!r}?"
                 raise NotFound(f"rename={{{pattern!r}: {new!r}}} matches nothing; {hint}")

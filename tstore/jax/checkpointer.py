@@ -14,7 +14,7 @@ from tstore.checkpoint.policies import Policy
 from tstore.errors import Unavailable
 from tstore.format.arguments import checked_step
 from tstore.format.tree.retention import Keep
-from tstore.jax.processes import Processes, any_process, broadcast_number
+from tstore.jax.processes import Processes, any_process, exchange
 from tstore.jax.restore import PlacedTarget, restore
 from tstore.jax.save import unchanging_values
 from tstore.quantization.policy import QuantizeRules, Target
@@ -23,14 +23,17 @@ from tstore.store import Store
 
 __all__ = ["Checkpointer"]
 
+_FAILED = "failed: "
+
 
 class Checkpointer(checkpointer.Checkpointer):
     """A `tstore.Checkpointer` whose checkpoints are pytrees.
 
     Every process of the job makes the same calls. `save`, `restore` and `restore_latest` take pytrees as
     `tstore.jax.save_async` and `tstore.jax.restore` do. Policies may decide differently in different processes, so
-    the processes share their decisions in an all-gather at each step, or with `EverySteps(10) & OnPreemption()` at
-    every 10th.
+    the processes share their decisions at each step, or with `EverySteps(10) & OnPreemption()` at every 10th. They
+    do so through the coordination service of `jax.distributed`: if a process does not call `should_save` or
+    `restore_latest` within `timeout` seconds of the others, all get a `DeadlineExceeded` that names it.
 
     Parameters
     ----------
@@ -58,7 +61,7 @@ class Checkpointer(checkpointer.Checkpointer):
             timeout=timeout,
             staging="reference",
             in_flight=in_flight,
-            agree=any_process,
+            agree=lambda decision: any_process(decision, timeout),
         )
 
     def save(
@@ -93,9 +96,17 @@ class Checkpointer(checkpointer.Checkpointer):
 
     async def _agree_on_latest(self, latest: int | None, failure: Exception | None) -> int | None:
         """Return the step that the first process found; raise in all processes if one has a `failure`."""
-        if await pool.run(any_process, failure is not None):
-            raise failure or Unavailable("another process could not learn which step is the newest; see its error")
-        return await pool.run(broadcast_number, latest)
+        word = f"{latest}" if jax.process_index() == 0 else None
+        if failure is not None:
+            word = f"{_FAILED}{failure}"
+        words = await pool.run(exchange, "restore_latest", word, self._timeout)
+        if failure is not None:
+            raise failure
+        for host, word in words.items():
+            if word.startswith(_FAILED):
+                reason = word.removeprefix(_FAILED)
+                raise Unavailable(f"host {host} could not learn which step is the newest: {reason}")
+        return None if words[0] == "None" else int(words[0])
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
         """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import os
+import re
 import secrets
 import threading
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-import numpy.typing as npt
 from jax.experimental import multihost_utils
 
-from tstore.errors import NotFound
+from tstore.errors import DeadlineExceeded, Misuse, NotFound, Unavailable
+from tstore.format.arguments import checked_commit_timeout
 from tstore.runtime import pool
 from tstore.saved_steps import chosen_snapshot
 from tstore.snapshot import Snapshot
 from tstore.store import Store
 
-__all__ = ["Processes", "agreed_snapshot", "any_process", "broadcast_number"]
+__all__ = ["Processes", "agreed_snapshot", "any_process", "exchange"]
 
 
 class Processes(NamedTuple):
@@ -39,7 +42,7 @@ class Processes(NamedTuple):
     ) -> Processes:
         """Return the processes that save a step, by default all of `jax.distributed`.
 
-        Without `attempt`, all processes must make this call, because the first call in a job exchanges a token.
+        Without `attempt`, all processes must make the same calls, because each counts its own.
         """
         if host is not None or hosts is not None:
             return Processes(host or 0, 1 if hosts is None else hosts, attempt)
@@ -47,66 +50,120 @@ class Processes(NamedTuple):
             return Processes(0, 1, None)
         if attempt is None:
             url = store.url if isinstance(store, Store) else str(store)
-            attempt = f"{_job_token()}.{_count(url, str(step))}"
+            token = _job_token(_client())
+            attempt = f"{token}.{_count(token, url, str(step))}"
         return Processes(jax.process_index(), jax.process_count(), attempt)
 
 
 _lock = threading.Lock()
-_counts: dict[tuple[str, str], int] = {}
+_counts: dict[tuple[str, str, str], int] = {}
 
 
-def _job_token() -> str:
-    with _lock:
-        return _broadcast_token()
-
-
-@functools.cache
-def _broadcast_token() -> str:
-    """Return a random token that all processes of this job have, and no other job."""
-    return _broadcast(np.frombuffer(secrets.token_bytes(12), np.uint8)).tobytes().hex()
-
-
-def _count(url: str, step: str) -> int:
+def _count(token: str, url: str, step: str) -> int:
     """Return how often this process has saved a step, so that no two saves are one attempt.
 
     All processes make the same saves, so they count the same.
     """
     with _lock:
-        _counts[url, step] = count = _counts.get((url, step), 0) + 1
+        _counts[token, url, step] = count = _counts.get((token, url, step), 0) + 1
     return count
 
 
-def _broadcast(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the values that the first process passes."""
-    return np.asarray(multihost_utils.broadcast_one_to_all(values))
+def _client() -> Any:
+    """Return the client of the job's coordination service, through which processes wait with a deadline."""
+    # the client has no public name; this is how the module itself gets it
+    client = multihost_utils.distributed.global_state.client  # type: ignore[attr-defined]
+    if client is None:
+        raise Misuse(
+            f"{jax.process_count()} processes can't agree without jax.distributed; call "
+            "jax.distributed.initialize(), or pass a step to restore, and host, hosts and attempt to save"
+        )
+    return client
 
 
-def any_process(decision: bool) -> bool:
+@functools.cache
+def _job_token(client: Any) -> str:
+    """Return a random token that all processes of this job have, and no other job."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+        client.key_value_set("tstore/token", secrets.token_hex(12))
+    with _errors_mapped("save", 10):
+        token: str = client.blocking_key_value_get("tstore/token", 10_000)
+    return token
+
+
+@functools.cache
+def _numbers(client: Any, purpose: str) -> Iterator[int]:
+    """Return the numbers of the exchanges for one purpose."""
+    return itertools.count()
+
+
+def exchange(purpose: str, word: str | None, timeout: float | None) -> dict[int, str]:
+    """Return the words of the processes that pass one; all processes make this call, and wait for each other.
+
+    Raise `DeadlineExceeded`, in all processes, if some do not make it within `timeout` seconds.
+    """
+    if jax.process_count() == 1:
+        return {} if word is None else {0: word}
+    client, seconds = _client(), checked_commit_timeout(timeout)
+    number = next(_numbers(client, purpose))
+    key = f"tstore/{purpose}/{number}"
+    with _errors_mapped(purpose, seconds):
+        if word is not None:
+            client.key_value_set(f"{key}/{jax.process_index()}", word)
+        client.wait_at_barrier(key, round(seconds * 1000))
+        words = {int(path.rpartition("/")[2]): word for path, word in client.key_value_dir_get(f"{key}/")}
+        if jax.process_index() == 0:  # all processes have read the words of the exchange before
+            client.key_value_delete(f"tstore/{purpose}/{number - 1}/")
+    return words
+
+
+@contextlib.contextmanager
+def _errors_mapped(purpose: str, seconds: float) -> Iterator[None]:
+    """Map the errors of the coordination service to those of tstore, of which some name the absent hosts."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if not text.startswith("DEADLINE_EXCEEDED"):
+            reason = text.splitlines()[0].rstrip(".")
+            raise Unavailable(
+                f"{purpose}: the coordination service of jax.distributed failed ({reason}); start the job again"
+            ) from error
+        listed = text.partition("timed out task names")[2]  # of a barrier; otherwise the first process is late
+        absent = sorted(map(int, re.findall(r"(?:^|task:)(\d+)$", listed, re.MULTILINE))) if listed else [0]
+        raise DeadlineExceeded(
+            f"{purpose}: hosts {absent} of {jax.process_count()} did not make this call within {seconds:g} s; "
+            "make it again on all hosts, with a longer timeout if they are only slow",
+            absent,
+        ) from error
+
+
+def any_process(decision: bool, timeout: float | None) -> bool:
     """Return whether the decision of any process is True; all processes make this call."""
-    if jax.process_count() == 1:
-        return decision
-    return bool(np.any(multihost_utils.process_allgather(np.array(decision, np.uint8))))
-
-
-def broadcast_number(number: int | None) -> int | None:
-    """Return the number that the first process passes; all processes make this call."""
-    if jax.process_count() == 1:
-        return number
-    text = f"{-1 if number is None else number:020d}"  # digits, because JAX may have no integers of 64 bits
-    chosen = int(_broadcast(np.frombuffer(text.encode(), np.uint8)).tobytes())
-    return None if chosen < 0 else chosen
+    return bool(exchange("should_save", "save" if decision else None, timeout))
 
 
 async def agreed_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
-    """Return the snapshot to restore; with neither a step nor `at`, the one that the first process chose."""
+    """Return the snapshot to restore; with neither a step nor `at`, the one that the first process chose.
+
+    The first process waits for no other.
+    """
     if step is not None or at is not None or jax.process_count() == 1:
         return await chosen_snapshot(store, step, at)
-    version = None
-    try:
-        if jax.process_index() == 0:
-            version = (await chosen_snapshot(store, None, None)).version
-    finally:  # the others wait for this, whatever happened
-        version = await pool.run(broadcast_number, version)
-    if version is None:
+    client = _client()
+    key = f"tstore/restore/{next(_numbers(client, 'restore'))}"
+    seconds = checked_commit_timeout(None)
+    if jax.process_index() == 0:
+        version = "none"
+        try:
+            snapshot = await chosen_snapshot(store, None, None)
+            version = str(snapshot.version)
+        finally:  # the others wait for this, whatever happened
+            with _errors_mapped("restore", seconds):
+                client.key_value_set(key, version)
+        return snapshot
+    with _errors_mapped("restore", seconds):
+        version = await pool.run(client.blocking_key_value_get, key, round(seconds * 1000))
+    if version == "none":
         raise NotFound(f"{store.url}: the first process could not choose a checkpoint; see its error")
-    return await store.snapshot(version)
+    return await store.snapshot(int(version))

@@ -18,8 +18,9 @@ class Checkpointer(sync.Checkpointer):
 
     Every process of the job makes the same calls. `save`, `restore` and `restore_latest` take pytrees as
     `tstore.jax.save_async` and `tstore.jax.restore` do. Policies may decide differently in different processes, so
-    the processes share their decisions in an all-gather at each step, or with `EverySteps(10) & OnPreemption()` at
-    every 10th.
+    the processes share their decisions at each step, or with `EverySteps(10) & OnPreemption()` at every 10th. They
+    do so through the coordination service of `jax.distributed`: if a process does not call `should_save` or
+    `restore_latest` within `timeout` seconds of the others, all get a `DeadlineExceeded` that names it.
 
     Parameters
     ----------
