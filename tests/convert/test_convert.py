@@ -33,7 +33,7 @@ async def test_a_real_file_round_trips_byte_for_byte(tmp_path: Path) -> None:
     exported = await export_safetensors(tmp_path / "store", out)
     assert out.read_bytes() == source.read_bytes()
     theirs, original = safetensors.numpy.load_file(out), safetensors.numpy.load_file(source)
-    assert exported == (1, len(original), sum(a.nbytes for a in original.values()), 1, [], [])
+    assert exported == (1, len(original), sum(a.nbytes for a in original.values()), 1, [], [], [])
     assert {n: (a.dtype, a.shape, raw(a)) for n, a in theirs.items()} == {
         n: (a.dtype, a.shape, raw(a)) for n, a in original.items()
     }

@@ -189,8 +189,16 @@ def test_arrays_that_zarr_cannot_open_hide_no_others(
         tx.create_array("layers/0/eighths", (8,), "float8_e5m2").write(1)
         tx.create_array("layers/0/pair", (8,), np.dtype([("a", "i4"), ("b", "bfloat16")]), sparse=True)
         tx.create_array("back\\slash/a", (8,), "int8").write(1)
-    write(store, tmp_path / name)
-    assert read_by_zarr({"fo": str(tmp_path / name), **reader_options(str(store))}) == wanted
+    assert write(store, tmp_path / name).unlisted == [
+        "back\\slash/a",
+        *(f"layers/0/{array}" for array in ("codes", "eighths", "pair", "small")),
+    ]
+    options = {"fo": str(tmp_path / name), **reader_options(str(store))}
+    assert read_by_zarr(options) == wanted
+    for group in ("layers", "layers/0"):
+        opened = zarr.open_group("reference://", path=group, mode="r", storage_options=options)
+        below = {path.removeprefix(f"{group}/") for path in wanted if path.startswith(f"{group}/")}
+        assert {path for path, _ in opened.members(max_depth=None)} == below
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq"])

@@ -597,6 +597,23 @@ def test_quantized_arrays_are_decoded_unless_kept(tmp_path: Path) -> None:
     assert equal(expected, imported(tmp_path / "kept", tmp_path / "again").array("q").read())
 
 
+def test_arrays_of_dtypes_that_zarr_lacks_hide_no_others_in_a_folder(tmp_path: Path) -> None:
+    xarray = pytest.importorskip("xarray")
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        for path, dtype in (("a/t", "f4"), ("a/b", "bfloat16"), ("a/c/i", "int4"), ("d/t", "f4")):
+            tx.create_array(path, shape=(3,), dtype=dtype, dimension_names=("x",)).write(1)
+    report = asyncio.run(export_zarr(tmp_path / "store", tmp_path / "out"))
+    assert (report.unlisted, report.left_out) == (["a/b", "a/c/i"], [])
+    group = zarr.open_group(tmp_path / "out", mode="r")
+    assert sorted(name for name, _ in group.members(None)) == ["a", "a/c", "a/t", "d", "d/t"]
+    assert list(zarr.open_group(tmp_path / "out", path="a/c", mode="r").keys()) == []
+    assert list(xarray.open_zarr(tmp_path / "out", group="a")) == ["t"]
+    assert "consolidated_metadata" not in json.loads((tmp_path / "out" / "d" / "zarr.json").read_text())
+    assert tensorstore_read(tmp_path / "out" / "a" / "b").tolist() == [1, 1, 1]
+    asyncio.run(import_zarr(tmp_path / "out", tmp_path / "back"))
+    assert tstore.open(tmp_path / "back", "r").snapshot().paths() == ["a/b", "a/c/i", "a/t", "d/t"]
+
+
 def test_the_structure_of_a_checkpoint_is_not_exported(tmp_path: Path) -> None:
     tstore.save(tmp_path / "store", {"a": [np.arange(3), 2.5]}, 1)
     folder = exported(tmp_path / "store", tmp_path / "out")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import pickle
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +457,28 @@ def test_groups_that_only_paths_name_are_groups(store: tstore.sync.Store) -> Non
     ]
     assert [name for name, _ in group(store.snapshot()).members(max_depth=None)] == ["a", "a/b", "a/b/c"]
     assert keys(ZarrStore(tstore.sync.open(f"memory://{uuid.uuid4()}").snapshot())) == []
+
+
+def test_arrays_of_dtypes_that_zarr_lacks_hide_no_others(store: tstore.sync.Store) -> None:
+    xarray = pytest.importorskip("xarray")
+    with store.transaction() as tx:
+        for path, dtype in (("run/t", "f4"), ("run/b", "bfloat16"), ("run/i", "int4"), ("only/e", "float8_e5m2")):
+            tx.create_array(path, shape=(3,), dtype=dtype, dimension_names=("x",)).write(1)
+    reads: list[Callable[[ZarrStore], Any]] = [
+        lambda s: [sorted(zarr.open_group(s, mode="r").keys()), ["only", "run"]],
+        lambda s: [list(zarr.open_group(s, mode="r")["run"].keys()), ["t"]],
+        lambda s: [sorted(n for n, _ in zarr.open_group(s, mode="r").members(None)), ["only", "run", "run/t"]],
+        lambda s: [list(xarray.open_zarr(s, group="run", consolidated=False)), ["t"]],
+    ]
+    for read in reads:
+        plain = ZarrStore(store.snapshot())
+        with pytest.warns(UserWarning, match=r"not listed; read them .*: (only/e, )?run/b, run/i$"):
+            listed, expected = read(plain)
+        assert listed == expected
+    assert len(plain.get_sync("run/b/c/0").to_bytes()) == 6
+    assert json.loads(plain.get_sync("run/b/zarr.json").to_bytes())["data_type"] == "bfloat16"
+    with pytest.warns(UserWarning, match="arrays are: only/e$"):
+        assert not asyncio.run(plain.is_empty("only"))
 
 
 def test_xarray_writes_and_reads(store: tstore.sync.Store) -> None:

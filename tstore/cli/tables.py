@@ -200,6 +200,12 @@ def show_exported(report: Document) -> None:
     _show_low_bits(report)
     if report["left_out"]:
         print(escape(f"not exported, because they are not arrays: {abbreviate(report['left_out'], 20)}"))
+    if report["unlisted"]:
+        print(
+            escape(
+                f"not listed in their groups, because zarr lacks the dtype: {abbreviate(report['unlisted'], 20)}"
+            )
+        )
 
 
 def _show_low_bits(report: Document) -> None:

@@ -70,7 +70,8 @@ class ExportReport(NamedTuple):
     """The result of an export.
 
     `left_out` names the values that are not arrays, which the files can't hold. `quantized` says, for files of
-    safetensors and GGUF, what became of each quantized array.
+    safetensors and GGUF, what became of each quantized array. `unlisted` names the arrays that are in a Zarr
+    folder or reference file, but not among the members of their groups, because zarr-python lacks their dtype.
     """
 
     version: int
@@ -79,6 +80,7 @@ class ExportReport(NamedTuple):
     files: int
     left_out: list[str]
     quantized: list[ExportedArray] = []  # noqa: RUF012 - the report of an export does not change
+    unlisted: list[str] = []  # noqa: RUF012
 
 
 class _Source(NamedTuple):

@@ -21,10 +21,15 @@ import msgspec
 from tstore.array import Array
 from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
 from tstore.convert.files import StrPath, exported_file, refuse_existing
-from tstore.convert.zarr_export import chunk_name, plain_documents, unreadable_elsewhere
+from tstore.convert.zarr_export import (
+    chunk_name,
+    consolidate,
+    plain_nodes,
+    unlisted_elsewhere,
+    unreadable_elsewhere,
+)
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.dtypes import has_ml_dtype
 from tstore.format.checksums import block_checks
 from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.runtime.pool import run
@@ -49,10 +54,11 @@ async def export_references(
 ) -> ExportReport:
     """Write the references of a version to a new file (`.json`) or folder (`.parq`, `.parquet`); return a summary.
 
-    With it, zarr-python reads the version through the file system `reference://` of fsspec, without tstore, until
-    the version is collected. The chunks stay in the store; those that are stored in a record are copied into the
-    file. A Parquet folder needs the package fastparquet, here and where it is read. Arrays of a dtype that
-    zarr-python lacks, such as bfloat16, are in the file, but not among the members of their groups.
+    With it, zarr-python reads the version through the file system `reference://` of fsspec, without tstore,
+    until the version is collected. The chunks stay in the store; those that are stored in a record are copied
+    into the file. A Parquet folder needs the package fastparquet, here and where it is read. Arrays of a dtype
+    that zarr-python lacks, such as bfloat16, are in the file, but not among the members of their groups; the
+    summary names them in `unlisted`.
 
     Raise `InvalidArgument` for another name, a store in memory, and an array that other programs can't read (in an
     eXmY format, unless `keep_exmy`); `AlreadyExists`, `NotFound` (a chunk of a dense array was never written),
@@ -68,7 +74,8 @@ async def export_references(
         source.check_readable(keep_exmy)
         report = _Reporter(arrays, progress)
         files = await write(path, source, report)
-    return ExportReport(snapshot.version, len(arrays), report.total, files, [])
+        unlisted = unlisted_elsewhere(snapshot, arrays)
+    return ExportReport(snapshot.version, len(arrays), report.total, files, [], unlisted=unlisted)
 
 
 def is_parquet(path: str) -> bool:
@@ -133,15 +140,11 @@ class _Source:
     def nodes(self) -> dict[str, dict[str, Any]]:
         """Return the metadata of each group and array by path.
 
-        The root repeats that of all others, since zarr-python can't list groups through `reference://`. Left out
-        there are arrays with a dtype of ml_dtypes or a backslash in their path: with one of these, zarr-python
-        would open none of the others.
+        Each group repeats that of all below it, since zarr-python can't list groups through `reference://`.
         """
-        documents = plain_documents(self.snapshot, keep_exmy=True)
-        nodes = {path: msgspec.json.decode(document) for path, document in documents.items()}
-        unlisted = {path for path in self.arrays if has_ml_dtype(self.meta(path).dtype)}
-        below = {p: fields for p, fields in nodes.items() if p and p not in unlisted and "\\" not in p}
-        nodes[""]["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": below}
+        nodes = plain_nodes(self.snapshot, keep_exmy=True)
+        groups = [path for path, fields in nodes.items() if fields["node_type"] == "group" and "\\" not in path]
+        consolidate(nodes, groups, unlisted_elsewhere(self.snapshot, self.arrays))
         return nodes
 
     def key(self, pack: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from tstore.convert.files import StrPath, refuse_existing
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.arrays.codecs import chain_documents
+from tstore.format.arrays.dtypes import has_ml_dtype
 from tstore.format.arrays.grid import boxes, chunk_coordinates, part_of
 from tstore.format.arrays.numcodecs_classes import misread_by_zarr
 from tstore.format.objects.chunk_rows import ChunkRow
@@ -33,7 +34,7 @@ from tstore.snapshot import Snapshot
 from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all
 from tstore.store import Store, opened
 
-__all__ = ["chunk_name", "export_zarr", "plain_documents", "unreadable_elsewhere"]
+__all__ = ["chunk_name", "consolidate", "export_zarr", "plain_nodes", "unlisted_elsewhere", "unreadable_elsewhere"]
 
 _ROUND_BYTES = 32 << 20  # of decoded chunks in memory, unless one chunk is longer
 _ROUND_CHUNKS = 1 << 14  # whose references are in memory
@@ -55,14 +56,20 @@ async def export_zarr(
     new file is a hard link to it. So replace files of the folder rather than change them in place; zarr-python and
     TensorStore do so. Arrays in an eXmY format are decoded and stored uncompressed, unless `keep_exmy`.
 
+    zarr-python lacks some dtypes, such as bfloat16, and would list no member of a group with such an array. So
+    groups above one have consolidated metadata without it; the summary names these arrays in `unlisted`.
+
     The folder appears whole and durable, or not at all. Raise `AlreadyExists` (there is something at `folder`),
     `NotFound` (a chunk of a dense array was never written), `Corrupt`, and the errors of opening a version.
     """
     path = os.fspath(folder)
     async with opened(store, "r") as opened_store:
         snapshot = await snapshot_to_export(opened_store, at, step)
-        documents = plain_documents(snapshot, keep_exmy=keep_exmy)
+        nodes = plain_nodes(snapshot, keep_exmy=keep_exmy)
         arrays = {name: await snapshot.array(name) for name in snapshot.paths()}
+        unlisted = unlisted_elsewhere(snapshot, arrays)
+        consolidate(nodes, {above for path in unlisted for above in ("", *parents(path))}, unlisted)
+        documents = {p: msgspec.json.format(msgspec.json.encode(fields), indent=2) for p, fields in nodes.items()}
         total, done, files = sum(array.nbytes for array in arrays.values()), 0, len(documents)
         refuse_existing(path)
         async with in_thread(new_folder(path), path) as temporary:
@@ -77,11 +84,11 @@ async def export_zarr(
                 if progress is not None:
                     progress(done, total)
             await run(os.sync)  # one call, in place of one for each of many files
-    return ExportReport(snapshot.version, len(arrays), total, files, [])
+    return ExportReport(snapshot.version, len(arrays), total, files, [], unlisted=unlisted)
 
 
-def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
-    """Return the `zarr.json` of each group and array by path, "" for the root, without tstore's own entries.
+def plain_nodes(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, dict[str, Any]]:
+    """Return the metadata of each group and array by path, "" for the root, without tstore's own entries.
 
     Groups that exist only as parts of paths are included. Arrays that other programs could not read, those in eXmY
     formats unless `keep_exmy`, become uncompressed ones.
@@ -89,7 +96,7 @@ def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
     nodes = snapshot.tree.nodes
     paths = set(nodes)
     paths |= {above for path in paths for above in parents(path)} | {""}
-    documents = {}
+    plain = {}
     for path in sorted(paths):
         node = nodes.get(path)
         if node is None:
@@ -104,8 +111,32 @@ def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
             fields = msgspec.json.decode(node.document)
             if not path:
                 fields.get("attributes", {}).pop(RESERVED_ATTRIBUTE, None)
-        documents[path] = msgspec.json.format(msgspec.json.encode(fields), indent=2)
-    return documents
+        plain[path] = fields
+    return plain
+
+
+def unlisted_elsewhere(snapshot: Snapshot, arrays: Iterable[str]) -> list[str]:
+    """Return the arrays with a dtype of ml_dtypes, or a backslash in the path.
+
+    With one of these among the members of a group, zarr-python would open none of the others.
+    """
+    nodes = snapshot.tree.nodes
+    return [path for path in arrays if has_ml_dtype(nodes[path].meta.dtype) or "\\" in path]
+
+
+def consolidate(nodes: Mapping[str, dict[str, Any]], groups: Iterable[str], unlisted: Collection[str]) -> None:
+    """Add to the metadata of groups those of all nodes below, as what they list; leave out `unlisted` arrays."""
+    listed = {
+        path: fields if fields["node_type"] == "array" else {**fields}  # to which the same is added
+        for path, fields in nodes.items()
+        if path not in unlisted and "\\" not in path
+    }
+    for group in groups:
+        start = f"{group}/" if group else ""
+        below = {
+            path.removeprefix(start): fields for path, fields in listed.items() if path and path.startswith(start)
+        }
+        nodes[group]["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": below}
 
 
 def unreadable_elsewhere(meta: ArrayMeta, *, keep_exmy: bool) -> str | None:

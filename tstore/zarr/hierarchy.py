@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -9,15 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.data.encoded_chunks import read_part
-from tstore.errors import NotFound
+from tstore.errors import NotFound, name_list
+from tstore.format.arrays.dtypes import has_ml_dtype
 from tstore.format.arrays.grid import chunk_coordinates
 from tstore.format.tree.node import Node
 from tstore.log.expiry import guard_expiry
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot, log_of
 from tstore.transactions.encoded import Extent
+from tstore.zarr.keys import enclosing_folders
 
-__all__ = ["Hierarchy", "SnapshotHierarchy"]
+__all__ = ["Hierarchy", "SnapshotHierarchy", "listed_nodes"]
 
 
 class Hierarchy(Protocol):
@@ -124,3 +127,21 @@ class SnapshotHierarchy:
                 "with sparse=True"
             )
         return data
+
+
+async def listed_nodes(hierarchy: Hierarchy, prefix: str, unlisted: set[str]) -> tuple[list[Node], set[str]]:
+    """Return the nodes to list whose paths begin with a prefix, and the groups above those that are not listed.
+
+    Not listed are arrays of a dtype that zarr-python lacks, which are added to `unlisted`, with a warning.
+    """
+    nodes = await hierarchy.nodes_starting(prefix)
+    others = {node.path for node in nodes if node.is_array and has_ml_dtype(node.meta.dtype)}
+    if not others <= unlisted:
+        unlisted |= others
+        warnings.warn(
+            f"{hierarchy.location}: arrays of dtypes that zarr-python lacks are not listed; read them with "
+            f"tstore, or by their keys; {name_list('unlisted arrays', sorted(others))}",
+            stacklevel=2,
+        )
+    groups = {above for path in others for above in enclosing_folders(path)}
+    return [node for node in nodes if node.path not in others], groups

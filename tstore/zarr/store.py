@@ -4,7 +4,9 @@
    So what zarr writes, tstore reads, and the reverse.
 2. Any other key can be set too, in memory. A commit refuses it, so such keys must be deleted before.
 3. A group that exists only as part of paths has metadata here, without attributes.
-4. zarr's blocking functions run on an event loop of their own. A snapshot can be read on any loop. Calls on the
+4. Arrays of a dtype that zarr-python lacks, such as bfloat16, are read by their keys, but not listed, since zarr
+   would list none of the others. A warning names them.
+5. zarr's blocking functions run on an event loop of their own. A snapshot can be read on any loop. Calls on the
    loop on which the `ZarrStore` of a transaction was made run there, all others on that of `tstore.sync`, blocking
    ones (`get_sync`) too: a transaction is used by one of them at a time, since a blocking call on the first loop
    keeps that from running.
@@ -32,7 +34,7 @@ from tstore.runtime.pool import run, wait_all
 from tstore.snapshot import Snapshot
 from tstore.transactions.encoded import EncodedStaging, Extent
 from tstore.transactions.transaction import Transaction, staging_of
-from tstore.zarr.hierarchy import Hierarchy, SnapshotHierarchy
+from tstore.zarr.hierarchy import Hierarchy, SnapshotHierarchy, listed_nodes
 from tstore.zarr.keys import (
     ChunkKeys,
     enclosing_folders,
@@ -68,6 +70,7 @@ class ZarrStore(Store):
         super().__init__(read_only=isinstance(source, Snapshot) if read_only is None else read_only)
         self._source = source
         self._loop = _running_loop()
+        self._unlisted: set[str] = set()  # the arrays of which a warning was given
         self._staged = None if isinstance(source, Snapshot) else EncodedStaging(staging_of(source))
         self._hierarchy: Hierarchy = SnapshotHierarchy(source) if isinstance(source, Snapshot) else self._staging
 
@@ -219,7 +222,10 @@ class ZarrStore(Store):
         folder = prefix.rpartition("/")[0]
         keys = set(await self._hierarchy.unplaced())
         array = await self._hierarchy.first_array(enclosing_folders(prefix))
-        nodes = await self._hierarchy.nodes_starting(prefix) if array is None else [array]
+        nodes, groups = (
+            await listed_nodes(self._hierarchy, prefix, self._unlisted) if array is None else ([array], [])
+        )
+        keys.update(map(metadata_key, groups))
         if array is None and metadata_key(folder).startswith(prefix) and await self._hierarchy.has_nodes(folder):
             keys.add(metadata_key(folder))
         for node in nodes:
@@ -240,8 +246,9 @@ class ZarrStore(Store):
         if await self._hierarchy.first_array(enclosing_folders(within)) is not None:
             keys = await self._keys(within)
         else:
-            nodes = await self._hierarchy.nodes_starting(within)
-            keys = [*(metadata_key(node.path) for node in nodes), *await self._hierarchy.unplaced()]
+            nodes, groups = await listed_nodes(self._hierarchy, within, self._unlisted)
+            keys = [metadata_key(path) for path in (*(node.path for node in nodes), *groups)]
+            keys += await self._hierarchy.unplaced()
             if await self._hierarchy.has_nodes(folder):
                 keys.append(metadata_key(folder))
         names = {key.removeprefix(within).partition("/")[0] for key in keys if key.startswith(within)}
