@@ -71,7 +71,8 @@ async def test_a_step_before_the_newest_is_refused(url: str, staging: Any, overw
     await tstore.save(url, state(2), 2)
     await tstore.save(url, state(3), 3)
     checkpoints = tstore.Checkpointer(url, staging=staging)
-    for step, advice in ((1, "use another URL"), (2, "use another URL")):
+    for step in (1, 2):
+        advice = r"no earlier step for rollback; .*another URL, or .*tstore rm .* --step 3\)"
         with pytest.raises(InvalidArgument, match=f"step {step} comes before step 3.*{advice}"):
             await (await checkpoints.save(step, state(1), overwrite=overwrite)).committed
     async with await tstore.open(url) as store:

@@ -42,6 +42,9 @@ def test_values_equal_those_of_tensorstore(spec: dict[str, Any]) -> None:
         assert np.array_equal(mine[index].read(), np.asarray(theirs.read().result())[index])
     assert np.array_equal(mine.vindex[[0, 10], [1, 6]].read(), [1, 9])
     assert np.array_equal(np.asarray(mine[8:]), np.full((3, 7), 9))
+    assert np.array_equal(tstore.open(theirs.spec().to_json()).read(), mine.read())
+    with pytest.raises(InvalidArgument, match="selects a part"):
+        tstore.open(theirs[2:5].spec().to_json())
 
     async def read() -> Any:
         array = await async_tstore.open(spec, "r")
@@ -81,8 +84,9 @@ def test_every_kind_of_location(spec: dict[str, Any], tmp_path: Path) -> None:
         ({"kvstroe": "file:///x"}, "keys: 'kvstroe'; did you mean 'kvstore'"),
         ({"drvier": "zarr3"}, "keys: 'drvier'; did you mean 'driver'"),
         ({3: "zarr3"}, "keys: 3; expected driver, kvstore, path, dtype"),
-        ({"transform": {}}, "'transform'"),
-        ({"metadata": {}, "schema": {}}, "'metadata', 'schema'"),
+        ({"transform": {"input_exclusive_max": [3, 7]}}, "transform of the spec selects a part"),
+        ({"metadata": {"shape": [3]}}, r"has the shape \[11, 7\], not that of the spec's metadata"),
+        ({"schema": {}}, "'schema'; expected driver"),
         ({"create": True}, "create=True"),
         ({"open": False}, "open=False"),
         ({"delete_existing": True}, "delete_existing=True"),

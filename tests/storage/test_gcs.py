@@ -391,6 +391,12 @@ async def test_the_billing_project_is_sent(endpoint: Endpoint) -> None:
     assert seen == ["payer", "payer", None]
     with pytest.raises(InvalidArgument, match="needs project=…"):
         GcsStorage("gs://bucket", requester_pays=True)
+    text = "Bucket is a requester pays bucket but no user project provided."  # Google's
+    endpoint.faults = lambda request: Fault(Wrong.REFUSED, 400, reason=text)
+    objects = GcsStorage(f"gs://{endpoint.new_bucket()}", endpoint_url=endpoint.url)
+    with pytest.raises(InvalidArgument, match=r"lets requesters pay.*'requester_pays': …} with the project"):
+        await objects.get("k")
+    await objects.close()
 
 
 @pytest.mark.parametrize("endpoint_url", ["nonsense", "http://", "http://user:secret@host", "http://host/?secret"])

@@ -260,6 +260,8 @@ async def test_a_certificate_is_trusted_where_its_authority_is_named(tmp_path: P
     async with connected(url) as store:
         with pytest.raises(Denied, match=r"certificate.*ca_file"):
             await store.get("k")
+    with pytest.raises(Denied, match=r"certificate.*SSL_CERT_FILE"):  # a plain array, which fsspec reads
+        await tstore.open({"driver": "zarr3", "kvstore": f"{url}/"})
     async with connected(url, ca_file=tmp_path / "ca.pem") as store:
         with pytest.raises(Denied, match="redirects from https to http"):  # the token would be sent unencrypted
             await store.get("k")

@@ -351,6 +351,12 @@ def test_a_cache_of_fsspec_is_no_store(scheme: str) -> None:
         connect(f"{scheme}:///store", {"target_protocol": "file"})
 
 
+@pytest.mark.parametrize("url", ["zip:///a.zip", "zip://", "zip://s::file:///a.zip", "tar://::/a.tar"])
+def test_an_archive_is_no_store(url: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"(zip|tar):// is an archive.*unpack it"):
+        connect(url)
+
+
 @pytest.mark.parametrize("call", ["get", "size", "list"])
 async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def closed(*_: object, **__: object) -> None:

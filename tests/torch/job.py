@@ -249,7 +249,10 @@ def dcp_save(folder: Path) -> None:
         assert tstore.open(url).verify().ok
     with pytest.raises(CheckpointException, match="step 5 is already saved"):
         dcp.save(state, storage_writer=tstore.torch.Writer(url, 5))
-    dcp.save(state, storage_writer=tstore.torch.Writer(url, 6))
+    writer = tstore.torch.Writer(url, 6)
+    save_state_dict: Any = dcp.save_state_dict  # deprecated, so without types
+    save_state_dict(state, writer, coordinator_rank=1)
+    assert (writer.version is None) == (rank != 1)
     keep(folder / "dcp.pt", {"model": state["model"], "state": state["optimizer"]["state"]})
 
 

@@ -428,6 +428,26 @@ def test_parameters_that_have_changed_groups_are_refused() -> None:
     assert whole.param_groups[0]["lr"] == 1e-3
 
 
+@pytest.mark.parametrize("kept", ["embed.weight", "out.weight"])
+def test_a_tied_weight_that_the_checkpoint_has_once_fills_both(kept: str) -> None:
+    """safetensors' `save_model`, as Hugging Face uses it, leaves out all but one of tied weights."""
+    store, saved, model = url(), net.Net(), net.Net()
+    assert model.out.weight is model.embed.weight
+    state = {
+        name: value for name, value in saved.state_dict().items() if name not in ("embed.weight", "out.weight")
+    }
+    tstore.torch.save(store, {**state, kept: saved.embed.weight}, 0)
+    for target in (model, model.state_dict()):
+        model.embed.weight.data.zero_()
+        tstore.torch.restore(store, target=target)
+        assert torch.equal(model.embed.weight, saved.embed.weight)
+        assert torch.equal(model.out.weight, saved.embed.weight)
+    untied = {**model.state_dict(), "embed.weight": model.embed.weight.clone()}
+    with pytest.raises(StructureMismatch) as raised:
+        tstore.torch.restore(store, target=untied)
+    assert len(raised.value.missing) == 1
+
+
 def test_tied_weights_are_stored_once() -> None:
     store = url()
     embed = nn.Embedding(1024, 256)  # 1 MiB

@@ -96,7 +96,10 @@ def check_newest(url: str, step: int, tags: Mapping[str, int]) -> None:
     if not saved or step >= saved[-1]:
         return
     earlier = [number for number in saved if number < step]
-    advice = "to start again, use another URL"
+    advice = (
+        "there is no earlier step for rollback; to start again, use another URL, or remove the later steps first "
+        f"(tstore rm {url} --step {saved[-1]})"
+    )
     if earlier:
         advice = f"to go on from an earlier step, call rollback first, as in rollback({earlier[-1]})"
     raise InvalidArgument(

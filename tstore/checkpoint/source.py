@@ -89,11 +89,18 @@ class Source:
         """Return the node of an array that the request selects; that of another may have to be read first."""
         return self._nodes[self.stored[path]]
 
-    def leaves(self, target: Any, request: Request, elsewhere: Container[str] = ()) -> dict[str, Any]:
+    def leaves(
+        self,
+        target: Any,
+        request: Request,
+        elsewhere: Container[str] = (),
+        shared: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """Return the arrays to read by path, each with its leaf of the target, or None without a target.
 
-        `elsewhere` are the paths that other processes restore; the target may lack them. Raise `NotFound` if
-        `only` matches no array, unless there is a target and `only` matches a scalar of the checkpoint. Raise
+        `elsewhere` are the paths that other processes restore; the target may lack them. `shared` has, for leaves
+        in the same memory, its name; the checkpoint may lack all but one of these. Raise `NotFound` if `only`
+        matches no array, unless there is a target and `only` matches a scalar of the checkpoint. Raise
         `StructureMismatch` if the target does not fit.
         """
         chosen = [path for path in self.stored if request.matches(path)]
@@ -108,6 +115,9 @@ class Source:
         in_target = set(leaves)
         if request.keeps_missing:
             leaves = {path: leaf for path, leaf in leaves.items() if path in self.stored}
+        if shared:
+            filled = {shared[path] for path in leaves if path in shared and path in self.stored}
+            leaves = {p: leaf for p, leaf in leaves.items() if p in self.stored or shared.get(p) not in filled}
         mismatched = [
             text for path in chosen if path in leaves for text in self._mismatch(path, leaves[path], request)
         ]

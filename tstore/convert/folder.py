@@ -8,9 +8,10 @@ from typing import Any
 
 from tstore.convert.files import open_file
 from tstore.convert.redirects import without_leaks
-from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, Unavailable, UnsupportedFormat
+from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, TStoreError, Unavailable, UnsupportedFormat
 from tstore.format.arguments import checked_text, quote
 from tstore.runtime.pool import WORKERS
+from tstore.storage.http.responses import sanitize
 from tstore.storage.local.atomic_file import mapped_errors
 
 __all__ = ["Folder"]
@@ -53,7 +54,7 @@ class Folder:
 
     def get(self, key: str, max_size: int) -> bytes | None:
         """Return the bytes of a file, None if there is none; raise `Corrupt` if there are more than `max_size`."""
-        from aiohttp import ClientError
+        from aiohttp import ClientError, ClientSSLError
 
         path = self._prefix + key
         try:
@@ -69,6 +70,12 @@ class Folder:
                         data = self._fs.cat_file(path, 0, max_size + 1)
                 except FileNotFoundError:  # of fsspec, which gives no errno
                     return None
+                except ClientSSLError as error:
+                    raise Denied(
+                        f"can't read {self.url}/{key}: no trusted connection ({sanitize(str(error))}); check that "
+                        "the server speaks https, and check its certificate; name a private authority in the "
+                        "environment variable SSL_CERT_FILE"
+                    ) from error
                 except ClientError as error:  # some are an OSError too
                     raise self._unavailable(key, error) from error
                 except (OSError, MemoryError, TStoreError):

@@ -21,6 +21,7 @@ _FORMATS = {"zarr3": 3, "zarr": 2, "zarr2": 2}
 _WITHOUT_EFFECT = {"context", "cache_pool", "data_copy_concurrency"}  # they only say how to read
 _WITHOUT_EFFECT |= {"recheck_cached_data", "recheck_cached_metadata", "fill_missing_data_reads"}
 _SUPPORTED = ("driver", "kvstore", "path", "dtype")
+_OF_ARRAYS = {"metadata", "transform"}  # which `array.spec().to_json()` adds
 _MODES = {"open": True, "create": False, "delete_existing": False, "assume_metadata": False}
 _BUCKETS = {"gcs": "gs", "s3": "s3"}
 _SCHEMES = ("file", "gs", "s3", "http", "https")
@@ -34,7 +35,7 @@ async def open_spec(spec: Mapping[str, Any], storage_options: Mapping[str, Any] 
     if not isinstance(driver, str) or driver not in _FORMATS:
         raise InvalidArgument(f"driver {quote(driver)} can't be opened: expected 'zarr3' or 'zarr'")
     location, path = _location(spec.pop("kvstore", None)), spec.pop("path", "")
-    dtype = spec.pop("dtype", None)
+    dtype, metadata, transform = spec.pop("dtype", None), spec.pop("metadata", {}), spec.pop("transform", {})
     for key, value in _MODES.items():
         if spec.pop(key, value) is not value:
             raise InvalidArgument(f"{key}={not value} in a spec: a plain Zarr array is only read; leave it out")
@@ -44,12 +45,27 @@ async def open_spec(spec: Mapping[str, Any], storage_options: Mapping[str, Any] 
     source = await read_array(folder, "", _FORMATS[driver])
     if dtype is not None and dtype_named(dtype) != source.meta.dtype:
         raise InvalidArgument(f"{source.location} is {source.meta.dtype}, not the spec's dtype {quote(dtype)}")
+    shape = list(source.meta.shape)
+    if not isinstance(metadata, Mapping) or metadata.get("shape", shape) != shape:
+        raise InvalidArgument(f"{source.location} has the shape {shape}, not that of the spec's metadata")
+    if not _is_whole(transform, shape):
+        raise InvalidArgument(
+            f"the transform of the spec selects a part of {source.location}; leave it out, and index the array"
+        )
     return Array(source, source.location, source.meta)
+
+
+def _is_whole(transform: Any, shape: list[int]) -> bool:
+    """Return whether a transform is that of a whole array of this shape, as far as it says."""
+    if not isinstance(transform, Mapping) or "output" in transform:
+        return False
+    first, stop = transform.get("input_inclusive_min"), transform.get("input_exclusive_max")
+    return first in (None, [0] * len(shape)) and stop in (None, shape, [[n] for n in shape])
 
 
 def _check_keys(spec: Mapping[str, Any]) -> None:
     """Raise `InvalidArgument`, naming the keys and similar ones, if a spec has keys that are not supported."""
-    known = {*_SUPPORTED, *_WITHOUT_EFFECT, *_MODES}
+    known = {*_SUPPORTED, *_WITHOUT_EFFECT, *_MODES, *_OF_ARRAYS}
     unknown = sorted(spec.keys() - known, key=str)
     if not unknown:
         return

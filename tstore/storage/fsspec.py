@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fsspec import AbstractFileSystem, get_filesystem_class
+from fsspec.archive import AbstractArchiveFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.cached import CachingFileSystem
 
@@ -81,6 +82,11 @@ class FsspecStorage(Storage):
             raise InvalidArgument(
                 f"{self.url}: {parts.scheme}:// is a cache of fsspec, which can't have a store; pass the URL of "
                 "the store itself, and cache=FOLDER to keep what is read"
+            )
+        if issubclass(implementation, AbstractArchiveFileSystem):
+            raise InvalidArgument(
+                f"{self.url}: {parts.scheme}:// is an archive, which can't have a store; unpack it, and pass the "
+                "path of the folder"
             )
         self._async = bool(implementation.async_impl)
         self._pipe_file: Callable[..., Any] = (

@@ -74,7 +74,8 @@ class Target:
 
     `tree` has, in place of each tensor whose path `matches`, the regions to read and their destinations: the
     tensor's own memory, or memory on the host if the tensor is on another device, is lazily conjugated or negated,
-    or shares memory with another one. A tensor on the meta device is replaced by a new one.
+    or shares memory with another one. A tensor on the meta device is replaced by a new one. `tied` has, for each
+    path of a tensor with others in the same memory, the first of these paths.
     """
 
     def __init__(self, tree: Any, matches: Callable[[str], bool]) -> None:
@@ -92,6 +93,7 @@ class Target:
         self._overlapping = overlapping({p: local for p, local in locals_.items() if p not in self._tied})
         destinations = {path: self._destination(path, local) for path, local in locals_.items()}
         self.tree = unflatten_like(tree, destinations, {})
+        self.tied = self._tied | {owner: owner for owner in self._tied.values()}
 
     def finish(self, arrays: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
         """Copy values that were read into other memory to their tensors; return the tree, with restored scalars.

@@ -125,7 +125,7 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
         failure = error
     all_paths = await pool.run(_exchanged_paths, destination, failure, processes)
     assert destination is not None
-    arrays = await _read(source, request, source.leaves(destination.tree, request, all_paths))
+    arrays = await _read(source, request, source.leaves(destination.tree, request, all_paths, destination.tied))
     restored = destination.finish(arrays, source.scalars)
     return load(target, restored, stored) if stateful else restored
 

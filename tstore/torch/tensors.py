@@ -46,6 +46,8 @@ def numpy_dtype(path: str, dtype: torch.dtype) -> np.dtype[Any]:
         name = str(dtype).removeprefix("torch.")
         if name == "float4_e2m1fn_x2":
             advice = "pass tensor.view(torch.uint8), which has the same bytes, with two values in each"
+        elif name == "complex32":
+            advice = "pass torch.view_as_real(tensor), which has its real and imaginary parts in float16"
         elif name.startswith("q"):
             advice = "pass tensor.dequantize() or tensor.int_repr()"
         else:

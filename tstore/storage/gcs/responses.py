@@ -9,7 +9,15 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from tstore.errors import Corrupt, Denied, StorageFull, TemporaryFailure, Throttled, TStoreError
+from tstore.errors import (
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    StorageFull,
+    TemporaryFailure,
+    Throttled,
+    TStoreError,
+)
 from tstore.storage.gcs.credentials import Credentials
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import FORBIDDEN, retry_after, sanitize, status_error
@@ -92,6 +100,11 @@ def mapped_error(
     match response.status:
         case 400 if _DIGEST.search(problem.message):  # the body was damaged in transit
             return TemporaryFailure(f"{label}: the server received different bytes from those sent{because}")
+        case 400 if "requester pays" in problem.message.lower():
+            return InvalidArgument(
+                f"{label}: gs://{bucket} lets requesters pay{because}; pass "
+                "storage_options={'requester_pays': …} with the project that pays"
+            )
         case 401 if credentials.anonymous:
             return Denied(
                 f"{label}: the server requires credentials{because}; log in (gcloud auth application-default "

@@ -120,7 +120,10 @@ def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
         return Denied(f"{message}; the clock of this machine is wrong; set it")
     if code in _DENIED or status in (401, 402, 403, 407, 451, 511):
         note = f" ({FORBIDDEN})" if status == 403 and action in ("read", "stat") else ""
-        return Denied(f"{message}; check the credentials and the rights of their owner on bucket {bucket!r}{note}")
+        return Denied(
+            f"{message}; check the credentials and the rights of their owner on bucket {bucket!r}{note}; if its "
+            "requesters pay, pass storage_options={'requester_pays': True}"
+        )
     if status in _REDIRECTS:
         return Denied(f"{message}; redirects are not followed: check endpoint_url and the region of the bucket")
     if status in (405, 501, 505):

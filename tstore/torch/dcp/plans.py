@@ -55,9 +55,10 @@ def index_of(item: WriteItem) -> Index:
     return tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
-def with_assignments(plans: Sequence[SavePlan], attempt: str | None) -> list[SavePlan]:
+def with_assignments(plans: Sequence[SavePlan], attempt: str | None, coordinator: int) -> list[SavePlan]:
     """Return the plans with their assignments; plans that DCP left out because it caches them are added again.
 
+    The process of rank `coordinator` becomes host 0, whose transaction `finish` commits, and others follow.
     If DCP's cache leaves out all plans, every process still has its plan and its assignment from the save before.
     """
     if not any(plan.usable for plan in plans):
@@ -86,7 +87,8 @@ def with_assignments(plans: Sequence[SavePlan], attempt: str | None) -> list[Sav
                 {} if host else reserved,
             ),
         )
-        for host, plan in enumerate(plans)
+        for rank, plan in enumerate(plans)
+        for host in [(rank - coordinator) % len(plans)]
     ]
 
 

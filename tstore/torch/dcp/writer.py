@@ -102,6 +102,7 @@ class Writer(StorageWriter):
         # by thread, because dcp.async_save runs each save in its own
         self._steps: dict[int, int] = {}
         self._staged: dict[int, _Staged] = {}
+        self._rank = 0
         self.version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,6 +126,7 @@ class Writer(StorageWriter):
             raise InvalidArgument("no step: pass it to Writer(store, step), or to dcp.save as checkpoint_id=…")
         if kwargs.get("use_collectives", True) is not True:
             raise InvalidArgument("use_collectives=False can't make one commit of all processes; leave it out")
+        self._rank = kwargs.get("rank", 0)
         saving = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         for thread in self._staged.keys() - saving:
             if (staged := self._staged.pop(thread, None)) is not None:
@@ -136,7 +138,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Add to each plan what its process must know to agree with the others."""
-        return with_assignments(plans, self._attempt)
+        return with_assignments(plans, self._attempt, self._rank)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this process; unless it is the coordinator, also deliver its fragment."""
