@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,20 @@ def test_each_name_is_that_which_type_checkers_see() -> None:
 
 @pytest.mark.parametrize("module", [tstore, tstore.sync], ids=["tstore", "tstore.sync"])
 def test_exactly_the_public_names_complete_and_a_typo_is_an_attribute_error(module: object) -> None:
-    assert {*tstore.__all__, "jax", "torch", "zarr"} == {name for name in dir(module) if not name.startswith("_")}
+    others = {"jax", "torch", "zarr"} | ({"sync"} if module is tstore else set())
+    assert {*tstore.__all__, *others} == {name for name in dir(module) if not name.startswith("_")}
     with pytest.raises(AttributeError, match="has no attribute 'sav'"):
         module.sav  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("module", [tstore, tstore.sync], ids=["tstore", "tstore.sync"])
+def test_names_of_other_libraries_are_answered_by_those_of_this_one(module: types.ModuleType) -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'latest'; restore\(url\) reads the newest step"):
+        module.latest  # noqa: B018
+    for arguments, own in (({"max_to_keep": 3}, "pass keep="), ({"save_interval_steps": 9}, "pass every=")):
+        with pytest.raises(TypeError, match=own):
+            module.Checkpointer("memory://never", **arguments)
+
+
+def test_the_blocking_names_are_found_from_the_package() -> None:
+    processes.fresh_python("import tstore; tstore.sync.save")

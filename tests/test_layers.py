@@ -22,13 +22,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Names are relative to tstore; "" is tstore/__init__.py.
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
-    ("sharding", "runtime", "format"),
+    ("sharding", "runtime", "format", "hints"),
     ("format.arrays",),
     ("format.objects",),
     ("format.tree",),
     ("storage",),
     ("data", "log"),
     ("array",),
+    ("calls",),
     ("snapshot",),
     ("transactions", "maintenance"),
     ("store",),

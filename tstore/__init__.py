@@ -93,7 +93,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_PACKAGES = {"errors", "jax", "sharding", "torch", "zarr"}
+_PACKAGES = {"errors", "jax", "sharding", "sync", "torch", "zarr"}
 _NAMES = {
     "array": "Appended Array",
     "checkpoint.background": "BackgroundSave save_async",
@@ -133,7 +133,9 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every name, als
         if name in _PACKAGES:
             return importlib.import_module(f"tstore.{name}")
         if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            from tstore.hints import no_such_name
+
+            raise no_such_name(__name__, name)
         value = globals()[name] = getattr(importlib.import_module(f"tstore.{_MODULES[name]}"), name)
         return value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Never, NoReturn, Protocol, TypeVar
+from typing import Any, Never, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,11 @@ from tstore.errors import InvalidArgument, InvalidIndex, Misuse
 from tstore.format.arguments import quote
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.grid import Selection, may_overlap
-from tstore.format.arrays.indices import Index, IndexItem
+from tstore.format.arrays.indices import Index, Indexer, IndexItem
 from tstore.format.arrays.points import PointSelection
 from tstore.format.arrays.views import View, whole_view
 
-__all__ = ["Appended", "Array", "ArraySource", "Indexer", "meta_of", "parts_of", "read_of", "viewed"]
-
-T = TypeVar("T")
+__all__ = ["Appended", "Array", "ArraySource", "meta_of", "parts_of", "read_of", "viewed"]
 
 
 class ArraySource(Protocol):
@@ -68,18 +66,6 @@ class Appended:
 
     def __repr__(self) -> str:
         return f"<tstore.Appended to {self.path!r}>"
-
-
-class Indexer(Generic[T]):
-    """Index an array by other rules than those of `array[index]`: see `Array.oindex` and `Array.vindex`."""
-
-    def __init__(self, select: Callable[[Index], T]) -> None:
-        self._select = select
-
-    def __getitem__(self, index: Index) -> T:
-        return self._select(index)
-
-    __iter__ = None
 
 
 class Array:
@@ -155,6 +141,11 @@ class Array:
     def attributes(self) -> dict[str, Any]:
         """A copy of the array's attributes."""
         return self._meta.attributes
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """A copy of the array's attributes, by Zarr's name for it."""
+        return self.attributes
 
     @property
     def fill_value(self) -> Any:

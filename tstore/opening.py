@@ -55,10 +55,10 @@ async def open(
     folder of at most 10 GiB for objects read from a server; pass a `Cache` for another limit.
 
     The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
-    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
-    `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
-    (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
-    exclusively), `InvalidArgument` (a wrong URL, option or mode).
+    for reading and writing; if it is missing, its first transaction creates it. "x" creates a store and fails if
+    there is one. Raise `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
+    `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or a test found that the storage does
+    not create objects exclusively), `InvalidArgument` (a wrong URL, option or mode).
 
     In place of a URL, pass the spec of a plain Zarr array, v3 or v2, as TensorStore takes it: `{"driver": "zarr3",
     "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not

@@ -84,7 +84,10 @@ _snapshots: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
 
 
 def _reduce_store(store: Store) -> tuple[Any, ...]:
-    return _store, (_address(store.log.reader), store.uuid, "r" if store.mode == "r" else "r+")
+    address = _address(store.log.reader)
+    if store.marker is None:  # whoever unpickles it needs its uuid
+        BACKGROUND.run(store.log.ensure_created())
+    return _store, (address, store.uuid, "r" if store.mode == "r" else "r+")
 
 
 @raises_when_used(Store)

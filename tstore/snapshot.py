@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.array import Appended, Array, parts_of, read_of
+from tstore.calls import ArrayCall, Call
 from tstore.data.encoded_chunks import Deliver, read_encoded
 from tstore.data.exmy_chunks import PackedRegion, read_packed
 from tstore.data.pieces import ReadJob, StackJob
@@ -35,7 +36,7 @@ from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
 from tstore.storage.local.store import LocalStorage
 
-__all__ = ["Snapshot", "array_node", "head_snapshot", "log_of", "snapshot_of"]
+__all__ = ["Snapshot", "SnapshotCall", "array_node", "head_snapshot", "log_of", "snapshot_of"]
 
 
 class Snapshot:
@@ -111,8 +112,28 @@ class Snapshot:
         if self._tree.nodes.is_paged:
             await guard_expiry(self._log, self.version, read_pages(self._tree.nodes, paths))
 
-    async def array(self, path: str) -> Array:
-        """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
+    def array(self, path: str) -> ArrayCall:
+        """Return the array at a path; raise `NotFound`, which names similar paths, if there is none.
+
+        Its values can be read at once: `snapshot.array("w")[0:10].read()`.
+        """
+        return ArrayCall(self._array(path))
+
+    def __getitem__(self, path: str) -> ArrayCall:
+        """Return the array at a path, as `array` does."""
+        return self.array(path)
+
+    def __contains__(self, path: object) -> bool:
+        """Return whether there is an array at a path."""
+        with self._noticing_expiry():
+            node = self._tree.nodes.get(path) if isinstance(path, str) else None
+        return node is not None and node.is_array
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the paths of all arrays, sorted."""
+        return iter(self.paths())
+
+    async def _array(self, path: str) -> Array:
         path = checked_path(path)
         await self.read_nodes([path])
         return Array(self, path, array_node(self._tree, path, self.location).meta)
@@ -279,6 +300,24 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"<tstore.Snapshot {self.location}>"
+
+
+class SnapshotCall(Call[Snapshot]):
+    """A snapshot that is awaited, or of which an array is taken at once: `await store.snapshot().array("w")`."""
+
+    def array(self, path: str) -> ArrayCall:
+        """Return the array at a path, as `Snapshot.array` does."""
+
+        async def array() -> Array:
+            return await (await self).array(path)
+
+        return ArrayCall(array())
+
+    def __getitem__(self, path: str) -> ArrayCall:
+        """Return the array at a path, as `array` does."""
+        return self.array(path)
+
+    __iter__ = None
 
 
 def log_of(snapshot: Snapshot) -> LogReader:

@@ -13,27 +13,26 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tstore.errors import AlreadyExists, Denied, InvalidArgument, Misuse, NotFound, TStoreError
+from tstore.errors import Denied, InvalidArgument, Misuse, NotAStore, NotFound, TStoreError
 from tstore.format.arguments import checked_indices, checked_metadata, checked_text, quote
 from tstore.format.tree.retention import Keep
 from tstore.log.expiry import check_tag_alive
 from tstore.log.history import Commit, history, version_at, version_named
 from tstore.log.log import Log
-from tstore.log.marker import Marker, create_marker, read_marker, require_marker
+from tstore.log.marker import Marker, create_marker, marker_for
 from tstore.log.reader import LogReader, read_hint
 from tstore.maintenance.diff import Diff, diff_snapshots
 from tstore.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
 from tstore.maintenance.repair import RepairReport, repair_store
 from tstore.maintenance.verify import VerifyProgress, VerifyReport, verify_store
-from tstore.snapshot import Snapshot, head_snapshot, snapshot_of
+from tstore.snapshot import Snapshot, SnapshotCall, head_snapshot, snapshot_of
 from tstore.storage.base import Storage
 from tstore.storage.cache import Cache, CachedStorage, without_cache
 from tstore.storage.connect import Address, storage_at
 from tstore.storage.objects import Durability, Traffic, checked_durability
-from tstore.storage.probe import RACERS, check_exclusive
 from tstore.storage.reading import only_reading
 from tstore.transactions.cooperative import CooperativeCommit
-from tstore.transactions.membership import Membership
+from tstore.transactions.membership import membership
 from tstore.transactions.pending import PendingTransaction, find_pending, pending
 from tstore.transactions.staging import Isolation
 from tstore.transactions.tag_edits import TagEdits
@@ -61,10 +60,10 @@ async def open(
     folder of at most 10 GiB for objects read from a server; pass a `Cache` for another limit.
 
     The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
-    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
-    `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
-    (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
-    exclusively), `InvalidArgument` (a wrong URL, option or mode).
+    for reading and writing; if it is missing, its first transaction creates it. "x" creates a store and fails if
+    there is one. Raise `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
+    `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or a test found that the storage does
+    not create objects exclusively), `InvalidArgument` (a wrong URL, option or mode).
     """
     if not isinstance(mode, str) or mode not in get_args(Mode):
         raise InvalidArgument(
@@ -76,10 +75,11 @@ async def open(
     storage = storage_at(url, storage_options)
     hint = asyncio.ensure_future(_prefetch_hint(storage))
     try:
-        marker, writable = await _read_or_create_marker(storage, mode)
-        used = storage if writable else only_reading(storage)
         local = cache if cache is None or isinstance(cache, Cache) else Cache(cache)
-        used = used if local is None else CachedStorage(used, local, str(marker.uuid))
+        marker, writable = await marker_for(storage, mode, deferred=local is None)
+        used = storage if writable else only_reading(storage)
+        if local is not None and marker is not None:
+            used = CachedStorage(used, local, str(marker.uuid))
         return Store(used, marker, mode, await hint, Address.of(url, storage_options, local))
     except BaseException:
         hint.cancel()
@@ -87,26 +87,6 @@ async def open(
         if storage is not url:
             await storage.close()
         raise
-
-
-async def _read_or_create_marker(storage: Storage, mode: Mode) -> tuple[Marker, bool]:
-    """Return the marker, created if it is missing and the mode allows that, and whether the store is writable."""
-    if mode in ("r", "r+"):
-        return await require_marker(storage), mode != "r"
-    marker = await read_marker(storage)
-    if marker is None:
-        # `create_marker` tests with racing creates that the storage creates objects exclusively. The test is
-        # stricter for "x": several processes may try to create the store, and only one must succeed.
-        marker, created = await create_marker(storage, RACERS if mode == "x" else 2)
-        if mode == "x" and not created:
-            raise AlreadyExists(f"{storage.url}: another process just created this store; open it with mode='a'")
-    elif mode == "x":
-        raise AlreadyExists(
-            f"{storage.url} is already a store; choose an empty or new location, or open it with mode='a'"
-        )
-    elif not storage.capabilities.conditional_create:
-        return marker, await check_exclusive(storage)
-    return marker, True
 
 
 async def _prefetch_hint(storage: Storage) -> int | None:
@@ -142,15 +122,23 @@ class Store:
     """Everything under one URL. Readers never block; writers can conflict only when they commit."""
 
     def __init__(
-        self, storage: Storage, marker: Marker, mode: Mode, hint: int | None = None, address: Address | None = None
+        self,
+        storage: Storage,
+        marker: Marker | None,
+        mode: Mode,
+        hint: int | None = None,
+        address: Address | None = None,
     ) -> None:
-        self._log = Log(LogReader(storage, hint, log_id=marker.log_id, address=address))
+        log_id = None if marker is None else marker.log_id
+        reader = LogReader(storage, hint, log_id=log_id, address=address)
+        self._log = Log(reader, self._create if marker is None else None)
         self._cooperating: weakref.WeakValueDictionary[tuple[str, int], Transaction] = (
             weakref.WeakValueDictionary()
         )
         """The cooperative transactions opened here, by id and host."""
         self._background: set[Future[None]] = set()
-        self.marker, self.uuid = marker, str(marker.uuid)
+        self.marker = marker
+        """None until the first transaction creates the store."""
         self.mode = mode
 
     @property
@@ -159,9 +147,25 @@ class Store:
         return self._log.storage.url
 
     @property
+    def uuid(self) -> str:
+        """The identity of the store, chosen at random at its creation; raises `NotAStore` before it."""
+        if self.marker is None:
+            raise NotAStore(f"{self.url} does not exist yet; its first transaction creates it")
+        return str(self.marker.uuid)
+
+    async def _create(self) -> None:
+        """Create the store, or read the marker of another process that did."""
+        self.marker, _ = await create_marker(self._log.storage, 2)
+        self._log.reader.records.chain.log_id = self.marker.log_id
+
+    @property
     def traffic(self) -> Traffic | None:
         """The requests to the server since the store was opened; None for a store without a server."""
         return without_cache(self._log.storage).traffic
+
+    @property
+    def _log_id(self) -> bytes | None:
+        return None if self.marker is None else self.marker.log_id
 
     @property
     def log(self) -> Log:
@@ -210,7 +214,7 @@ class Store:
         self._check_writable()
         if not isinstance(isolation, str) or isolation not in ("snapshot", "serializable"):
             raise InvalidArgument(f"isolation={quote(isolation)}: expected 'snapshot' or 'serializable'")
-        member = _membership(name, host, hosts, attempt, isolation, drop_tag)
+        member = membership(name, host, hosts, attempt, isolation, drop_tag)
         if member is not None:
             earlier = self._cooperating.get((member.transaction, host))
             if earlier is not None and not earlier.ended:
@@ -230,12 +234,15 @@ class Store:
             self._cooperating[member.transaction, host] = transaction
         return transaction
 
-    async def snapshot(self, at: Moment | None = None) -> Snapshot:
+    def snapshot(self, at: Moment | None = None) -> SnapshotCall:
         """Return the state at a version, a tag or a time; by default the head, the newest version that is no copy.
 
         A time names the head of that time. Raise `NotFound` if there is no such version or tag, or nothing was
         committed by that time, and its subclass `SnapshotExpired` if garbage collection removed the version.
         """
+        return SnapshotCall(self._snapshot(at))
+
+    async def _snapshot(self, at: Moment | None) -> Snapshot:
         if at is None:
             return await head_snapshot(self._log.reader)
         if isinstance(at, np.integer):  # a version taken from an array
@@ -314,7 +321,7 @@ class Store:
 
         The cache is bypassed. `progress` is called with the work done, often and from any thread.
         """
-        return await verify_store(LogReader.strict(without_cache(self._log.storage), self.marker.log_id), progress)
+        return await verify_store(LogReader.strict(without_cache(self._log.storage), self._log_id), progress)
 
     async def repair(self, void: Sequence[int] = (), *, void_intact: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
@@ -330,7 +337,7 @@ class Store:
         damaged, intact = checked_indices("void", void), checked_indices("void_intact", void_intact)
         if damaged or intact:
             self._check_writable()
-        return await repair_store(self._log.storage, self.marker.log_id, damaged, intact)
+        return await repair_store(self._log.storage, self._log_id, damaged, intact)
 
     async def collect(
         self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ABANDONED_AFTER, dry_run: bool = False
@@ -369,31 +376,3 @@ class Store:
 
     def __repr__(self) -> str:
         return f"<tstore.Store {self.url} mode={self.mode!r}>"
-
-
-def _membership(
-    name: str | None,
-    host: int,
-    hosts: int,
-    attempt: str | None,
-    isolation: Isolation,
-    drop_tag: str | Sequence[str] | None,
-) -> Membership | None:
-    """Return the membership of a host in a cooperative transaction, None for a transaction of one process."""
-    if name is None:
-        if hosts != 1:
-            raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
-        if host:
-            raise InvalidArgument(f"host={quote(host)} without a name; pass name and hosts to commit with others")
-        return None
-    if isolation == "serializable":
-        raise InvalidArgument(
-            f"transaction {name!r} can't be serializable, because a fragment does not carry the reads of its "
-            "host; read and write in a transaction of one process, without a name"
-        )
-    if drop_tag is not None:
-        raise InvalidArgument(
-            f"transaction {name!r} can't drop a tag, because a fragment does not carry that; drop {drop_tag!r} in "
-            "a transaction of one process, without a name"
-        )
-    return Membership.from_arguments(name, host, hosts, attempt)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ OTHERS = {"import", "demo", "bench", "probe", "serve"}
 KINDS = ["folder", "empty folder", "memory", "http"]
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def no_store(kind: str, folder: Path) -> AsyncIterator[str]:
     """Yield a URL without a store, and check at the end that nothing was created there."""
     place = folder / "typo"
@@ -128,6 +128,40 @@ def test_serve_makes_no_store_by_mistake(tmp_path: Path, options: list[str]) -> 
     assert ended.returncode == 1
     assert json.loads(ended.stdout)["error"]["type"] == "NotAStore"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_reading_a_store_that_is_not_there_makes_none(tmp_path: Path, kind: str) -> None:
+    async with no_store(kind, tmp_path) as url, await tstore.open(url) as store:
+        snapshot = await store.snapshot()
+        assert (snapshot.version, snapshot.paths(), await store.tags()) == (0, [], {})
+        assert [commit async for commit in store.history()] == await store.pending() == []
+        assert (await store.verify()).ok
+        assert (await store.repair()).ok
+        assert (await store.collect()).version is None
+        with pytest.raises(NotAStore, match="does not exist yet; its first transaction creates it"):
+            store.uuid  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_first_transactions_make_one_store(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "s"
+    async with contextlib.AsyncExitStack() as stack:
+        url = f"memory://{place}" if kind == "memory" else str(place)
+        if kind != "folder":
+            place.mkdir()
+        if kind == "http":
+            url = (await stack.enter_async_context(Server(place))).url
+        stores = [await stack.enter_async_context(await tstore.open(url)) for _ in range(4)]
+
+        async def write(number: int) -> None:
+            async with stores[number].transaction() as tx:
+                await tx.create_array(f"w{number}", data=[number])
+
+        await asyncio.gather(*map(write, range(3)))
+        assert (await stores[3].snapshot()).paths() == ["w0", "w1", "w2"]
+        assert len({store.uuid for store in stores[:3]}) == 1
+        assert (await (await tstore.open(url, "r")).verify()).faults == []
 
 
 async def test_save_and_import_make_one(tmp_path: Path) -> None:

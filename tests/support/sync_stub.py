@@ -25,7 +25,7 @@ PACKAGE = Path(tstore.__file__).parent
 MODULES = ["tstore.sync", "tstore.sync.jax", "tstore.sync.torch"]
 LAZY = "from tstore import zarr as zarr\nfrom tstore.sync import jax as jax, torch as torch"  # by `__getattr__`
 HEADER = '"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""\n'
-BLOCKING = {"AsyncIterator": "Iterator"}
+BLOCKING = {"AsyncIterator": "Iterator", "ArrayCall": "Array", "SnapshotCall": "Snapshot"}
 
 
 def stub_path(module: str) -> Path:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import subprocess
 import sys
 import uuid
+import warnings
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,61 @@ async def test_the_attributes_of_a_group_are_a_mapping(store):
 
 
 BASE = np.arange(64, dtype="i4").reshape(8, 8)
+
+
+async def test_calls_chain(store: tstore.Store) -> None:
+    async with store.transaction() as tx:
+        await tx["w"][0, :2].write([7, 8])
+        await tx.array("g/v").write(2.5)
+        await tx.create_array("new", (2,), "f4").write(3)
+    assert (await store.snapshot().array("w")[0, :3].read()).tolist() == [7, 8, 2]
+    assert (await store.snapshot(1)["w"][0, :3].read()).tolist() == [0, 1, 2]
+    array, snapshot = await asyncio.gather(store.snapshot()["new"], asyncio.create_task(store.snapshot()))
+    assert (await array.read()).tolist() == (await snapshot["new"].read()).tolist() == [3, 3]
+    with pytest.raises(NotFound, match="has no array 'x'"):
+        await store.snapshot()["x"].read()
+
+
+async def test_a_snapshot_is_indexed_by_path_and_iterated(store: tstore.Store) -> None:
+    snapshot = await store.snapshot()
+    assert list(snapshot) == snapshot.paths() == ["g/v", "w"]
+    assert ("w" in snapshot, "g" in snapshot, "x" in snapshot, 3 in snapshot) == (True, False, False, False)
+    assert (await snapshot["g/v"]).attrs == {}
+
+
+@pytest.mark.parametrize("data", [[[1, 2], [3, 4]], np.arange(6, dtype="f4"), np.float64(0.5), np.ones((0, 3))])
+async def test_an_array_is_created_from_its_data(store: tstore.Store, data: Any) -> None:
+    values = np.asarray(data)
+    async with store.transaction() as tx:
+        array = await tx.create_array("d", data=data)
+        assert (array.shape, array.dtype) == (values.shape, values.dtype)
+        await tx.create_array("cast", data=data, dtype="f8")
+        with pytest.raises(
+            InvalidArgument, match="'e': pass the shape and the dtype of the new array, or its data"
+        ):
+            await tx.create_array("e", (3,))
+        with pytest.raises(InvalidArgument, match="do not fit the region"):
+            await tx.create_array("e", (3, 9), data=np.ones((2, 2)))
+        await tx.delete("e")
+    snapshot = await store.snapshot()
+    assert np.array_equal(await snapshot["d"].read(), values)
+    assert (await snapshot["cast"].read()).tolist() == values.tolist()
+
+
+async def test_a_transaction_dropped_with_changes_warns(store: tstore.Store) -> None:
+    async def drop(end: str) -> None:
+        tx = store.transaction()
+        await tx["w"].write(1)
+        if end:
+            await getattr(tx, end)()
+
+    with pytest.warns(ResourceWarning, match="was dropped with changes that are lost: call its commit"):
+        await drop("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for end in ("commit", "abort"):
+            await drop(end)
+            gc.collect()
 
 
 async def read(source: tstore.Snapshot | tstore.Transaction, path: str = "w") -> Any:

@@ -32,6 +32,7 @@ from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
 from tstore.format.arguments import checked_commit_timeout, checked_index, checked_step, quote
 from tstore.format.tree.retention import Keep, checked_keep
+from tstore.hints import hinting
 from tstore.pickling import refusal
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime.background_loop import BACKGROUND
@@ -76,6 +77,7 @@ class Checkpointer:
     `InvalidArgument`, and `Misuse` for `OnPreemption` outside of the main thread.
     """
 
+    @hinting
     def __init__(
         self,
         store: str | os.PathLike[str] | Store,
@@ -93,11 +95,9 @@ class Checkpointer:
     ) -> None:
         checked_choices(staging, in_flight)
         self._store = store
-        self._policy = checked_policy(every)
-        self._keep = checked_keep(keep)
+        self._policy, self._keep = checked_policy(every), checked_keep(keep)
         self._host, self._hosts = checked_index("host", host), checked_index("hosts", hosts)
-        self._attempt = attempt
-        self._codecs = codecs
+        self._attempt, self._codecs = attempt, codecs
         self._timeout = timeout
         self._staging: StagingChoice = staging
         self._in_flight: InFlight = in_flight

@@ -111,9 +111,9 @@ def serve(
 ) -> int:
     """Serve a store over HTTP.
 
-    The command prints a URL that any tstore client can open, and serves the store until SIGTERM or Ctrl-C. With
-    the extra "view", browsers see the page of `tstore view` at the same URL. Each request is logged as a line of
-    JSON on standard error. Deleting data, as gc does, needs a token with the scope admin.
+    The command prints a URL that any tstore client can open, and serves the store until SIGTERM or Ctrl-C.
+    Browsers see the page of `tstore view` at the same URL. Each request is logged as a line of JSON on standard
+    error. Deleting data, as gc does, needs a token with the scope admin.
     """
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key belong together; pass both or none")
@@ -158,7 +158,7 @@ def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
 
     The page shows steps with their metrics, hosts under way, arrays, and faults; it changes nothing. The command
     serves it to this machine alone, until SIGTERM or Ctrl-C. It prints an address that works once, for one
-    browser, within ten minutes, and starts a browser if there is one. Needs the extra "view".
+    browser, within ten minutes, and starts a browser if there is one.
     """
     from tstore.server import Access, Server
 
@@ -188,7 +188,7 @@ def _page(address: str | None = None) -> Site:
     try:
         from tstore.page import Site
     except Exception as error:  # the import of a broken package may raise anything
-        reason = f"the page can't be shown ({error}); to install what it needs: pip install 'tstore[view]'"
+        reason = f"the page can't be shown ({error}); to install what it needs: pip install jinja2"
         raise InvalidArgument(reason) from error
     return Site(address)
 

@@ -294,5 +294,6 @@ class _FaultyReader:
 async def open_faulty(url: str | os.PathLike[str], mode: Mode = "a") -> tuple[Store, Faults]:
     """Return the store at a URL, and the `Faults` around its storage, which has no rules yet."""
     store = await open(url, mode)
+    await store.log.ensure_created()  # without faults
     faults = Faults(store.log.storage)
     return Store(faults, store.marker, mode), faults

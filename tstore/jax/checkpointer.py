@@ -14,6 +14,7 @@ from tstore.checkpoint.policies import Policy
 from tstore.errors import Unavailable
 from tstore.format.arguments import checked_step
 from tstore.format.tree.retention import Keep
+from tstore.hints import hinting
 from tstore.jax.processes import Processes, any_process, exchange
 from tstore.jax.restore import PlacedTarget, restore
 from tstore.jax.save import unchanging_values
@@ -41,6 +42,7 @@ class Checkpointer(checkpointer.Checkpointer):
         As `tstore.Checkpointer` takes them.
     """
 
+    @hinting
     def __init__(
         self,
         store: str | os.PathLike[str] | Store,

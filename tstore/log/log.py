@@ -43,7 +43,7 @@ import asyncio
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -81,13 +81,19 @@ _QUICK = 1e-3  # seconds of a create
 
 
 class Log:
-    """The commits of one store: read through `reader`, extended by `append`."""
+    """The commits of one store: read through `reader`, extended by `append`, once `create` has created it."""
 
-    def __init__(self, reader: LogReader) -> None:
+    def __init__(self, reader: LogReader, create: Callable[[], Awaitable[None]] | None = None) -> None:
         self.storage: Storage = reader.storage
         self.reader = reader
-        self._queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CommitQueue]
-        self._queues = weakref.WeakKeyDictionary()  # one for each loop; a forked child has another loop
+        self._create = create
+        self._queues = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CommitQueue]()  # a fork has another
+
+    async def ensure_created(self) -> None:
+        """Create the store unless it exists; to be awaited before anything else is written."""
+        if self._create is not None:
+            await self._create()
+            self._create = None
 
     async def append(
         self, record: Record, validate: Validate, durability: Durability, changes: Changes | None = None
@@ -122,6 +128,7 @@ class Log:
             return await validate(newer)
 
         async def append_record(combined: Record, validate: Validate, on_retry: Callable[[Retry], object]) -> int:
+            await self.ensure_created()
             # `combined` is `record` itself, unless several commits share it
             candidate = _CandidateRecord(self.storage, record, data, durability)
             try:

@@ -8,14 +8,23 @@ from uuid import UUID
 import msgspec
 import xxhash
 
-from tstore.errors import Corrupt, InvalidArgument, NotAStore, NotFound, UnsupportedFormat
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotAStore, NotFound, UnsupportedFormat
 from tstore.format.bounds import MARKER_BYTES
 from tstore.format.layout import MARKER, archive_end, archive_key, commit_key
 from tstore.runtime import world
 from tstore.storage.base import Storage
-from tstore.storage.probe import check_exclusive, race
+from tstore.storage.probe import RACERS, check_exclusive, race
 
-__all__ = ["FORMAT_VERSION", "Marker", "check_not_nested", "create_marker", "read_marker", "require_marker"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Marker",
+    "check_not_nested",
+    "check_vacant",
+    "create_marker",
+    "marker_for",
+    "read_marker",
+    "require_marker",
+]
 
 FORMAT_VERSION = 1
 
@@ -124,11 +133,10 @@ async def check_not_nested(storage: Storage) -> None:
         )
 
 
-async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
-    """Return the marker of a new store, and whether this call created it rather than another process.
+async def check_vacant(storage: Storage) -> None:
+    """Raise `NotAStore` if the URL is not a folder, or the folder contains other files than those of a store.
 
-    Of `racers` concurrent creations, each with its own uuid, exactly one must succeed. Raise `Denied` if several
-    do, or without permission, and `NotAStore` if the URL is not a folder or the folder contains other files.
+    Raise `InvalidArgument` if there is a store around it.
     """
     try:
         empty = await storage.empty()
@@ -142,9 +150,43 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
             f"{storage.url} contains other files but no {MARKER}, so no store can be created there; "
             + (await _hint(storage) or "choose an empty or a new folder")
         )
+
+
+async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
+    """Return the marker of a store, and whether this call created it; `check_vacant` has found none.
+
+    Of `racers` concurrent creations, each with its own uuid, exactly one must succeed. Raise `Denied` if several
+    do, or without permission.
+    """
     if not storage.capabilities.conditional_create:
         await check_exclusive(storage)
     now = datetime.datetime.fromtimestamp(world.now(), datetime.UTC).isoformat(timespec="seconds")
     markers = [Marker(FORMAT_VERSION, UUID(world.token(16), version=4), now) for _ in range(racers)]
     outcome = await race(storage, MARKER, [m.encode() for m in markers])
     return _decode(storage, outcome.stored), outcome.ours
+
+
+async def marker_for(storage: Storage, mode: str, *, deferred: bool) -> tuple[Marker | None, bool]:
+    """Return the marker of a store to open in a mode, created if that allows it, and whether it is writable.
+
+    If the creation is deferred, return None for a missing marker, unless the mode is "x".
+    """
+    if mode in ("r", "r+"):
+        return await require_marker(storage), mode != "r"
+    marker = await read_marker(storage)
+    if marker is None:
+        await check_vacant(storage)
+        if deferred and mode == "a":
+            return None, True
+        # `create_marker` tests with racing creates that the storage creates objects exclusively. The test is
+        # stricter for "x": several processes may try to create the store, and only one must succeed.
+        marker, created = await create_marker(storage, RACERS if mode == "x" else 2)
+        if mode == "x" and not created:
+            raise AlreadyExists(f"{storage.url}: another process just created this store; open it with mode='a'")
+    elif mode == "x":
+        raise AlreadyExists(
+            f"{storage.url} is already a store; choose an empty or new location, or open it with mode='a'"
+        )
+    elif not storage.capabilities.conditional_create:
+        return marker, await check_exclusive(storage)
+    return marker, True

@@ -115,7 +115,7 @@ class RepairReport(NamedTuple):
 
 
 async def repair_store(
-    storage: Storage, log_id: bytes, void: Sequence[int], void_intact: Sequence[int]
+    storage: Storage, log_id: bytes | None, void: Sequence[int], void_intact: Sequence[int]
 ) -> RepairReport:
     """Find the damaged versions and void those requested, by the steps at the top of this file.
 

@@ -1,4 +1,4 @@
-"""A page about a store for browsers: `tstore view STORE`, or `tstore serve STORE` (both need the extra `view`).
+"""A page about a store for browsers: `tstore view STORE`, or `tstore serve STORE`.
 
 1. `site`: the requests below `/-/page/`, who may make them, and the headers of every response. `sessions`:
    browsers that have signed in. `turns`: how many views are computed at once.

@@ -23,9 +23,10 @@ import numpy as np
 
 import tstore as _async
 from tstore import Commit, Retry
-from tstore.array import Indexer, parts_of
+from tstore.array import parts_of
 from tstore.data.casting import Casting
-from tstore.format.arrays.indices import Index
+from tstore.format.arrays.indices import Index, Indexer
+from tstore.hints import no_such_name
 from tstore.runtime.background_loop import BACKGROUND
 from tstore.runtime.pool import WORKERS
 from tstore.store import Mode
@@ -53,6 +54,7 @@ class Array(BlockingWrapper):
     chunks = blocking(_async.Array.chunks)
     chunksize = blocking(_async.Array.chunksize)
     attributes = blocking(_async.Array.attributes)
+    attrs = blocking(_async.Array.attrs)
     dimension_names = blocking(_async.Array.dimension_names)
     fill_value = blocking(_async.Array.fill_value)
     sparse = blocking(_async.Array.sparse)
@@ -130,6 +132,9 @@ class Snapshot(BlockingWrapper):
     paths = blocking(_async.Snapshot.paths)
     attributes = blocking(_async.Snapshot.attributes)
     array = blocking(_async.Snapshot.array)
+    __getitem__ = blocking(_async.Snapshot.__getitem__)
+    __contains__ = blocking(_async.Snapshot.__contains__)
+    __iter__ = blocking(_async.Snapshot.__iter__)
     read_packed = blocking(_async.Snapshot.read_packed)
 
     @functools.wraps(_async.Snapshot.read_many)
@@ -156,10 +161,16 @@ class Transaction(BlockingWrapper):
         """A `Retry` for each time that the commit was tried again."""
         return self._wrapped.retries
 
-    create_array = blocking(_async.Transaction.create_array)
+    @functools.wraps(_async.Transaction.create_array)
+    def create_array(self, *args: Any, data: Any = None, **kwargs: Any) -> Array:
+        created = self._wrapped.create_array(*args, data=_read_if_array(data), **kwargs)
+        return Array(BACKGROUND.run(created))
+
     copy_array = blocking(_async.Transaction.copy_array)
     create_group = blocking(_async.Transaction.create_group)
     array = blocking(_async.Transaction.array)
+    __getitem__ = blocking(_async.Transaction.__getitem__)
+    __iter__ = None
     paths = blocking(_async.Transaction.paths)
     delete = blocking(_async.Transaction.delete)
     commit = blocking(_async.Transaction.commit)
@@ -257,7 +268,7 @@ def __getattr__(name: str) -> Any:
     if name in ("jax", "torch"):
         return importlib.import_module(f"{__name__}.{name}")
     if name != "zarr" and name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise no_such_name(__name__, name)
     awaited = getattr(_async, name)
     value = globals()[name] = blocking(awaited) if inspect.isroutine(awaited) else awaited
     return value

@@ -40,7 +40,6 @@ from tstore import (
     sharding,
 )
 from tstore import zarr as zarr
-from tstore.array import Indexer
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing
@@ -48,7 +47,7 @@ from tstore.copying.copy import At
 from tstore.data.casting import Casting
 from tstore.data.planning import ReadPlan
 from tstore.format.arrays.codecs import Codecs
-from tstore.format.arrays.indices import Index, IndexItem
+from tstore.format.arrays.indices import Index, Indexer, IndexItem
 from tstore.maintenance.repair import RepairReport
 from tstore.maintenance.verify import VerifyProgress, VerifyReport
 from tstore.quantization.policy import QuantizeRules, Target
@@ -150,6 +149,10 @@ class Array:
     @property
     def attributes(self) -> dict[str, Any]:
         """A copy of the array's attributes."""
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """A copy of the array's attributes, by Zarr's name for it."""
 
     @property
     def dimension_names(self) -> tuple[str | None, ...] | None:
@@ -390,7 +393,18 @@ class Snapshot:
         """Return the attributes of the array or group at a path, {} if it has none or nothing is there."""
 
     def array(self, path: str) -> Array:
-        """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
+        """Return the array at a path; raise `NotFound`, which names similar paths, if there is none.
+
+        Its values can be read at once: `snapshot.array("w")[0:10].read()`."""
+
+    def __getitem__(self, path: str) -> Array:
+        """Return the array at a path, as `array` does."""
+
+    def __contains__(self, path: object) -> bool:
+        """Return whether there is an array at a path."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the paths of all arrays, sorted."""
 
     def read_packed(self, path: str, region: tuple[slice, ...] | None = None) -> exmy.Quantized:
         """Return the eXmY codes of an array, or of a region: a slice with a start and a stop for each axis.
@@ -555,23 +569,24 @@ class Transaction:
     def create_array(
         self,
         path: str,
-        shape: Sequence[int],
-        dtype: Any,
+        shape: Sequence[int] | None = None,
+        dtype: Any = None,
         chunks: Sequence[int] | None = None,
         codecs: Codecs = None,
         fill_value: Any = 0,
         attributes: Mapping[str, Any] | None = None,
         dimension_names: Sequence[str | None] | None = None,
         *,
+        data: Any = None,
         sparse: bool = False,
     ) -> Array:
-        """Stage a new array and return it; write its values next.
+        """Stage a new array and return it; write its values next, or pass them as `data`.
 
         Slashes around `path` are ignored, as in Zarr: "/a/b" is "a/b". `dtype` is one of NumPy, ml_dtypes or
         PyTorch, or a name. `chunks` is the shape of a chunk, by default one of about 8 MiB. `codecs` is None
         (uncompressed), "lossless" (compressed), an eXmY format ("e4m3"), its configuration ({"format": "e3m2",
-        "block": 32}), or a Zarr v3 codec list. Reading a chunk that was never written is an error, or gives the
-        fill value if the array is `sparse`.
+        "block": 32}), or a Zarr v3 codec list. `data` has the values, by default also the shape and the dtype.
+        Reading a chunk that was never written is an error, or gives the fill value if the array is `sparse`.
         Raise `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other."""
 
     def copy_array(
@@ -600,7 +615,13 @@ class Transaction:
         Groups need not be created: an array may have any path. Raise `AlreadyExists` if an array is in the way."""
 
     def array(self, path: str) -> Array:
-        """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`."""
+        """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`.
+
+        Values can be written at once: `tx.array("w")[0:10].write(values)`."""
+
+    def __getitem__(self, path: str) -> Array:
+        """Return the array at a path, as `array` does."""
+    __iter__: None
 
     def paths(self) -> list[str]:
         """Return the sorted paths of all arrays, as this transaction sees them."""
@@ -706,10 +727,10 @@ def open(
     folder of at most 10 GiB for objects read from a server; pass a `Cache` for another limit.
 
     The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
-    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
-    `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
-    (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
-    exclusively), `InvalidArgument` (a wrong URL, option or mode).
+    for reading and writing; if it is missing, its first transaction creates it. "x" creates a store and fails if
+    there is one. Raise `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
+    `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or a test found that the storage does
+    not create objects exclusively), `InvalidArgument` (a wrong URL, option or mode).
 
     In place of a URL, pass the spec of a plain Zarr array, v3 or v2, as TensorStore takes it: `{"driver": "zarr3",
     "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not
@@ -730,10 +751,10 @@ def open(
     folder of at most 10 GiB for objects read from a server; pass a `Cache` for another limit.
 
     The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
-    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
-    `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
-    (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
-    exclusively), `InvalidArgument` (a wrong URL, option or mode).
+    for reading and writing; if it is missing, its first transaction creates it. "x" creates a store and fails if
+    there is one. Raise `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
+    `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or a test found that the storage does
+    not create objects exclusively), `InvalidArgument` (a wrong URL, option or mode).
 
     In place of a URL, pass the spec of a plain Zarr array, v3 or v2, as TensorStore takes it: `{"driver": "zarr3",
     "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not

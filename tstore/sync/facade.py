@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
+from collections.abc import Coroutine
 from typing import Any
 
 from tstore.runtime.background_loop import BACKGROUND
@@ -40,7 +40,7 @@ def blocking(call: Any, module: str = "tstore.sync") -> Any:
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = call_unwrapped(call, *args, **kwargs)
-        if inspect.iscoroutine(result):
+        if isinstance(result, Coroutine):
             result = BACKGROUND.run(result)
         blocking_type = BLOCKING_TYPES.get(type(result))
         return result if blocking_type is None else blocking_type(result)

@@ -14,6 +14,7 @@ from tstore.checkpoint.policies import Policy
 from tstore.errors import Unavailable
 from tstore.format.arguments import checked_step
 from tstore.format.tree.retention import Keep
+from tstore.hints import hinting
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.runtime import pool
 from tstore.store import Store
@@ -40,6 +41,7 @@ class Checkpointer(checkpointer.Checkpointer):
         As `tstore.Checkpointer` takes them.
     """
 
+    @hinting
     def __init__(
         self,
         store: str | os.PathLike[str] | Store,

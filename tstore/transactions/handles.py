@@ -7,7 +7,7 @@ another one, even if its metadata is equal, and every operation on a handle of t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from tstore.array import Appended, Array, meta_of, parts_of
 from tstore.data.pieces import ReadJob
 from tstore.data.planning import ReadPlan, read_plan
 from tstore.data.reader import read_chunks
-from tstore.errors import Misuse
+from tstore.errors import InvalidArgument, Misuse
+from tstore.format.arguments import quote
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.grid import Selection, whole
 from tstore.format.arrays.points import PointSelection
@@ -28,7 +29,7 @@ from tstore.transactions.appends import append, handle
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.staging import Staging
 
-__all__ = ["HandleSource", "array_of", "check_handle", "create_array"]
+__all__ = ["HandleSource", "array_of", "check_handle", "create_array", "new_array"]
 
 
 async def array_of(staging: Staging, path: str) -> Array:
@@ -46,6 +47,26 @@ async def create_array(staging: Staging, path: str, meta: ArrayMeta) -> Array:
         await staging.read_around(staged, [path])
         path = staged.create_array(path, meta)
         return Array(HandleSource(staging, staged.deletions.count), path, meta)
+
+
+async def new_array(
+    staging: Staging,
+    path: str,
+    shape: Sequence[int] | None,
+    dtype: Any,
+    data: Any,
+    new_meta: Callable[[Sequence[int], Any], ArrayMeta],
+) -> Array:
+    """Stage a new array, with its values if there is `data`, and return it; raise `AlreadyExists`."""
+    if data is None:
+        if shape is None or dtype is None:
+            raise InvalidArgument(f"{quote(path)}: pass the shape and the dtype of the new array, or its data")
+        return await create_array(staging, path, new_meta(shape, dtype))
+    values = data if hasattr(data, "shape") and hasattr(data, "dtype") else np.asarray(data)
+    meta = new_meta(values.shape if shape is None else shape, values.dtype if dtype is None else dtype)
+    array = await create_array(staging, path, meta)
+    await array.write(values)
+    return array
 
 
 async def check_handle(array: Array) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import xxhash
 
 from tstore.errors import InvalidArgument
-from tstore.format.arguments import checked_index, checked_name
+from tstore.format.arguments import checked_index, checked_name, quote
 from tstore.format.layout import folder_of
 from tstore.transactions.attempts import needed_attempt
 
-__all__ = ["FAN_IN", "Membership", "slug"]
+__all__ = ["FAN_IN", "Membership", "membership", "slug"]
 
 FAN_IN = 100
 """The fan-in of a merge: how many fragments it reads; a power of ten, so that a block's keys share a prefix."""
@@ -114,3 +115,31 @@ class Membership(NamedTuple):
 def slug(text: str) -> str:
     """Replace each run of characters other than letters, digits, "_" and "-" by "-"; cut to 40 characters."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:40]
+
+
+def membership(
+    name: str | None,
+    host: int,
+    hosts: int,
+    attempt: str | None,
+    isolation: str,
+    drop_tag: str | Sequence[str] | None,
+) -> Membership | None:
+    """Return the membership of a host in a cooperative transaction, None for a transaction of one process."""
+    if name is None:
+        if hosts != 1:
+            raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
+        if host:
+            raise InvalidArgument(f"host={quote(host)} without a name; pass name and hosts to commit with others")
+        return None
+    if isolation == "serializable":
+        raise InvalidArgument(
+            f"transaction {name!r} can't be serializable, because a fragment does not carry the reads of its "
+            "host; read and write in a transaction of one process, without a name"
+        )
+    if drop_tag is not None:
+        raise InvalidArgument(
+            f"transaction {name!r} can't drop a tag, because a fragment does not carry that; drop {drop_tag!r} in "
+            "a transaction of one process, without a name"
+        )
+    return Membership.from_arguments(name, host, hosts, attempt)

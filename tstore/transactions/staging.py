@@ -206,6 +206,12 @@ class Staging:
         return self._staged
 
     @property
+    def has_changes(self) -> bool:
+        """Whether this process has changed arrays."""
+        staged = self._staged
+        return staged is not None and bool(staged.arrays or staged.deleted) and not self.lifecycle.inherited
+
+    @property
     def base_version(self) -> int:
         """The head as of the first use of the transaction; 0 before it."""
         return 0 if self._staged is None else self._staged.base.head
@@ -342,6 +348,7 @@ class Staging:
     async def _staged_tree(self) -> StagedTree:
         """Return the staged tree, with the head as its base if this is the first use."""
         if self._staged is None:
+            await self.log.ensure_created()
             tree = await newest_tree(self.reader)
             staged = StagedTree(tree, f"{self.log.storage.url} at version {tree.head}")
             self._staged = self._staged or staged  # two concurrent first uses must see one base

@@ -16,10 +16,12 @@ Transaction ids are never used again, so what an aborted transaction leaves unde
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from tstore.array import Array
+from tstore.calls import ArrayCall
 from tstore.errors import (
     CommitOutcomeUnknown,
     Conflict,
@@ -47,7 +49,7 @@ from tstore.transactions.conflicts import revise_merges
 from tstore.transactions.cooperative import CooperativeCommit
 from tstore.transactions.copies import copy_array
 from tstore.transactions.fragments import fragment_from_record
-from tstore.transactions.handles import array_of, create_array
+from tstore.transactions.handles import array_of, new_array
 from tstore.transactions.membership import Membership
 from tstore.transactions.staging import Isolation, Staging
 from tstore.transactions.tag_edits import TagEdits
@@ -103,6 +105,16 @@ class Transaction:
         """Whether the transaction has ended, even if the outcome of its commit is unknown."""
         return self._lifecycle.ended
 
+    def __del__(self) -> None:
+        lifecycle = getattr(self, "_lifecycle", None)  # absent if an argument was wrong
+        if lifecycle is not None and lifecycle.state == "open" and self._staging.has_changes:
+            warnings.warn(
+                f"{self!r} was dropped with changes that are lost: call its commit() or abort(), or use `with`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
     async def __aenter__(self) -> Transaction:
         async with self._staging.operation():
             return self
@@ -113,30 +125,35 @@ class Transaction:
         elif not self.ended:
             await self.commit()
 
-    async def create_array(
+    def create_array(
         self,
         path: str,
-        shape: Sequence[int],
-        dtype: Any,
+        shape: Sequence[int] | None = None,
+        dtype: Any = None,
         chunks: Sequence[int] | None = None,
         codecs: Codecs = None,
         fill_value: Any = 0,
         attributes: Mapping[str, Any] | None = None,
         dimension_names: Sequence[str | None] | None = None,
         *,
+        data: Any = None,
         sparse: bool = False,
-    ) -> Array:
-        """Stage a new array and return it; write its values next.
+    ) -> ArrayCall:
+        """Stage a new array and return it; write its values next, or pass them as `data`.
 
         Slashes around `path` are ignored, as in Zarr: "/a/b" is "a/b". `dtype` is one of NumPy, ml_dtypes or
         PyTorch, or a name. `chunks` is the shape of a chunk, by default one of about 8 MiB. `codecs` is None
         (uncompressed), "lossless" (compressed), an eXmY format ("e4m3"), its configuration ({"format": "e3m2",
-        "block": 32}), or a Zarr v3 codec list. Reading a chunk that was never written is an error, or gives the
-        fill value if the array is `sparse`.
+        "block": 32}), or a Zarr v3 codec list. `data` has the values, by default also the shape and the dtype.
+        Reading a chunk that was never written is an error, or gives the fill value if the array is `sparse`.
         Raise `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other.
         """
-        meta = ArrayMeta.new(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse)
-        return await create_array(self._staging, path, meta)
+        rest = (chunks, codecs, fill_value, attributes, dimension_names)
+
+        def meta(shape: Sequence[int], dtype: Any) -> ArrayMeta:
+            return ArrayMeta.new(shape, dtype, *rest, sparse=sparse)
+
+        return ArrayCall(new_array(self._staging, path, shape, dtype, data, meta))
 
     async def copy_array(
         self,
@@ -168,9 +185,18 @@ class Transaction:
         """
         await self._staging.create_group(path, {} if attributes is None else attributes)
 
-    async def array(self, path: str) -> Array:
-        """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`."""
-        return await array_of(self._staging, path)
+    def array(self, path: str) -> ArrayCall:
+        """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`.
+
+        Values can be written at once: `tx.array("w")[0:10].write(values)`.
+        """
+        return ArrayCall(array_of(self._staging, path))
+
+    def __getitem__(self, path: str) -> ArrayCall:
+        """Return the array at a path, as `array` does."""
+        return self.array(path)
+
+    __iter__ = None
 
     async def paths(self) -> list[str]:
         """Return the sorted paths of all arrays, as this transaction sees them."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import EllipsisType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,9 @@ import numpy.typing as npt
 from tstore.errors import InvalidIndex
 from tstore.format.arguments import quote
 
-__all__ = ["Index", "IndexItem", "Item", "as_positions", "out_of_range", "parsed", "place_of"]
+__all__ = ["Index", "IndexItem", "Indexer", "Item", "as_positions", "out_of_range", "parsed", "place_of"]
+
+T = TypeVar("T")
 
 IndexItem = int | slice | EllipsisType | None | npt.ArrayLike
 """One item of an index: an integer, a slice, `...`, `np.newaxis`, or an array of integers or booleans."""
@@ -21,6 +23,18 @@ Index = IndexItem | tuple[IndexItem, ...]
 
 Item = int | slice | EllipsisType | None | npt.NDArray[Any]
 """An item that was checked for its type."""
+
+
+class Indexer(Generic[T]):
+    """Index an array by other rules than those of `array[index]`: see `Array.oindex` and `Array.vindex`."""
+
+    def __init__(self, select: Callable[[Index], T]) -> None:
+        self._select = select
+
+    def __getitem__(self, index: Index) -> T:
+        return self._select(index)
+
+    __iter__ = None
 
 
 def parsed(index: Index, ndim: int) -> list[Item]:
