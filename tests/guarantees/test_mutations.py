@@ -132,6 +132,19 @@
     a gc deletes a root that is needed again     test_repair_archives.py: such a root is kept
     a gc deletes what a forged one condemned     test_collect_hostile.py: what living versions need
     a gc takes a pack that a forged one names    test_collect_hostile.py: what living versions need
+    a chunk beside fill values is hidden         test_fill_values.py: fill values hide no other chunk
+    arrays share their fill values               test_fill_values.py: arrays of one transaction
+    bytes of a former dtype are staged           test_programs.py: another dtype while a chunk is written
+    metadata of a former dtype is staged         test_long_arrays.py: while zarr sets metadata
+    zarr makes dense arrays sparse               test_programs.py: a dense array stays dense
+    chunks written beside metadata are lost      test_long_arrays.py: while zarr sets metadata
+    a chunk written beside a resize is lost      test_long_arrays.py: while a resize reads segments
+    parts outlive chunks in segments             test_long_arrays.py: chunks in segments replace what was
+    a part is applied to the chunk of the base   test_long_arrays.py: a part of a chunk written whole
+    a resize forgets to drop applied parts       test_operations.py: a part written after a resize
+    a write keeps the caller's buffer            test_operations.py: values as of the call
+    a merge is revised for one commit            test_merges.py: rows written meanwhile
+    a merge is revised for one array             test_merges.py: merges of two arrays
 
 Each fault is applied for one run of its test, which must fail.
 """
@@ -166,6 +179,8 @@ PLUGINS = "pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesi
 REPAIRS = "maintenance/test_repair_dependents.py::"
 REPLAY = "tstore.maintenance.replay:Replay."
 PLAN, PLANS = "tstore.maintenance.repair_plan:RepairPlan.", "maintenance/test_repair_plan.py::"
+ENCODED, CONFLICTS = "tstore.transactions.encoded:", "tstore.transactions.conflicts:"
+ARRAY = "tstore.transactions.staged_array:StagedArray."
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
 MUTATIONS: dict[str, tuple[str, Edit]] = {
@@ -786,6 +801,66 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a gc takes a pack that a forged one names": (
         "maintenance/test_collect_hostile.py::test_a_forged_gc_condemns_what_living_versions_need",
         Edit("tstore.maintenance.gc:_Plan.make", "and owner_of(key) not in self.ledger.transactions", ""),
+    ),
+    "a chunk beside fill values is hidden": (
+        "zarr/test_fill_values.py::test_fill_values_hide_no_other_chunk_of_their_pack",
+        Edit(
+            ENCODED + "_same_place",
+            "mine.pack == other.pack and mine.offset == other.offset",
+            "mine.pack == other.pack",
+        ),
+    ),
+    "arrays share their fill values": (
+        "zarr/test_fill_values.py::test_arrays_of_one_transaction_have_fill_values_of_their_own",
+        Edit(ENCODED + "_fill_key", '"codecs", "fill_value"', '"codecs"'),
+    ),
+    "bytes of a former dtype are staged": (
+        "zarr/test_programs.py::test_a_change_of_an_array_while_a_chunk_is_written[another dtype]",
+        Edit(ENCODED + "EncodedStaging._stage", "not _same_chunks(meta, current) or ", ""),
+    ),
+    "metadata of a former dtype is staged": (
+        "transactions/test_long_arrays.py::test_what_happens_while_zarr_sets_metadata_is_not_lost",
+        Edit(ENCODED + "_in_grid", "if not _same_chunks(node.meta, meta):", "if False:"),
+    ),
+    "zarr makes dense arrays sparse": (
+        "zarr/test_programs.py::test_a_dense_array_stays_dense_when_its_attributes_change",
+        Edit(ENCODED + "EncodedStaging.set_array", "sparse=not was_dense", "sparse=True"),
+    ),
+    "chunks written beside metadata are lost": (
+        "transactions/test_long_arrays.py::test_what_happens_while_zarr_sets_metadata_is_not_lost",
+        Edit(ENCODED + "EncodedStaging._restate", "if is_current and not array.has_unapplied:", "if True:"),
+    ),
+    "a chunk written beside a resize is lost": (
+        "transactions/test_long_arrays.py::test_what_is_written_while_a_resize_reads_segments_is_not_lost",
+        Edit(ARRAY + "resize", "if self.whole_chunks.tables is whole.tables:", "if True:"),
+    ),
+    "parts outlive chunks in segments": (
+        "transactions/test_long_arrays.py::test_chunks_in_segments_replace_what_was_written_before",
+        Edit(ARRAY + "numbers_in_segments", "if not (job.segments and self.patches):", "if True:"),
+    ),
+    "a part is applied to the chunk of the base": (
+        "transactions/test_long_arrays.py::test_a_part_of_a_chunk_that_the_transaction_wrote_whole",
+        Edit(ARRAY + "_rows_of", "(base, whole)", "(whole, base)"),
+    ),
+    "a resize forgets to drop applied parts": (
+        "transactions/test_operations.py::test_a_part_written_after_a_resize_is_that_of_its_new_chunk",
+        Edit(ARRAY + "resize", "self._applied = {}", "pass"),
+    ),
+    "a write keeps the caller's buffer": (
+        "transactions/test_operations.py::test_values_are_written_in_the_order_and_as_of_the_call",
+        Edit(ARRAY + "write", "np.array(values[", "np.asarray(values["),
+    ),
+    "a merge is revised for one commit": (
+        "transactions/test_merges.py::test_a_merge_replaces_all_rows_but_those_written_meanwhile",
+        Edit(CONFLICTS + "revise_merges", "in newer if merging", "in newer[:1] if merging"),
+    ),
+    "a merge is revised for one array": (
+        "transactions/test_merges.py::test_merges_of_two_arrays_leave_out_the_rows_written_meanwhile",
+        Edit(
+            CONFLICTS + "revise_merges",
+            "revised |= array.path in nodes and",
+            "revised = revised or array.path in nodes and",
+        ),
     ),
 }
 

@@ -471,7 +471,6 @@ def test_a_seed_replays_exactly_in_any_process() -> None:
     assert mine == fingerprint(seeds)
     code = f"""
 import hashlib
-import json
 from tstore.simulation.runs import simulate
 outcomes = [simulate(seed) for seed in {seeds}]
 print(hashlib.sha256(repr(outcomes).encode()).hexdigest())

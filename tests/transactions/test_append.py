@@ -226,7 +226,7 @@ async def test_appends_along_two_axes_conflict_with_another_append(url: str, fir
     assert (await (await (await store.snapshot()).array("a")).read()).tolist() == [[0] * 4] * 4 + [[2] * 4]
 
 
-@pytest.mark.parametrize("change", ["write before", "write after", "resize", "create"])
+@pytest.mark.parametrize("change", ["write before", "write and read before", "write after", "resize", "create"])
 async def test_an_append_beside_other_changes_of_the_array(url: str, change: str) -> None:
     """The values are there, and a concurrent append conflicts as with a resize."""
     store = await made(url, 6)
@@ -238,6 +238,9 @@ async def test_an_append_beside_other_changes_of_the_array(url: str, change: str
         array = await tx.array("a")
     if change == "write before":
         await array[:2].write(3)
+    if change == "write and read before":
+        await array[:4].write([3, 3, -1, -1])
+        await array.read()
     appended = await array.append([1, 2])
     if change == "write after":
         await array[:2].write(3)

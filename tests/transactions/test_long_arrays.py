@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
+from zarr.core.buffer import cpu, default_buffer_prototype
 
 import tstore
 from tests.transactions.test_merges import make_small
@@ -33,7 +35,8 @@ from tstore.log import ranges
 from tstore.log.segments import SegmentReader
 from tstore.simulation.scenario import override_constants
 from tstore.storage.base import Storage
-from tstore.transactions import patches, staged_array
+from tstore.transactions import encoded, patches, staged_array
+from tstore.zarr import ZarrStore
 
 CHUNK = 8
 
@@ -519,6 +522,127 @@ async def test_a_resize_while_the_segments_of_a_write_are_read(url: str, monkeyp
         with pytest.raises(Misuse, match="resized while"):
             await writing
     assert (await values_of(store)).sum() == 1
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("count", [3, 6])  # references that stay in the manifest, and that become segments
+@pytest.mark.parametrize("size", [1, CHUNK])
+async def test_chunks_in_segments_replace_what_was_written_before(count: int, size: int, url: str) -> None:
+    store = await tstore.open(url)
+    await create(store, np.zeros(20 * CHUNK, "i8"))
+    async with store.transaction() as tx:
+        array = await tx.array("w")
+        for chunk in range(count):
+            await array[chunk * CHUNK : chunk * CHUNK + size].write(1)
+        await array[: 10 * CHUNK].write(2)
+    expected = np.repeat([2, 0], 10 * CHUNK)
+    assert np.array_equal(await values_of(store), expected)
+
+
+@pytest.mark.usefixtures("short")
+async def test_chunks_written_in_any_order_conflict_with_those_in_segments(url: str) -> None:
+    store = await tstore.open(url)
+    await create(store, np.zeros(20 * CHUNK, "i8"))
+    tx = store.transaction()
+    array = await tx.array("w")
+    for chunk in (15, 1):
+        await array[chunk * CHUNK : (chunk + 1) * CHUNK].write(1)
+    async with store.transaction() as other:
+        await (await other.array("w"))[: 9 * CHUNK].write(2)
+    with pytest.raises(Conflict) as caught:
+        await tx.commit()
+    assert caught.value.paths == ["w, chunk (1,)"]
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("beside", ["a chunk", "a part of a chunk", "an array anew", "an array of another dtype"])
+async def test_what_happens_while_zarr_sets_metadata_is_not_lost(
+    beside: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, done = asyncio.Event(), threading.Event()
+    loop, original = asyncio.get_running_loop(), encoded.resized
+
+    def resized_once_done(*arguments: Any) -> tuple[Table, ...]:
+        loop.call_soon_threadsafe(reading.set)
+        assert done.wait(60)
+        return original(*arguments)
+
+    store, values = await tstore.open(url), np.arange(20 * CHUNK)
+    await create(store, values)
+    async with store.transaction() as tx:
+        array, view = await tx.array("w"), ZarrStore(tx)
+        buffer = await view.get("w/zarr.json", default_buffer_prototype())
+        assert buffer is not None
+        document = json.loads(buffer.to_bytes()) | {"attributes": {"unit": "m"}}
+        monkeypatch.setattr(encoded, "resized", resized_once_done)
+        setting = asyncio.create_task(
+            view.set("w/zarr.json", cpu.Buffer.from_bytes(json.dumps(document).encode()))
+        )
+        await reading.wait()
+        match beside:
+            case "a chunk":
+                await array[:CHUNK].write(-1)
+                values[:CHUNK] = -1
+            case "a part of a chunk":
+                await array[3].write(-1)
+                values[3] = -1
+            case _:
+                await tx.delete("w")
+                values = np.ones(20 * CHUNK, "i8" if beside == "an array anew" else "f8")
+                await (await tx.create_array("w", values.shape, values.dtype, (CHUNK,))).write(values)
+        done.set()
+        with pytest.raises(Misuse) if values.dtype == "f8" else contextlib.nullcontext():
+            await setting
+    assert np.array_equal(await values_of(store), values)
+    assert (await store.snapshot()).attributes("w") == ({} if values.dtype == "f8" else {"unit": "m"})
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("beside", ["a chunk", "a part of a chunk", "a resize"])
+async def test_what_is_written_while_a_resize_reads_segments_is_not_lost(
+    beside: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, done = asyncio.Event(), threading.Event()
+    loop, original = asyncio.get_running_loop(), staged_array.resized
+
+    def resized_once_done(*arguments: Any) -> tuple[Table, ...]:
+        loop.call_soon_threadsafe(reading.set)
+        assert done.wait(60)
+        return original(*arguments)
+
+    store, values = await tstore.open(url), np.arange(20 * CHUNK)
+    await create(store, values)
+    async with store.transaction() as tx:
+        array, other = await tx.array("w"), await tx.array("w")
+        monkeypatch.setattr(staged_array, "resized", resized_once_done)
+        resizing = asyncio.create_task(array.resize((10 * CHUNK,)))
+        await reading.wait()
+        match beside:
+            case "a chunk":
+                await other[:CHUNK].write(-1)
+                await other[0].read()
+                values[:CHUNK] = -1
+            case "a part of a chunk":
+                await other[3].write(-1)
+                values[3] = -1
+            case _:
+                monkeypatch.setattr(staged_array, "resized", original)
+                await other.resize((15 * CHUNK,))
+        done.set()
+        with pytest.raises(Misuse) if beside == "a resize" else contextlib.nullcontext():
+            await resizing
+    assert np.array_equal(await values_of(store), values[: (15 if beside == "a resize" else 10) * CHUNK])
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_part_of_a_chunk_that_the_transaction_wrote_whole(url: str) -> None:
+    store = await tstore.open(url)
+    await create(store, np.zeros(20 * CHUNK, "i8"))
+    async with store.transaction() as tx:
+        array = await tx.array("w")
+        await array[: 2 * CHUNK].write(1)
+        await array[CHUNK].write(2)
+    assert (await values_of(store))[: 2 * CHUNK].tolist() == [1] * CHUNK + [2] + [1] * (CHUNK - 1)
 
 
 @pytest.mark.usefixtures("short")

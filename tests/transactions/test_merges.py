@@ -227,14 +227,45 @@ async def test_a_merge_replaces_all_rows_but_those_written_meanwhile(
     tx = store.transaction()
     await (await tx.array("w"))[50].write(50)
     monkeypatch.setattr(merges, "MAX_ROWS", 1000)
-    await write(await tstore.open(url), 3, 99)  # without a merge
+    for number in (3, 1):
+        await write(await tstore.open(url), number, 99)  # without a merge
     monkeypatch.setattr(merges, "MAX_ROWS", 4)
     assert await merges_of(store) == []
     version = await tx.commit()
     assert await merges_of(store) == [version]
-    assert (await layers_of(store))[1] == 3  # 3 as before and as written since, and 50
-    await check(store, url, expected | {3: 99, 50: 50})
+    assert (await layers_of(store))[1] == 5  # 3 and 1 as before and as written since, and 50
+    await check(store, url, expected | {1: 99, 3: 99, 50: 50})
     assert (await store.diff(version - 1, version)).arrays[0].chunks == 1
+
+
+@pytest.mark.usefixtures("rows_only")
+async def test_merges_of_two_arrays_leave_out_the_rows_written_meanwhile(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        for path in ("v", "w"):
+            await (await tx.create_array(path, (CHUNKS,), "i8", (1,), sparse=True)).write(-1)
+
+    async def write_both(tx: tstore.Transaction, number: int, value: int) -> None:
+        for path in ("v", "w"):
+            await (await tx.array(path))[number].write(value)
+
+    for number in range(5):
+        async with store.transaction() as tx:
+            await write_both(tx, number, number + 1)
+    merging = store.transaction()
+    await write_both(merging, 50, 50)
+    monkeypatch.setattr(merges, "MAX_ROWS", 1000)
+    async with store.transaction() as tx:
+        await write_both(tx, 3, 99)
+    monkeypatch.setattr(merges, "MAX_ROWS", 4)
+    assert await merges_of(store) == []
+    version = await merging.commit()
+    assert await merges_of(store) == [version]
+    for path in ("v", "w"):
+        values = await (await (await store.snapshot()).array(path)).read()
+        assert values[:5].tolist() == [1, 2, 3, 99, 5]
 
 
 @pytest.mark.usefixtures("rows_only")

@@ -439,6 +439,33 @@ async def test_a_handle_from_before_a_resize_is_misuse(eight: tstore.Store, kind
         assert (await a[:3].read()).tolist() == [expected[0], 9, expected[2]]
 
 
+async def test_values_are_written_in_the_order_and_as_of_the_call(eight: tstore.Store) -> None:
+    """A reversed view takes the values in its own order, and the caller's buffer may change after the call."""
+    async with eight.transaction() as tx:
+        array, part = await tx.array("a"), np.array([10, 11], "i4")
+        await array[1:3].write(part)
+        part[:] = -1
+        await array[:3:-1].write(np.arange(20, 24))
+    assert (await (await (await eight.snapshot()).array("a")).read()).tolist() == [0, 10, 11, 3, 23, 22, 21, 20]
+
+
+async def test_a_part_written_after_a_resize_is_that_of_its_new_chunk(url: str) -> None:
+    """Chunk (1, 0) gets the number that chunk (0, 1) had, in which two parts were written."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", (2, 8), "i4", (1, 4))).write(0)
+    async with store.transaction() as tx:
+        array = await tx.array("a")
+        await array[0, 0].write(7)
+        await array[0, 4].write(1)
+        await array[0, 5].write(1)
+        await array.read()
+        await array.resize((2, 4))
+        await array[1, 0].write(5)
+        assert (await array.read()).tolist() == [[7, 0, 0, 0], [5, 0, 0, 0]]
+    assert (await (await (await store.snapshot()).array("a")).read()).tolist() == [[7, 0, 0, 0], [5, 0, 0, 0]]
+
+
 async def test_a_resize_to_the_same_shape_changes_nothing(eight: tstore.Store) -> None:
     async with eight.transaction() as tx:
         a = await tx.array("a")

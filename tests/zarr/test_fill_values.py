@@ -92,6 +92,7 @@ def test_fill_values_do_not_conflict_with_writes_to_other_chunks(
     create(store, sparse=sparse, written=written)
     transactions = [store.transaction() for _ in range(4)]
     for number, tx in enumerate(transactions):
+        zarr_array(tx)[2 * number : 2 * number + 2] = 7
         zarr_array(tx)[2 * number : 2 * number + 2] = number % 2
     for tx in transactions:
         tx.commit()
@@ -128,6 +129,41 @@ def test_fill_values_of_many_chunks_are_stored_once(store: tstore.sync.Store) ->
         zarr_array(tx)[:] = 0
     assert [commit.bytes_added for commit in store.history()] == [4 << 10, 0]
     assert not values(store).any()
+
+
+def test_arrays_of_one_transaction_have_fill_values_of_their_own(store: tstore.sync.Store) -> None:
+    others: dict[str, dict[str, Any]] = {
+        "usual": {},
+        "fill value": {"fill_value": 7},
+        "codecs": {"codecs": "lossless"},
+        "chunks": {"chunks": (4,)},
+        "dtype": {"dtype": "f8"},
+    }
+    with store.transaction() as tx:
+        for path, options in others.items():
+            tx.create_array(path, **{"shape": (8,), "dtype": "f4", "chunks": (2,), **options})
+    with store.transaction() as tx:
+        for path in others:
+            array = zarr.open_group(ZarrStore(tx), mode="r+")[path]
+            array[:] = array.fill_value
+    snapshot = store.snapshot()
+    assert {path: set(snapshot.array(path).read().tolist()) for path in others} == {
+        path: {options.get("fill_value", 0)} for path, options in others.items()
+    }
+
+
+def test_fill_values_hide_no_other_chunk_of_their_pack(store: tstore.sync.Store) -> None:
+    create(store, sparse=False, shape=(64 << 10,), chunks=(16 << 10,))
+    with store.transaction() as tx:
+        array = zarr_array(tx)
+        array[: 16 << 10] = 0
+        array[16 << 10 : 32 << 10] = 5
+        array[20 << 10] = 6  # zarr reads the chunk, and writes all of it
+        assert array.nchunks_initialized == 1
+    assert np.unique(store.snapshot().array("a")[16 << 10 : 32 << 10].read(), return_counts=True)[1].tolist() == [
+        (16 << 10) - 1,
+        1,
+    ]
 
 
 def test_a_new_sparse_array_stores_no_fill_values(store: tstore.sync.Store) -> None:

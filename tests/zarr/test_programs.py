@@ -136,6 +136,39 @@ def test_attributes_and_shapes_change_and_chunks_stay(store: tstore.sync.Store) 
     assert store.snapshot().attributes("a") == {"unit": "m"}
 
 
+def test_a_dense_array_stays_dense_when_its_attributes_change(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        transaction.create_array("a", (4,), "u1", chunks=(2,))[:2].write(1)
+    with store.transaction() as transaction:
+        group(transaction, "r+")["a"].attrs["unit"] = "m"
+    with pytest.raises(NotFound, match="never written"):
+        store.snapshot().array("a").read()
+
+
+def test_attributes_change_after_a_part_of_a_chunk_was_replaced_by_all_of_it(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        transaction.create_array("a", (4,), "u1", chunks=(2,)).write(1)
+    with store.transaction() as transaction:
+        array = transaction.array("a")
+        array[0].write(2)
+        array[:2].write(3)
+        group(transaction, "r+")["a"].attrs["unit"] = "m"
+    assert store.snapshot().array("a").read().tolist() == [3, 3, 1, 1]
+
+
+def test_metadata_set_to_what_it_was_conflicts_with_a_change(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        transaction.create_array("a", (4,), "u1", attributes={"unit": "m"}).write(1)
+    former = store.transaction()
+    view = ZarrStore(former)
+    put(view, "a/zarr.json", get(view, "a/zarr.json") or b"")
+    with store.transaction() as transaction:
+        group(transaction, "r+")["a"].attrs["unit"] = "s"
+    with pytest.raises(Conflict) as caught:
+        former.commit()
+    assert caught.value.paths == ["a"]
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "bool"])
 def test_metadata_that_zarr_writes_in_other_words_keeps_the_chunks(store: tstore.sync.Store, dtype: str) -> None:
     with store.transaction() as transaction:
@@ -643,23 +676,31 @@ async def test_a_part_of_a_chunk_is_read_without_the_rest_in_a_transaction(
         assert 0 < sum(read) <= 1 << 20
 
 
-async def test_a_resize_while_a_chunk_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of the chunk is that of the former grid."""
+@pytest.mark.parametrize("change", ["resize", "another dtype"])
+async def test_a_change_of_an_array_while_a_chunk_is_written(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of the chunk is that of the former grid, or its bytes are of the former dtype."""
     store = await tstore.open(tmp_path)
     write = PackSet.write_bytes
     async with store.transaction() as tx:
         array = await tx.create_array("a", (4, 4), "u1", (2, 2), sparse=True)
         await array.write(1)
 
-        async def write_and_resize(self: PackSet, chunks: Any) -> Any:
+        async def write_and_change(self: PackSet, chunks: Any) -> Any:
             written = await write(self, chunks)
-            await array.resize((4, 6))
+            if change == "resize":
+                await array.resize((4, 6))
+            else:
+                await tx.delete("a")
+                await tx.create_array("a", (4, 4), "i1", (2, 2), sparse=True)
             return written
 
-        monkeypatch.setattr(PackSet, "write_bytes", write_and_resize)
+        monkeypatch.setattr(PackSet, "write_bytes", write_and_change)
         with pytest.raises(Misuse, match="a was resized while a chunk was written"):
-            await ZarrStore(tx).set("a/c/1/0", default_buffer_prototype().buffer.from_bytes(bytes([7] * 4)))
-        assert (await array.read()).tolist() == [[1, 1, 1, 1, 0, 0]] * 4
+            await ZarrStore(tx).set("a/c/1/0", default_buffer_prototype().buffer.from_bytes(bytes([200] * 4)))
+        expected = [[1, 1, 1, 1, 0, 0]] * 4 if change == "resize" else [[0] * 4] * 4
+        assert (await (await tx.array("a")).read()).tolist() == expected
 
 
 def test_a_pickle_of_the_store_of_a_transaction_stays_read_only(store: tstore.sync.Store) -> None:

@@ -293,6 +293,11 @@ _SHORT = 64 << 10  # bytes that are hashed in less time than the hop to a thread
 
 def _in_grid(node: Node, meta: ArrayMeta) -> tuple[Table, ...]:
     """Return the chunks of an array as those of other metadata; those outside of its grid are dropped."""
+    if not _same_chunks(node.meta, meta):
+        raise Misuse(
+            f"{node.path} was deleted and created again while its metadata was set; await one before starting the "
+            "other"
+        )
     check_in_grid(node.path, node.meta, last_number(node.tables))
     return resized(node.tables, node.meta, meta)
 
