@@ -130,6 +130,8 @@ def pytrees(_: Path) -> None:
     same({"i4": tree["i4"], "key": tree["key"]}, renamed)
     assert tstore.jax.restore(url, rename=names, only="new/*")["new"].keys() == renamed.keys()
     assert len(tstore.jax.explain(url, rename=names, only="new/*").arrays) == 2
+    with pytest.raises(NotFound, match=r"no array matches only='kee'; "):
+        tstore.jax.restore(url, only="kee")
     with pytest.raises(NotFound, match=r"'kee'.* matches nothing"):
         tstore.jax.restore(url, rename={"kee": "new"})
     f16 = jax.ShapeDtypeStruct(w.shape, jnp.float16, sharding=NamedSharding(on, P("y")))

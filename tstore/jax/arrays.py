@@ -122,7 +122,18 @@ def stored_patterns(only: Any) -> Any:
     if not isinstance(patterns, list | tuple):
         return only
     forms = [form for pattern in patterns for form in _forms(pattern)]
-    return [*patterns, *forms] if forms else only
+    return _WithForms(only, [*patterns, *forms]) if forms else only
+
+
+class _WithForms(list[str]):
+    """Patterns with others added, which an error message shows without these."""
+
+    def __init__(self, original: Any, patterns: list[str]) -> None:
+        super().__init__(patterns)
+        self._original = original
+
+    def __repr__(self) -> str:
+        return repr(self._original)
 
 
 def stored_renames(rename: Any) -> Any:
