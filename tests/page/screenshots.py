@@ -69,11 +69,11 @@ def main(target: Path) -> None:
             window.show(entrance, width=1290, height=1130)
             window.sees(f"{name} under way", "#hosts")  # after the first heartbeats
             window.sees("9 delivered", "#hosts")
-            window.wait(lambda: all(cell.text for cell in window.all("[data-bits]")[:8]))  # the rows in sight
+            window.sees("finite", ".status")  # after the first poll
+            window.wait(lambda: all(cell.text for cell in window.all("[data-shared]")[:8]))  # the rows in sight
             window.screenshot(target / "page_run.png")
             window.show(urljoin(entrance, "/-/page/tree?at=small"), width=1200, height=880, theme="dark")
-            window.wait(lambda: window.all(".twist[aria-expanded=false]"))[-1].click()
-            window.wait(lambda: len(window.all(".tree tbody tr")) == 9)  # with the layers
+            window.wait(lambda: len(window.all(".twist:not([hidden])")) == 20)  # of the groups
             window.screenshot(target / "page_tree.png")
             for commit in commits[9:]:
                 commit.start()

@@ -82,10 +82,119 @@ def test_every_view_of_the_demo_in_each_theme_and_width(
             clean(window)
 
 
+LONG_METRICS = {
+    "train/cross_entropy_loss": 1.5,
+    "eval/accuracy": 0.7081,
+    "learning_rate": 1.283e-06,
+    "grad_norm": 1.1,
+}
+SCROLLING = "return [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A store with a long path, deep groups, four metrics and a quantized copy; the last loss is infinite."""
+    folder = tmp_path / "a_folder_of_checkpoints" / "experiment_with_a_long_name_0042"
+    for step in range(2):
+        w = np.random.default_rng(7 + step).normal(size=(64, 32)).astype("float32")
+        layers = {str(i): {"feed_forward": {"up_projection": {"kernel": w}}} for i in range(3)}
+        metrics = LONG_METRICS | {"train/cross_entropy_loss": [1.5, np.inf][step]}
+        tstore.save(folder, {"model": {"encoder": {"layers": layers}}}, step=1000 * step, metrics=metrics)
+    tstore.quantize(folder, {"**": "e4m3"}, tag="small")
+    return folder
+
+
+def test_tables_and_titles_are_whole_at_any_width(window: Browser, wide: Path) -> None:
+    with viewing(wide) as entrance:
+        window.show(entrance)
+        for width in (1280, 390):
+            window.show(entrance.partition("enter")[0], width=width)
+            window.script("document.querySelector('.steps').scrollIntoView()")
+            window.sees("SQNR", "[data-quality]")  # fetched when the row is seen
+            assert window.script(SCROLLING) == 0
+            assert window.script("return document.querySelector('.address').offsetHeight") <= 50  # two lines
+            for title, newest, note in zip(*map(window.all, (".title", ".newest", ".note")), strict=True):
+                assert title.rect["x"] < newest.rect["x"] < note.rect["x"]
+                assert window.script("return arguments[0].scrollWidth <= arguments[0].offsetWidth", newest)
+            assert [newest.text for newest in window.all(".newest")][:2] == ["∞", "0.7081"]
+            assert window.all(".note")[2].text == "1.28e-06 to 1.28e-06"
+            for view in ("tree", "tree?find=kernel", "compare?after=step/1000", "compare?after=small"):
+                window.show(urljoin(entrance, f"/-/page/{view}"), width=width)
+                assert window.script(SCROLLING) == 0
+                assert window.overflow() <= 0
+
+
+def test_an_error_fits_a_narrow_window(window: Browser, run: Path) -> None:
+    with viewing(run) as entrance:
+        window.show(entrance)
+        for view in (
+            "nothing/" * 30,
+            "tree?group=" + "optimizer_state_" * 20,
+            "tensor?path=" + "attention_output/" * 10,
+            "compare?after=" + "x" * 300,
+            "tensor?path=b&window=" + "9" * 300,
+        ):
+            window.show(urljoin(entrance, f"/-/page/{view}"), width=390)
+            assert window.text("h1") in ("Not found", "A parameter is wrong")
+            assert window.overflow() <= 0
+
+
+def test_a_version_is_chosen_from_a_list(window: Browser, run: Path) -> None:
+    tstore.quantize(run, {"**": "e4m3"}, tag="small")
+    with viewing(run) as entrance:
+        window.show(entrance)
+        window.show(urljoin(entrance, "/-/page/tree?at=2"))
+        assert window.text("select option:checked").strip() == "step/1"  # by its number, too
+        options = [option.text for option in window.all("select[name=at] option")]
+        assert options == ["newest", "step/2", "step/1", "step/0", "small"]
+        window.all("option[value='step/0']")[0].click()
+        window.all("form[role=search] button")[0].click()
+        window.wait(lambda: "at=step%2F0" in window.driver.current_url)
+        window.sees("version 1", ".summary")
+        window.show(urljoin(entrance, "/-/page/compare"))
+        window.all("select[name=before] option[value='step/1']")[0].click()
+        window.all("select[name=after] option[value='small']")[0].click()
+        window.all(".bar-form button")[0].click()
+        window.sees("step 1 with small", ".summary")
+        window.sees("Relative change", ".reach")
+
+
+def test_the_first_levels_of_a_tree_are_open(window: Browser, wide: Path) -> None:
+    with viewing(wide) as entrance:
+        window.show(entrance)
+        window.show(urljoin(entrance, "/-/page/tree"))
+        names = [link.text for link in window.all(".tree tbody th a")]
+        assert names[:5] == ["model", "encoder", "layers", "0", "feed_forward"]
+        assert len(names) == 3 + 3 * 4
+        twists = window.all(".twist")
+        twists[2].click()  # folds the layers
+        assert [link.text for link in window.all(".tree tbody th a")] == ["model", "encoder", "layers"]
+        twists[2].click()
+        window.sees("0", ".tree tbody tr:nth-child(4)")
+        assert len(window.all(".tree tbody tr")) == 6  # as folded as a group that was fetched
+
+
+def test_the_status_tells_whether_the_run_is_ok(window: Browser, run: Path) -> None:
+    with viewing(run) as entrance:
+        window.show(entrance)
+        window.sees("OK", ".status .answer.good")
+        window.sees("all 528 were read", ".status")  # after the first poll
+        window.sees("not yet", ".status")
+        tree = {"params": {"dense": {"w": np.full((32, 16), np.nan, "float32")}, "b": np.zeros(16)}}
+        tstore.save(run, tree, step=3, metrics={"loss": float("nan")})
+        window.sees("Not OK", ".status .answer.bad")  # by itself
+        window.sees("NaN or infinite", ".status")
+        window.sees("1 array params/dense/w", ".status")
+        clean(window)
+        window.look(width=390, theme="dark")
+        assert window.overflow() <= 0
+        assert window.illegible() == []
+
+
 def test_the_run_of_the_demo_has_its_copies_and_the_killed_host(window: Browser, demo: Path) -> None:
     with viewing(demo) as entrance:
         window.show(entrance)
-        window.sees("dB", "[data-sqnr]")  # fetched when the row is seen
+        window.sees("dB", "[data-quality]")  # fetched when the row is seen
         window.sees("1 missing", "#hosts")
         window.sees("step/1/e4m3", ".steps")
 

@@ -32,6 +32,7 @@ ADDRESSES = [
     "?keep_last=1",
     "?keep_best=1:loss&keep_every=10",
     "hosts",
+    "status",
     "version?at=2",
     "tree",
     "tree?group=params&sort=bytes",

@@ -111,9 +111,9 @@ def test_compare_a_step_with_the_one_before_and_a_copy_with_its_source(window: B
         window.show(urljoin(entrance, "/-/page/compare?after=step/1/e3m2"))
         window.sees("step 1 with step/1/e3m2", ".summary")
         clean_in_both_themes(window)
-        norms = [float(cell.text) for cell in window.all("tbody td:nth-child(4)") if cell.text]
-        assert norms == sorted(norms, reverse=True)
-        assert norms
+        changes = [float(cell.text.removesuffix(" %")) for cell in window.all("tbody td.own") if cell.text]
+        assert changes == sorted(changes, reverse=True)
+        assert changes
         window.all("tbody th a")[0].click()
         window.sees("SQNR", "#loss-title ~ dl")
         window.show(urljoin(entrance, "/-/page/compare?before=step/1&after=step/1"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import itertools
 import json
 import math
 import re
@@ -13,6 +15,7 @@ import time
 import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -29,7 +32,7 @@ from tstore.maintenance.verify import VerifyReport
 from tstore.page import Site
 from tstore.page.distributions import value_plot
 from tstore.page.plots import bars, line, treemap
-from tstore.page.views import shell_command
+from tstore.page.views import choices, shell_command
 from tstore.server import Access, Server
 from tstore.storage.local.store import LocalStorage
 from tstore.tags import drop_tag, set_tag
@@ -41,6 +44,10 @@ async def document(server: Server, view: str, token: str = READ, **parameters: A
         response = await client("GET", f"/-/page/{view}?{query}", Accept="application/json")
         found: dict[str, Any] = json.loads(response.body)
         return {"status": response.status, **found}
+
+
+def form_token(page: str) -> str:
+    return str(re.findall('value="([0-9a-f]{64})"', page)[0])
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -238,8 +245,111 @@ async def test_the_newest_value_of_a_metric_is_told_even_if_it_is_not_finite(ser
     await tstore.save(store, {"w": np.zeros(4)}, step=30, metrics={"loss": math.nan, "norm": math.inf})
     async with client_of(server, READ) as client:
         page = (await client("GET", "/-/page/", Accept="text/html")).body.decode()
-    assert "newest NaN, 0.05 to 0.1" in page
-    assert "newest ∞, no finite value" in page
+    assert '<span class="newest bad">NaN</span> <span class="note" title="0.05 to 0.1">' in page
+    assert '<span class="newest bad">∞</span> <span class="note">no finite value</span>' in page
+
+
+async def test_the_status_of_a_run(server: Server, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = (await document(server, "status"))["status"]
+    assert (status["state"], status["look_at"]) == ("good", [])
+    assert (status["step"]["state"], status["step"]["step"]) == ("good", 20)
+    assert status["hosts"] == {"state": "", "hosts": 1, "under_way": []}
+    assert status["values"]["search"]["complete"]
+    assert status["values"]["search"]["values_read"] == 64 * 32 + 32
+    assert status["verified"] == {"state": "", "running": False, "faults": None, "age": None}
+    run = await document(server, "")
+    assert status["bytes_added"] == sum(row["bytes_added"] for row in run["rows"])
+    assert run["status"]["values"] == status["values"]  # what another request found
+    usual = status["step"]["usual"]
+    assert usual == run["rows"][0]["seconds"]
+    later = time.time() + 3600
+    monkeypatch.setattr("tstore.page.status.time", SimpleNamespace(time=lambda: later))
+    late = (await document(server, "status"))["status"]
+    assert (late["state"], late["look_at"]) == ("warn", ["step"])
+    assert 3500 < late["step"]["age"] < 3700
+    monkeypatch.undo()
+    w = np.zeros((64, 32), "float32")
+    w[3, 5], w[7, 7] = np.nan, -np.inf
+    await tstore.save(
+        store, {"params": {"w": w, "b": np.zeros(32)}}, step=30, metrics={"loss": math.inf, "lr": 1.0}
+    )
+    bad = (await document(server, "status"))["status"]
+    assert (bad["state"], bad["look_at"]) == ("bad", ["values"])
+    assert bad["values"]["metrics"] == ["loss"]
+    assert bad["values"]["search"]["found"] == {"params/w": 2}
+    assert (await document(server, ""))["status"]["state"] == "bad"
+
+
+async def test_the_status_of_a_step_that_cannot_be_read(server: Server, store: Path) -> None:
+    await tstore.save(store, {"w": np.ones((512, 64))}, step=30)  # too long to be in a record
+    pack = max(store.glob("txn/*/pack-*"), key=lambda path: path.stat().st_mtime)
+    data = bytearray(pack.read_bytes())
+    data[100] ^= 1
+    pack.write_bytes(data)
+    status = (await document(server, "status"))["status"]
+    assert status["state"] == "bad"
+    assert "w, chunk (0, 0): checksum mismatch" in status["values"]["search"]["problem"]
+    assert str(store) not in json.dumps(status)
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/status", Accept="text/html")).body.decode()
+    assert "can't be read" in html.unescape(page)
+
+
+async def test_the_status_of_stores_without_steps_or_floats(tmp_path: Path) -> None:
+    async with await tstore.open(tmp_path / "plain") as store:
+        async with Server(tmp_path / "plain", access=everybody(), page=Site()) as server:
+            empty = (await document(server, "status"))["status"]
+            assert (empty["state"], empty["step"], empty["values"]) == ("", None, None)
+            async with store.transaction() as tx:
+                await (await tx.create_array("w", shape=(64,), dtype="int64")).write(1)
+            status = (await document(server, "status"))["status"]
+            assert (status["step"]["step"], status["step"]["version"]) == (None, 1)
+            assert (status["values"]["state"], status["values"]["search"]["values_read"]) == ("", 0)
+            async with client_of(server, READ) as client:
+                for view in ("", "status"):
+                    page = (await client("GET", f"/-/page/{view}", Accept="text/html")).body.decode()
+                    assert "no floats" in page
+
+
+async def test_the_status_tells_of_hosts(server: Server, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = store / "txn" / f"step.0.{0:032x}-of-00004"
+    attempt.mkdir()
+    (attempt / "part-00000-of-00004").touch()
+    seconds = itertools.count()
+    monkeypatch.setattr("tstore.page.hosts.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+    async def hosts(beat: float) -> dict[str, Any]:
+        (attempt / "alive-00001-of-00004").write_text(json.dumps({"name": "step/30", "time": beat}))
+        found: dict[str, Any] = (await document(server, "status"))["status"]["hosts"]
+        return found
+
+    working = await hosts(time.time())
+    assert (working["state"], working["under_way"][0]["name"]) == ("good", "step/30")
+    assert working["under_way"][0]["counts"] == {"delivered": 1, "working": 1, "silent": 0, "missing": 2}
+    assert (await hosts(time.time() - 100))["state"] == "warn"
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/", Accept="text/html")).body.decode()
+    assert "1 of 4 delivered" in page
+    assert "no host is at work" in page
+
+
+async def test_the_status_tells_of_the_last_verification(
+    server: Server, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def verify(*_: object) -> VerifyReport:
+        return VerifyReport(2, 3, 3, 100, ["a fault"], [], [])
+
+    monkeypatch.setattr(tstore.Store, "verify", verify)
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/health", Accept="text/html")).body.decode()
+        await client("POST", "/-/page/health/start", {"form_token": form_token(page)})
+        while (await document(server, "health"))["running"]:
+            pass
+        page = (await client("GET", "/-/page/status", Accept="text/html")).body.decode()
+    verified = (await document(server, "status"))["status"]["verified"]
+    assert (verified["state"], verified["faults"]) == ("bad", 1)
+    assert 0 <= verified["age"] < 100
+    assert "1 fault <small>" in page
 
 
 TREE = {
@@ -301,6 +411,31 @@ async def test_the_command_and_python_list_what_the_tree_shows(tree: Path, param
     assert printed.count("'") == 2 * len(paths)
 
 
+async def test_the_first_levels_of_a_tree_are_open(tree: Path) -> None:
+    async with Server(tree, access=everybody(), page=Site()) as server:
+        rows = {row["name"]: row for row in (await document(server, "tree", sort="bytes"))["rows"]}
+        assert rows["größe"]["rows"] is None
+        assert [row["name"] for row in rows["layers"]["rows"]] == [str(i) for i in range(11, -1, -1)]
+        assert all([below["name"] for below in row["rows"]] == ["w"] for row in rows["layers"]["rows"])
+        await tstore.save(
+            tree, {"many": {str(i): {"w": np.zeros(1)} for i in range(39)}, "b": np.zeros(1)}, step=2
+        )
+        rows = {row["name"]: row for row in (await document(server, "tree"))["rows"]}
+        assert rows["many"]["rows"] is None  # 41 rows
+        deeper = (await document(server, "tree", group="many", level=1))["rows"]
+        assert [row["rows"] for row in deeper] == [None] * 39  # rows for a script
+
+
+def test_a_list_of_many_steps_has_the_newest_and_some_of_the_others() -> None:
+    tags = {f"step/{step}": step + 1 for step in range(3000)} | {"small": 3001, "good": 7, "step/7/e4m3": 3002}
+    listed = choices(tags)
+    steps = [int(tag.removeprefix("step/")) for tag, _ in listed["steps"]]
+    assert steps[:500] == list(range(2999, 2499, -1))
+    assert 300 <= len(steps[500:]) <= 500
+    assert len({before - after for before, after in itertools.pairwise(steps[500:])}) == 1
+    assert listed["tags"] == [("step/7/e4m3", 3002), ("small", 3001), ("good", 7)]
+
+
 async def test_rows_come_in_pages(tmp_path: Path) -> None:
     await tstore.save(tmp_path / "many", {f"w{i}": np.zeros(1) for i in range(250)}, step=1)
     async with Server(tmp_path / "many", access=everybody(), page=Site()) as server:
@@ -342,7 +477,7 @@ async def test_a_stopped_verification_finds_no_store_whole(
 
     async with client_of(server, READ) as client:
         page = (await client("GET", "/-/page/health", Accept="text/html")).body.decode()
-        form = {"form_token": re.findall('value="([0-9a-f]{64})"', page)[0]}
+        form = {"form_token": form_token(page)}
 
         async def ended() -> dict[str, Any]:
             found = await document(server, "health")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -67,8 +68,12 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def wait(self, condition: Callable[[], T]) -> T:
-        """Return the first true result of a condition; fail after `DEADLINE` seconds."""
-        return WebDriverWait(self.driver, DEADLINE, 0.05).until(lambda _: condition())
+        """Return the first true result of a condition; fail after `DEADLINE` seconds.
+
+        The page may replace an element while the condition looks at it: then it is tried again.
+        """
+        waiting = WebDriverWait(self.driver, DEADLINE, 0.05, ignored_exceptions=[StaleElementReferenceException])
+        return waiting.until(lambda _: condition())
 
     def all(self, selector: str) -> list[WebElement]:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
@@ -117,7 +122,8 @@ class Browser:
 
     def overflow(self) -> int:
         """Return how many pixels the content is wider than the window."""
-        overflow: int = self.script("return document.scrollingElement.scrollWidth - innerWidth")
+        root = "document.documentElement"
+        overflow: int = self.script(f"return {root}.scrollWidth - {root}.clientWidth")  # without the scroll bar
         return overflow
 
     def screenshot(self, path: Path) -> None:

@@ -3,8 +3,8 @@
 1. `site`: the requests below `/-/page/`, who may make them, and the headers of every response. `sessions`:
    browsers that have signed in. `turns`: how many views are computed at once.
 2. `views`: what a view is; `navigation`: the list of views. Each has a module: `run` (steps, metrics, retention),
-   with `hosts` under way; `tree` (groups and arrays); `tensor` (statistics of an array); `compare` (two versions);
-   `health`, with the job `verification`.
+   with `status` (is the run OK?) and `hosts` under way, from the `timeline` of steps; `tree` (groups and arrays);
+   `tensor` (statistics of an array); `compare` (two versions); `health`, with the job `verification`.
 3. `rendering`: templates and the text in them. `plots`: the geometry of plots, which templates draw as SVG;
    `distributions`: that of histograms and heat maps.
 4. `opening`: the store behind the server; the page's work runs on an event loop apart from the server's.

@@ -6,7 +6,7 @@ import math
 
 from tstore.errors import InvalidArgument, NotFound
 from tstore.maintenance.diff import ArrayDiff, Diff
-from tstore.page.views import Document, Query, at_argument, shell_command
+from tstore.page.views import Document, Query, at_argument, choices, shell_command
 from tstore.runtime.pool import run
 from tstore.saved_steps import steps_of
 from tstore.statistics.baseline import baseline
@@ -44,7 +44,7 @@ async def load(query: Query) -> Document:
     except NotFound as error:
         if names["before"]:
             raise
-        return _empty(query, names, after.version, query.message(error))
+        return await _empty(query, names, after.version, query.message(error))
     diff = await query.results.get(
         "diff",
         (query.store, earlier.version, after.version, budget),
@@ -55,7 +55,7 @@ async def load(query: Query) -> Document:
     first = query.number("first") or 0
     b, a = names["before"] or str(earlier.version), names["after"] or str(after.version)
     return {
-        **_empty(query, names, after.version, None),
+        **await _empty(query, names, after.version, None),
         "command": shell_command("diff", [query.address, b, a], ["--budget", str(budget)]),
         "python": _python(query.address, b, a, budget),
         "before": earlier.version,
@@ -70,6 +70,7 @@ async def load(query: Query) -> Document:
         "group_count": len(diff.groups),
         "values": sum(x.values for x in diff.arrays),
         "values_compared": sum(x.distance.count for x in diff.arrays if x.distance is not None),
+        "relative_change": _relative_change(diff),
         "largest_norm": max((n for x in diff.arrays if math.isfinite(n := x.relative_norm)), default=0.0),
         "count": len(rows),
         "first": first,
@@ -78,16 +79,31 @@ async def load(query: Query) -> Document:
     }
 
 
-def _empty(query: Query, names: Document, after: int, problem: str | None) -> Document:
+async def _empty(query: Query, names: Document, after: int, problem: str | None) -> Document:
     """Return the document without a version to compare with."""
     return {
         "command": shell_command("log", [query.address]),
         "python": "",
         "names": names,
+        "choices": choices(await query.store.tags()),
         "before": None,
         "after": after,
         "problem": problem,
     }
+
+
+def _relative_change(diff: Diff) -> float | None:
+    """Return the norm of all differences relative to that of the values before, None if that is not finite.
+
+    Both are of the values in chunks that differ; of a sample, each array counts as much as all its values.
+    """
+    noise = signal = 0.0
+    for row in diff.arrays:
+        if row.distance is not None and row.distance.count:
+            noise += row.distance.noise * row.values / row.distance.count
+            signal += row.distance.signal * row.values / row.distance.count
+    change = math.sqrt(noise / signal) if signal and noise >= 0 else math.inf if noise else 0.0
+    return change if math.isfinite(change) else None
 
 
 def _title(tags: dict[str, int], version: int) -> str:

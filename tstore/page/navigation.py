@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tstore.page import compare, health, hosts, run, tensor, tree
+from tstore.page import compare, health, hosts, run, status, tensor, tree
 from tstore.page.views import View
 
 __all__ = ["VIEWS"]
@@ -14,5 +14,6 @@ VIEWS = [
     View("compare", "Compare", "compare.html", compare.load),
     View("tensor", "", "tensor.html", tensor.load),
     View("health", "Health", "health.html", health.load),
+    View("status", "", "status.html", status.load),
     View("version", "", "", run.load_version),
 ]

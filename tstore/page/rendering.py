@@ -69,6 +69,19 @@ def format_number(value: float | None) -> str:
     return f"{value:.4g}" if math.isfinite(value) else {"nan": "NaN", "inf": "∞", "-inf": "−∞"}[str(value)]
 
 
+def format_bound(value: float) -> str:
+    """Format the end of a range with three significant digits."""
+    return format_number(value if isinstance(value, int) else float(f"{value:.3g}"))
+
+
+def format_percent(share: float | None) -> str:
+    """Format a share of 1 in percent with two significant digits, 100 % and more without a fraction."""
+    if share is None:
+        return "not finite"
+    percent = 100 * share
+    return f"{percent:,.0f} %" if percent >= 9.95 else f"{percent:.2g} %"
+
+
 def format_sides(lengths: Sequence[int]) -> str:
     """Format a shape, such as "1,328 × 384"."""
     return " × ".join(f"{n:,}" for n in lengths) or "scalar"
@@ -99,6 +112,14 @@ def format_seconds(seconds: float | None) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
+def format_age(seconds: float) -> str:
+    """Format how long ago something was, in the largest unit."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length):,} {unit}"
+    return f"{int(seconds)} s"
+
+
 @functools.cache
 def asset(name: str) -> tuple[bytes, str, str] | None:
     """Return the bytes, the type and the digest of a static file, None if there is no such file."""
@@ -124,9 +145,12 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "age": format_age,
         "text": _text,
         "size": format_size,
+        "bound": format_bound,
         "path": _path,
+        "percent": format_percent,
         "number": format_number,
         "seconds": format_seconds,
         "sides": format_sides,

@@ -16,13 +16,14 @@ from tstore.format.arguments import quote
 from tstore.format.paths import checked_path
 from tstore.format.patterns import compile_patterns
 from tstore.maintenance.contents import ArrayInfo, contents
-from tstore.page.views import Document, Query, at_argument, natural_order, shell_command
+from tstore.page.views import Document, Query, at_argument, choices, natural_order, shell_command
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 
 __all__ = ["load"]
 
 _ROWS = 100
+_MAX_UNFOLDED = 40  # rows of a tree whose first levels are open
 _TILES = 120  # of the treemap
 _PARTS = 4  # groups that have colours of their own, at least
 _MAX_BYTES = 0.95  # the share of the bytes of the tiles by which names and colours are chosen
@@ -38,6 +39,7 @@ _SORTS = ("name", "bytes", "values", "bits", "dtype", "codec")
 async def load(query: Query) -> Document:
     """Return the rows of one group of a version, those of one page in the order asked for.
 
+    On the first page, groups are open down to the level at which there would be too many rows: they have `rows`.
     `at` is a version or a tag, `group` a path, `find` a pattern as in `tstore ls`, or a part of a name (then the
     rows are the arrays that match, below all groups), `sort` one of the columns, `order` "up" or "down", `first`
     the number of the first row, and `level` how deep the page indents the rows.
@@ -52,6 +54,10 @@ async def load(query: Query) -> Document:
     first = query.number("first") or 0
     found = await _search(index, find) if find else None
     rows, total = await run(_select, index, group, found, sort, order)
+    shown = [row.document() for row in rows[first : first + _ROWS]]
+    whole = first == 0 and not query.number("level")  # not the rows that scripts add to a page
+    if whole:
+        await run(_unfold, index, shown, sort, order)
     at = query.parameters.get("at", "")
     path = find if _is_pattern(find) else f"**/*{find}*/**" if find else group
     return {
@@ -60,6 +66,7 @@ async def load(query: Query) -> Document:
         "version": snapshot.version,
         "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
         "at": at,
+        "choices": choices(await query.store.tags()) if whole else None,
         "group": group,
         "find": find,
         "sort": sort,
@@ -68,9 +75,9 @@ async def load(query: Query) -> Document:
         "total": total,
         "first": first,
         "count": len(rows),
-        "rows": [row.document() for row in rows[first : first + _ROWS]],
+        "rows": shown,
         "next": first + _ROWS if first + _ROWS < len(rows) else None,
-        "tiles": await run(_tiles, index, rows) if first == 0 and not query.number("level") else [],
+        "tiles": await run(_tiles, index, rows) if whole else [],
     }
 
 
@@ -97,6 +104,7 @@ class Row(NamedTuple):
             "path": self.path,
             "kind": "group" if info is None else "array",
             "arrays": self.arrays,
+            "rows": None,
             "dtype": None if info is None else info.dtype,
             "shape": None if info is None else list(info.shape),
             "chunks": None if info is None else list(info.chunks),
@@ -213,6 +221,19 @@ def _select(
     if order == "down":
         rows.reverse()
     return rows, total
+
+
+def _unfold(index: Index, rows: Sequence[Document], sort: str, order: str) -> None:
+    """Add to groups the rows directly in them, level by level, as long as there are few rows in all."""
+    room, level = _MAX_UNFOLDED - len(rows), rows
+    while groups := [row for row in level if row["kind"] == "group"]:
+        room -= sum(len(index.rows(row["path"])) for row in groups)
+        if room < 0:
+            return
+        for row in groups:
+            inner, _ = _select(index, row["path"], None, sort, order)
+            row["rows"] = [below.document() for below in inner]
+        level = [below for row in groups for below in row["rows"]]
 
 
 def _array_row(array: ArrayInfo, name: str) -> Row:

@@ -8,16 +8,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from tstore.errors import InvalidArgument
-from tstore.format.arguments import quote
+from tstore.format.arguments import quote, step_number
 from tstore.page.results import Results
 from tstore.page.verification import Verification
+from tstore.saved_steps import step_tag, steps_of
 from tstore.store import Store
 
-__all__ = ["Document", "Query", "View", "at_argument", "natural_order", "shell_command"]
+__all__ = ["Document", "Query", "View", "at_argument", "choices", "natural_order", "shell_command"]
 
 Document: TypeAlias = dict[str, Any]
 """What a view shows, as plain JSON values."""
 
+_MAX_CHOICES = 1000  # steps, and other tags, that a list offers
 _MAX_DIGITS = 20
 _NUMBERS = re.compile(r"([0-9]+)")
 _MAX_NUMBERS = 8  # of a name by which it is sorted
@@ -110,6 +112,23 @@ def natural_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key for names that puts "layers/2" before "layers/10"; it is short for any name."""
     parts = _NUMBERS.split(name, _MAX_NUMBERS)
     return [(len(part.lstrip("0")), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
+
+
+def choices(tags: Mapping[str, int]) -> Document:
+    """Return the tags to choose a version by: the steps and the others, the newest first, with their versions.
+
+    Of more than a page can list, those are left out that lie between others, the older half thinned evenly.
+    """
+    steps = [(step_tag(step), tags[step_tag(step)]) for step in reversed(steps_of(tags))]
+    others = [(tag, tags[tag]) for tag in sorted(tags, key=lambda tag: -tags[tag]) if step_number(tag) is None]
+    return {"steps": _thinned(steps), "tags": _thinned(others), "count": len(tags)}
+
+
+def _thinned(listed: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    if len(listed) <= _MAX_CHOICES:
+        return listed
+    newest, older = listed[: _MAX_CHOICES // 2], listed[_MAX_CHOICES // 2 :]
+    return newest + older[:: -(-2 * len(older) // _MAX_CHOICES)]
 
 
 def at_argument(at: str) -> str:

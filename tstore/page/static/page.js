@@ -142,9 +142,10 @@ function detailsUrl(row) { return `/-/page/version?at=${row.dataset.details}`; }
 
 function showDetails(row, found) {
   $("[data-shared]", row).textContent = formats.size(found.shared_bytes);
-  $("[data-bits]", row).textContent = found.bits_per_value.toFixed(2);
-  const sqnr = $("[data-sqnr]", row);
-  if (sqnr) sqnr.textContent = found.sqnr_db === null ? "exact" : `${found.sqnr_db.toFixed(1)} dB`;
+  const quality = $("[data-quality]", row);
+  if (!quality) return;
+  const error = found.sqnr_db === null ? "exact" : `SQNR ${found.sqnr_db.toFixed(1)} dB`;
+  quality.textContent = `${found.bits_per_value.toFixed(2)} bits / value, ${error}`;
 }
 
 function setUpDetails(root) {
@@ -163,7 +164,7 @@ const LONGEST_PRINT = 3000; // milliseconds to fetch, before printing, the detai
 addEventListener("beforeprint", () => {
   const end = performance.now() + LONGEST_PRINT;
   for (const row of all("tr[data-details]")) {
-    if ($("[data-bits]", row).textContent || performance.now() > end) continue;
+    if ($("[data-shared]", row).textContent || performance.now() > end) continue;
     const request = new XMLHttpRequest();
     request.open("GET", detailsUrl(row), false);
     request.setRequestHeader("Accept", "application/json");
@@ -212,9 +213,7 @@ function setUpTree(root) {
       while (row.nextElementSibling && Number(row.nextElementSibling.dataset.level) > level) row.nextElementSibling.remove();
     });
   }
-  const rows = all(".tree tbody tr", root);
-  rows.forEach(prepare);
-  if (rows.length === 1 && $(".twist", rows[0])) $(".twist", rows[0]).click();  // else the table is one folded row
+  all(".tree tbody tr", root).forEach(prepare);
 }
 
 // ---- what changes by itself
@@ -230,11 +229,11 @@ function setUpLive() {
       try {
         const response = await fetch(region.dataset.live, { headers: { Accept: "text/html" } });
         if (response.status === 401) return;
-        const found = $("#hosts", new DOMParser().parseFromString(await response.text(), "text/html"));
+        const found = $(`#${region.id}`, new DOMParser().parseFromString(await response.text(), "text/html"));
         if (response.ok && found) {
           seconds = Number(found.dataset.poll);
           const html = found.innerHTML;
-          if (html !== shown) region.replaceChildren(...found.childNodes);
+          if (html !== shown) keepingFocus(region, () => region.replaceChildren(...found.childNodes));
           shown = html;
           if (found.dataset.version !== version) {
             await refresh();
@@ -249,21 +248,26 @@ function setUpLive() {
   poll();
 }
 
+// Replaces what is in an element; the focus stays on the link to the same place.
+function keepingFocus(region, replace) {
+  const focused = region.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+  replace();
+  if (focused) all("a", region).find((link) => link.getAttribute("href") === focused)?.focus();
+}
+
 async function refresh() {
   if (!$("#live")) return;
   const response = await fetch(location.href, { headers: { Accept: "text/html" } });
   if (!response.ok) return;
   const page = new DOMParser().parseFromString(await response.text(), "text/html");
   const known = new Set(all("#live tbody tr:first-child th").map((cell) => cell.textContent));
-  const focused = document.activeElement && document.activeElement.closest("#live") ? document.activeElement.getAttribute("href") : null;
   for (const id of ["live", "summary"]) {
-    const [before, after] = [$(`#${id}`), $(`#${id}`, page)];
-    if (before && after) before.replaceWith(document.adoptNode(after));
+    const [region, found] = [$(`#${id}`), $(`#${id}`, page)];
+    keepingFocus(region, () => region.replaceChildren(...found.childNodes));
   }
   const fresh = all("#live .steps tbody").filter((body) => !known.has($("th", body).textContent));
   if (known.size) fresh.forEach((body) => body.classList.add("new"));
   setUp($("#live"));
-  if (focused) { const link = all("#live a").find((a) => a.getAttribute("href") === focused); if (link) link.focus(); }
   announce(fresh.length ? `New: ${$("#summary").textContent.replace(/\s+/g, " ").trim()}` : "The run has changed");
 }
 
