@@ -139,7 +139,7 @@ def test_export_says_what_it_leaves_out(tmp_path: Path, call: Call) -> None:
     blocking.save(tmp_path / "store", {"x": np.zeros(3), "epoch": 3, "name": "run"}, 0)
     code, out, _ = call("export", tmp_path / "store", tmp_path / "out.safetensors")
     assert code == 0
-    assert out.splitlines()[1] == "not exported, because they are not arrays: epoch, name"
+    assert out.splitlines()[1] == "not exported: epoch, name"
 
 
 def test_log(store: Path, call: Call) -> None:

@@ -68,6 +68,11 @@ def test_a_folder_by_size_and_back(store: Path, tmp_path: Path, call: Call) -> N
     ("arguments", "message"),
     [
         (["out.pt"], "does not write .pt, the suffix of torch.save"),
+        (["out.safetensor"], ".safetensor is not the suffix of a format that tstore writes"),
+        (["out.zarr", "--strip", "a."], "--strip is for the names in"),
+        (["out", "--subtree", "c"], "has no array at or below 'c'; pass the path of a group"),
+        (["out", "--strip", "module."], "no name begins with 'module.', which was to be stripped"),
+        (["out.zarr", "--subtree", "b"], "b is an array; pass a group above it"),
         (["out.npz"], "does not write .npz, the suffix of NumPy"),
         (["out.zip"], "does not write .zip, the suffix of zip archives"),
         (["out", "--keep-exmy"], "--keep-exmy is for a Zarr folder or a reference file"),

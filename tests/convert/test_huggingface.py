@@ -14,7 +14,9 @@ import pytest
 import safetensors.numpy
 
 import tstore
+import tstore.sync as blocking
 from tests.support.weights import example, raw
+from tstore.cli import main
 from tstore.convert.exporting import export_huggingface, export_safetensors, format_of
 from tstore.convert.huggingface import open_index
 from tstore.convert.importing import ImportReport, SourceKind, import_checkpoint, recognize
@@ -123,6 +125,15 @@ def test_no_name_of_another_format_becomes_safetensors() -> None:
             format_of(name)
     with pytest.raises(InvalidArgument, match="json is the suffix of a reference file; pass --references"):
         format_of("a.index.json")
+
+
+def test_a_suffix_that_no_format_has_is_refused() -> None:
+    for name in ("model.foo", "model.safetensor", "a/b.Tensors", "model.v2"):
+        with pytest.raises(InvalidArgument, match=r"is not the suffix of a format .* end it with a slash"):
+            format_of(name)
+    assert {format_of(name) for name in ("model.foo/", "Qwen2.5", "llama-3.1-8b", "a.foo/b", ".hidden")} == {
+        "huggingface"
+    }
 
 
 def test_files_that_are_no_checkpoints_are_named_for_what_they_are(tmp_path: Path) -> None:
@@ -286,3 +297,21 @@ async def test_pieces_are_joined_and_checked(tmp_path: Path) -> None:
     for values, offsets in ((whole, far), (np.ones((0, 2, 2), "f4"), [0, 1 << 62, 1 << 62])):
         write_piece(model / "1.safetensors", values, offsets)
         await refused(model)
+
+
+# ---- a model of a training step
+
+
+def test_a_model_of_a_training_step_is_read_by_transformers(tmp_path: Path) -> None:
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes))
+    wrapped = {f"module.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
+    blocking.save(tmp_path / "run", {"model": wrapped, "optimizer": {"step": np.ones(3)}, "epoch": 3}, 7)
+    options = ["--subtree", "model", "--strip", "module."]
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "exported"), *options]) == 0
+    model.config.save_pretrained(tmp_path / "exported")
+    loaded, info = transformers.BertModel.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(info.values())
+    for (name, tensor), again in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(tensor, again), name

@@ -15,8 +15,14 @@ import safetensors.numpy
 import tstore.sync as tstore
 from tests.support.lazy import lazy
 from tests.support.sources import imported, untold_additions, untold_removals
-from tstore.convert.exporting import export_huggingface
+from tstore.checkpoint.structure import flatten
+from tstore.convert.dcp import open_dcp
+from tstore.convert.dcp_export import export_dcp
+from tstore.convert.exporting import export_huggingface, export_safetensors
+from tstore.convert.gguf_export import export_gguf
 from tstore.convert.importing import recognize
+from tstore.convert.references import export_references
+from tstore.convert.zarr_export import export_zarr
 from tstore.errors import InvalidArgument
 
 torch = lazy("torch")
@@ -170,3 +176,63 @@ def test_a_step_of_orbax_is_not_committed_by_its_name_or_without_the_time(tmp_pa
     )
     with pytest.raises(InvalidArgument, match="has not committed, as _CHECKPOINT_METADATA tells"):
         recognize([tmp_path / "3"])
+
+
+# ---- exports
+
+EXPORTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "out.safetensors": (export_safetensors, ["epoch", "none", "attributes of model"]),
+    "out": (export_huggingface, ["epoch", "none", "attributes of model"]),
+    "out.gguf": (export_gguf, ["epoch", "none", "attributes of model"]),
+    "dcp": (export_dcp, ["attributes of model"]),
+    "out.zarr": (export_zarr, ["epoch", "none"]),
+    "refs.json": (export_references, ["epoch", "none"]),
+}
+"""For each exporter: the name of a result, and what it can't hold of the checkpoint below."""
+
+
+def names_in(out: Path) -> list[str]:
+    """Return the sorted names of the arrays in a result."""
+    match out.name:
+        case "out.safetensors":
+            return sorted(safetensors.numpy.load_file(out))
+        case "out":
+            return sorted(safetensors.numpy.load_file(out / "model.safetensors"))
+        case "out.gguf":
+            return sorted(tensor.name for tensor in lazy("gguf").GGUFReader(out).tensors)
+        case "dcp":
+            return sorted(flatten(open_dcp(str(out))[0])[1])
+        case "refs.json":
+            names = (name.rpartition("/")[0] for name in json.loads(out.read_text())["refs"] if "/c/" in name)
+            return sorted({name.removesuffix("/c") for name in names})
+    return sorted(p.relative_to(out).parent.as_posix() for p in out.rglob("c"))
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_export_tells_what_it_does_not_hold_and_takes_a_part(tmp_path: Path, name: str) -> None:
+    export, left_out = EXPORTS[name]
+    if name == "out.gguf":
+        pytest.importorskip("gguf")
+    store = tmp_path / "store"
+    model = {"m": {"w": np.ones(32, "f4")}, "b": np.ones(3, "f4")}
+    tstore.save(store, {"model": model, "optimizer": np.ones(2, "f4"), "epoch": 3, "none": None, "empty": {}}, 1)
+    with tstore.open(store).transaction() as tx:
+        tx.create_group("model", {"kind": "mlp"})
+    report = asyncio.run(export(store, tmp_path / name, at=2))
+    assert report.left_out == left_out
+    (tmp_path / "part").mkdir()
+    part = tmp_path / "part" / name
+    report = asyncio.run(export(store, part, at=2, subtree="model"))
+    assert (report.tensors, report.left_out) == (2, [text for text in left_out if "model" in text])
+    flat = name in ("out.safetensors", "out", "out.gguf")
+    assert names_in(part) == ["b", "m.w" if flat else "m/w"]
+    with pytest.raises(
+        InvalidArgument, match=r"no array at or below 'mo'; .*its outermost names are: model, optimizer"
+    ):
+        asyncio.run(export(store, tmp_path / "part" / f"2{name}", subtree="mo"))
+    if flat:
+        (tmp_path / "stripped").mkdir()
+        asyncio.run(export(store, tmp_path / "stripped" / name, subtree="model", strip="m."))
+        with pytest.raises(InvalidArgument, match="no name begins with 'x', which was to be stripped"):
+            asyncio.run(export(store, tmp_path / "stripped" / f"2{name}", strip="x"))
+        assert names_in(tmp_path / "stripped" / name) == ["b", "w"]

@@ -199,7 +199,7 @@ def show_exported(report: Document) -> None:
         print(escape(f'to read it: zarr.open_group("reference://", mode="r", storage_options={options})'))
     _show_low_bits(report)
     if report["left_out"]:
-        print(escape(f"not exported, because they are not arrays: {abbreviate(report['left_out'], 20)}"))
+        print(escape(f"not exported: {abbreviate(report['left_out'], 20)}"))
     if report["unlisted"]:
         print(
             escape(

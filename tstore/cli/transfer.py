@@ -156,6 +156,18 @@ def import_checkpoint(
     "for a folder that suits many chunks and needs fastparquet.",
 )
 @click.option(
+    "--subtree",
+    default="",
+    metavar="PATH",
+    help="Only what is at or below this path, such as model of a training step; names begin below it.",
+)
+@click.option(
+    "--strip",
+    default="",
+    metavar="PREFIX",
+    help="Strip a prefix, such as module., of the names in safetensors and GGUF files; names without it stay.",
+)
+@click.option(
     "--keep-exmy",
     is_flag=True,
     help="Keep quantized arrays encoded in a Zarr folder or a reference file; only programs with the package exmy "
@@ -187,6 +199,8 @@ def export(
     out: str,
     at: int | str | None,
     to: FileFormat | None,
+    subtree: str,
+    strip: str,
     keep_exmy: bool,
     layout: Layout | None,
     requantize: str | None,
@@ -207,13 +221,19 @@ def export(
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
     file_format: FileFormat = to or format_of(out)
     for name in ("safetensors", "gguf"):
-        if file_format != "references" and (file_format == name) != (format_of(out) == name):
+        if file_format != "references" and (file_format == name) != (format_of(f"{out}/") == name):
             raise click.UsageError(f"{out}: only --to {name} writes a file whose name ends in .{name}")
     if max_shard_size is not None and file_format != "huggingface":
         raise click.UsageError("--max-shard-size is for a Hugging Face folder; pass a folder as OUT, without --to")
     if keep_exmy and file_format not in ("zarr", "references"):
         raise click.UsageError("--keep-exmy is for a Zarr folder or a reference file; pass --zarr or --references")
-    options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    if strip and file_format not in ("safetensors", "huggingface", "gguf"):
+        raise click.UsageError(
+            "--strip is for the names in a safetensors or GGUF file, or in a Hugging Face folder"
+        )
+    options: dict[str, Any] = {"subtree": subtree, **({"strip": strip} if strip else {})}
+    if max_shard_size is not None:
+        options["max_shard_size"] = max_shard_size
     if keep_exmy:
         options["keep_exmy"] = True
     _add_low_bits(options, file_format, layout, requantize)

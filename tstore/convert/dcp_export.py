@@ -18,9 +18,10 @@ from tstore.array import Array
 from tstore.checkpoint.structure import unflatten
 from tstore.convert.exporting import ExportReport, ProgressCallback, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
+from tstore.convert.names import attributes_in, below, subtree_of
 from tstore.errors import InvalidArgument, parsing
 from tstore.format.arrays.tensors import TORCH_DTYPES
-from tstore.format.tree_document import TreeDocument, stored_document
+from tstore.format.tree_document import TreeDocument
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.storage.local.atomic_file import mapped_errors, new_folder
@@ -39,13 +40,14 @@ async def export_dcp(
     *,
     at: int | str | None = None,
     step: int | None = None,
+    subtree: str = "",
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
-    """Write a checkpoint to a new folder that torch.distributed.checkpoint loads; return a summary.
+    """Write a checkpoint, or its part `subtree`, to a new folder that torch.distributed.checkpoint loads.
 
-    The tree becomes a state dict: tuples of arrays are lists there, and keys are text. One tensor at a time is in
-    memory. Raise `InvalidArgument` (PyTorch is not installed, or lacks a dtype; two leaves have the same name; the
-    tree is not a dict), `AlreadyExists`, and the errors of reading.
+    Return a summary. The tree becomes a state dict: tuples of arrays are lists there, and keys are text. One
+    tensor at a time is in memory. Raise `InvalidArgument` (PyTorch is not installed, or lacks a dtype; two
+    leaves have the same name; the tree is not a dict), `AlreadyExists`, and the errors of reading.
     """
     path = os.fspath(folder)
     try:
@@ -54,7 +56,8 @@ async def export_dcp(
         raise InvalidArgument(f"{path}: a DCP folder is written by PyTorch; run pip install torch") from error
     async with opened(store, "r") as opened_store:
         snapshot = await snapshot_to_export(opened_store, at, step)
-        arrays = {leaf: await snapshot.array(leaf) for leaf in snapshot.paths()}
+        document, paths = subtree_of(snapshot, subtree)
+        arrays = {leaf: await snapshot.array(leaf) for leaf in paths}
         total, done = sum(array.nbytes for array in arrays.values()), 0
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
@@ -70,8 +73,8 @@ async def export_dcp(
             return values.reshape(arrays[leaf].shape)
 
         refuse_existing(path)
-        await run(_write_folder, path, _state_dict(snapshot, arrays), read)
-    return ExportReport(snapshot.version, len(arrays), total, 1, [])
+        await run(_write_folder, path, _state_dict(snapshot, document, subtree, arrays), read)
+    return ExportReport(snapshot.version, len(arrays), total, 1, attributes_in(snapshot, subtree))
 
 
 class _Leaf:
@@ -84,14 +87,13 @@ class _Leaf:
         return self
 
 
-def _state_dict(snapshot: Snapshot, arrays: dict[str, Array]) -> dict[Any, Any]:
+def _state_dict(
+    snapshot: Snapshot, document: TreeDocument | None, subtree: str, arrays: dict[str, Array]
+) -> dict[Any, Any]:
     """Return the tree of a checkpoint with `_Leaf` in place of arrays; raise `InvalidArgument` if not a dict."""
     leaves = {path: _Leaf(path, array) for path, array in arrays.items()}
-    document: TreeDocument | None = stored_document(
-        snapshot.reserved_attributes().get("structure"), snapshot.paths()
-    )
     if document is None:
-        return dict(leaves)
+        return {below(path, subtree): leaf for path, leaf in leaves.items()}
     with parsing(f"version {snapshot.version}: its structure"):
         tree = unflatten(document, leaves)
     if not isinstance(tree, dict):

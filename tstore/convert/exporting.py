@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -57,6 +58,7 @@ FileFormat: TypeAlias = Literal["safetensors", "huggingface", "gguf", "dcp", "za
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """A function that is called with the number of bytes written so far and in total."""
 
+_SUFFIX = re.compile(r"\.[a-z][a-z0-9]*")  # not the end of llama-3.1 or gpt-0.5b
 _OTHER_SUFFIXES = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch.save, whose files are pickles"),
     **dict.fromkeys((".npz", ".npy"), "NumPy, which has no bfloat16"),
@@ -69,9 +71,10 @@ _OTHER_SUFFIXES = {
 class ExportReport(NamedTuple):
     """The result of an export.
 
-    `left_out` names the values that are not arrays, which the files can't hold. `quantized` says, for files of
-    safetensors and GGUF, what became of each quantized array. `unlisted` names the arrays that are in a Zarr
-    folder or reference file, but not among the members of their groups, because zarr-python lacks their dtype.
+    `left_out` names what the files can't hold: values that are not arrays, and attributes. `quantized` says, for
+    files of safetensors and GGUF, what became of each quantized array. `unlisted` names the arrays that are in a
+    Zarr folder or reference file, but not among the members of their groups, because zarr-python lacks their
+    dtype.
     """
 
     version: int
@@ -115,6 +118,7 @@ class _Source(NamedTuple):
 def format_of(out: StrPath) -> FileFormat:
     """Return the format for the name of an export: its suffix without the dot, or `huggingface` for a folder.
 
+    A name without a suffix is that of a folder, as is one that ends in a slash, or in a version such as `-3.1`.
     Raise `InvalidArgument` for the suffix of a format that tstore does not write.
     """
     name = os.path.basename(os.fspath(out).rstrip("/")).lower()
@@ -135,6 +139,11 @@ def format_of(out: StrPath) -> FileFormat:
             f"{os.fspath(out)}: tstore does not write {suffix}, the suffix of {_OTHER_SUFFIXES[suffix]}; export "
             "to a name that ends in .safetensors, or to a folder"
         )
+    if _SUFFIX.fullmatch(suffix) and not os.fspath(out).endswith("/"):
+        raise InvalidArgument(
+            f"{os.fspath(out)}: {suffix} is not the suffix of a format that tstore writes: .safetensors, .gguf "
+            "or .zarr; for a folder of that name, end it with a slash"
+        )
     return "huggingface"
 
 
@@ -154,17 +163,21 @@ async def export_safetensors(
     *,
     at: int | str | None = None,
     step: int | None = None,
+    subtree: str = "",
+    strip: str = "",
     layout: Layout = "decoded",
     requantize: Literal["fp8"] | None = None,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
     """Write the version or tag `at`, or a step (by default the newest), to the new file `out`; return a summary.
 
-    An imported file is exported again byte for byte if the safetensors package wrote it. With `layout="fp8"`,
-    quantized arrays whose values FP8 has are written as F8_E4M3 or F8_E5M2 with float32 scales at `NAME_scale`;
-    with `requantize="fp8"`, the values of all others are rounded to F8_E4M3. Raise `AlreadyExists` (`out` exists;
-    it is unchanged), `NotAStore`, `NotFound`, `Corrupt`, `InvalidArgument` (two arrays with the same name, or a
-    dtype that safetensors lacks), `StorageFull`.
+    With `subtree`, only the arrays at or below this path are written, by their names below it; names lose the
+    prefix `strip`, and those without it stay. So `subtree="model"` makes a model of a training step, and
+    `strip="module."` undoes a wrapper. An imported file is exported again byte for byte if the safetensors
+    package wrote it. With `layout="fp8"`, quantized arrays whose values FP8 has are written as F8_E4M3 or
+    F8_E5M2 with float32 scales at `NAME_scale`; with `requantize="fp8"`, the values of all others are rounded to
+    F8_E4M3. Raise `AlreadyExists` (`out` exists; it is unchanged), `NotAStore`, `NotFound`, `Corrupt`,
+    `InvalidArgument` (two arrays with the same name, or a dtype that safetensors lacks), `StorageFull`.
     """
     checked_layout(layout, requantize)
     if layout == "compressed-tensors":
@@ -173,7 +186,9 @@ async def export_safetensors(
             "export_huggingface, or to a name without .safetensors"
         )
     async with opened(store, "r") as opened_store:
-        source = await _source(await snapshot_to_export(opened_store, at, step), layout, requantize)
+        source = await _source(
+            await snapshot_to_export(opened_store, at, step), subtree, strip, layout, requantize
+        )
         # the tensors of an imported file keep their order
         specs = source.specs() if source.metadata is not None else sort_tensors(source.specs())
         counter = _Progress(source.bytes, progress)
@@ -187,6 +202,8 @@ async def export_huggingface(
     *,
     at: int | str | None = None,
     step: int | None = None,
+    subtree: str = "",
+    strip: str = "",
     max_shard_size: int = MAX_SHARD_SIZE,
     layout: Layout = "decoded",
     requantize: Literal["fp8"] | None = None,
@@ -196,7 +213,7 @@ async def export_huggingface(
 
     The files are named `model.safetensors`, or, if the tensors have more than `max_shard_size` bytes,
     `model-00001-of-00002.safetensors` and so on with the index `model.safetensors.index.json`, which is written
-    last. A tensor is never split. `layout` and `requantize` are as in `export_safetensors`;
+    last. A tensor is never split. The other arguments are as in `export_safetensors`;
     `layout="compressed-tensors"` writes the matrices NAME.weight that are quantized in the layout of that package
     (`layouts`), with its quantization_config in config.json: merge that file into the model's own. Raise the
     errors of `export_safetensors`.
@@ -204,7 +221,9 @@ async def export_huggingface(
     checked_layout(layout, requantize)
     limit, path = checked_index("max_shard_size", max_shard_size), os.fspath(folder)
     async with opened(store, "r") as opened_store:
-        source = await _source(await snapshot_to_export(opened_store, at, step), layout, requantize)
+        source = await _source(
+            await snapshot_to_export(opened_store, at, step), subtree, strip, layout, requantize
+        )
         metadata = {"format": "pt"} if source.metadata is None else source.metadata
         shards = _shards(source.specs(), limit)
         counter = _Progress(source.bytes, progress)
@@ -250,8 +269,8 @@ def _write_json(path: str, document: Mapping[str, Any]) -> None:
         write_all(fd, [text.encode()], 0)
 
 
-async def _source(snapshot: Snapshot, layout: Layout, requantize: str | None) -> _Source:
-    paths, left_out = paths_by_name(snapshot)
+async def _source(snapshot: Snapshot, subtree: str, strip: str, layout: Layout, requantize: str | None) -> _Source:
+    paths, left_out = paths_by_name(snapshot, subtree, strip)
     arrays = {name: await snapshot.array(path) for name, path in paths.items()}
     low_bits = await LowBits.plan(snapshot, arrays, layout, requantize=requantize is not None)
     return _Source(snapshot.version, arrays, file_metadata(snapshot), left_out, low_bits)

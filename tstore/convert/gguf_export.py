@@ -72,6 +72,8 @@ async def export_gguf(
     *,
     at: int | str | None = None,
     step: int | None = None,
+    subtree: str = "",
+    strip: str = "",
     requantize: GgufType | None = None,
     architecture: str = "unknown",
     progress: ProgressCallback | None = None,
@@ -80,10 +82,11 @@ async def export_gguf(
     summary.
 
     Quantized arrays whose values Q4_0, MXFP4 or Q8_0 has exactly are written so. The others are decoded, or
-    quantized again with `requantize`, which rounds their values. Everything else keeps its dtype. `architecture`
-    is the metadata that llama.cpp takes for the kind of model. One array at a time is in memory. Raise
-    `InvalidArgument` (the package gguf is not installed; two arrays with the same name, a dtype, a name or a
-    number of axes that GGUF lacks) and the errors of `export_safetensors`.
+    quantized again with `requantize`, which rounds their values. Everything else keeps its dtype. `subtree` and
+    `strip` are as in `export_safetensors`. `architecture` is the metadata that llama.cpp takes for the kind of
+    model. One array at a time is in memory. Raise `InvalidArgument` (the package gguf is not installed; two
+    arrays with the same name, a dtype, a name or a number of axes that GGUF lacks) and the errors of
+    `export_safetensors`.
     """
     path = os.fspath(out)
     if requantize not in (None, "q8_0", "q4_0"):
@@ -94,7 +97,7 @@ async def export_gguf(
         raise InvalidArgument(f"{path}: a GGUF file needs the package gguf; run pip install gguf") from error
     async with opened(store, "r") as opened_store:
         snapshot = await snapshot_to_export(opened_store, at, step)
-        paths, left_out = paths_by_name(snapshot)
+        paths, left_out = paths_by_name(snapshot, subtree, strip)
         arrays = {name: await snapshot.array(leaf) for name, leaf in paths.items()}
         _check(path, arrays)
         refuse_existing(path)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tstore.errors import InvalidArgument, bullet_list, parsing
-from tstore.format.tree_document import TreeDocument, expanded, stored_document
+from tstore.checkpoint.structure import path_part
+from tstore.errors import InvalidArgument, bullet_list, name_list, parsing
+from tstore.format.arguments import quote
+from tstore.format.paths import is_at_or_below
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.format.tree_document import TreeDocument, expanded, paths_in, stored_document
 from tstore.snapshot import Snapshot
 
-__all__ = ["ATTRIBUTE", "file_metadata", "paths_by_name"]
+__all__ = ["ATTRIBUTE", "attributes_in", "below", "file_metadata", "paths_by_name", "subtree_of", "values_beside"]
 
 ATTRIBUTE = "safetensors"
 """The attribute of the root group with the metadata of the safetensors files that were imported."""
@@ -22,20 +26,74 @@ def file_metadata(snapshot: Snapshot) -> dict[str, str] | None:
     return None
 
 
-def paths_by_name(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
-    """Return the path of each array by its name in the file, and the names of the values that are not arrays."""
-    document = stored_document(snapshot.reserved_attributes().get("structure"), snapshot.paths())
+def subtree_of(snapshot: Snapshot, subtree: str) -> tuple[TreeDocument | None, list[str]]:
+    """Return the structure of the part of a checkpoint at a path, "" for all, and the paths of its arrays.
+
+    The structure is None where other arrays are than were saved. Raise `InvalidArgument` if no array is at or
+    below the path.
+    """
+    every = snapshot.paths()
+    paths = [path for path in every if is_at_or_below(path, subtree)]
+    if subtree and not paths:
+        groups = sorted({path.partition("/")[0] for path in every})
+        raise InvalidArgument(
+            f"{snapshot.location} has no array at or below {quote(subtree)}; pass the path of a group, with its "
+            f"keys joined by '/'; {name_list('outermost names', groups)}"
+        )
+    document = stored_document(snapshot.reserved_attributes().get("structure"), every)
+    for part in subtree.split("/") if subtree else ():
+        if document is None:
+            break
+        document = next((child for key, child in _children(document) if path_part(key) == part), None)
+    if document is None or sorted(paths_in(document)) != sorted(paths):
+        return None, paths
+    return document, paths
+
+
+def below(path: str, subtree: str) -> str:
+    """Return a path at or below a subtree relative to it."""
+    return path[len(subtree) :].removeprefix("/") if subtree else path
+
+
+def values_beside(snapshot: Snapshot, subtree: str) -> list[str]:
+    """Return the paths, relative to a subtree, of the values in it that are not arrays."""
+    document, _ = subtree_of(snapshot, subtree)
+    return [] if document is None else ["/".join(keys) for keys, path in _leaves(document, ()) if path is None]
+
+
+def attributes_in(snapshot: Snapshot, subtree: str) -> list[str]:
+    """Return a phrase for each group and array at or below a path that has attributes."""
+    nodes = [path for path in snapshot.tree.nodes if is_at_or_below(path, subtree)]
+    own = {RESERVED_ATTRIBUTE, ATTRIBUTE}
+    return [
+        f"attributes of {path or 'the root'}" for path in sorted(nodes) if snapshot.attributes(path).keys() - own
+    ]
+
+
+def paths_by_name(snapshot: Snapshot, subtree: str = "", strip: str = "") -> tuple[dict[str, str], list[str]]:
+    """Return the path of each array by its name in the file, and what the file can't hold.
+
+    Names begin below `subtree`, and without `strip`. Raise `InvalidArgument` if no name begins with `strip`, or
+    two arrays have the same name.
+    """
+    document, paths = subtree_of(snapshot, subtree)
     if document is None:
-        pairs = [(path.replace("/", "."), path) for path in snapshot.paths()]
+        pairs = [((below(path, subtree) or _last(path)).replace("/", "."), path) for path in paths]
         left_out = []
     else:
         with parsing(f"version {snapshot.version}: its structure"):
             leaves = list(_leaves(document, ()))
-        pairs = [(name, path) for name, path in leaves if path is not None]
-        left_out = [name for name, path in leaves if path is None]
+        pairs = [(".".join(keys or (_last(path),)), path) for keys, path in leaves if path is not None]
+        left_out = [".".join(keys) for keys, path in leaves if path is None]
+    if strip and not any(name.startswith(strip) for name, _ in pairs):
+        raise InvalidArgument(
+            f"{snapshot.location}: no name begins with {quote(strip)}, which was to be stripped; "
+            f"{name_list('names', [name for name, _ in pairs])}"
+        )
     names: dict[str, str] = {}
     clashes = []
-    for name, path in pairs:
+    for full, path in pairs:
+        name = full.removeprefix(strip) or full
         if name in names:
             clashes.append(f"{names[name]} and {path} would both be {name!r}")
         names.setdefault(name, path)
@@ -44,24 +102,34 @@ def paths_by_name(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
             f"version {snapshot.version} can't be exported: joining keys by '.' gives several arrays the same "
             f"name; rename their keys and save again:{bullet_list(clashes)}"
         )
-    return names, left_out
+    return names, left_out + attributes_in(snapshot, subtree)
 
 
-def _leaves(document: TreeDocument, keys: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
-    """Yield the name of each leaf of a structure document, in order, with its path, None if it is not an array."""
+def _last(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _leaves(document: TreeDocument, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str | None]]:
+    """Yield the keys of each leaf of a structure document, in order, with its path, None if it is not an array."""
+    node = expanded(document)
+    if node[0] in ("array", "scalar"):
+        yield keys, node[1]
+    elif node[0] in _CONTAINERS:
+        for key, child in _children(node):
+            yield from _leaves(child, (*keys, key))
+    else:
+        yield keys, None
+
+
+_CONTAINERS = ("dict", "dataclass", "namedtuple", "list", "tuple")
+
+
+def _children(document: TreeDocument) -> Iterator[tuple[str, TreeDocument]]:
+    """Yield the members of a container with the text of their keys; none for a leaf."""
     match expanded(document):
-        case ["array" | "scalar", path]:
-            yield ".".join(keys) if keys else path, path
         case ["dict", items]:
-            for (_, key), child in items:
-                yield from _leaves(child, (*keys, key))
+            yield from ((key, child) for (_, key), child in items)
         case ["dataclass" | "namedtuple", _, items]:
-            for field, child in items:
-                yield from _leaves(child, (*keys, field))
+            yield from items
         case ["list" | "tuple", items]:
-            for i, child in enumerate(items):
-                yield from _leaves(child, (*keys, str(i)))
-        case ["none"]:
-            return
-        case _:
-            yield ".".join(keys), None
+            yield from ((str(i), child) for i, child in enumerate(items))

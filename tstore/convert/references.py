@@ -21,6 +21,7 @@ import msgspec
 from tstore.array import Array
 from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
 from tstore.convert.files import StrPath, exported_file, refuse_existing
+from tstore.convert.names import below, subtree_of, values_beside
 from tstore.convert.zarr_export import (
     chunk_name,
     consolidate,
@@ -49,16 +50,17 @@ async def export_references(
     *,
     at: int | str | None = None,
     step: int | None = None,
+    subtree: str = "",
     keep_exmy: bool = False,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
-    """Write the references of a version to a new file (`.json`) or folder (`.parq`, `.parquet`); return a summary.
+    """Write the references of a version, or of its group `subtree`, to a new file (`.json`) or folder (`.parq`).
 
-    With it, zarr-python reads the version through the file system `reference://` of fsspec, without tstore,
-    until the version is collected. The chunks stay in the store; those that are stored in a record are copied
-    into the file. A Parquet folder needs the package fastparquet, here and where it is read. Arrays of a dtype
-    that zarr-python lacks, such as bfloat16, are in the file, but not among the members of their groups; the
-    summary names them in `unlisted`.
+    Return a summary. A folder may also end in `.parquet`. With it, zarr-python reads the version through the
+    file system `reference://` of fsspec, without tstore, until the version is collected. The chunks stay in the
+    store; those that are stored in a record are copied into the file. A Parquet folder needs the package
+    fastparquet, here and where it is read. Arrays of a dtype that zarr-python lacks, such as bfloat16, are in
+    the file, but not among the members of their groups; the summary names them in `unlisted`.
 
     Raise `InvalidArgument` for another name, a store in memory, and an array that other programs can't read (in an
     eXmY format, unless `keep_exmy`); `AlreadyExists`, `NotFound` (a chunk of a dense array was never written),
@@ -69,13 +71,13 @@ async def export_references(
     refuse_existing(path)
     async with opened(store, "r") as opened_store:
         snapshot = await snapshot_to_export(opened_store, at, step)
-        arrays = {name: await snapshot.array(name) for name in snapshot.paths()}
-        source = _Source(snapshot, _url_for_fsspec(opened_store.url), arrays)
+        arrays = {below(path, subtree): await snapshot.array(path) for path in subtree_of(snapshot, subtree)[1]}
+        source = _Source(snapshot, _url_for_fsspec(opened_store.url), subtree, arrays)
         source.check_readable(keep_exmy)
         report = _Reporter(arrays, progress)
         files = await write(path, source, report)
-        unlisted = unlisted_elsewhere(snapshot, arrays)
-    return ExportReport(snapshot.version, len(arrays), report.total, files, [], unlisted=unlisted)
+        left_out, unlisted = values_beside(snapshot, subtree), unlisted_elsewhere(arrays)
+    return ExportReport(snapshot.version, len(arrays), report.total, files, left_out, unlisted=unlisted)
 
 
 def is_parquet(path: str) -> bool:
@@ -119,10 +121,11 @@ def _url_for_fsspec(url: str) -> str:
 
 @dataclass(frozen=True)
 class _Source:
-    """The version whose chunks are referred to, and the URL of its store."""
+    """The version whose chunks are referred to, the URL of its store, and the arrays of a subtree by path."""
 
     snapshot: Snapshot
     url: str
+    subtree: str
     arrays: Mapping[str, Array]
 
     def check_readable(self, keep_exmy: bool) -> None:
@@ -135,16 +138,16 @@ class _Source:
 
     def meta(self, name: str) -> ArrayMeta:
         """Return the metadata of an array."""
-        return self.snapshot.tree.nodes[name].meta
+        return self.snapshot.tree.nodes[self.arrays[name].path].meta
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         """Return the metadata of each group and array by path.
 
         Each group repeats that of all below it, since zarr-python can't list groups through `reference://`.
         """
-        nodes = plain_nodes(self.snapshot, keep_exmy=True)
+        nodes = plain_nodes(self.snapshot, self.subtree, keep_exmy=True)
         groups = [path for path, fields in nodes.items() if fields["node_type"] == "group" and "\\" not in path]
-        consolidate(nodes, groups, unlisted_elsewhere(self.snapshot, self.arrays))
+        consolidate(nodes, groups, unlisted_elsewhere(self.arrays))
         return nodes
 
     def key(self, pack: str) -> str:
@@ -166,13 +169,13 @@ class _Source:
 
     async def rows(self, name: str) -> AsyncIterator[list[ChunkRow]]:
         """Yield the references to the chunks of an array, in rounds."""
-        async for references in self.snapshot.all_references(name, _ROUND):
+        async for references in self.snapshot.all_references(self.arrays[name].path, _ROUND):
             yield references.rows
 
     async def records(self, name: str, size: int) -> AsyncIterator[tuple[range, list[ChunkRow]]]:
         """Yield the numbers of each `size` chunks, if some exist, with the references to these."""
         count, numbers, rows = self.meta(name).chunk_count, range(0), list[ChunkRow]()
-        async for references in self.snapshot.all_references(name, _ROUND):
+        async for references in self.snapshot.all_references(self.arrays[name].path, _ROUND):
             for row in references.rows:
                 if row.number not in numbers:
                     if rows:

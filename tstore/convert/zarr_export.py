@@ -20,6 +20,8 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
+from tstore.convert.names import below, subtree_of, values_beside
+from tstore.errors import InvalidArgument
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.chunk_names import ChunkNames
 from tstore.format.arrays.codecs import chain_documents
@@ -27,7 +29,7 @@ from tstore.format.arrays.dtypes import has_ml_dtype
 from tstore.format.arrays.grid import boxes, chunk_coordinates, part_of
 from tstore.format.arrays.numcodecs_classes import misread_by_zarr
 from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.paths import parents
+from tstore.format.paths import is_at_or_below, parents
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.runtime.pool import each, run
 from tstore.snapshot import Snapshot
@@ -47,10 +49,11 @@ async def export_zarr(
     *,
     at: int | str | None = None,
     step: int | None = None,
+    subtree: str = "",
     keep_exmy: bool = False,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
-    """Write a version as a new plain folder of Zarr v3; return a summary.
+    """Write a version, or its group `subtree`, as a new plain folder of Zarr v3; return a summary.
 
     Chunks have the bytes that are stored. Where one is a whole file of a local store, on the same file system, the
     new file is a hard link to it. So replace files of the folder rather than change them in place; zarr-python and
@@ -65,9 +68,9 @@ async def export_zarr(
     path = os.fspath(folder)
     async with opened(store, "r") as opened_store:
         snapshot = await snapshot_to_export(opened_store, at, step)
-        nodes = plain_nodes(snapshot, keep_exmy=keep_exmy)
-        arrays = {name: await snapshot.array(name) for name in snapshot.paths()}
-        unlisted = unlisted_elsewhere(snapshot, arrays)
+        nodes = plain_nodes(snapshot, subtree, keep_exmy=keep_exmy)
+        arrays = {below(path, subtree): await snapshot.array(path) for path in subtree_of(snapshot, subtree)[1]}
+        unlisted = unlisted_elsewhere(arrays)
         consolidate(nodes, {above for path in unlisted for above in ("", *parents(path))}, unlisted)
         documents = {p: msgspec.json.format(msgspec.json.encode(fields), indent=2) for p, fields in nodes.items()}
         total, done, files = sum(array.nbytes for array in arrays.values()), 0, len(documents)
@@ -75,30 +78,35 @@ async def export_zarr(
         async with in_thread(new_folder(path), path) as temporary:
             await run(_write_documents, temporary, documents)
             for name, array in arrays.items():
-                meta = snapshot.tree.nodes[name].meta
+                meta = snapshot.tree.nodes[array.path].meta
                 if unreadable_elsewhere(meta, keep_exmy=keep_exmy) is not None:
                     files += await _decode(snapshot, array, meta, f"{temporary}/{name}")
                 else:
-                    files += await _copy(snapshot, name, meta, f"{temporary}/{name}")
+                    files += await _copy(snapshot, array.path, meta, f"{temporary}/{name}")
                 done += array.nbytes
                 if progress is not None:
                     progress(done, total)
             await run(os.sync)  # one call, in place of one for each of many files
-    return ExportReport(snapshot.version, len(arrays), total, files, [], unlisted=unlisted)
+        left_out = values_beside(snapshot, subtree)
+    return ExportReport(snapshot.version, len(arrays), total, files, left_out, unlisted=unlisted)
 
 
-def plain_nodes(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, dict[str, Any]]:
+def plain_nodes(snapshot: Snapshot, subtree: str, *, keep_exmy: bool) -> dict[str, dict[str, Any]]:
     """Return the metadata of each group and array by path, "" for the root, without tstore's own entries.
+
+    With a subtree, the paths are those below this group. Raise `InvalidArgument` if it is an array.
 
     Groups that exist only as parts of paths are included. Arrays that other programs could not read, those in eXmY
     formats unless `keep_exmy`, become uncompressed ones.
     """
     nodes = snapshot.tree.nodes
-    paths = set(nodes)
+    if subtree in nodes and nodes[subtree].is_array:
+        raise InvalidArgument(f"{snapshot.location}: {subtree} is an array; pass a group above it as the subtree")
+    paths = {below(path, subtree) for path in nodes if is_at_or_below(path, subtree)}
     paths |= {above for path in paths for above in parents(path)} | {""}
     plain = {}
     for path in sorted(paths):
-        node = nodes.get(path)
+        node = nodes.get(f"{subtree}/{path}".strip("/"))
         if node is None:
             fields: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
         elif node.is_array:
@@ -109,19 +117,18 @@ def plain_nodes(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, dict[str, A
                 fields["codecs"] = chain_documents(node.meta.dtype, None)
         else:
             fields = msgspec.json.decode(node.document)
-            if not path:
+            if not node.path:
                 fields.get("attributes", {}).pop(RESERVED_ATTRIBUTE, None)
         plain[path] = fields
     return plain
 
 
-def unlisted_elsewhere(snapshot: Snapshot, arrays: Iterable[str]) -> list[str]:
+def unlisted_elsewhere(arrays: Mapping[str, Array]) -> list[str]:
     """Return the arrays with a dtype of ml_dtypes, or a backslash in the path.
 
     With one of these among the members of a group, zarr-python would open none of the others.
     """
-    nodes = snapshot.tree.nodes
-    return [path for path in arrays if has_ml_dtype(nodes[path].meta.dtype) or "\\" in path]
+    return [path for path, array in arrays.items() if has_ml_dtype(array.dtype) or "\\" in path]
 
 
 def consolidate(nodes: Mapping[str, dict[str, Any]], groups: Iterable[str], unlisted: Collection[str]) -> None:
