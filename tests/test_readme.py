@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ import pytest
 import tstore.sync
 from tests.support import processes
 from tests.support.documents import DOCUMENTS, README, ROOT, Document
-from tests.support.weights import real_weights
 from tstore.cli.commands import cli
 from tstore.simulation.scenario import override_constants
 
 SHELL = [document for document in DOCUMENTS if document.of_language("sh")]
-PYTHON = [d for d in DOCUMENTS if d.of_language("python") and (d is README or d not in SHELL)]
+PYTHON = [d for d in DOCUMENTS if d.of_language("python") and d not in SHELL]
 """The documents whose Python blocks run alone; those of the others run before their commands."""
 
 MAX_LINES = 250
@@ -89,13 +87,10 @@ def test_python_blocks_run_in_order(document: Document, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", SHELL, ids=name_of)
 def test_commands_run_in_order(document: Document, tmp_path: Path) -> None:
-    """They run after the Python blocks, whose stores they use, except in the README."""
+    """They run after the Python blocks, whose stores they use."""
+    run(python_blocks(document) + commands(document), tmp_path)
     if document is README:
-        shutil.copy(real_weights(), tmp_path / "model.safetensors")
-        run(commands(document), tmp_path)
-        assert (tmp_path / "out.safetensors").read_bytes() == real_weights().read_bytes()
-    else:
-        run(python_blocks(document) + commands(document), tmp_path)
+        assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
 
 
 def test_the_first_two_commands_install_and_test_a_clone() -> None:

@@ -415,6 +415,11 @@ def test_a_diff_names_scalars_with_their_values(tmp_path: Path, call: Call) -> N
     assert "; groups changed: /\n" in call("diff", tmp_path / "s", 1, 3)[1]
 
 
+def test_a_diff_of_a_quantized_copy_has_no_group(store: Path, call: Call) -> None:
+    assert call("quantize", store, "--tag", "q")[0] == 0
+    assert "groups" not in call("diff", store, "step/4", "q")[1]
+
+
 def test_a_version_without_a_report_is_named(store: Path, call: Call) -> None:
     failed(call("report", store), "has no report")
 

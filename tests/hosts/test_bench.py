@@ -22,7 +22,7 @@ def test_the_report_is_complete_and_nothing_is_left(tmp_path: Path, capfd: pytes
     options = ["--hosts", "3", "--size", "1", "--rounds", "2", "--seconds", "0.3"]
     assert main(["bench", str(place), *options, "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
-    assert (report["url"], report["hosts"], report["durability"]) == (str(place), 3, "fsync")
+    assert (report["store"], report["hosts"], report["durability"]) == (str(place), 3, "fsync")
     assert abs(report["bytes"] - 1_000_000) < 200_000
     assert [len(report[f"{what}_seconds"]) for what in ("save", "restore")] == [2, 2]
     assert 0 < report["median_seconds"] <= report["p99_seconds"]
@@ -61,7 +61,7 @@ async def test_object_storage_is_left_empty(monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setenv(name, value)
         url = f"s3://{moto_server.BUCKET}/bench"
         report = await bench(url, hosts=2, size=1, rounds=1, seconds=0.2)
-        assert (report["url"], report["ok"], report["removed"]) == (url, True, True)
+        assert (report["store"], report["ok"], report["removed"]) == (url, True, True)
         left = connect(url)
         assert await left.empty()
         await left.close()

@@ -38,6 +38,7 @@ from tstore.format.plain_text import pluralize
 from tstore.hosts.model import advance, transformer
 from tstore.hosts.processes import STRUCTURE, Job, read_weights, same_bits
 from tstore.maintenance.contents import contents
+from tstore.storage.connect import connect
 
 __all__ = ["demo"]
 
@@ -116,7 +117,7 @@ class _Demo:
         checked = f"{pluralize(report.chunks, 'chunk')}, {format_size(report.bytes)}"
         self._progress.done(f"verified: {checked}, no fault")
         return {
-            "store": self._store,
+            "store": connect(self._store).url,
             "temporary": self._temporary,
             "model": name,
             "arrays": len(tensors),

@@ -250,7 +250,7 @@ def probe(url: str, as_json: bool) -> int:
         outcomes = [finding.outcome for finding in findings]
         [create] = [finding for finding in findings if finding.check == "create_never_replaces"]
         return {
-            "url": storage.url,
+            "store": storage.url,
             "ok": not {"fails", "unknown"} & set(outcomes),
             "writable": create.outcome != "skipped",
             **{outcome: outcomes.count(outcome) for outcome in ("holds", "fails", "skipped", "unknown")},

@@ -159,8 +159,9 @@ def diff(store: str, before: int | str, after: int | str, budget: int | None, as
             if "" in diff["groups"]:  # the scalars are among tstore's own attributes of the root
                 old, new = await opened.snapshot(before), await opened.snapshot(after)
                 scalars = await _changed_scalars(old, new)
-                if scalars and _own_attributes(old) == _own_attributes(new):
-                    diff["groups"].remove("")
+                same_structure = old.reserved_attribute("structure") == new.reserved_attribute("structure")
+                if (scalars or same_structure) and _own_attributes(old) == _own_attributes(new):
+                    diff["groups"].remove("")  # nothing else differs but, in a copy, the report of `quantize`
             return {"store": opened.url, **diff, "scalars": scalars}
 
     return run(work, show_diff, as_json)

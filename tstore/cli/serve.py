@@ -172,7 +172,7 @@ def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
 
         def announce() -> None:
             entrance = site.entrance(server.url, token, _ENTRANCE)
-            document = {"store": store, "url": server.url, "entrance": entrance}
+            document = {"store": address, "url": server.url, "entrance": entrance}
             print_now(json.dumps(document) if as_json else f"showing {store} at {entrance}")
             if not no_browser and _has_display():
                 shown = site.entrance(server.url, token, _BROWSER_ENTRANCE)

@@ -156,7 +156,7 @@ def show_probed(report: Document) -> None:
         verdict = f"unknown: {report['unknown']}; free space or wait until the storage responds, and probe again"
     if report["fails"]:
         verdict = f"broken promises: {report['fails']}; do not use it for a store"
-    print(escape(f"{report['url']}: {verdict} ({report['holds']} hold, {report['skipped']} skipped)"))
+    print(escape(f"{report['store']}: {verdict} ({report['holds']} hold, {report['skipped']} skipped)"))
 
 
 def show_benched(report: Document) -> None:
@@ -179,7 +179,7 @@ def show_benched(report: Document) -> None:
     if report["ok"]:
         verdict = f"{pluralize(report['commits'], 'acknowledged commit')} and every checkpoint were read back"
     remains = "" if report["removed"] else "; the store could not be removed: delete it by hand"
-    print(escape(f"{report['url']}, durability {report['durability']}: {verdict}{remains}"))
+    print(escape(f"{report['store']}, durability {report['durability']}: {verdict}{remains}"))
 
 
 def show_imported(report: Document) -> None:

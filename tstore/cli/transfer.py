@@ -32,6 +32,7 @@ from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
 from tstore.errors import AlreadyExists, InvalidArgument
+from tstore.storage.connect import connect
 
 __all__ = ["copy", "export", "import_checkpoint"]
 
@@ -116,7 +117,7 @@ def import_checkpoint(
                 progress.doing(f"importing {sources[0]}: {format_size(done)} of {format_size(total)}")
 
             report = await import_zarr(sources[0], store, progress=report_bytes)
-            return {"store": store, "tag": None, **report._asdict(), "kind": report.kind.value}
+            return {"store": connect(store).url, "tag": None, **report._asdict(), "kind": report.kind.value}
         if step is None:
             raise InvalidArgument(f"{sources[0]} is {kind.value}, which becomes a step; pass --step N")
         try:
@@ -130,7 +131,7 @@ def import_checkpoint(
             )
             raise AlreadyExists(message) from error
         result = {**report._asdict(), "kind": report.kind.value}
-        return {"store": store, "tag": f"step/{step}", **result}
+        return {"store": connect(store).url, "tag": f"step/{step}", **result}
 
     return run(work, show_imported, as_json)
 
@@ -247,7 +248,7 @@ def export(
         report = await _EXPORTS[file_format](store, out, at=at, progress=report_bytes, **options)
         quantized = [array._asdict() for array in report.quantized]
         document = {**report._asdict(), "quantized": quantized}
-        return {"store": store, "file": out, "format": file_format, "layout": layout, **document}
+        return {"store": connect(store).url, "file": out, "format": file_format, "layout": layout, **document}
 
     return run(work, show_exported, as_json)
 
@@ -290,6 +291,7 @@ def copy(source: str, destination: str, at: int | str | None, as_json: bool) -> 
             progress.doing(f"copying {source}: {format_size(done)} of {format_size(total)}")
 
         report = await tstore.copy(source, destination, at, progress=report_bytes)
-        return {"source": source, "destination": destination, "at": at, **report._asdict()}
+        urls = {"source": connect(source).url, "destination": connect(destination).url}
+        return {**urls, "at": at, **report._asdict()}
 
     return run(work, show_copied, as_json)

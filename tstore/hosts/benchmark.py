@@ -85,7 +85,7 @@ async def bench(
     latencies = np.concatenate([report["latencies"] for report in reports])
     return {
         "ok": not lost and not differing,
-        "url": store.url,
+        "store": store.url,
         "hosts": hosts,
         "bytes": 4 * _COLUMNS * _ARRAYS * rows * hosts,
         "durability": durability.value,
