@@ -18,6 +18,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -29,6 +30,7 @@ from tests.support.collisions import equal_hashes, long_walks
 from tests.support.fuzzing import bounded_time, fuzz, mutated
 from tests.support.lazy import lazy
 from tests.support.weights import raw
+from tstore.cli import main
 from tstore.convert.dcp import open_dcp
 from tstore.convert.dcp_export import export_dcp
 from tstore.convert.importing import SourceKind, import_checkpoint, import_torch_file
@@ -338,6 +340,31 @@ async def test_other_objects_are_loaded_by_torch_if_trusted(tmp_path: Path) -> N
     report = await import_torch_file(tmp_path / "sparse.pt", tmp_path / "d", 0, skip=["w"])
     assert (report.tensors, report.left_out) == (0, ["w"])
     assert not (tmp_path / "c").exists()
+
+
+async def test_an_object_of_a_class_that_is_not_installed_is_left_out_by_name(tmp_path: Path) -> None:
+    module = ModuleType("not_installed")
+    exec("class Args(dict): pass\nclass Steps(list): pass\nclass Run: pass", vars(module))
+    for kind in ("Args", "Steps", "Run"):
+        getattr(module, kind).__module__ = "not_installed"
+    run = module.Run()
+    run.args, run.steps = module.Args(lr=0.5), module.Steps([1, 2])
+    sys.modules["not_installed"] = module
+    file = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(3), "hyper": [run, module.Steps([1])], "epoch": 3}, file)
+    del sys.modules["not_installed"]
+    with pytest.raises(
+        Corrupt, match=r"No module named 'not_installed'.*skip=; .*hyper/0 \(not_installed.Run\), hyper/1"
+    ):
+        await import_torch_file(file, tmp_path / "store", 0)
+    command = ["import", str(file), str(tmp_path / "store"), "--step", "0", "--trust", "--skip", "hyper/*"]
+    assert await asyncio.to_thread(main, command) == 0
+    tree = await tstore.restore(tmp_path / "store")
+    assert bits(tree) == bits({"w": torch.ones(3), "hyper": [None, None], "epoch": 3})
+    report = await import_torch_file(file, tmp_path / "store", 1, skip=["hyper"])
+    assert report.left_out == ["hyper"]
+    with pytest.raises(Corrupt, match="No module named 'not_installed'"):
+        await import_torch_file(file, tmp_path / "store", 2, skip=["hyper/1"])
 
 
 # ---- hostile bytes

@@ -105,10 +105,11 @@ def test_odd_files_of_torch(tmp_path: Path) -> None:
     def attack(choice: random.Random) -> bool:
         try:
             tree = read_archive(np.frombuffer(mutated(good, choice), np.uint8), "m.pt")
+            leaves = flatten(tree)[1].values()  # refuses objects that are not read
         except TStoreError as error:
             refusal = str(error)
         else:
-            return all(isinstance(leaf.tobytes(), bytes) for leaf in flatten(tree)[1].values())
+            return all(isinstance(leaf.tobytes(), bytes) for leaf in leaves)
         assert len(refusal) < 5000
         return False
 

@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tstore as async_tstore
 import tstore.sync as tstore
+from tests.support.fileservers import aiohttp_files
 from tests.support.fuzzing import bounded_time
 from tests.support.lazy import lazy
 from tstore.convert import zarr_export, zarr_import
@@ -612,6 +614,19 @@ def test_arrays_of_dtypes_that_zarr_lacks_hide_no_others_in_a_folder(tmp_path: P
     assert tensorstore_read(tmp_path / "out" / "a" / "b").tolist() == [1, 1, 1]
     asyncio.run(import_zarr(tmp_path / "out", tmp_path / "back"))
     assert tstore.open(tmp_path / "back", "r").snapshot().paths() == ["a/b", "a/c/i", "a/t", "d/t"]
+
+
+async def test_arrays_that_a_folder_does_not_list_are_imported_over_http(tmp_path: Path) -> None:
+    async with await async_tstore.open(tmp_path / "store") as store:
+        async with store.transaction() as tx:
+            for path, dtype in (("a/t", "f4"), ("a/b", "bfloat16")):
+                await (await tx.create_array(path, shape=(3,), dtype=dtype)).write(1)
+        await export_zarr(store, tmp_path / "out")
+        async with aiohttp_files(tmp_path / "out") as url:
+            await import_zarr(url, tmp_path / "back")
+            await import_zarr(f"{url}/a", tmp_path / "part")
+    for folder, paths in (("back", ["a/b", "a/t"]), ("part", ["b", "t"])):
+        assert (await (await async_tstore.open(tmp_path / folder, "r")).snapshot()).paths() == paths
 
 
 def test_the_structure_of_a_checkpoint_is_not_exported(tmp_path: Path) -> None:

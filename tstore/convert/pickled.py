@@ -58,10 +58,13 @@ class Instance:
         self.values: list[Any] | None = None
 
 
-class Unreadable(NamedTuple):
+class Unreadable:
     """In the place of a value that tstore does not store: what it is, for messages."""
 
-    what: str
+    __slots__ = ("what",)
+
+    def __init__(self, what: str) -> None:
+        self.what = what
 
 
 class Visits:

@@ -80,10 +80,9 @@ def _as_tree(path: str, value: Any, level: int) -> Any:
         value = value.state_dict()
     if isinstance(value, Mapping):
         return {key: _as_tree(f"{path}/{key}", item, level + 1) for key, item in value.items()}
-    if isinstance(value, tuple) and type(value) is not tuple:
-        return tuple(_as_tree(f"{path}/{i}", item, level + 1) for i, item in enumerate(value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_as_tree(f"{path}/{i}", item, level + 1) for i, item in enumerate(value))
+        items = [_as_tree(f"{path}/{i}", item, level + 1) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
     if value is None or type(value) in SCALARS or isinstance(value, (np.ndarray, np.generic)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -132,18 +132,16 @@ def unlisted_elsewhere(arrays: Mapping[str, Array]) -> list[str]:
 
 
 def consolidate(nodes: Mapping[str, dict[str, Any]], groups: Iterable[str], unlisted: Collection[str]) -> None:
-    """Add to the metadata of groups those of all nodes below, as what they list; leave out `unlisted` arrays."""
-    listed = {
-        path: fields if fields["node_type"] == "array" else {**fields}  # to which the same is added
-        for path, fields in nodes.items()
-        if path not in unlisted and "\\" not in path
-    }
+    """Add to the metadata of groups those of all nodes below, as what they list; apart are those of `unlisted`."""
+    plain = {path: fields if fields["node_type"] == "array" else {**fields} for path, fields in nodes.items()}
     for group in groups:
         start = f"{group}/" if group else ""
-        below = {
-            path.removeprefix(start): fields for path, fields in listed.items() if path and path.startswith(start)
-        }
-        nodes[group]["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": below}
+        parts: dict[str, dict[str, Any]] = {"metadata": {}, "unlisted": {}}
+        for path, fields in plain.items():
+            if path and path.startswith(start):
+                part = "unlisted" if path in unlisted or "\\" in path else "metadata"
+                parts[part][path.removeprefix(start)] = fields
+        nodes[group]["consolidated_metadata"] = {"kind": "inline", "must_understand": False, **parts}
 
 
 def unreadable_elsewhere(meta: ArrayMeta, *, keep_exmy: bool) -> str | None:

@@ -289,10 +289,9 @@ def _below(folder: Folder, path: str, depth: int) -> Iterator[ZarrNode]:
 def _consolidated(folder: Folder, root: ZarrNode) -> Iterator[ZarrNode]:
     """Yield the nodes below the root from consolidated metadata."""
     try:
-        documents = (root.metadata.get("consolidated_metadata") or {}).get("metadata") or {}
-        if not isinstance(documents, dict):
-            raise TypeError("expected a JSON object of paths and their metadata")
-        documents = dict(documents)
+        consolidated = root.metadata.get("consolidated_metadata") or {}
+        # an export of tstore does not list arrays of dtypes that zarr-python lacks
+        documents = {**(consolidated.get("metadata") or {}), **(consolidated.get("unlisted") or {})}
         if not documents and (v2 := _json(folder, ".zmetadata")) is not None:
             files = v2["metadata"]
             for name in files:
