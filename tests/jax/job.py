@@ -429,34 +429,29 @@ def late(folder: Path) -> None:
     with tstore.jax.Checkpointer(url, every=tstore.EverySeconds(1e6), timeout=0.2) as saves:
         if not first:
             multihost_utils.sync_global_devices("the first process has waited")
-        for call in (saves.restore_latest, lambda: saves.should_save(1)):
-            message = r": hosts \[1\] of 2 did not make this call within 0\.2 s"
-            with pytest.raises(DeadlineExceeded, match=message) as error:
+        for name, call in (
+            ("restore_latest", saves.restore_latest),
+            ("should_save", lambda: saves.should_save(1)),
+            ("restore", lambda: tstore.jax.restore(url)),
+        ):
+            message = rf"^{name}: hosts \[1\] of 2 did not make this call within 0\.2 s"
+            default = patch("tstore.format.arguments._DEFAULT_TIMEOUT", 0.2)
+            with default, pytest.raises(DeadlineExceeded, match=message) as error:
                 call()
             assert error.value.absent == [1]
+        with pytest.raises(DeadlineExceeded, match=r"hosts \[1\]" if first else None):
+            saves.save(1, tree).wait()  # the first process withdraws it
         if first:
-            with pytest.raises(DeadlineExceeded, match=r"hosts \[1\]"):
-                saves.save(1, tree).wait()
-            with pytest.raises(NotFound):
-                tstore.jax.restore(url)
             multihost_utils.sync_global_devices("the first process has waited")
-        else:
-            with pytest.raises(DeadlineExceeded):  # since the first process has withdrawn the save
-                saves.save(1, tree).wait()
-            with pytest.raises(NotFound, match="see its error"):
-                tstore.jax.restore(url)
     with tstore.jax.Checkpointer(url, every=tstore.EverySeconds(1e6), timeout=20) as saves:
         assert saves.restore_latest(tree) is None
         assert not saves.should_save(1)
         saves.save(1, tree).wait()
         same(tstore.jax.restore(url, target=tree), tree)
-    with patch("tstore.jax.processes.checked_commit_timeout", lambda _: 0.2):
-        if first:
-            multihost_utils.sync_global_devices("the second process has waited")
-        else:
-            with pytest.raises(DeadlineExceeded, match=r"^restore: hosts \[0\] of 2 did not make this call"):
-                tstore.jax.restore(url)
-            multihost_utils.sync_global_devices("the second process has waited")
+    lost = AsyncMock(side_effect=Unavailable("no network"))
+    failing = patch("tstore.jax.processes.chosen_snapshot", lost) if first else nullcontext()
+    with failing, pytest.raises(Unavailable, match="^no network" if first else r"^restore: host 0 .*: no network"):
+        tstore.jax.restore(url)  # raises in every process
 
 
 def invalid(folder: Path) -> None:

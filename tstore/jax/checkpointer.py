@@ -11,20 +11,16 @@ import jax
 from tstore.checkpoint import checkpointer
 from tstore.checkpoint.background import BackgroundSave, InFlight
 from tstore.checkpoint.policies import Policy
-from tstore.errors import Unavailable
 from tstore.format.arguments import checked_step
 from tstore.format.tree.retention import Keep
 from tstore.hints import hinting
-from tstore.jax.processes import Processes, any_process, exchange
+from tstore.jax.processes import Processes, agreed_number, any_process
 from tstore.jax.restore import PlacedTarget, restore
 from tstore.jax.save import unchanging_values
 from tstore.quantization.policy import QuantizeRules, Target
-from tstore.runtime import pool
 from tstore.store import Store
 
 __all__ = ["Checkpointer"]
-
-_FAILED = "failed: "
 
 
 class Checkpointer(checkpointer.Checkpointer):
@@ -98,17 +94,8 @@ class Checkpointer(checkpointer.Checkpointer):
 
     async def _agree_on_latest(self, latest: int | None, failure: Exception | None) -> int | None:
         """Return the step that the first process found; raise in all processes if one has a `failure`."""
-        word = f"{latest}" if jax.process_index() == 0 else None
-        if failure is not None:
-            word = f"{_FAILED}{failure}"
-        words = await pool.run(exchange, "restore_latest", word, self._timeout)
-        if failure is not None:
-            raise failure
-        for host, word in words.items():
-            if word.startswith(_FAILED):
-                reason = word.removeprefix(_FAILED)
-                raise Unavailable(f"host {host} could not learn which step is the newest: {reason}")
-        return None if words[0] == "None" else int(words[0])
+        number: int | None = await agreed_number("restore_latest", latest, failure, self._timeout)
+        return number
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
         """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""

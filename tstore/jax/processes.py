@@ -9,20 +9,22 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
 
-from tstore.errors import DeadlineExceeded, Misuse, NotFound, Unavailable
+from tstore.errors import DeadlineExceeded, Misuse, Unavailable
 from tstore.format.arguments import checked_commit_timeout
 from tstore.runtime import pool
 from tstore.saved_steps import chosen_snapshot
 from tstore.snapshot import Snapshot
-from tstore.store import Store
+from tstore.store import Store, opened
 
-__all__ = ["Processes", "agreed_snapshot", "any_process", "exchange"]
+__all__ = ["Processes", "agreed_number", "agreed_snapshot", "any_process"]
+
+_FAILED = "failed: "
 
 
 class Processes(NamedTuple):
@@ -129,8 +131,8 @@ def _errors_mapped(purpose: str, seconds: float) -> Iterator[None]:
             raise Unavailable(
                 f"{purpose}: the coordination service of jax.distributed failed ({reason}); start the job again"
             ) from error
-        listed = text.partition("timed out task names")[2]  # of a barrier; otherwise the first process is late
-        absent = sorted(map(int, re.findall(r"(?:^|task:)(\d+)$", listed, re.MULTILINE))) if listed else [0]
+        listed = text.partition("timed out task names")[2]
+        absent = sorted(map(int, re.findall(r"(?:^|task:)(\d+)$", listed, re.MULTILINE)))
         raise DeadlineExceeded(
             f"{purpose}: hosts {absent} of {jax.process_count()} did not make this call within {seconds:g} s; "
             "make it again on all hosts, with a longer timeout if they are only slow",
@@ -143,27 +145,40 @@ def any_process(decision: bool, timeout: float | None) -> bool:
     return bool(exchange("should_save", "save" if decision else None, timeout))
 
 
-async def agreed_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
-    """Return the snapshot to restore; with neither a step nor `at`, the one that the first process chose.
+async def agreed_number(purpose: str, number: int | None, failure: Exception | None, timeout: float | None) -> Any:
+    """Return the number that the first process passes; raise in all processes if one has a `failure`."""
+    word = str(number) if jax.process_index() == 0 else None
+    if failure is not None:
+        word = f"{_FAILED}{failure}"
+    words = await pool.run(exchange, purpose, word, timeout)
+    if failure is not None:
+        raise failure
+    for host, word in words.items():
+        if word.startswith(_FAILED):
+            raise Unavailable(f"{purpose}: host {host} has found no step: {word.removeprefix(_FAILED)}")
+    return None if words[0] == "None" else int(words[0])
 
-    The first process waits for no other.
+
+@contextlib.asynccontextmanager
+async def agreed_snapshot(
+    store: str | os.PathLike[str] | Store, step: int | None, at: int | str | None
+) -> AsyncIterator[tuple[Store, Snapshot]]:
+    """Open a store for the block; return it with the snapshot to restore.
+
+    With neither a step nor `at`, this is the snapshot that the first process chose.
     """
-    if step is not None or at is not None or jax.process_count() == 1:
-        return await chosen_snapshot(store, step, at)
-    client = _client()
-    key = f"tstore/restore/{next(_numbers(client, 'restore'))}"
-    seconds = checked_commit_timeout(None)
-    if jax.process_index() == 0:
-        version = "none"
+    alone = step is not None or at is not None or jax.process_count() == 1
+    async with contextlib.AsyncExitStack() as stack:
+        version, failure = None, None
         try:
-            snapshot = await chosen_snapshot(store, None, None)
-            version = str(snapshot.version)
-        finally:  # the others wait for this, whatever happened
-            with _errors_mapped("restore", seconds):
-                client.key_value_set(key, version)
-        return snapshot
-    with _errors_mapped("restore", seconds):
-        version = await pool.run(client.blocking_key_value_get, key, round(seconds * 1000))
-    if version == "none":
-        raise NotFound(f"{store.url}: the first process could not choose a checkpoint; see its error")
-    return await store.snapshot(int(version))
+            opened_store = await stack.enter_async_context(opened(store, "r"))
+            snapshot = await chosen_snapshot(opened_store, step, at)
+            version = snapshot.version
+        except Exception as error:  # the other processes must learn of it
+            if alone:
+                raise
+            failure = error
+        if not alone:
+            version = await agreed_number("restore", version, failure, None)
+            snapshot = await opened_store.snapshot(version)
+        yield opened_store, snapshot

@@ -72,8 +72,7 @@ def restore(
     async def run() -> Any:
         check_one_version(step, at)
         request = Request(only, rename, dtype, missing)
-        async with opened(store, "r") as opened_store:
-            snapshot = await agreed_snapshot(opened_store, step, at)
+        async with agreed_snapshot(store, step, at) as (opened_store, snapshot):
             if here.tree is None:
                 arrays = await core.restore(
                     opened_store, at=snapshot.version, only=only, rename=rename, dtype=dtype, missing=missing
