@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,15 @@ def test_objects_that_could_run_code_are_loaded_only_on_trust(tmp_path: Path) ->
     assert (loaded["x"][0].tolist(), loaded["x"][1]) == ([1, 1], {"n": 3})
     with pytest.raises(InvalidArgument, match="'safe' or 'trusted'"):
         stores.Reader(tmp_path / "s", pickles="yes")  # type: ignore[arg-type]
+
+
+def test_bytes_in_memory_are_pickled_and_loaded(tmp_path: Path) -> None:
+    dcp.save({"b": io.BytesIO(b"abc")}, storage_writer=stores.Writer(tmp_path, 0))
+    loaded = {"b": io.BytesIO()}
+    dcp.load(loaded, storage_reader=stores.Reader(tmp_path))
+    assert loaded["b"].getvalue() == b"abc"
+    with pytest.raises(InvalidArgument, match=r"an object that DCP has pickled; load it with dcp\.load"):
+        tstore.torch.restore(tmp_path, target=loaded)
 
 
 def test_pickled_objects_are_not_given_to_a_torch_that_runs_their_code(

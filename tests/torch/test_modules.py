@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -314,6 +315,89 @@ def test_an_extra_state_of_another_shape(history: Callable[[], Any]) -> None:
     tstore.torch.restore(store, target={"net": loaded}, rename={"model/**": "net/**"})
     assert str(loaded[0].history) == str(history())
     assert torch.equal(loaded[0].weight, saved.weight)
+
+
+def two(one: Any, other: Any) -> Any:
+    """Return a tensor of a subclass with two inner tensors, `a` and `b`, as those of torchao have some."""
+    return lazy("torch.testing._internal.two_tensor").TwoTensor(one, other)
+
+
+def quantized(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(two(torch.randn(2, 3), two(torch.randn(2, 3), torch.randn(2, 3))))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for parameter in model.parameters():
+        buffer = two(torch.randn(parameter.shape), torch.randn(parameter.shape))
+        optimizer.state[parameter]["momentum_buffer"] = buffer
+    tensors = [two(torch.randn(3), torch.randn(3))]
+    return {"model": model, "optimizer": optimizer, "w": tensors, "plain": torch.ones(1)}
+
+
+def inner(job: dict[str, Any]) -> list[Any]:
+    weight = job["model"].weight
+    moments = [job["optimizer"].state[p]["momentum_buffer"] for p in job["model"].parameters()]
+    return [weight.a, weight.b.a, weight.b.b, *(t for m in [*moments, *job["w"]] for t in (m.a, m.b))]
+
+
+def test_tensor_subclasses_are_stored_by_their_inner_tensors() -> None:
+    store, saved, other = url(), quantized(0), quantized(1)
+    tstore.torch.save(store, saved, 0)
+    assert torch.equal(tstore.torch.restore(store)["model"]["weight"]["b"]["a"], saved["model"].weight.b.a)
+    memory = [tensor.data_ptr() for tensor in inner(other)]
+    restored = tstore.torch.restore(store, target=other)
+    assert restored["w"][0] is other["w"][0]
+    torch.testing.assert_close(inner(other), inner(saved), rtol=0, atol=0)
+    assert [tensor.data_ptr() for tensor in inner(other)] == memory
+    assert type(other["optimizer"].state[other["model"].weight]["momentum_buffer"]) is type(saved["w"][0])
+    state = quantized(2)["model"].state_dict()
+    weight = tstore.torch.restore(store, target={"model": state}, only="model/**")["model"]["weight"]
+    assert weight is state["weight"]
+    assert torch.equal(weight.a, saved["model"].weight.a)
+    meta = {"w": [two(torch.empty(3, device="meta"), torch.empty(3, device="meta"))]}
+    assert torch.equal(tstore.torch.restore(store, target=meta, only="w/**")["w"][0].b, saved["w"][0].b)
+    with pytest.raises(StructureMismatch) as raised:
+        tstore.torch.restore(store, target={"w": [torch.zeros(3)]}, only="w/**")
+    assert raised.value.unexpected == ["w/0/a", "w/0/b"]
+    fresh = {**other, "optimizer": torch.optim.SGD(other["model"].parameters(), momentum=0.9)}
+    with pytest.raises(InvalidArgument, match="the SGD of the target has no such tensor; take a step before"):
+        tstore.torch.restore(store, target=fresh)
+
+
+def with_bytes(scale: float) -> Any:
+    """Return a module whose extra state is a `BytesIO`, as that of modules of TransformerEngine is."""
+
+    class WithBytes(nn.Linear):  # type: ignore[misc, name-defined]
+        scale: float
+
+        def get_extra_state(self) -> io.BytesIO:
+            torch.save({"scale": [self.scale] * int(self.scale)}, stream := io.BytesIO())
+            return stream
+
+        def set_extra_state(self, state: io.BytesIO) -> None:
+            state.seek(0)
+            self.scale = torch.load(state)["scale"][0]
+
+    module = WithBytes(2, 2)
+    module.scale = scale
+    return module
+
+
+def test_bytes_in_memory_are_stored_as_an_array_of_bytes() -> None:
+    store, saved = url(), with_bytes(900.0)
+    tstore.torch.save(store, {"model": saved, "note": io.BytesIO(b"ab"), "none": io.BytesIO()}, 0)
+    assert tstore.torch.restore(store)["note"].tolist() == [97, 98]
+    model, note = with_bytes(1.0), io.BytesIO(b"longer")
+    result = tstore.torch.restore(store, target={"model": model, "note": note, "none": io.BytesIO(b"x")})
+    assert model.scale == 900
+    assert (result["note"].read(), result["none"].read()) == (b"ab", b"")
+    target = {"model": with_bytes(1.0).state_dict(), "note": note}
+    restored = tstore.torch.restore(store, target=target, only="model/**")
+    assert restored["model"]["_extra_state"].getvalue() == saved.get_extra_state().getvalue()
+    assert restored["note"] is note
+    tstore.torch.save(store, {"note": torch.ones(2)}, 1)
+    with pytest.raises(StructureMismatch, match=r"note: stored float32\[2\], target uint8\[6\]"):
+        tstore.torch.restore(store, target={"note": note})
 
 
 def test_wrappers_leave_no_trace_in_the_names() -> None:

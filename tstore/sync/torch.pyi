@@ -129,9 +129,11 @@ def save(
         Nested dicts, lists and tuples of tensors, scalars, and objects with a `state_dict`: modules (FSDP2 and
         tensor parallel ones too), optimizers, schedulers. The state of an optimizer is saved under the names that
         its parameters have in a module of the tree. Each region of a `DTensor` is written by one of the processes
-        that hold it. Any other tensor must be equal in every process that has its path, and one of these writes
-        it; processes may have different paths, as pipeline stages do. A value that differs between processes, such
-        as the state of a random number generator, needs a path for each: `{"rng": {rank: torch.get_rng_state()}}`.
+        that hold it. A tensor subclass is saved as its inner tensors, as `__tensor_flatten__` names them, and a
+        `BytesIO` as an array of bytes. Any other tensor must be equal in every process that has its path, and one
+        of these writes it; processes may have different paths, as pipeline stages do. A value that differs between
+        processes, such as the state of a random number generator, needs a path for each:
+        `{"rng": {rank: torch.get_rng_state()}}`.
         Do not change the tensors before this returns.
     group
         The process group whose processes save together, by default all.

@@ -2,7 +2,8 @@
 
 1. `tensors` views tensors of all dtypes as NumPy arrays; `dtensors` says which regions of a DTensor a process
    holds.
-2. `modules`: modules inside wrappers. `stateful`: the states of modules and optimizers. `leaves`: trees of arrays,
+2. `forms`: tensor subclasses and `BytesIO`, which are stored as tensors. `modules`: modules inside wrappers.
+   `stateful`: the states of modules and optimizers, and `memory` to read them into. `leaves`: trees of arrays,
    made from trees of tensors. `processes`: the processes of a process group.
 3. `save`, `restore`, and `checkpointer`, for a series of saves. `dcp/`: `Writer` and `Reader`, the storage of
    `torch.distributed.checkpoint`.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import xxhash
@@ -21,11 +22,12 @@ from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.snapshot import Snapshot
 from tstore.store import Store, opened
 from tstore.torch.leaves import Target, from_values
+from tstore.torch.memory import Stored
 from tstore.torch.processes import ALONE, Processes
-from tstore.torch.stateful import Stored, holds_stateful, load, state_tree
+from tstore.torch.stateful import holds_stateful, load, state_tree
 from tstore.torch.tensors import numpy_dtype, torch_dtype
 
-__all__ = ["restore", "restore_among"]
+__all__ = ["pickled_paths", "restore", "restore_among"]
 
 _ATTEMPTS = 8
 """How many times to read if garbage collection removes the newest step meanwhile."""
@@ -172,15 +174,24 @@ def _exchanged_paths(destination: Target | None, failure: Exception | None, proc
 def _stored_tree(source: Source, request: Request) -> Any:
     """Return the tree of what is restored, with `Stored` for each array, in the dtype in which it is restored."""
     arrays = {}
-    for path in source.stored:
+    pickled = pickled_paths(source.snapshot)
+    for path, stored_path in source.stored.items():
         if request.matches(path):
             meta = source.node(path).meta
-            arrays[path] = Stored(meta.shape, torch_dtype(path, request.dtype(path, meta.dtype, None)))
+            dtype = torch_dtype(path, request.dtype(path, meta.dtype, None))
+            arrays[path] = Stored(meta.shape, dtype, stored_path in pickled)
         else:
             arrays[path] = Stored((), torch.uint8)  # it is left out below; its metadata may not have been read
     with parsing(f"{source.snapshot.location}: its structure"):
         tree = unflatten(source.document, arrays)  # with scalars
     return tree if request.only is None else _matching(tree, [], request.matches)
+
+
+def pickled_paths(snapshot: Snapshot) -> set[str]:
+    """Return the paths of the objects that DCP has pickled."""
+    with parsing(f"{snapshot.location}: the attributes of DCP"):
+        attributes = msgspec.json.decode(snapshot.reserved_attribute("dcp")) or {}
+        return set(attributes.get("bytes", []))
 
 
 def _kept_tree(target: Any, request: Request) -> Any:

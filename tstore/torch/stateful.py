@@ -9,33 +9,26 @@ no module of the tree keeps the numbers. States in the form of `Optimizer.state_
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
 from tstore.torch.dtensors import local_tensor
+from tstore.torch.forms import has_form, original_form, original_forms, stored_form
+from tstore.torch.memory import Stored, child_at, with_memory
 from tstore.torch.modules import bare_name, is_plain, module_state, unwrapped
-from tstore.torch.tensors import numpy_dtype, same_bits
+from tstore.torch.tensors import check_not_nested, same_bits
 
-__all__ = ["Stored", "holds_stateful", "load", "state_tree"]
+__all__ = ["holds_stateful", "load", "state_tree"]
 
 _MAX_LEVELS = 200  # as many as a saved tree may have; deeper ones are refused where they are flattened
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum"})
 """State of PyTorch's own optimizers that is shaped like the parameter."""
-
-
-class Stored(NamedTuple):
-    """The shape and dtype of an array in a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def state_tree(tree: Any, stored: Any = None, kept: Any = None) -> Any:
@@ -60,18 +53,21 @@ def state_tree(tree: Any, stored: Any = None, kept: Any = None) -> Any:
                     "to_empty() first, or restore into its state_dict() and load that with assign=True"
                 )
             own = module_state(value)
-            return own if stored_state is None else {**own, **_extra_states(stored_state, own)}
+            extra = {} if stored_state is None else _extra_states(stored_state, own)
+            return _stored_forms({**own, **extra})
         if isinstance(value, torch.optim.Optimizer):
             names = _names(value, modules, stored_state)
             state = _optimizer_state(value, names)
             if stored_state is None:
-                return state
-            kept_states = _by_number(value, _names(value, modules, None), _child(kept_state, "state"))
-            return _optimizer_target(value, names, state, stored_state, kept_states)
+                return _stored_forms(state)
+            kept_states = _by_number(value, _names(value, modules, None), child_at(kept_state, "state"))
+            return _stored_forms(_optimizer_target(value, names, state, stored_state, kept_states))
+        if has_form(value):
+            return with_memory(stored_state, None, value, [])
         own = value.state_dict()
-        return own if stored_state is None else _with_memory(stored_state, None, own, [])
+        return own if stored_state is None else with_memory(stored_state, None, own, [])
 
-    return _replaced((tree, stored, kept), 0, state_of)
+    return _replaced((tree, stored, kept), 0, state_of, _is_stateful)
 
 
 def load(tree: Any, restored: Any, stored: Any) -> Any:
@@ -83,6 +79,8 @@ def load(tree: Any, restored: Any, stored: Any) -> Any:
     modules = list(_modules(tree))
 
     def load_into(value: Any, state: Any, stored_state: Any) -> Any:
+        if has_form(value):
+            return value if stored_state is None else original_form(value, state)
         try:
             load_state(value, state, stored_state)
         except Exception as error:  # code of the class may raise anything
@@ -99,30 +97,40 @@ def load(tree: Any, restored: Any, stored: Any) -> Any:
             module = unwrapped(value)
             if not all(is_plain(m) for m in module.modules()):  # tensors of plain modules have the values already
                 full_state = module.state_dict()  # has the names and the metadata that its hooks expect
-                full_state.update({name: state[bare_name(name)] for name in full_state})
+                full_state.update({n: original_forms(state[bare_name(n)], own) for n, own in full_state.items()})
                 module.load_state_dict(full_state)
         elif isinstance(value, torch.optim.Optimizer):
             _load_optimizer(value, _names(value, modules, stored_state), state)
         else:
             value.load_state_dict(state)
 
-    return _replaced((tree, restored, stored), 1, load_into)
+    return _replaced((tree, restored, stored), 1, load_into, _is_stateful)
 
 
-def _replaced(trees: tuple[Any, ...], base: int, replace: Callable[..., Any], level: int = 0) -> Any:
-    """Return a tree with replacements for its stateful values.
+def _stored_forms(state: dict[str, Any]) -> Any:
+    return _replaced((state,), 0, stored_form, has_form)
 
-    The first of `trees` has the stateful values, and the others their counterparts at the same places; `replace`
-    takes all of them. All other values are those of `trees[base]`.
+
+def _replaced(
+    trees: tuple[Any, ...],
+    base: int,
+    replace: Callable[..., Any],
+    is_replaced: Callable[[Any], bool],
+    level: int = 0,
+) -> Any:
+    """Return a tree with replacements for some of its values, by default the stateful ones.
+
+    The first of `trees` has the values, and the others their counterparts at the same places; `replace` takes all
+    of them. All other values are those of `trees[base]`.
     """
     tree, *others = trees
-    if _is_stateful(tree):
+    if is_replaced(tree):
         return replace(*trees)
     if level == _MAX_LEVELS or not isinstance(tree, Mapping | list | tuple):
         return trees[base]
     keys = list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))
-    children = [(tree[key], *(_child(other, key) for other in others)) for key in keys]
-    values = [_replaced(child, base, replace, level + 1) for child in children]
+    children = [(tree[key], *(child_at(other, key) for other in others)) for key in keys]
+    values = [_replaced(child, base, replace, is_replaced, level + 1) for child in children]
     if all(value is child[base] for value, child in zip(values, children, strict=True)):
         return trees[base]
     if isinstance(tree, Mapping):
@@ -132,13 +140,6 @@ def _replaced(trees: tuple[Any, ...], base: int, replace: Callable[..., Any], le
     return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
 
 
-def _child(tree: Any, key: Any) -> Any:
-    try:
-        return tree[key]
-    except (LookupError, TypeError):
-        return None
-
-
 def holds_stateful(tree: Any) -> bool:
     """Return whether a tree has stateful objects; raise `InvalidArgument` if it contains itself."""
     return _search(tree, [], [])
@@ -146,6 +147,8 @@ def holds_stateful(tree: Any) -> bool:
 
 def _search(value: Any, ancestors: list[Any], keys: list[Any]) -> bool:
     """Return whether a value has stateful objects; `keys` lead to it through its ancestors."""
+    if isinstance(value, torch.Tensor):
+        check_not_nested(f"{'/'.join(map(path_part, keys)):.200}", value)  # else its shape raises
     if not isinstance(value, Mapping | list | tuple):
         return _is_stateful(value)
     if any(value is ancestor for ancestor in ancestors):
@@ -164,7 +167,7 @@ def _search(value: Any, ancestors: list[Any], keys: list[Any]) -> bool:
 
 
 def _is_stateful(value: Any) -> bool:
-    return _has_state(type(value))  # type: ignore[arg-type]  # types are hashable
+    return _has_state(type(value)) or has_form(value)  # type: ignore[arg-type]  # types are hashable
 
 
 @functools.cache
@@ -184,7 +187,7 @@ def _extra_states(stored_state: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return targets for the extra states of a module, which may be of another form than its own ones."""
     stored = stored_state if isinstance(stored_state, Mapping) else {}
     return {
-        name: _with_memory(stored[name], None, value, [])
+        name: with_memory(stored[name], None, value, [])
         for name, value in own.items()
         if name.rpartition(".")[2] == "_extra_state" and name in stored
     }
@@ -202,7 +205,7 @@ def _names(
     Return None if a parameter has no unique name, or if the checkpoint numbers the parameters, as
     `Optimizer.state_dict` does.
     """
-    stored_params = _child(_child(_child(stored_state, "param_groups"), 0), "params")
+    stored_params = child_at(child_at(child_at(stored_state, "param_groups"), 0), "params")
     if isinstance(stored_params, list) and all(type(number) is int for number in stored_params):
         return None
     parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -235,7 +238,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names | None) -> d
 def _by_number(optimizer: torch.optim.Optimizer, names: Names | None, states: Any) -> list[Any]:
     """Return the states of an optimizer's parameters in their order, None for a parameter without state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [_child(states, i if names is None else names[id(p)]) for i, p in enumerate(parameters)]
+    return [child_at(states, i if names is None else names[id(p)]) for i, p in enumerate(parameters)]
 
 
 def _optimizer_target(
@@ -252,23 +255,35 @@ def _optimizer_target(
     state: dict[Any, Any] = {}
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         name = number if names is None else names[id(parameter)]
-        of_parameters = _child(stored_state, "state")
-        values = _child(of_parameters, name) or _child(of_parameters, str(name))  # DCP turns all keys into text
+        of_parameters = child_at(stored_state, "state")
+        values = child_at(of_parameters, name) or child_at(of_parameters, str(name))  # DCP makes all keys text
         if isinstance(values, Mapping):
-            memory = _with_memory(values, parameter, own_state["state"].get(name), [])
+            _check_forms(optimizer, values, own_state["state"].get(name, {}))
+            memory = with_memory(values, parameter, own_state["state"].get(name), [])
             state[name] = memory | _refused_moments(optimizer, parameter, values)
         if isinstance(kept_states[number], Mapping):
             state[name] = {**kept_states[number], **state.get(name, {})}
     groups = []
     for number, group in enumerate(own_state["param_groups"]):
-        stored_group = _child(_child(stored_state, "param_groups"), number)
+        stored_group = child_at(child_at(stored_state, "param_groups"), number)
         if isinstance(stored_group, Mapping):
             if _lacks_options(stored_group, group, optimizer.defaults):
                 return own_state
             params = _group_params(group["params"], stored_group.get("params"))
-            group = _with_memory(stored_group, None, group, []) | {"params": params}
+            group = with_memory(stored_group, None, group, []) | {"params": params}
         groups.append(group)
     return {"state": state, "param_groups": groups}
+
+
+def _check_forms(optimizer: torch.optim.Optimizer, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise `InvalidArgument` for inner tensors of a moment, if the optimizer has none of the subclass yet."""
+    for key in _MOMENTS & values.keys():
+        if isinstance(values[key], Mapping) and not (has_form(own.get(key)) or isinstance(own.get(key), Mapping)):
+            raise InvalidArgument(
+                f"the checkpoint has {key} as the inner tensors of a tensor subclass, and the "
+                f"{type(optimizer).__name__} of the target has no such tensor; take a step before the restore, "
+                "which replaces its results"
+            )
 
 
 def _refused_moments(
@@ -312,42 +327,6 @@ def _group_params(own: Any, stored: Any) -> Any:
     return {name: None if name in stored else True for name in own}
 
 
-def _with_memory(value: Any, parameter: torch.Tensor | None, own: Any, used: list[torch.Tensor]) -> Any:
-    """Return a stored state with a tensor to read into in place of each `Stored`.
-
-    The tensor is the one at the same place in `own`, the object's state, or one like the parameter. Where the
-    object's state has a NumPy array, a NumPy array is returned in place of a tensor. A tensor among those
-    `used` is copied, because the checkpoint may have other values: schedulers share the tensor of a learning rate.
-    """
-    if isinstance(value, Mapping):
-        items = {key: _with_memory(child, parameter, _child(own, key), used) for key, child in value.items()}
-        if not isinstance(own, dict) or type(own) is dict:
-            return items
-        typed = copy.copy(own)  # a Counter, as the milestones of a MultiStepLR are
-        typed.clear()
-        for key, item in items.items():
-            typed[key] = item
-        return typed
-    if not isinstance(value, Stored):
-        if isinstance(value, list | tuple):
-            return type(value)(_with_memory(v, parameter, _child(own, i), used) for i, v in enumerate(value))
-        return value
-    if isinstance(own, torch.Tensor) and tuple(own.shape) == value.shape and own.dtype == value.dtype:
-        used.append(own)
-        return own.clone() if any(own is tensor for tensor in used[:-1]) else own
-    if isinstance(own, np.ndarray):
-        return np.empty(value.shape, numpy_dtype("the state", value.dtype))
-    if parameter is not None and tuple(parameter.shape) == value.shape:
-        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-    try:
-        return torch.empty(value.shape, dtype=value.dtype)
-    except RuntimeError as error:
-        raise InvalidArgument(
-            f"the checkpoint has a {value.dtype} tensor of shape {list(value.shape)} in the state of an object, "
-            "which does not fit in memory; restore the other objects with only=…"
-        ) from error
-
-
 def _load_optimizer(optimizer: torch.optim.Optimizer, names: Names | None, state: dict[str, Any]) -> None:
     if names is not None:
         numbers: dict[str, int] = {}
@@ -358,6 +337,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, names: Names | None, state
             numbers |= dict(zip(group_names, order, strict=True))
             groups.append({**optimizer_group, **group, "params": list(order)})  # a newer torch may have more keys
         state = {"state": {numbers[n]: values for n, values in state["state"].items()}, "param_groups": groups}
+    state["state"] = original_forms(state["state"], optimizer.state_dict()["state"])
     optimizer.load_state_dict(state)
     numbers_of_parameters = (number for group in state["param_groups"] for number in group["params"])
     parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -376,8 +356,10 @@ def _without_cast(loaded: Any, saved: Any) -> Any:
         for key in loaded.keys() & saved.keys() - {"step"}:  # which fused kernels need as float32
             loaded[key] = _without_cast(loaded[key], saved[key])
     elif isinstance(loaded, list | tuple) and isinstance(saved, list | tuple):
-        return type(loaded)(_without_cast(value, _child(saved, i)) for i, value in enumerate(loaded))
+        return type(loaded)(_without_cast(value, child_at(saved, i)) for i, value in enumerate(loaded))
     elif isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor) and loaded.dtype != saved.dtype:
+        if has_form(saved):
+            return saved
         cast = local_tensor(saved).to(loaded.device, loaded.dtype)
         if cast.shape == local_tensor(loaded).shape and same_bits(cast, local_tensor(loaded)):
             return saved.to(loaded.device)

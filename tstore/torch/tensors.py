@@ -14,6 +14,7 @@ from tstore.format.arrays.grid import may_overlap
 from tstore.format.arrays.tensors import TORCH_DTYPES, tensor_values
 
 __all__ = [
+    "check_not_nested",
     "checked_dtype",
     "empty_on_host",
     "host_values",
@@ -163,8 +164,7 @@ def checked_dtype(path: str, tensor: torch.Tensor) -> np.dtype[Any]:
     Raise `InvalidArgument`, naming the path, if there is none, or if the tensor has no strided memory.
     """
     dtype = numpy_dtype(path, tensor.dtype)
-    if tensor.is_nested:
-        raise InvalidArgument(f"{path}: a nested tensor can't be stored; pass tensor.unbind() or a padded tensor")
+    check_not_nested(path, tensor)
     if tensor.layout != torch.strided:
         raise InvalidArgument(
             f"{path}: a tensor of layout {tensor.layout} can't be stored; pass tensor.to_dense(), or its indices "
@@ -187,9 +187,15 @@ def checked_dtype(path: str, tensor: torch.Tensor) -> np.dtype[Any]:
     return dtype
 
 
+def check_not_nested(path: str, tensor: torch.Tensor) -> None:
+    """Raise `InvalidArgument`, naming the path, for a nested tensor."""
+    if tensor.is_nested:
+        raise InvalidArgument(f"{path}: a nested tensor can't be stored; pass tensor.unbind() or a padded tensor")
+
+
 def _without_memory(path: str, tensor: torch.Tensor, error: Exception) -> InvalidArgument:
     """Return the error for a tensor of a subclass without memory of its own."""
     return InvalidArgument(
         f"{path}: a {type(tensor).__name__} has no memory that NumPy can use ({str(error).splitlines()[0]}); pass "
-        "an ordinary tensor"
+        "an ordinary tensor (tstore.torch.save stores subclasses by their inner tensors, except in a DTensor)"
     )

@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
 
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import new_values
-from tstore.errors import InvalidArgument, Unavailable, bullet_list, parsing
+from tstore.errors import InvalidArgument, Unavailable, bullet_list
 from tstore.format.arguments import quote
 from tstore.format.arrays.grid import Selection
 from tstore.runtime.background_loop import BACKGROUND
@@ -35,6 +36,7 @@ from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.snapshot import Snapshot
 from tstore.store import open
 from tstore.torch.dcp.identifiers import is_step, step_from
+from tstore.torch.restore import pickled_paths
 from tstore.torch.tensors import numpy_dtype, overlapping, shares_elements, torch_dtype, values_of
 
 __all__ = ["Reader"]
@@ -124,8 +126,7 @@ class Reader(StorageReader):
 
     def _load_metadata(self, source: Source) -> Metadata:
         """Return DCP's metadata of a version, and prepare to read this version."""
-        with parsing(f"{source.snapshot.location}: the attributes of DCP"):
-            pickled = set(source.snapshot.reserved_attributes().get("dcp", {}).get("bytes", []))
+        pickled = pickled_paths(source.snapshot)
         placeholders: dict[str, _Placeholder] = {}
         for path in source.stored:
             meta = source.node(path).meta
@@ -270,7 +271,8 @@ def _loaded(name: str, stream: io.BytesIO) -> Any:
             "Reader(…, pickles='trusted') if you trust all who can write to this store"
         )
     try:
-        return torch.load(stream, weights_only=True)
+        with safe_globals([io.BytesIO]):  # has no code, and modules have extra states in it
+            return torch.load(stream, weights_only=True)
     except Exception as error:  # unpickling arbitrary data can raise any exception
         raise InvalidArgument(
             f"{name}: a pickled object that may run code when it is loaded; pass Reader(…, pickles='trusted') "
