@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from bench.jobs.states import flat, grouped, large, leaves, tenth
+from bench.writers import report
+from bench.writers.rounds import Bench
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,6 +31,25 @@ def test_jobs_measures_what_its_bars_need(tmp_path: Path) -> None:
     assert data["bars"]
     assert None not in {bar["met"] for bar in data["bars"]}
     assert list(tmp_path.iterdir()) == [figures]
+
+
+@pytest.mark.parametrize("hosts", [(8,), (1, 8)])
+def test_writers_plots_one_number_of_hosts_and_several(tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    row = {"question": "independent", "tasks": 1, "durable": True, "round": 0}
+    rows = [{**row, "contender": "tstore", "hosts": count, "rate": 100.0 * count} for count in hosts]
+    rows.append({**row, "contender": "icechunk", "hosts": 8, "error": "not installed"})
+    [plot] = report.plot(rows, [], tmp_path / "new" / "plots", skipped=3)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert plot.name == "independent.png"
+
+
+def test_writers_begins_no_measurement_after_its_time(tmp_path: Path) -> None:
+    logged: list[str] = []
+    bench = Bench(tmp_path, logged.append, time.monotonic() - 1)
+    bench.independent(2, 1, True, 0, 1.0)
+    assert len(bench.skipped) == 3
+    assert bench.skipped[0].endswith(", 2 hosts")
+    assert bench.rows == logged == []
 
 
 def test_scale_measures_what_its_bars_need(tmp_path: Path) -> None:

@@ -45,12 +45,17 @@ MODEL_HOSTS = (64, 256, 1024, 4096)
     "--hosts", default=",".join(map(str, HOSTS)), show_default=True, help="Numbers of hosts, comma-separated."
 )
 @click.option("--seconds", default=1.0, show_default=True, help="Duration of each measurement of small commits.")
-@click.option("--minutes", default=8.0, show_default=True, help="Start no measurement after this time.")
+@click.option(
+    "--minutes",
+    default=8.0,
+    show_default=True,
+    help="Begin no measurement after this time.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 @click.option(
     "--plot",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Write plots as PNG files to this folder.",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write plots as PNG files to this folder, which is made if it is missing.",
 )
 @click.option(
     "--dir",
@@ -77,68 +82,70 @@ def main(
     if not console.is_terminal:
         console.width = 170
     folder = Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
-    bench = Bench(folder, log.print)
+    bench = Bench(folder, log.print, time.monotonic() + 60 * minutes)
     commits: list[tuple[bool, model.Commit]] = []
-    began, skipped = time.monotonic(), []
     try:
         about = machine.describe(folder)
         console.print_json(json.dumps(about))
-        for question, what, measure in _jobs(bench, counts, rounds, seconds, commits):
-            if question in selected and time.monotonic() - began > 60 * minutes:
-                skipped.append(f"{question} ({what})")
-            elif question in selected:
+        for question, measure in _jobs(bench, counts, rounds, seconds, commits):
+            if question in selected:
                 measure()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report.show(console, bench.rows, commits)
-    if skipped:
-        console.print(f"skipped for lack of time: {', '.join(skipped)}")
+    if bench.skipped:
+        console.print(f"skipped for lack of time (--minutes {minutes:g}): {'; '.join(bench.skipped)}")
     if json_file:
         json_file.write_text(json.dumps(report.as_data(about, bench.rows, commits), indent=1) + "\n")
     if plot:
-        for path in report.plot(bench.rows, commits, plot):
+        for path in report.plot(bench.rows, commits, plot, len(bench.skipped)):
             log.print(str(path))
 
 
-Job = tuple[str, str, Callable[[], None]]
+Job = tuple[str, Callable[[], None]]
 
 
 def _jobs(
     bench: Bench, counts: list[int], rounds: int, seconds: float, commits: list[tuple[bool, model.Commit]]
 ) -> Iterator[Job]:
-    """Yield the question, a description and the call of each measurement; those with a bar come first."""
+    """Yield the question and the call of each measurement; those with a bar come first."""
     bar = report.BAR_HOSTS
     turns = range(rounds if bar in counts else 0)
     for turn in turns:
-        yield "independent", f"{bar} hosts", partial(bench.independent, bar, 1, True, turn, seconds)
-    yield "model", "all", lambda: commits.extend(_model())
+        yield "independent", partial(bench.independent, bar, 1, True, turn, seconds)
+    yield "model", lambda: commits.extend(_model(bench))
     for turn in turns:
         for durable in (True, False):
-            yield "cooperative", f"{bar} hosts", partial(bench.cooperative, bar, durable, turn)
-        yield "killed", f"{bar} hosts", partial(bench.killed, bar, turn)
+            yield "cooperative", partial(bench.cooperative, bar, durable, turn)
+        yield "killed", partial(bench.killed, bar, turn)
     for count in counts:
         if count != bar:
-            yield "cooperative", f"{count} hosts", partial(bench.cooperative, count, True, 0)
-            yield "independent", f"{count} hosts", partial(bench.independent, count, 1, True, 0, seconds)
+            yield "cooperative", partial(bench.cooperative, count, True, 0)
+            yield "independent", partial(bench.independent, count, 1, True, 0, seconds)
         if count > 1:
-            yield "independent", f"{count} tasks", partial(bench.independent, 1, count, True, 0, seconds)
+            yield "independent", partial(bench.independent, 1, count, True, 0, seconds)
         if count in (1, bar):
-            yield "independent", f"{count} hosts", partial(bench.independent, count, 1, False, 0, seconds)
+            yield "independent", partial(bench.independent, count, 1, False, 0, seconds)
 
 
-def _model() -> list[tuple[bool, model.Commit]]:
+def _model(bench: Bench) -> list[tuple[bool, model.Commit]]:
     """Return the run with the median time for each kind. Two single-threaded runs are made in parallel."""
     kinds = [(uploads, hosts) for hosts in reversed(MODEL_HOSTS) for uploads in (True, False)]
     context = multiprocessing.get_context("spawn")
+    medians = []
     with concurrent.futures.ProcessPoolExecutor(2, context) as pool:
-        runs = [
-            (uploads, [pool.submit(model.commit, hosts, n, uploads=uploads) for n in range(_seeds(hosts))])
+        runs = {
+            (uploads, hosts): [pool.submit(model.commit, hosts, n, uploads=uploads) for n in range(_seeds(hosts))]
             for uploads, hosts in kinds
-        ]
-        ordered_runs = [
-            (uploads, sorted([r.result() for r in futures], key=lambda c: c.visible)) for uploads, futures in runs
-        ]
-    medians = [(uploads, ordered[len(ordered) // 2]) for uploads, ordered in ordered_runs]
+        }
+        for (uploads, hosts), futures in runs.items():
+            concurrent.futures.wait(futures, max(0.0, bench.end - time.monotonic()))
+            late = [future for future in futures if future.cancel()]  # none waits for a process before the end
+            if late:
+                bench.skipped.append(f"model: {hosts} hosts")
+                continue
+            ordered = sorted((future.result() for future in futures), key=lambda commit: commit.visible)
+            medians.append((uploads, ordered[len(ordered) // 2]))
     return sorted(medians, key=lambda each: (not each[0], each[1].hosts))
 
 

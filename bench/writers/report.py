@@ -158,25 +158,41 @@ def limits(rows: list[Row]) -> list[str]:
     return out
 
 
-def plot(rows: list[Row], commits: list[tuple[bool, Commit]], folder: Path) -> list[Path]:
-    """Plot the figures to PNG files in a folder, and return their paths."""
+def plot(rows: list[Row], commits: list[tuple[bool, Commit]], folder: Path, skipped: int = 0) -> list[Path]:
+    """Plot the figures to PNG files in a new or old folder, and return their paths."""
     from matplotlib.figure import Figure
 
+    folder.mkdir(parents=True, exist_ok=True)
     made = []
 
-    def drawn(name: str, title: str, lines: dict[str, list[tuple[int, float]]], unit: str) -> None:
+    def drawn(name: str, title: str, lines: dict[str, list[tuple[int, float]]], unit: str, better: str) -> None:
+        absent = [label for label, points in lines.items() if not points]
         lines = {label: sorted(points) for label, points in lines.items() if points}
         if not lines:
             return
-        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        hosts = sorted({number for points in lines.values() for number, _ in points})
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
-        for label, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        axes.set(xscale="log", xlabel="hosts", ylabel=unit, title=title)
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend()
+        if len(hosts) == 1:  # lines would be points
+            bars = axes.barh([*lines], [points[0][1] for points in lines.values()])
+            axes.bar_label(bars, fmt="%.3g", padding=3)
+            axes.margins(x=0.12)
+            axes.invert_yaxis()
+            axes.set(xlabel=f"{unit} ({better} is better)", title=f"{title}, {hosts[0]} hosts")
+            axes.grid(axis="x", alpha=0.3)
+        else:
+            for label, points in lines.items():
+                axes.plot(*zip(*points, strict=True), marker="o", label=label)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(hosts, [f"{number:,}" for number in hosts])
+            axes.set(xlabel="hosts", ylabel=f"{unit} ({better} is better)", title=title)
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+            axes.legend()
+        notes = [f"not measured: {', '.join(absent)}"] if absent else []
+        notes += [f"{skipped} measurements skipped for lack of time"] if skipped else []
+        if notes:
+            figure.supxlabel("; ".join(notes), fontsize="small", color="0.4")
         figure.savefig(folder / name, dpi=120)
         made.append(folder / name)
 
@@ -188,6 +204,7 @@ def plot(rows: list[Row], commits: list[tuple[bool, Commit]], folder: Path) -> l
                 for n in sorted({r["hosts"] for r in selected if r["contender"] == name})
             ]
             for name, contender in CONTENDERS.items()
+            if any(r["contender"] == name and r["question"] == values["question"] for r in rows)  # or failed
         }
 
     drawn(
@@ -195,16 +212,23 @@ def plot(rows: list[Row], commits: list[tuple[bool, Commit]], folder: Path) -> l
         "1 GiB as one commit, fsync",
         by_contender("gbps", question="cooperative", durable=True),
         "GB/s",
+        "higher",
     )
     small = {"question": "independent", "durable": True, "tasks": 1}
-    drawn("independent.png", "small commits by processes, fsync", by_contender("rate", **small), "commits/s")
+    drawn(
+        "independent.png",
+        "small commits by processes, fsync",
+        by_contender("rate", **small),
+        "commits/s",
+        "higher",
+    )
     for uploads in (True, False):
         lines = {
             "to the visible commit": [(c.hosts, c.visible) for up, c in commits if up == uploads],
             "to the last host's return": [(c.hosts, c.returned) for up, c in commits if up == uploads],
         }
         name = "model.png" if uploads else "model-at-once.png"
-        drawn(name, "a checkpoint on the model of GCS", lines, "seconds from the last byte on")
+        drawn(name, "a checkpoint on the model of GCS", lines, "seconds from the last byte on", "lower")
     return made
 
 

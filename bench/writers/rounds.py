@@ -39,11 +39,16 @@ _KILL_AFTER = 0.1  # seconds; no contender has saved a gigabyte by then
 
 
 class Bench:
-    """Runs measurements in a folder, appends their rows to `rows`, and reports progress to `log`."""
+    """Runs measurements in a folder, appends their rows to `rows`, and reports progress to `log`.
 
-    def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
+    After the time `end`, by `time.monotonic`, it begins none, and appends them to `skipped`.
+    """
+
+    def __init__(self, folder: Path, log: Callable[[str], None], end: float) -> None:
         self.folder = folder
         self.rows: list[Row] = []
+        self.end = end
+        self.skipped: list[str] = []
         self._log = log
         self._reserve = machine.Reserve()
 
@@ -81,9 +86,11 @@ class Bench:
     ) -> None:
         row: Row = {"question": question, "contender": name, "hosts": hosts}
         row |= {"tasks": tasks, "durable": durable, "round": turn}
-        self._log(
-            f"{question}: {CONTENDERS[name].title}, {hosts} hosts" + (f" × {tasks} tasks" if tasks > 1 else "")
-        )
+        what = f"{question}: {CONTENDERS[name].title}, {hosts} hosts" + (f" × {tasks} tasks" if tasks > 1 else "")
+        if time.monotonic() > self.end:
+            self.skipped.append(what)
+            return
+        self._log(what)
         try:
             row |= measure(name, hosts, tasks, durable)
         except (HostError, ImportError, ValueError) as error:
