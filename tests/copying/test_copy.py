@@ -174,7 +174,9 @@ async def test_a_copy_has_the_same_objects(of: str, to: str, new: NewUrl) -> Non
 
 
 async def test_an_empty_store_is_copied(source: str, new: NewUrl) -> None:
-    store = await tstore.open(source)
+    with pytest.raises(NotAStore, match="does not exist yet"):
+        await tstore.copy(await tstore.open(source), new("memory"))
+    store = await tstore.open(source, "x")
     target = new("local")
     assert (await tstore.copy(store, target)).version == 0
     assert (await tstore.open(target, "r")).uuid == store.uuid

@@ -204,6 +204,7 @@ async def dead_writer(url: str, version: int) -> None:
 @pytest.mark.parametrize("version", [1, 5, 8])
 async def test_readers_ignore_an_object_beside_the_archive(version: int, url: str) -> None:
     store = await fill(url, range(1, version))
+    await store.log.ensure_created()
     early = await tstore.open(url, "r")
     await early.snapshot()
     await fill(url, range(version, 20))

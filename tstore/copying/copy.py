@@ -69,7 +69,7 @@ from tstore.copying.inventory import (
 )
 from tstore.copying.source_records import SourceRecords
 from tstore.copying.transfer import DamagedPack, PackTransfer, is_intact
-from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, UnsupportedFormat
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotAStore, NotFound, UnsupportedFormat
 from tstore.format.layout import HINT, MARKER, ROOT_EVERY, commit_key, owner_of, root_chain, root_key
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.roots import decode_root
@@ -147,6 +147,10 @@ async def copy_to(
         source = Store(without_cache(store.log.storage), store.marker, "r")
         log = source.log.reader
         marker = await read_marker(log.storage)
+        if marker is None and store.marker is None:
+            raise NotAStore(
+                f"{store.url} does not exist yet, so it can't be copied; its first transaction creates it"
+            )
         if marker is None:
             raise NotFound(f"{store.url} has lost its marker; restore it from a copy")
         if at is not None:

@@ -247,8 +247,8 @@ class VoidRecords:
 
     @property
     def replaces_any(self) -> bool:
-        """Whether a record has to be replaced: not all versions were voided by earlier repairs."""
-        return bool(self._former)
+        """Whether a record or an archive has to be replaced: earlier repairs did not replace all."""
+        return bool(self._former or self._archives)
 
     async def write(self) -> list[str]:
         """Write the records; return the keys at which those that they replace were saved."""
