@@ -129,7 +129,8 @@ class PlacedTarget(NamedTuple):
         if isinstance(tree, PlacedTarget):
             return tree
         device = jax.config.jax_default_device  # type: ignore[attr-defined]
-        return PlacedTarget(tree, device, jax.sharding.get_mesh())
+        get_mesh = getattr(jax.sharding, "get_mesh", None)  # not in older versions of JAX
+        return PlacedTarget(tree, device, get_mesh and get_mesh())
 
 
 class _TargetTree:

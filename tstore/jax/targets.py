@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.experimental.layout import Format
+from jax.experimental import layout as layouts
 from jax.sharding import AbstractMesh, NamedSharding
 
 from tstore.checkpoint.leaves import Shards, dtype_of
@@ -114,10 +114,10 @@ def _array_node(path: str, leaf: Any, mesh: Any) -> tuple[Any, Callable[[Any], j
         )
     try:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-            if mesh.empty:
+            if mesh is None or mesh.empty:
                 raise InvalidArgument(
                     f"{path}: the sharding of the target has the axes of a mesh, {sharding.mesh.axis_names}, but "
-                    "no devices; call restore inside jax.set_mesh(mesh)"
+                    "no devices; call restore inside jax.set_mesh(mesh), or pass shardings over devices"
                 )
             sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
         regions = _regions(sharding, shape)
@@ -136,7 +136,7 @@ def _array_node(path: str, leaf: Any, mesh: Any) -> tuple[Any, Callable[[Any], j
         if weak_type:
             array = jax.jit(_weakly_typed, out_shardings=sharding)(array)
         if layout not in (None, _layout(array)):
-            array = jax.device_put(array, Format(layout, array.sharding))
+            array = jax.device_put(array, layouts.Format(layout, array.sharding))
         return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
     core_leaf = functools.partial(_core_leaf, sharding, shape)
