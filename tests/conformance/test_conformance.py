@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.broken_storage import LATENCY, LastOneStays, LooksThenWrites, Overwrites
 from tstore import conformance
-from tstore.errors import AlreadyExists, Corrupt, StorageFull, Unavailable
+from tstore.errors import AlreadyExists, Corrupt, NotFound, StorageFull, Unavailable
 from tstore.storage.connect import connect
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers, Durability, Entry, Page, PutMode
@@ -185,6 +185,11 @@ class RemembersMisses(MemoryStorage):
         self._missed |= {key} if entry is None else set()
         return entry
 
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
+        if await self.head(key) is None:
+            raise NotFound(key)
+        return await super().get(key, max_size)
+
 
 class Undead(MemoryStorage):
     """Never deletes anything."""
@@ -264,6 +269,7 @@ LIES = [
     (Stale, "replacement"),
     (Stale, "deletes"),
     (RemembersMisses, "read_after_create"),
+    (RemembersMisses, "archives"),
     (Undead, "deletes"),
     (FoldsCase, "odd_names"),
     (Slow, "cancellation"),

@@ -15,7 +15,7 @@ from tstore.conformance.racers import RaceOutcome, race_processes
 from tstore.conformance.suite import CHECKS, Scratch, for_each, heartbeat, promise
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, TStoreError, Unavailable
 from tstore.runtime.pool import run
-from tstore.storage.base import Storage
+from tstore.storage.base import Leading, Storage
 from tstore.storage.objects import Durability, Page
 
 __all__ = ["CHECKS"]
@@ -140,6 +140,22 @@ async def replacement(scratch: Scratch) -> None:
         await scratch.one.replace(key, data)
         for client in (scratch.other, scratch.one):
             assert await client.get(key) == data, "a client still reads the replaced bytes"
+
+
+@promise("whoever creates or reads a record notices at once that an archive has taken its place")
+async def archives(scratch: Scratch) -> None:
+    record, archive = scratch.key("record"), scratch.key("archive")
+    staged = scratch.one.stage(b"record", _FSYNC)
+    try:
+        await staged.write(record)
+        found = await scratch.one.leading([record], unless=archive)
+        assert found == Leading([], hole=False), "a record is read that does not exist"
+        await scratch.other.create(archive, b"archive", _FSYNC)
+        await _raises(AlreadyExists, staged.create(record, unless=archive), "creating a record beside its archive")
+    finally:
+        await staged.discard()
+    for client in (scratch.one, scratch.other):
+        assert (await client.leading([record], unless=archive)).superseded, "a reader does not see the archive"
 
 
 @promise("a listing has every key with the prefix, immediately and in order, and no other", "listing")
