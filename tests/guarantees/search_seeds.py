@@ -7,14 +7,13 @@ execute a line that it changes: the run with the fewest events first.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import inspect
 import json
 import operator
 import sys
 import textwrap
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -45,15 +44,14 @@ def main() -> int:
     prepare_initial_stores()
     seeds = {} if options.all else {name: seed for name, seed in QUICK.items() if detects(name, seed)}
     lines = {name: edited_lines(edits) for name, edits in MUTATIONS.items() if name not in seeds}
-    edited = set[Line]().union(*lines.values())
-    runs = sorted(traced(seed, edited) for seed in range(options.seeds if edited else 0))
+    runs = sorted(traced(seed, lines) for seed in range(options.seeds if lines else 0))
     for name, own in lines.items():
         tried = [run.seed for run in runs if not own.isdisjoint(run.lines)]
         seed = next((seed for seed in tried if detects(name, seed)), None)
         print(f"{name}: {f'none of {len(tried)} runs' if seed is None else seed}", flush=True)
         if seed is not None:
             seeds[name] = seed
-    SEEDS.write_text(json.dumps({name: seeds[name] for name in MUTATIONS if name in seeds}, indent=2) + "\n")
+            SEEDS.write_text(json.dumps(QUICK | seeds, indent=2) + "\n")
     return int(seeds.keys() < MUTATIONS.keys())
 
 
@@ -65,37 +63,49 @@ def detects(name: str, seed: int) -> bool:
         return bool(simulate(seed).violations)
 
 
+def function_of(edit: Edit) -> Any:
+    """Return the function that an edit changes."""
+    module, _, path = edit.function.partition(":")
+    return operator.attrgetter(path)(importlib.import_module(module))
+
+
 def edited_lines(edits: Sequence[Edit]) -> set[Line]:
     """Return the lines that edits change."""
     lines = set()
     for edit in edits:
-        module, _, path = edit.function.partition(":")
-        function: Any = operator.attrgetter(path)(importlib.import_module(module))
-        source, first = inspect.getsourcelines(function)
+        source, first = inspect.getsourcelines(function_of(edit))
         before, _, _ = textwrap.dedent("".join(source)).partition(edit.old)
         start = first + before.count("\n")
-        lines |= {(inspect.getfile(function), start + i) for i in range(edit.old.count("\n") + 1)}
+        file = inspect.getfile(function_of(edit))
+        lines |= {(file, start + i) for i in range(edit.old.count("\n") + 1)}
     return lines
 
 
-def traced(seed: int, lines: Container[Line]) -> Run:
-    """Make a run and note which of these lines it executes."""
-    executed = set()
+def traced(seed: int, names: Iterable[str]) -> Run:
+    """Make a run and note which lines it executes of the functions that these faults change."""
+    executed = set[Line]()
+    traced_codes = {id(c) for name in names for edit in MUTATIONS[name] for c in codes(function_of(edit).__code__)}
 
-    @functools.cache
-    def has_some(code: CodeType) -> bool:
-        return any((code.co_filename, number) in lines for _, _, number in code.co_lines() if number)
+    def note(frame: FrameType, _event: str, _argument: object) -> Any:
+        executed.add((frame.f_code.co_filename, frame.f_lineno))
+        return note
 
     def trace(frame: FrameType, _event: str, _argument: object) -> Any:
-        if (line := (frame.f_code.co_filename, frame.f_lineno)) in lines:
-            executed.add(line)
-        return trace if has_some(frame.f_code) else None
+        return note if id(frame.f_code) in traced_codes else None
 
     sys.settrace(trace)
     try:
         return Run(len(simulate(seed).trace), seed, executed)
     finally:
         sys.settrace(None)
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of all functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
 
 
 if __name__ == "__main__":
