@@ -253,7 +253,7 @@ async def test_what_is_no_checkpoint_is_told(model: Path, tmp_path: Path) -> Non
     await refused(model, "nowhere", source=tmp_path / "nowhere", error=NotFound)
     (tmp_path / "empty" / "pytorch_model.bin").touch()
     await refused(model, "pytorch_model.bin", source=tmp_path / "empty", error=InvalidArgument)
-    await tstore.open(tmp_path / "empty" / "own")
+    await tstore.save(tmp_path / "empty" / "own", {"x": np.ones(3)}, 0)
     await refused(model, "tstore copy", source=tmp_path / "empty" / "own", error=InvalidArgument)
     (model / f"model.fp16{INDEX[5:]}").write_text("{}")
     assert recognize([model]) is SourceKind.FOLDER

@@ -125,6 +125,13 @@ def test_no_file_is_left_out_without_a_word(tmp_path: Path, name: str) -> None:
     assert untold_additions(tmp_path / "source", STRAYS if name == "orbax" else STRAYS + CHUNKS) == []
 
 
+def test_metadata_on_which_files_disagree_is_told(tmp_path: Path) -> None:
+    for name, metadata in (("a", {"format": "pt", "part": "1"}), ("b", {"format": "pt", "part": "2", "x": "y"})):
+        safetensors.numpy.save_file({name: np.ones(3)}, tmp_path / f"{name}.safetensors", metadata)
+    (nodes, *_), left_out = asyncio.run(imported(tmp_path))
+    assert (nodes[""]["safetensors"], left_out) == ({"format": "pt"}, ["metadata 'part'", "metadata 'x'"])
+
+
 def test_a_folder_above_checkpoints_names_the_newest(tmp_path: Path) -> None:
     for step in (9, 10):
         trainer(tmp_path / "run" / f"checkpoint-{step}")

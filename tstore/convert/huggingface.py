@@ -57,7 +57,7 @@ class _File(NamedTuple):
     offsets: dict[str, tuple[int, ...]] | None
 
 
-def open_folder(folder: str) -> tuple[Tensors, dict[str, str], set[str]]:
+def open_folder(folder: str) -> tuple[Tensors, dict[str, str], list[str], set[str]]:
     """Return the tensors that a folder's index lists, or, without an index, those of all its safetensors files.
 
     The tensors are views of memory maps. Also return the metadata that the files agree on, and the names of the
@@ -88,8 +88,8 @@ def _check_numbered(folder: str, names: Iterable[str]) -> None:
             )
 
 
-def open_index(path: str) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors that an index lists, and the metadata of its files.
+def open_index(path: str) -> tuple[Tensors, dict[str, str], list[str]]:
+    """Return the tensors that an index lists, the metadata of its files, and the keys on which these disagree.
 
     Raise `Corrupt` if the index names a file outside of its folder or a tensor that its file lacks, or if it
     leaves out a tensor of a file; raise `NotFound` for a missing file.
@@ -114,18 +114,17 @@ def open_index(path: str) -> tuple[Tensors, dict[str, str]]:
             f"{path} and its files disagree on {len(faults)} tensors; copy the folder again, or pass the files "
             f"instead of the index:{bullet_list(faults)}"
         )
-    return _merged([_file(p, tensors, metadata) for p, (tensors, metadata) in zip(paths, opened, strict=True)]), (
-        _common_metadata(metadata for _, metadata in opened)
-    )
+    merged = _merged([_file(p, tensors, metadata) for p, (tensors, metadata) in zip(paths, opened, strict=True)])
+    return merged, *_common_metadata([metadata for _, metadata in opened])
 
 
-def open_files(paths: Sequence[str]) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors of several safetensors files, and the metadata that they agree on.
+def open_files(paths: Sequence[str]) -> tuple[Tensors, dict[str, str], list[str]]:
+    """Return the tensors of several safetensors files, the metadata that they agree on, and the keys of the other.
 
     Raise `Corrupt` if two files have a tensor of the same name, or pieces that do not fit together.
     """
     opened = [(path, *open_tensors(path)) for path in paths]
-    return _merged([_file(*file) for file in opened]), _common_metadata(metadata for _, _, metadata in opened)
+    return _merged([_file(*file) for file in opened]), *_common_metadata([metadata for _, _, metadata in opened])
 
 
 def _weight_map(path: str) -> dict[str, str]:
@@ -195,11 +194,8 @@ def _shape_and_dtype(name: str, parts: Sequence[Piece]) -> tuple[tuple[int, ...]
     return tuple(max(end) for end in zip(*ends, strict=True)), dtypes.pop()
 
 
-def _common_metadata(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return the metadata that all files share, without the entries about pieces of tensors."""
-    first, *others = list(metadata) or [{}]
-    return {
-        key: text
-        for key, text in first.items()
-        if not key.startswith("DCP_") and all(other.get(key) == text for other in others)
-    }
+def _common_metadata(metadata: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], list[str]]:
+    """Return the metadata that all files share, and the keys of the rest, without those about pieces."""
+    keys = dict.fromkeys(key for one in metadata for key in one if not key.startswith("DCP_"))
+    common = {key: metadata[0][key] for key in keys if len({one.get(key) for one in metadata}) == 1}
+    return common, [key for key in keys if key not in common]

@@ -173,8 +173,9 @@ class _Opened(NamedTuple):
 
 
 def _open_folder(folder: str) -> _Opened:
-    tensors, metadata, names = open_folder(folder)
-    return _Opened(tensors, left_out_of(folder, names), {ATTRIBUTE: metadata})
+    tensors, metadata, differing, names = open_folder(folder)
+    opened = _open_tensors(tensors, metadata, differing)
+    return opened._replace(left_out=left_out_of(folder, names) + opened.left_out)
 
 
 def _open_dcp(folder: str) -> _Opened:
@@ -182,8 +183,8 @@ def _open_dcp(folder: str) -> _Opened:
     return _Opened(tree, left_out_of(folder, names))
 
 
-def _open_tensors(tensors: Any, metadata: dict[str, str]) -> _Opened:
-    return _Opened(tensors, attributes={ATTRIBUTE: metadata})
+def _open_tensors(tensors: Any, metadata: dict[str, str], differing: Sequence[str]) -> _Opened:
+    return _Opened(tensors, [f"metadata {key!r}" for key in differing], {ATTRIBUTE: metadata})
 
 
 _OPEN: dict[SourceKind, Callable[[Sequence[str], Sequence[str]], _Opened]] = {
