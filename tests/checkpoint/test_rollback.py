@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
+from tests.support.polling import until
 from tstore.cli import main
 from tstore.conformance.faults import open_faulty
 from tstore.errors import (
@@ -272,6 +274,18 @@ async def test_the_attempt_of_a_removed_step_is_used_up(url: str) -> None:
     again = (tstore.save(url, state(3), 2, host=h, attempt="b", **options) for h in (0, 1))
     assert len(set(await asyncio.gather(*again))) == 1
     assert (await tstore.restore(url, 2))["value"] == 3
+
+
+async def test_a_host_that_runs_again_is_told_that_its_step_was_removed(url: str) -> None:
+    """Its new part looks abandoned to a collection, so that it can't wait for the other host."""
+    await save(job(url, 2), [1, 2])
+    store = await tstore.open(url)
+    await store.collect(tstore.Keep(last=1), abandoned=timedelta(0))
+    again = asyncio.create_task(tstore.save(url, state(1), 1, host=0, hosts=2, attempt="a", timeout=60))
+    await until(lambda: store.log.storage.list("txn/step-1."), again)
+    await store.collect(None, abandoned=timedelta(0))
+    with pytest.raises(AlreadyExists, match=r"already saved step 1, as version 1, and.*another attempt="):
+        await again
 
 
 def test_a_damaged_newest_step_is_never_replaced_silently(tmp_path: Path) -> None:

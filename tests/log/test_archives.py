@@ -516,3 +516,23 @@ async def test_a_search_during_which_records_are_archived_and_deleted_goes_on_ab
     await compact(store)
     gate.release()
     assert (await snapshot).version == 19
+
+
+@pytest.mark.parametrize("known", [0, 7])
+async def test_a_reader_that_stands_still_for_two_collections_goes_on_above_the_archive(known: int) -> None:
+    """It has looked for the archive before, and reads the record's own object when that is deleted."""
+    url = f"memory://{uuid.uuid4()}"
+    store = await fill(url, range(1, known + 1))
+    faults = Concurrent(connect(url))
+    reader = Store(faults, store.marker, "r")
+    if known:
+        assert (await reader.snapshot()).version == known
+    await fill(url, range(known + 1, 20))
+    await store.log.storage.replace("latest", b"7")
+    gate = faults.hold("get", commit_key(known or 8))
+    with override_constants(_LONG=-1):
+        snapshot = asyncio.create_task(reader.snapshot())
+        await gate.reached()
+        await compact(await tstore.open(url))
+        gate.release()
+        assert (await snapshot).version == 19

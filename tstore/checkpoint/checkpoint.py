@@ -258,14 +258,11 @@ class Checkpoint(NamedTuple):
         try:
             return await tx.commit(self.timeout)
         except Inconsistent as error:
-            version = await store.log.reader.find(tx.id)
-            if version is None or (await store.tags()).get(tag) == version:
-                raise
-            raise AlreadyExists(
-                f"{store.url}: this attempt already saved step {self.step}, as version {version}, and the step "
-                "was removed since; pass another attempt=… on every host to save it again"
-            ) from error
+            await self._check_not_removed(store, tx, error)
+            raise
         except Conflict as conflict:
+            if not conflict.paths:
+                await self._check_not_removed(store, tx, conflict)
             if f"tag {tag}" not in conflict.paths:
                 raise
             version = (await store.tags()).get(tag)
@@ -276,6 +273,15 @@ class Checkpoint(NamedTuple):
                     conflict.paths,
                 ) from conflict
             raise self._already_saved(store, version) from conflict
+
+    async def _check_not_removed(self, store: Store, tx: Transaction, error: Exception) -> None:
+        """Raise `AlreadyExists` if an error is due to this: the attempt saved the step, which is gone since."""
+        version = await store.log.reader.find(tx.id) if self.hosts > 1 else None
+        if version is not None and (await store.tags()).get(step_tag(self.step)) != version:
+            raise AlreadyExists(
+                f"{store.url}: this attempt already saved step {self.step}, as version {version}, and the step "
+                "was removed since; pass another attempt=… on every host to save it again"
+            ) from error
 
     def _ids(self, tx: Transaction) -> set[str]:
         """Return the ids under which this attempt may have saved the step: see `save`."""

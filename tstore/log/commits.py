@@ -13,8 +13,8 @@
    the next collection deletes it.
 5. On a disk the look follows the reading, so it misses nothing: whatever had been deleted by then has an archive.
    Over a network both requests are sent at once, so that the look takes no longer. A reader is then deceived only
-   if two collections, that which archives and that which deletes, take place while its request is under way; it
-   may take the version that it knows for the newest once more. Writers never rely on it, because of step 3.
+   if two collections, that which archives and that which deletes, take place while its request is under way. So a
+   search for the newest version that took long is repeated. Writers never rely on it, because of step 3.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ __all__ = ["LogReader", "read_hint"]
 
 V = TypeVar("V")
 
+_LONG = 1.0  # seconds of a search during which records may have been archived and deleted
 _FAR = 16  # how many of the distances 2, 4, 8, … a writer probes
 _MAX_AHEAD = 32  # records read at once
 _MAX_MEMORY = 32 << 20  # bytes of records decoded at once
@@ -188,6 +189,8 @@ class LogReader:
         if self.records.voided:
             await self.trees.drop_voided()
         known = self._newest
+        time = asyncio.get_running_loop().time
+        since = time()
         if known and not self.storage.tuning.latency_bound:
             if not await self._read_newer(known):
                 return self._newest  # which another task may have raised further
@@ -198,6 +201,8 @@ class LogReader:
             bounds, _ = await asyncio.gather(search, self.records.refetch(*self.records.last))
         newest = await self._bisect(bounds)
         # an archive that was created during the search hides records that were deleted during it
+        if time() - since > _LONG:
+            newest = await self._bisect(await self._gallop(newest))
         while newest < self.commits.last_archived:
             newest = await self._bisect(await self._gallop(self.commits.last_archived))
         self._newest = max(self._newest, newest)

@@ -12,6 +12,7 @@ one collection longer than `SHORT_OBJECT` is cached.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterable
 from typing import Generic, TypeVar, cast
@@ -249,8 +250,12 @@ class Records:
                 raise self._timeline_changed(version, data)
 
         self._commits.forget(version)
+        load = functools.partial(self._objects.load, version, compare, lambda: None)
         try:
-            await self._objects.load(version, compare, lambda: None)
+            try:
+                await load()
+            except NotFound:  # a first look may miss a record that is archived meanwhile (`log.commits`)
+                await load()
         except NotFound:
             raise self._timeline_changed(version, None) from None
 

@@ -16,6 +16,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
+from tstore.format.layout import archive_key
 from tstore.simulation.history import Attempt, History, Traits, cells_of
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import NO_FAULTS, Host
@@ -80,7 +81,12 @@ class Client:
         """
         self.history.acknowledged.append((self.loop.time(), version, transaction))
         if durable:
-            lost = sorted(k for k in self.storage.volatile if k.startswith("commits/") and int(k[8:]) <= version)
+            # what a stalled host creates beside an archive is no commit
+            archives = self.storage.objects.keys() - self.storage.volatile
+            records = sorted(
+                k for k in self.storage.volatile if k.startswith("commits/") and int(k[8:]) <= version
+            )
+            lost = [k for k in records if archive_key(int(k[8:])) not in archives]
             if lost:
                 self.history.add_violation(
                     f"{transaction} was acknowledged as version {version} before {lost} were durable"

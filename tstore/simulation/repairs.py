@@ -50,7 +50,10 @@ class Repair:
         history, shared = self._history, storage.storage
         history.repairing = True
         if self._wanted and self._random.random() < 0.3:
-            self._wanted = [self._random.randint(history.start + 1, max(shared.records()))]
+            other = self._random.randint(history.start + 1, max(shared.records()))
+            self._note_ended(_decoded(shared))
+            if not self._voided:  # what is to end is the first repair
+                self._wanted = [other]
         try:
             while self._choose(shared):
                 await self._void(storage)
@@ -70,7 +73,7 @@ class Repair:
     async def _void(self, storage: HostStorage) -> None:
         """Void the wanted versions, and note what else has to be voided with them."""
         history, shared, wanted = self._history, storage.storage, self._wanted
-        records = {version: decode(data, Record) for version, data in shared.records().items()}
+        records = _decoded(shared)
         self._note_ended(records)
         self._former = {v: records[v] for v in wanted} | self._former
         try:
@@ -83,9 +86,8 @@ class Repair:
                 history.add_violation(f"what was damaged by a repair could not be voided: {error}")
                 self._wanted, self._tries = [], 0
             return
-        assert report.version is not None
         storage.host.log(f"voids {wanted} by version {report.version}: {report}, restated {report.restated}")
-        self._note_ended({report.version: decode(shared.records()[report.version], Record)})
+        self._note_ended(_decoded(shared))
         self._wanted = [damage.version for damage in report.damaged if damage.version not in self._voided]
 
     def _note_ended(self, records: Mapping[int, Record]) -> None:
@@ -100,6 +102,10 @@ class Repair:
         records = shared.records()
         begun = {v for v, former in self._former.items() if not former.void and decode(records[v], Record).void}
         return sorted(begun.difference(self._voided))
+
+
+def _decoded(shared: SharedObjects) -> dict[int, Record]:
+    return {version: decode(data, Record) for version, data in shared.records().items()}
 
 
 async def misplace_once(storage: HostStorage, foreign: list[bytes], history: History, rng: random.Random) -> None:
