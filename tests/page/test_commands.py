@@ -110,6 +110,15 @@ async def test_the_hosts(server: Server, capsys: pytest.CaptureFixture[str]) -> 
     assert [t.transaction for t in pending] == [transaction["transaction"]]
 
 
+async def test_the_status(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    document = await shown(server, "status")
+    log = await printed(document, capsys)
+    assert sum(commit["bytes_added"] for commit in log["commits"]) == document["status"]["bytes_added"]
+    newest, [pending] = await from_python(document)
+    assert newest.version == document["version"]
+    assert pending.transaction == document["pending"][0]["transaction"]
+
+
 @pytest.mark.parametrize(
     "parameters", [{}, {"at": "step/10"}, {"at": "step/20", "group": "layers"}, {"at": "2", "find": "layers/**"}]
 )

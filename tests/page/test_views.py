@@ -32,6 +32,7 @@ from tstore.maintenance.verify import VerifyReport
 from tstore.page import Site
 from tstore.page.distributions import value_plot
 from tstore.page.plots import bars, line, treemap
+from tstore.page.rendering import format_percent
 from tstore.page.views import choices, shell_command
 from tstore.server import Access, Server
 from tstore.storage.local.store import LocalStorage
@@ -297,13 +298,15 @@ async def test_the_status_of_a_step_that_cannot_be_read(server: Server, store: P
 
 async def test_the_status_of_stores_without_steps_or_floats(tmp_path: Path) -> None:
     async with await tstore.open(tmp_path / "plain") as store:
+        async with store.transaction() as tx:
+            await tx.create_group("g")
         async with Server(tmp_path / "plain", access=everybody(), page=Site()) as server:
             empty = (await document(server, "status"))["status"]
             assert (empty["state"], empty["step"], empty["values"]) == ("", None, None)
             async with store.transaction() as tx:
                 await (await tx.create_array("w", shape=(64,), dtype="int64")).write(1)
             status = (await document(server, "status"))["status"]
-            assert (status["step"]["step"], status["step"]["version"]) == (None, 1)
+            assert (status["step"]["step"], status["step"]["version"]) == (None, 2)
             assert (status["values"]["state"], status["values"]["search"]["values_read"]) == ("", 0)
             async with client_of(server, READ) as client:
                 for view in ("", "status"):
@@ -331,6 +334,9 @@ async def test_the_status_tells_of_hosts(server: Server, store: Path, monkeypatc
         page = (await client("GET", "/-/page/", Accept="text/html")).body.decode()
     assert "1 of 4 delivered" in page
     assert "no host is at work" in page
+    await tstore.save(store, {"w": np.zeros(3)}, step=40)
+    assert await hosts(time.time() - 100) == {"state": "", "hosts": 1, "under_way": []}  # the job went on
+    assert (await hosts(time.time()))["state"] == "good"
 
 
 async def test_the_status_tells_of_the_last_verification(
@@ -664,6 +670,37 @@ async def test_an_error_names_no_path_of_the_server(server: Server, store: Path)
     assert str(store) not in unpaired["problem"]
     assert f"{server.url}: no version before 1" in unpaired["problem"]
     assert "has no version 99" in missing["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (0.0493, "4.9 %"),
+        (0.01, "1.0 %"),
+        (0.0994, "9.9 %"),
+        (0.09999, "10 %"),
+        (12.5, "1,250 %"),
+        (1e-9, "1.0e-07 %"),
+        (0.0, "0 %"),
+        (None, "not finite"),
+    ],
+)
+def test_changes_are_in_percent(change: float | None, text: str) -> None:
+    assert format_percent(change) == text
+
+
+async def test_the_relative_change_is_that_of_all_values(server: Server, store: Path) -> None:
+    await tstore.save(store, {"w": np.full(300, 3.0), "v": np.full(100, 5.0)}, step=30)
+    await tstore.save(store, {"w": np.full(300, 3.3), "v": np.full(100, 5.0)}, step=40)
+    await tstore.save(store, {"w": np.full(300, 3.3), "v": np.full(100, np.nan)}, step=50)
+    assert (await document(server, "compare", after="step/40"))["relative_change"] == pytest.approx(0.1)
+    both = await document(server, "compare", before="step/40", after="step/50")
+    assert both["relative_change"] is None
+    same = await document(server, "compare", before="step/40", after="step/40")
+    assert same["relative_change"] == 0
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/compare?after=step/40", Accept="text/html")).body.decode()
+    assert "Relative change 10 %" in page
 
 
 # ---- plots

@@ -79,7 +79,7 @@ def format_percent(share: float | None) -> str:
     if share is None:
         return "not finite"
     percent = 100 * share
-    return f"{percent:,.0f} %" if percent >= 9.95 else f"{percent:.2g} %"
+    return f"{percent:,.0f} %" if percent >= 9.95 or not percent else f"{percent:#.2g} %"
 
 
 def format_sides(lengths: Sequence[int]) -> str:

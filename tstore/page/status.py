@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tstore.errors import TStoreError
+from tstore.errors import Corrupt, InvalidArgument, NotFound
+from tstore.format.arguments import step_number
 from tstore.page import hosts
 from tstore.page.timeline import Row, Timeline, read_timeline
 from tstore.page.views import Document, Query, shell_command
@@ -46,7 +47,8 @@ async def load(query: Query) -> Document:
                 "import tstore.sync as tstore",
                 "",
                 f"store = tstore.open({query.address!r}, 'r')",
-                "print(next(store.history()), store.pending())",
+                "print(next(store.history()))",
+                "print(store.pending())",
             ]
         ),
         "status": describe(query, timeline, pending, found),
@@ -57,7 +59,7 @@ async def _nonfinite(query: Query, version: int) -> Document:
     """Return what a search of a version for NaN and infinity has found."""
     try:
         found = await find_nonfinite(await query.store.snapshot(version))
-    except TStoreError as error:
+    except (Corrupt, NotFound, InvalidArgument) as error:  # these last
         return {"version": version, "problem": query.message(error), "found": {}, "values_read": 0}
     return {"version": version, "problem": None, **found._asdict()}
 
@@ -101,8 +103,17 @@ def _step(rows: list[Row]) -> Document:
 
 
 def _hosts(newest: Row | None, pending: Document) -> Document:
-    """Return how many hosts saved the newest step, and what is under way, if anything is."""
-    current = [t for t in pending["pending"] if t["committed"] is None and t["withdrawn_by"] is None]
+    """Return how many hosts saved the newest step, and what is under way, those with hosts at work first.
+
+    An attempt without hosts at a step that later ones follow is what a killed job has left.
+    """
+    passed = -1 if newest is None or newest.step is None else newest.step
+    current = [
+        t
+        for t in sorted(pending["pending"], key=lambda t: not t["active"])
+        if t["committed"] is None and t["withdrawn_by"] is None
+        if t["active"] or (step := step_number(t["name"])) is None or step > passed
+    ]
     stuck = any(not t["active"] or t["counts"]["silent"] for t in current)
     return {
         "state": "warn" if stuck else "good" if current else "",

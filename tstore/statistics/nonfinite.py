@@ -45,7 +45,7 @@ async def find_nonfinite(snapshot: Snapshot) -> Nonfinite:
     them. About 32 MiB of values of at most 1,024 arrays are read, none of arrays with chunks above 64 MiB. Raise
     what `Array.read` raises.
     """
-    paths = snapshot.paths()
+    paths = await run(snapshot.paths)
     taken = [paths[i] for i in spread_indices(len(paths), min(len(paths), _MAX_ARRAYS))]
     await snapshot.read_nodes(taken)
     every = [await snapshot.array(path) for path in taken]
