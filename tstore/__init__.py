@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tstore.array import Appended, Array
     from tstore.checkpoint.background import BackgroundSave, save_async
     from tstore.checkpoint.checkpointer import Checkpointer
-    from tstore.checkpoint.leaves import PackedShards, Shards
+    from tstore.checkpoint.leaves import PackedShards, PerHost, Shards
     from tstore.checkpoint.policies import EverySeconds, EverySteps, OnPreemption
     from tstore.checkpoint.reading import RestorePlan
     from tstore.checkpoint.restore import explain, restore
@@ -63,6 +63,7 @@ __all__ = [
     "OnPreemption",
     "PackedShards",
     "PendingTransaction",
+    "PerHost",
     "QuantizationLoss",
     "QuantizeReport",
     "QuantizedArray",
@@ -98,7 +99,7 @@ _NAMES = {
     "array": "Appended Array",
     "checkpoint.background": "BackgroundSave save_async",
     "checkpoint.checkpointer": "Checkpointer",
-    "checkpoint.leaves": "PackedShards Shards",
+    "checkpoint.leaves": "PackedShards PerHost Shards",
     "checkpoint.policies": "EverySeconds EverySteps OnPreemption",
     "checkpoint.reading": "RestorePlan",
     "checkpoint.restore": "explain restore",

@@ -156,7 +156,7 @@ async def test_a_group_of_many_costs_what_the_group_costs(
     again = await tstore.restore(str(tmp_path), only=["g123/**", "n"], target=target)
     assert (again["g123"]["a7"].tolist(), again["n"]) == ([1237] * 4, 5)
     assert sum(sizes) < structure + 2 * 4000 + 2000
-    with pytest.raises(NotFound, match="'g123' is a group"):  # advice needs all paths
+    with pytest.raises(NotFound, match="'g123' selects no arrays, but groups"):  # advice needs all paths
         await tstore.restore(str(tmp_path), only="g123")
     assert everything["n"] == 5
 

@@ -34,6 +34,7 @@ from tests.support import ports
 from tstore.errors import (
     AlreadyExists,
     DeadlineExceeded,
+    Inconsistent,
     InvalidArgument,
     NotFound,
     StructureMismatch,
@@ -506,6 +507,59 @@ def invalid(folder: Path) -> None:
 # ---- several processes
 
 
+def own_values(folder: Path) -> None:
+    """What each process has for itself is saved by each, and restored to the same process."""
+    url, number = folder / "own", jax.process_index()
+    w = placed(np.arange(16.0), mesh(8), "x")
+    bits = np.array([0, -1], ml_dtypes.int1)
+    value = {"rng": np.random.default_rng(number).bit_generator.state, "key": jax.random.key(number), "bits": bits}
+    value |= {"local": jnp.arange(number + 2), "empty": (None, {}), "text": "a" * number}
+    tree = {"w": w, "own": {"state": tstore.PerHost(value)}}
+    assert jax.tree.map(lambda leaf: leaf, tree)["own"]["state"] is tree["own"]["state"]
+    tstore.jax.save(url, tree, 1)
+    restored = tstore.jax.restore(url, 1)["own"]["state"].value
+    same(restored, {**value, "local": np.arange(number + 2, dtype="i4")})
+    target = {"w": w, "own": {"state": tstore.PerHost({"local": jnp.zeros(()), "key": jax.random.key(9)})}}
+    restored = tstore.jax.restore(url, 1, target=target)
+    same(restored["w"], w)
+    same(restored["own"]["state"].value, value)
+    assert set(tstore.jax.explain(url, target=target).arrays) == {"w", f"own/state/%host={number}"}
+    with tstore.jax.Checkpointer(url) as checkpoints:
+        checkpoints.save(2, {"own": tstore.PerHost(number)})
+        assert checkpoints.restore_latest({"own": tstore.PerHost(None)})["own"].value == number
+        assert checkpoints.restore_latest(per_host="all")["own"] == [0, 1]
+    with pytest.raises(InvalidArgument, match="own/data: other processes have parts"):
+        tstore.jax.save(url, {"own": tstore.PerHost({"data": w})}, 3)
+    for leaf in (
+        jnp.full(3, number),
+        np.full(2, number),
+        np.float32(number),
+        number,
+        "ab"[number],
+        jax.random.key(number),
+    ):
+        with pytest.raises(Inconsistent, match=r"rng/1.*: hosts \[1\] differ from host 0"):
+            tstore.jax.save(url, {"rng": [0, leaf]}, 4)
+
+
+def own_values_of_others(folder: Path) -> None:
+    """Another number of processes is told how to go on, and does."""
+    url = folder / "own"
+    target = {"w": placed(np.zeros(16), mesh(8), "x"), "own": {"state": tstore.PerHost(jnp.ones(3))}}
+    with pytest.raises(InvalidArgument, match=r"own/state: saved by 2 hosts; this is host . of 4"):
+        tstore.jax.restore(url, 1, target=target)
+    kept = tstore.jax.restore(url, 1, target=target, per_host="keep")
+    assert kept["own"]["state"] is target["own"]["state"]
+    values = tstore.jax.restore(url, 1, target=target, per_host="all")["own"]["state"]
+    assert [(value["text"], jax.random.key_data(value["key"]).tolist()) for value in values] == [
+        ("", [0, 0]),
+        ("a", [0, 1]),
+    ]
+    part = tstore.jax.restore(url, 1, target=target, only="w")
+    assert (part["w"] == np.arange(16)).all()
+    assert part["own"]["state"] is target["own"]["state"]
+
+
 def state(on: Mesh) -> Any:
     """Return a state whose arrays are divided over all processes, and parts of it over some of them."""
     rng = np.random.default_rng(0)
@@ -570,8 +624,8 @@ CHECKS: dict[str, list[Callable[[Path], None]]] = {
         series,
         invalid,
     ],
-    "save": [save],
-    "series": [save, series],
+    "save": [save, own_values_of_others],
+    "series": [save, series, own_values],
     "late": [late],
     "restore": [restore],
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, patch
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # which DTensor imports when it is first used: once for all processes
@@ -32,7 +33,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tstore.sync as tstore
 from tstore import EverySeconds, EverySteps
 from tstore.checkpoint.background import completion
-from tstore.errors import StructureMismatch, TStoreError, Unavailable
+from tstore.errors import Inconsistent, InvalidArgument, StructureMismatch, TStoreError, Unavailable
 
 
 class Net(nn.Module):
@@ -170,6 +171,73 @@ def restore_stages(folder: Path) -> None:
         tstore.torch.restore(folder / "stages", target=state)
 
 
+class Loader:
+    """A data loader with a state of its own."""
+
+    def __init__(self, position: int) -> None:
+        self.state = {"position": position, "seen": list(range(position)), "seed": torch.tensor([position])}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def own_state(rank: int) -> dict[str, Any]:
+    """Return a state with what each process has for itself, and the same weights in all."""
+    torch.manual_seed(rank)
+    np.random.seed(rank)  # many jobs use it
+    rng = {"torch": torch.get_rng_state(), "numpy": np.random.get_state()}
+    own = {
+        "loader": tstore.PerHost(Loader(rank)),
+        "rng": tstore.PerHost(rng),
+        "bf16": tstore.PerHost(torch.ones(rank).bfloat16()),
+    }
+    return {"w": torch.ones(3), "own": own}
+
+
+def save_own_state(folder: Path) -> None:
+    url, rank = folder / "own", dist.get_rank()
+    tstore.torch.save(url, own_state(rank), 1)
+    restored = tstore.torch.restore(url, target=own_state(9))["own"]
+    same(restored["loader"].value.state, Loader(rank).state)
+    same(restored["rng"].value["torch"], own_state(rank)["own"]["rng"].value["torch"])
+    np.random.set_state(restored["rng"].value["numpy"])
+    assert type(restored["rng"].value["numpy"][1]) is np.ndarray
+    same(tstore.torch.restore(url)["own"]["bf16"].value, torch.ones(rank).bfloat16())
+    untouched = own_state(9)
+    tstore.torch.restore(url, target=untouched, only="w")
+    assert untouched["own"]["loader"].value.state["position"] == 9
+    with tstore.torch.Checkpointer(url) as checkpoints:
+        checkpoints.save(2, own_state(rank + 10))
+        assert checkpoints.restore_latest(own_state(0))["own"]["loader"].value.state["position"] == rank + 10
+    for tree in (
+        {"rng": torch.full((2,), rank)},
+        {"rng": np.float32(rank)},
+        {"rng": rank},
+        {"rng": bytes([rank])},
+    ):
+        with pytest.raises(Inconsistent, match=r"tstore.PerHost\(value\)(.|\n)*\n  rng"):
+            tstore.torch.save(url, tree, 3)
+    stage = {"loader": tstore.PerHost(Loader(rank))} if rank % 2 else {}  # only some of the stages read data
+    tstore.torch.save(url, {"w": torch.ones(1), **stage}, 4)
+    target = {"w": torch.zeros(1), **({"loader": tstore.PerHost(Loader(0))} if stage else {})}
+    restored = tstore.torch.restore(url, 4, target=target)
+    assert "loader" not in restored or restored["loader"].value.state["position"] == rank
+
+
+def restore_own_state(folder: Path) -> None:
+    url, rank = folder / "own", dist.get_rank()
+    with pytest.raises(InvalidArgument, match=r"own/loader: saved by 4 hosts; this is host . of 2"):
+        tstore.torch.restore(url, 1, target=own_state(rank))
+    values = tstore.torch.restore(url, 1, target=own_state(rank), per_host="all")["own"]
+    assert [state["position"] for state in values["loader"]] == [0, 1, 2, 3]
+    assert [state["seed"] for state in values["loader"]] == [torch.tensor([i]) for i in range(4)]
+    kept = tstore.torch.restore(url, 1, target=own_state(7), per_host="keep")["own"]
+    assert kept["loader"].value.state["position"] == 7
+
+
 def series(folder: Path) -> None:
     """A `Checkpointer` saves in the background, decides alike in all processes, and resumes."""
     url = folder / "series"
@@ -278,8 +346,8 @@ def dcp_load(folder: Path) -> None:
 
 
 CHECKS: dict[str, list[Callable[[Path], None]]] = {
-    "save": [save_2d, save_stages, series, dcp_save],
-    "restore": [restore_1d, restore_stages, dcp_load],
+    "save": [save_2d, save_stages, save_own_state, series, dcp_save],
+    "restore": [restore_1d, restore_stages, restore_own_state, dcp_load],
 }
 
 

@@ -305,7 +305,7 @@ class Checkpoint(NamedTuple):
         await saved.read_nodes()
         documents = {path: node.document for path, node in saved.tree.nodes.items() if node.is_array}
         passed = {job.path: job.meta.document for job in self.jobs}
-        differing = sorted(path for path in documents | passed if documents.get(path) != passed.get(path))
+        differing = sorted(path for path in passed if documents.get(path) != passed[path])
         if saved.tree.nodes[""].document != group_document(self.attributes, self.reserved):
             differing.append("the attributes, or the structure of the tree")
         if _packed((await store.log.reader.record(version)).metadata) != _packed(self.metadata):

@@ -247,6 +247,7 @@ class Checkpointer:
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Restore a step as `tstore.restore` does, with its options; wait for saves under way first."""
         await self.wait()
+        options = {"host": self._host, "hosts": self._hosts, **options}
         return await restore(self._store, checked_step(step), target=target, **options)
 
     async def rollback(self, step: int) -> int:

@@ -15,7 +15,7 @@ from tstore.format.arguments import quote
 from tstore.format.arrays.array_metadata import dtype_named
 from tstore.sharding import Halo, Index, Mesh, ReplicaSplit, with_halo
 
-__all__ = ["Destination", "PackedShards", "ShardLayout", "Shards", "as_values", "dtype_of"]
+__all__ = ["Destination", "PackedShards", "PerHost", "ShardLayout", "Shards", "as_values", "dtype_of"]
 
 Bounds = tuple[tuple[int, int], ...]
 """The start and stop of a region along each axis."""
@@ -164,6 +164,21 @@ class PackedShards(NamedTuple):
 
     def __repr__(self) -> str:
         return f"PackedShards({self.shape}, {self.dtype}, {len(self.parts)} parts)"
+
+
+@dataclass(eq=False, repr=False)
+class PerHost:
+    """A value that each host of a job has for itself, such as the state of a random number generator.
+
+    In a tree that is saved, it has each host save its own value: a tree of arrays and scalars, which may have
+    another structure on each host. A restore returns to each host a `PerHost` with the value that the host of the
+    same number saved. In a target, it stands for a value of any structure. To JAX it is a leaf.
+    """
+
+    value: Any
+
+    def __repr__(self) -> str:
+        return f"PerHost(a {type(self.value).__name__})"
 
 
 class Destination(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.checkpoint.leaves import Destination, ShardLayout, Shards, dtype_of
+from tstore.checkpoint.per_host import with_values
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
 from tstore.data.pieces import ReadJob, StackJob
@@ -88,9 +89,10 @@ class Reading:
         self._arrays[path] = leaf.with_values(values)
 
     async def read(self) -> dict[str, Any]:
-        """Read everything; return the arrays and `Shards` by path."""
-        await self._source.snapshot.read_jobs(self._jobs)
-        return self._arrays
+        """Read everything; return the arrays, `Shards` and values of hosts by path."""
+        snapshot, of_all_hosts = self._source.snapshot, self._request.per_host == "all"
+        await snapshot.read_jobs(self._jobs)
+        return with_values(self._arrays, snapshot.location, of_all_hosts=of_all_hosts)
 
     def plan(self) -> RestorePlan:
         """Return what `read` would read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 from urllib.parse import unquote
 
@@ -11,17 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import InvalidArgument, NotFound
-from tstore.format.arguments import quote
+from tstore.format.arguments import checked_index, quote
 from tstore.format.arrays.array_metadata import dtype_named
 from tstore.format.arrays.dtypes import has_nonfinite, is_float
 from tstore.format.patterns import Extent, compile_patterns, compile_renames, extent_of
+from tstore.format.tree_document import host_path
 
-__all__ = ["Cast", "Missing", "Request"]
+__all__ = ["Cast", "Missing", "PerHostRule", "Request"]
 
 Cast = npt.DTypeLike | Mapping[str, npt.DTypeLike] | None
 """The dtype of restored float arrays: one for all, "target" for the target's, or dtypes by path pattern."""
 
 Missing = Literal["error", "keep"]
+
+PerHostRule = Literal["same", "keep", "all"]
+"""What to restore for values that each host has for itself."""
 
 _EXAMPLES = 5  # paths in an error
 
@@ -29,19 +33,36 @@ _EXAMPLES = 5  # paths in an error
 class Request:
     """The arguments of `restore` that select, rename and cast arrays.
 
-    `rename` is applied first; `only` and `dtype` match the new paths. Raise `InvalidArgument` for an invalid
-    argument.
+    `rename` is applied first; `only` and `dtype` match the new paths. `forms` are patterns of the names below a
+    leaf's path under which some leaves are stored. Raise `InvalidArgument` for an invalid argument.
     """
 
     def __init__(
-        self, only: str | list[str] | None, rename: Mapping[str, str] | None, dtype: Cast, missing: Missing
+        self,
+        only: str | list[str] | None,
+        rename: Mapping[str, str] | None,
+        dtype: Cast,
+        missing: Missing,
+        per_host: PerHostRule = "same",
+        host: int = 0,
+        hosts: int = 1,
+        forms: Sequence[str] = (),
     ) -> None:
         if only is not None and not _is_patterns(only):
             raise InvalidArgument(f"only={quote(only)}: expected a pattern such as 'layers/**', or a list of them")
         if missing not in get_args(Missing):
             raise InvalidArgument(f"missing={quote(missing)}: expected 'error' or 'keep'")
+        if per_host not in get_args(PerHostRule):
+            raise InvalidArgument(f"per_host={quote(per_host)}: expected 'same', 'keep' or 'all'")
+        self.host, self.hosts = checked_index("host", host), checked_index("hosts", hosts)
+        if host >= hosts:
+            raise InvalidArgument(f"host={host}, hosts={hosts}: expected a host from 0 to hosts - 1")
+        self.per_host = per_host
         self.only = only
         self.keeps_missing = missing == "keep"
+        self._forms = [host_path("", "*"), *(f"/{form}" for form in forms)]
+        if only is not None:
+            only = [form for p in ([only] if isinstance(only, str) else only) for form in self._with_forms(p)]
         self.matches: Callable[[str], bool] = (lambda path: True) if only is None else compile_patterns(only)
         self.renames = bool(rename)
         self.extent: Extent | None = None
@@ -49,8 +70,31 @@ class Request:
         if only is not None and not rename and "" not in (extent := extent_of(only)).starts:
             self.extent = extent
         self._rules = rename or {}
-        self._renamed = _renames(rename)
+        self._renamed = self._renames(rename)
         self._casts = _casts(dtype)
+
+    def _with_forms(self, pattern: str) -> list[str]:
+        """Return a pattern, and those of the stored forms of the leaves that it matches."""
+        return [pattern] if pattern.endswith("**") else [pattern, *(pattern + form for form in self._forms)]
+
+    def _renames(self, rename: Mapping[str, str] | None) -> Callable[[str], str]:
+        if rename is None:
+            return lambda path: path
+        if not isinstance(rename, Mapping) or not all(isinstance(t, str) for t in (*rename, *rename.values())):
+            raise InvalidArgument(
+                f"rename={quote(rename)}: expected new paths by stored path, as in {{'net/**': 'model/**'}}"
+            )
+        rules: dict[str, str] = {}
+        for pattern, new in rename.items():  # in their order, because the first match applies
+            rules |= dict(zip(self._with_forms(pattern), self._with_forms(new), strict=False))
+        try:
+            return compile_renames(rules)
+        except ValueError as error:
+            raise InvalidArgument(f"rename=…: {error}") from None
+
+    def selects(self, path: str) -> bool:
+        """Return whether the request selects a value at a path, even one that each host has for itself."""
+        return self.matches(path) or self.matches(host_path(path, self.host))
 
     def renamed(self, stored: Iterable[str]) -> dict[str, str]:
         """Return stored paths by restored path.
@@ -84,14 +128,9 @@ class Request:
         return f"no array matches only={quote(self.only)}; {hint}"
 
     def check_renames(self, paths: Collection[str]) -> None:
-        """Raise `NotFound` if a rule of `rename` matches none of the stored paths of arrays and scalars.
-
-        A rule with others below it, as "w" has "w/dtype=*", needs only one of them to match.
-        """
-        matching = [rule for rule in self._rules if rule in paths or any(map(compile_patterns(rule), paths))]
+        """Raise `NotFound` if a rule of `rename` matches none of the stored paths of arrays and scalars."""
         for pattern, new in self._rules.items():
-            is_below = any(pattern.startswith(f"{rule}/") for rule in self._rules)
-            if not is_below and not any(f"{rule}/".startswith(f"{pattern}/") for rule in matching):
+            if pattern not in paths and not any(map(compile_patterns(self._with_forms(pattern)), paths)):
                 meant = _meant(pattern, paths)
                 hint = _similar(pattern, paths) if meant is None else f"{meant[1]}; did you mean {meant[0]!r}?"
                 raise NotFound(f"rename={{{pattern!r}: {new!r}}} matches nothing; {hint}")
@@ -139,19 +178,6 @@ def _is_cast_target(dtype: np.dtype[Any]) -> bool:
 
 def _is_patterns(only: object) -> bool:
     return isinstance(only, str | list | tuple) and all(isinstance(pattern, str) for pattern in only)
-
-
-def _renames(rename: Mapping[str, str] | None) -> Callable[[str], str]:
-    if rename is None:
-        return lambda path: path
-    if not isinstance(rename, Mapping) or not all(isinstance(text, str) for text in (*rename, *rename.values())):
-        raise InvalidArgument(
-            f"rename={quote(rename)}: expected new paths by stored path, as in {{'net/**': 'model/**'}}"
-        )
-    try:
-        return compile_renames(rename)
-    except ValueError as error:
-        raise InvalidArgument(f"rename=…: {error}") from None
 
 
 def _casts(dtype: Cast) -> list[tuple[Callable[[str], bool], np.dtype[Any] | None]]:

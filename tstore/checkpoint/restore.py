@@ -10,7 +10,7 @@ import exmy
 
 from tstore.checkpoint.leaves import PackedShards, Shards
 from tstore.checkpoint.reading import Reading, RestorePlan, unallocated
-from tstore.checkpoint.request import Cast, Missing, Request
+from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
 from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import unflatten_like
 from tstore.data.exmy_chunks import is_packed
@@ -39,6 +39,9 @@ async def restore(
     dtype: Cast = None,
     missing: Missing = "error",
     packed: bool = False,
+    per_host: PerHostRule = "same",
+    host: int = 0,
+    hosts: int = 1,
 ) -> Any:
     """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as NumPy arrays.
 
@@ -69,6 +72,12 @@ async def restore(
         target has `Shards` as `PackedShards`. Other arrays are returned as without `packed`, and so are 0-d ones.
         Codes that do not fit together (chunks or regions that cut rows or blocks with an offset of their own) are
         an `InvalidArgument` that names all these arrays.
+    per_host
+        What to restore for a saved `PerHost`. "same": that of the host with the same number; this needs the same
+        number of hosts. "keep": the target's own if the number differs. "all": a list of the values of all hosts,
+        on any number of hosts.
+    host, hosts
+        The number of this host, and the number of hosts, for `per_host`.
 
     Raises
     ------
@@ -76,7 +85,7 @@ async def restore(
     `StructureMismatch`, `InvalidArgument`.
     """
     check_one_version(step, at)
-    request = Request(only, rename, dtype, missing)
+    request = Request(only, rename, dtype, missing, per_host, host, hosts)
     async with opened(store, "r") as opened_store:
         for _ in range(1 if step is not None or at is not None else _ATTEMPTS):
             try:
@@ -97,13 +106,16 @@ async def explain(
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
     missing: Missing = "error",
+    per_host: PerHostRule = "same",
+    host: int = 0,
+    hosts: int = 1,
 ) -> RestorePlan:
     """Return what `restore` with the same arguments would read, without reading any chunk.
 
     Raise what `restore` raises, except `Corrupt` for damaged chunks.
     """
     check_one_version(step, at)
-    request = Request(only, rename, dtype, missing)
+    request = Request(only, rename, dtype, missing, per_host, host, hosts)
     async with opened(store, "r") as opened_store:
         snapshot = await chosen_snapshot(opened_store, step, at)
         source = await Source.read(snapshot, request)

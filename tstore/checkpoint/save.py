@@ -11,7 +11,8 @@ import xxhash
 
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.jobs import write_jobs
-from tstore.checkpoint.leaves import Shards, as_values
+from tstore.checkpoint.leaves import PerHost, Shards, as_values
+from tstore.checkpoint.per_host import encoded
 from tstore.checkpoint.replicated import checksums
 from tstore.checkpoint.streamed import StreamedArray
 from tstore.checkpoint.structure import flatten
@@ -29,6 +30,7 @@ from tstore.format.arguments import (
     quote,
 )
 from tstore.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.format.tree_document import host_path
 from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
 from tstore.quantization.studied_plan import rules_for
 from tstore.runtime.pool import run
@@ -67,7 +69,8 @@ async def save(
     ----------
     tree
         Nested dicts, lists, tuples and dataclasses of arrays (of NumPy, or a library whose arrays NumPy can take),
-        `Shards` and scalars. An array that is not a `Shards` must be equal on every host, and one host writes it.
+        `Shards`, scalars, and `PerHost` for what each host has for itself. All others must be equal on every host,
+        and one host writes each array.
         Do not change the arrays before this returns.
     host, hosts, attempt
         The number of this host, the number of hosts, and a token that differs each time the job is started; by
@@ -140,8 +143,8 @@ async def checkpoint_from_arguments(
     if hosts != 1 or host != 0:
         Membership.from_arguments(step_tag(step), host, hosts, attempt)
     metadata = checked_metadata({"step": step, **({"metrics": metrics} if metrics else {})})
-    document, leaves = flatten(tree)
-    leaves = {p: leaf if isinstance(leaf, _NOT_VALUES) else as_values(p, leaf) for p, leaf in leaves.items()}
+    document, leaves = flatten(tree, hosts)
+    leaves = dict(_converted(path, leaf, host, hosts) for path, leaf in leaves.items())
     rules = await _rules(codecs, leaves, hosts)
     jobs = write_jobs(leaves, rules, host, hosts)  # raises for an invalid leaf; there is no store yet
     reserved = {"structure": document}
@@ -161,6 +164,14 @@ async def checkpoint_from_arguments(
         overwrite,
         replicated=await run(checksums, document, leaves) if hosts > 1 else {},
     )
+
+
+def _converted(path: str, leaf: Any, host: int, hosts: int) -> tuple[str, Any]:
+    """Return what this host saves of a leaf, and its path."""
+    if isinstance(leaf, PerHost):
+        data, path = encoded(path, leaf.value), host_path(path, host)
+        return path, data if hosts == 1 else Shards(data.shape, data.dtype, [((slice(0, len(data)),), data)])
+    return path, leaf if isinstance(leaf, _NOT_VALUES) else as_values(path, leaf)
 
 
 def checked_order(step: Any, tree: Any) -> int:

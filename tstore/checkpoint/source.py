@@ -5,23 +5,27 @@ A restore of few groups of a large store reads only their part of the structure,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from tstore.checkpoint.leaves import dtype_of
+from tstore.checkpoint.leaves import PerHost, dtype_of
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten
-from tstore.errors import NotFound, StructureMismatch, parsing
+from tstore.errors import InvalidArgument, NotFound, StructureMismatch, bullet_list, parsing
 from tstore.format.arrays.dtypes import is_float
 from tstore.format.paths import parents
 from tstore.format.tree.node import Node
 from tstore.format.tree_document import (
     TreeDocument,
+    host_path,
     is_document,
     nested_document,
     paths_in,
     scalar_node,
     stored_document,
+    value_path,
 )
 from tstore.format.tree_parts import part_of
 from tstore.runtime.computing import compute
@@ -61,6 +65,7 @@ class Source:
                 renamed = request.renamed([*self.stored.values(), *self._scalars])  # none may replace another
                 self._scalars = {new: self._scalars[old] for new, old in renamed.items() if old in self._scalars}
                 self.document = _nested(self.stored, self._scalars)
+        self._hosts = Counter(value_path(path) for path in self.stored if value_path(path) != path)
         self.scalars = {path: value for path, value in self._scalars.items() if request.matches(path)}
 
     @staticmethod
@@ -108,21 +113,24 @@ class Source:
             paths = [*self.stored, *self._scalars]
             raise NotFound(f"{self.snapshot.location}: {request.advice(paths)}")
         self._nodes = self.snapshot.tree.nodes.many(list(map(self.stored.__getitem__, chosen)))
+        reads = self._reads(chosen, request)
         if target is None:
-            return dict.fromkeys(chosen)
+            if request.per_host == "keep":
+                raise InvalidArgument("per_host='keep' keeps the values in a target; pass target=…")
+            return dict.fromkeys(itertools.chain(*reads.values()))
         document, leaves = flatten(target)
-        leaves = {path: leaf for path, leaf in leaves.items() if request.matches(path)}
+        leaves = {path: leaf for path, leaf in leaves.items() if request.selects(path)}
         in_target = set(leaves)
         if request.keeps_missing:
-            leaves = {path: leaf for path, leaf in leaves.items() if path in self.stored}
+            leaves = {path: leaf for path, leaf in leaves.items() if path in reads}
         if shared:
-            filled = {shared[path] for path in leaves if path in shared and path in self.stored}
-            leaves = {p: leaf for p, leaf in leaves.items() if p in self.stored or shared.get(p) not in filled}
+            filled = {shared[path] for path in leaves if path in shared and path in reads}
+            leaves = {p: leaf for p, leaf in leaves.items() if p in reads or shared.get(p) not in filled}
         mismatched = [
-            text for path in chosen if path in leaves for text in self._mismatch(path, leaves[path], request)
+            text for path in reads if path in leaves for text in self._mismatch(path, leaves[path], request)
         ]
-        missing = [path for path in leaves if path not in self.stored]
-        unexpected = [path for path in chosen if path not in in_target and path not in elsewhere]
+        missing = [path for path in leaves if path not in reads]
+        unexpected = [path for path in reads if path not in in_target and path not in elsewhere]
         target_scalars = {path: value for path, value in scalars_in(document).items() if request.matches(path)}
         if not request.keeps_missing:
             missing += [path for path in target_scalars if path not in self.scalars]
@@ -143,17 +151,48 @@ class Source:
             }
             arguments = [*(cure for cure, helps in cures.items() if helps), f"only={only}"]
             raise StructureMismatch(self.snapshot.location, missing, unexpected, mismatched, arguments)
-        return leaves
+        return {part: None if part != path else leaf for path, leaf in leaves.items() for part in reads[path]}
+
+    def _reads(self, chosen: Sequence[str], request: Request) -> dict[str, list[str]]:
+        """Return the paths to read for each value at the chosen paths.
+
+        Of a value that each host has for itself, that is the path of this host, or those of all hosts. Raise
+        `InvalidArgument` if other hosts saved it.
+        """
+        reads: dict[str, list[str]] = {}
+        for path in chosen:
+            reads.setdefault(value_path(path), []).append(path)
+        if request.per_host == "all":
+            return {path: sorted(paths, key=lambda p: (len(p), p)) for path, paths in reads.items()}
+        refused = []
+        for path in self._hosts.keys() & reads.keys():
+            saved = self._hosts[path]
+            if saved != request.hosts and request.per_host == "same":
+                refused.append(f"{path}: saved by {saved} hosts; this is host {request.host} of {request.hosts}")
+            reads[path] = [host_path(path, request.host)] if saved == request.hosts else []
+        if refused:
+            raise InvalidArgument(
+                f"{self.snapshot.location}: values that each host has for itself (tstore.PerHost) were saved by "
+                "another number of hosts; pass per_host='all', for a list with the value of each host, "
+                "per_host='keep', for the values in the target, or only=…, without these paths (tstore.restore "
+                f"also takes host=… and hosts=…):{bullet_list(sorted(refused))}"
+            )
+        return reads
 
     def _is_cast(self, path: str, leaf: Any, request: Request) -> bool:
         """Return whether the target has an array that `dtype="target"` would fit, and the request does not."""
-        meta, wanted = self.node(path).meta, None if leaf is None else dtype_of(path, leaf)
-        if wanted is None or tuple(leaf.shape) != meta.shape:
+        if leaf is None or isinstance(leaf, PerHost):
+            return False
+        meta, wanted = self.node(path).meta, dtype_of(path, leaf)
+        if tuple(leaf.shape) != meta.shape:
             return False
         return wanted != request.dtype(path, meta.dtype, wanted) and is_float(meta.dtype) and is_float(wanted)
 
     def _mismatch(self, path: str, leaf: Any, request: Request) -> list[str]:
         """Return a list, with a message if the target has another shape or dtype at this path, or else empty."""
+        if isinstance(leaf, PerHost) or path in self._hosts:
+            wrong = isinstance(leaf, PerHost) != (path in self._hosts)
+            return [f"{path}: only one of the checkpoint and the target has a tstore.PerHost there"] * wrong
         meta, wanted = self.node(path).meta, dtype_of(path, leaf)
         shape, dtype = tuple(leaf.shape), request.dtype(path, meta.dtype, wanted)
         if shape == meta.shape and wanted == dtype:

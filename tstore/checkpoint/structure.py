@@ -14,10 +14,22 @@ from typing import Any
 
 import numpy as np
 
+from tstore.checkpoint.leaves import PerHost
 from tstore.errors import InvalidArgument
 from tstore.format.bounds import PATH_LEVELS, path_excess_message
 from tstore.format.number_keys import NumberKeys
-from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, paths_in, scalar_node, scalar_value
+from tstore.format.tree_document import (
+    MAX_LEVELS,
+    SCALARS,
+    TreeDocument,
+    host_path,
+    paths_in,
+    per_host_node,
+    per_host_path,
+    scalar_node,
+    scalar_value,
+    value_path,
+)
 
 __all__ = ["IMPL", "flatten", "path_part", "scalars_in", "unflatten", "unflatten_like"]
 
@@ -32,14 +44,14 @@ _MAX_EQUAL_TEXTS = 16  # keys of a dict with the same text: some of other types,
 _MAX_PATHS = 1 << 28  # characters in the paths of all containers and Python scalars of a tree
 
 
-def flatten(tree: Any) -> tuple[TreeDocument, dict[str, Any]]:
-    """Return the document of a tree, and its arrays by path in the order of the tree.
+def flatten(tree: Any, hosts: int = 1) -> tuple[TreeDocument, dict[str, Any]]:
+    """Return the document of a tree that `hosts` hosts save, and its leaves by path in the order of the tree.
 
-    A leaf is anything with `shape` and `dtype`; a NumPy scalar becomes a 0-d array. Raise `InvalidArgument`,
-    naming the path, for any other object that is not a container or Python scalar, and for a tree that contains
-    itself or is too deep.
+    A leaf is a `PerHost`, or anything with `shape` and `dtype`; a NumPy scalar becomes a 0-d array. Raise
+    `InvalidArgument`, naming the path, for any other object that is not a container or Python scalar, and for a
+    tree that contains itself or is too deep.
     """
-    flattening = _Flattening()
+    flattening = _Flattening(hosts)
     return flattening.node(tree, ""), flattening.leaves
 
 
@@ -64,8 +76,9 @@ class _Flattening:
     reference cycle, and so keeps the arrays until Python's cycle collector frees it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: int) -> None:
         self.leaves: dict[str, Any] = {}
+        self._hosts = hosts
         self._ancestors: list[Any] = []  # the containers around the current node
         self._unstored = _UnstoredPaths()
 
@@ -89,6 +102,10 @@ class _Flattening:
             ) from error
         if is_array:
             return "array", self._add(path, value)
+        if isinstance(value, PerHost):
+            path = self._add(path, value)
+            _check_length(path, path_excess_message(host_path(path, self._hosts - 1)))
+            return per_host_node(path, self._hosts)
         _check_length(path, self._unstored.excess_message(path))
         if type(value) in SCALARS:
             return _scalar(value, path)
@@ -253,13 +270,15 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any], is_part: bool =
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
     If leaves are left out, so are Python scalars, None and empty containers; in lists, None stands in for each.
     """
-    partial = is_part or not leaves.keys() >= set(paths_in(document))
+    partial = is_part or not leaves.keys() >= set(map(value_path, paths_in(document)))
     tree = _built(document, leaves, partial, NumberKeys())
     return {} if tree is _LEFT_OUT else tree
 
 
 def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool, keys: NumberKeys) -> Any:
     """Return the tree of a node; `partial` says whether any leaves are left out."""
+    if (path := per_host_path(node)) is not None:
+        return leaves.get(path, _LEFT_OUT)
     match node:
         case ["array", path]:
             return leaves.get(path, _LEFT_OUT)
@@ -306,6 +325,8 @@ class _Unflattening:
         """Return a value of the target at a path, with the leaves and scalars in it."""
         if value is None:
             return None
+        if isinstance(value, PerHost):
+            return self._leaf(path, value)
         if isinstance(value, np.generic):
             leaf = self._leaf(path, value)
             return leaf[()] if isinstance(leaf, np.ndarray) else leaf

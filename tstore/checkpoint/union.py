@@ -2,7 +2,8 @@
 
 The hosts of a save must pass the same structure, and write each region once. If hosts have different layers, or
 several teams of hosts have the same array, every host sends its `Outline` to the others. Each then saves the union
-of the trees, in which an array that it does not write is a `Shards` without parts.
+of the trees, in which an array that it does not write is a `Shards` without parts, and a `PerHost` of other hosts
+holds None.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.leaves import PerHost, Shards
 from tstore.checkpoint.structure import flatten, path_part, unflatten
 from tstore.errors import Inconsistent
-from tstore.format.tree_document import TreeDocument, expanded, scalar_value
+from tstore.format.tree_document import TreeDocument, expanded, paths_in, scalar_value, value_path
 
 __all__ = ["Outline", "united"]
 
@@ -49,7 +50,8 @@ class Outline(NamedTuple):
     def of(tree: Any, teams: Mapping[str, int]) -> Outline:
         """Return the outline of a tree of NumPy arrays, `Shards` and scalars."""
         document, leaves = flatten(tree)
-        return Outline(document, {path: _array_spec(leaf) for path, leaf in leaves.items()}, dict(teams))
+        arrays = {path: _array_spec(leaf) for path, leaf in leaves.items() if not isinstance(leaf, PerHost)}
+        return Outline(document, arrays, dict(teams))
 
     def digest(self) -> bytes:
         """Return a checksum that differs between different outlines."""
@@ -67,7 +69,8 @@ def united(
     """
     _, leaves = flatten(tree)
     document, specs = _merged_documents(outlines), _merged_specs(outlines)
-    result: dict[str, Any] = {}
+    places = {value_path(path) for path in paths_in(document)}
+    result: dict[str, Any] = {path: leaves.get(path, PerHost(None)) for path in places - specs.keys()}
     for path, spec in specs.items():
         leaf, path_hash = leaves.get(path), xxhash.xxh3_64_intdigest(path.encode())  # spreads arrays over hosts
         holders = [i for i, outline in enumerate(outlines) if path in outline.arrays]
@@ -111,7 +114,11 @@ def _merged_documents(outlines: Sequence[Outline]) -> TreeDocument:
     for outline in outlines[1:]:
         document = _merged(document, outline.document, "", differing)
     if differing:
-        raise Inconsistent("hosts save trees with different values at the same path", sorted(set(differing)))
+        raise Inconsistent(
+            "hosts save trees with different values at the same path; make them equal on all hosts, or pass "
+            "tstore.PerHost(value) to save the value of each host",
+            sorted(set(differing)),
+        )
     return document
 
 

@@ -8,6 +8,9 @@
 "arrays" is a dict of arrays with strings as keys, each at the path that begins with `start` and ends with its key.
 Large checkpoints have little else, and it is short and fast to read. A "scalar" is a NumPy scalar, stored as a 0-d
 array. A key is a Python scalar's node, so that 5 and "5" differ.
+
+A value that each host has for itself (`tstore.PerHost`) is a dict with an array of bytes for each host: that of
+host 3 is at "…/%host=3". No key gives such a path, because a "%" in a key becomes "%25".
 """
 
 from __future__ import annotations
@@ -20,12 +23,16 @@ __all__ = [
     "SCALARS",
     "TreeDocument",
     "expanded",
+    "host_path",
     "is_document",
     "nested_document",
     "paths_in",
+    "per_host_node",
+    "per_host_path",
     "scalar_node",
     "scalar_value",
     "stored_document",
+    "value_path",
 ]
 
 TreeDocument = Sequence[Any]
@@ -48,6 +55,7 @@ SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 """For each type of Python scalar: a function from value to text, and its inverse; `["int", "3"]` is a node."""
 
 _NAMES = {t.__name__: t for t in SCALARS}
+_HOST = "%host="
 
 
 def scalar_node(value: Any) -> tuple[str, str]:
@@ -138,6 +146,35 @@ def nested_document(nodes: Mapping[str, TreeDocument]) -> TreeDocument:
         return node
 
     return document(root)
+
+
+def host_path(path: str, host: int | str) -> str:
+    """Return the path of the bytes of a host, for a value that each host has for itself."""
+    return f"{path}/{_HOST}{host}"
+
+
+def value_path(path: str) -> str:
+    """Return the path of the value whose bytes are at a path; return the path of another array unchanged."""
+    above, _, name = path.rpartition("/")
+    return above if name.startswith(_HOST) else path
+
+
+def per_host_node(path: str, hosts: int) -> TreeDocument:
+    """Return the node of a value that each of `hosts` hosts has for itself."""
+    return "arrays", f"{path}/", tuple(f"{_HOST}{host}" for host in range(hosts))
+
+
+def per_host_path(node: TreeDocument) -> str | None:
+    """Return the path of a value that each host has for itself, or None if this is another node."""
+    match node:
+        case ["arrays", start, [name, *_]]:
+            path = start + name
+        case ["dict", [[_, ["array", path]], *_]]:
+            pass
+        case _:
+            return None
+    value = value_path(path)
+    return None if value == path else value
 
 
 def paths_in(document: TreeDocument) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tstore.format.patterns import Extent
-from tstore.format.tree_document import TreeDocument, is_document
+from tstore.format.tree_document import TreeDocument, is_document, per_host_path
 
 __all__ = ["LARGEST_SHARE", "part_of"]
 
@@ -71,6 +71,8 @@ class _Cutting:
             case ["arrays", str(start)]:
                 keys = msgspec.json.decode(raws[-1], type=list[str])
                 chosen = [key for key in keys if self._has(start + key)]
+                if chosen and per_host_path([*node, chosen]):
+                    chosen = keys  # their number is that of the hosts
                 return [*node, chosen] if chosen else _ABSENT
             case ["list" | "tuple"]:
                 items = self._items(raws[-1], level)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.checkpoint.leaves import Shards
-from tstore.checkpoint.structure import IMPL
+from tstore.checkpoint.leaves import PerHost, Shards
+from tstore.checkpoint.structure import IMPL, flatten, unflatten_like
 from tstore.errors import InvalidArgument
 from tstore.format.tree_document import SCALARS
 from tstore.sharding import Index, ReplicaSplit, common_shard_shape
 
 __all__ = [
+    "FORMS",
     "Bounds",
     "begin_copy",
     "bounds_of",
@@ -35,9 +36,8 @@ __all__ = [
     "impl_node",
     "is_key",
     "is_value",
+    "own_value",
     "split_impl",
-    "stored_patterns",
-    "stored_renames",
 ]
 
 Values = npt.NDArray[Any]
@@ -52,6 +52,9 @@ _NARROW = {
 """For each dtype that Zarr has no name for, the dtype of the bytes in which NumPy stores its numbers."""
 
 _DTYPE = "dtype="
+
+FORMS = f"{_DTYPE}*", f"{IMPL}*"
+"""Patterns of the names of both."""
 
 _REFS = (jax.Ref,) if hasattr(jax, "Ref") else ()  # not in older versions of JAX
 
@@ -68,8 +71,8 @@ _MAX_CACHED = 64 << 10
 
 
 def is_value(leaf: Any) -> bool:
-    """Return whether a leaf is an array with values, the shape and dtype of one, or a Python scalar."""
-    if type(leaf) in SCALARS:
+    """Return whether a leaf is an array with values, the shape and dtype of one, a scalar, or a `PerHost`."""
+    if type(leaf) in SCALARS or isinstance(leaf, PerHost):
         return True
     if isinstance(leaf, (jax.core.Tracer, *_REFS)):
         return False
@@ -116,46 +119,11 @@ def dtype_node(dtype: Any, make: Callable[[np.dtype[Any]], Any]) -> Any:
     return {f"{_DTYPE}{dtype.name}": make(_NARROW[dtype])} if dtype in _NARROW else make(dtype)
 
 
-def stored_patterns(only: Any) -> Any:
-    """Return `only` with patterns added for the stored forms of the leaves that it selects."""
-    patterns = [only] if isinstance(only, str) else only
-    if not isinstance(patterns, list | tuple):
-        return only
-    forms = [form for pattern in patterns for form in _forms(pattern)]
-    return _WithForms(only, [*patterns, *forms]) if forms else only
-
-
-class _WithForms(list[str]):
-    """Patterns with others added, which an error message shows without these."""
-
-    def __init__(self, original: Any, patterns: list[str]) -> None:
-        super().__init__(patterns)
-        self._original = original
-
-    def __repr__(self) -> str:
-        return repr(self._original)
-
-
-def stored_renames(rename: Any) -> Any:
-    """Return `rename` with rules added for the stored forms of the leaves that it renames."""
-    if not isinstance(rename, Mapping):
-        return rename
-    rules: dict[Any, Any] = {}
-    for pattern, new in rename.items():  # in their order, because the first match applies
-        rules |= {pattern: new, **dict(zip(_forms(pattern), _forms(new), strict=False))}
-    return rules
-
-
-def _forms(pattern: Any) -> list[str]:
-    """Return patterns for the stored forms of the leaves that a pattern matches; "**" matches them already."""
-    if not isinstance(pattern, str) or pattern.endswith("**"):
-        return []
-    return [f"{pattern}/{form}*" for form in (_DTYPE, IMPL)]
-
-
 def decoded(tree: Any) -> Any:
     """Return a restored tree with the stored forms of arrays of one bit and of typed PRNG keys decoded."""
     match tree:
+        case PerHost():
+            return PerHost(decoded(tree.value))
         case dict() if len(tree) == 1:
             [(key, value)] = tree.items()
             if isinstance(key, str) and isinstance(value, np.ndarray):
@@ -178,6 +146,41 @@ def _decoded(key: str, values: Values) -> Any:
     return {key: values}
 
 
+def _plain_value(path: str, leaf: PerHost) -> PerHost:
+    """Return what a process has for itself with NumPy arrays in place of arrays of JAX, as the core saves it."""
+    values = {inner: _plain(f"{path}/{inner}", array) for inner, array in flatten(leaf.value)[1].items()}
+    return PerHost(unflatten_like(leaf.value, values, {}))
+
+
+def _plain(path: str, leaf: Any) -> Any:
+    checked_leaf(path, leaf)
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        return leaf
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise InvalidArgument(
+            f"{path}: other processes have parts of the array; move it out of the PerHost, which is for values of "
+            "this process alone"
+        )
+    if is_key(leaf):
+        return impl_node(jax.random.key_impl(leaf), np.asarray(jax.random.key_data(leaf)))
+    values = np.asarray(leaf)
+    return dtype_node(values.dtype, values.view)
+
+
+def own_value(restored: Any, target: PerHost) -> Any:
+    """Return a restored `PerHost` with arrays of JAX where the target has them, or the list of all values."""
+    restored = decoded(restored)
+    if not isinstance(restored, PerHost):
+        return restored
+    wanted = {path: leaf for path, leaf in flatten(target.value)[1].items() if isinstance(leaf, jax.Array)}
+    arrays = {
+        path: jax.device_put(leaf, wanted[path].sharding if wanted[path].committed else None)
+        for path, leaf in flatten(restored.value)[1].items()
+        if path in wanted
+    }
+    return PerHost(unflatten_like(restored.value, arrays, {}))
+
+
 def begin_copy(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
     """Begin to copy a leaf to the host; return a function for the part that this host saves.
 
@@ -186,6 +189,8 @@ def begin_copy(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
     On the CPU nothing is copied. Raise `InvalidArgument`, naming the path, for a leaf that has no values.
     """
     checked_leaf(path, leaf)
+    if isinstance(leaf, PerHost):
+        return functools.partial(_plain_value, path, leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise InvalidArgument(f"{path}: a jax.ShapeDtypeStruct has no values; pass the tree with its arrays")
     if not isinstance(leaf, jax.Array):

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint import restore as core
+from tstore.checkpoint.leaves import PerHost
 from tstore.checkpoint.reading import Allocate, Reading, RestorePlan, unallocated
-from tstore.checkpoint.request import Cast, Missing, Request
+from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
 from tstore.checkpoint.source import Source
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, StructureMismatch
-from tstore.jax.arrays import decoded, is_value, split_impl, stored_patterns, stored_renames
+from tstore.jax.arrays import FORMS, decoded, is_value, split_impl
 from tstore.jax.processes import agreed_snapshot
 from tstore.jax.pytree import Pytree
 from tstore.jax.targets import target_leaf
@@ -43,6 +43,7 @@ def restore(
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
     missing: Missing = "error",
+    per_host: PerHostRule = "same",
 ) -> Coroutine[Any, Any, Any]:
     """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as a pytree.
 
@@ -59,26 +60,24 @@ def restore(
         every path that is missing or unexpected, or has another shape or dtype. Without a target the result
         consists of NumPy arrays in nested dicts, lists and tuples, and only typed PRNG keys are arrays of JAX;
         named tuples and other classes become dicts.
-    only, rename, dtype, missing
+    only, rename, dtype, missing, per_host
         As in `tstore.restore`.
 
     Raises
     ------
     As `tstore.restore`, and `InvalidArgument`, with the path, for a sharding that does not fit its array.
     """
-    here = PlacedTarget.here(target)
-    only, rename = stored_patterns(only), stored_renames(rename)
+    here, processes = PlacedTarget.here(target), (jax.process_index(), jax.process_count())
 
     async def run() -> Any:
         check_one_version(step, at)
-        request = Request(only, rename, dtype, missing)
-        async with agreed_snapshot(store, step, at) as (opened_store, snapshot):
+        request = Request(only, rename, dtype, missing, per_host, *processes, FORMS)
+        async with agreed_snapshot(store, step, at) as (_, snapshot):
+            source = await Source.read(snapshot, request)
             if here.tree is None:
-                arrays = await core.restore(
-                    opened_store, at=snapshot.version, only=only, rename=rename, dtype=dtype, missing=missing
-                )
-                return decoded(arrays)
-            tree = _TargetTree(await Source.read(snapshot, request), here, request)
+                arrays = await _whole(source, request, new_values).read()
+                return decoded(await source.tree(arrays))
+            tree = _TargetTree(source, here, request)
             arrays = await tree.reading(_aligned_values).read()
             return await pool.run(tree.finish, arrays)
 
@@ -95,25 +94,34 @@ def explain(
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
     missing: Missing = "error",
+    per_host: PerHostRule = "same",
 ) -> Coroutine[Any, Any, RestorePlan]:
     """Return what `restore` with the same arguments would read in this process, without reading any chunk.
 
     Raise what `restore` raises, except `Corrupt` for damaged chunks.
     """
-    here = PlacedTarget.here(target)
-    only, rename = stored_patterns(only), stored_renames(rename)
+    here, processes = PlacedTarget.here(target), (jax.process_index(), jax.process_count())
 
     async def run() -> RestorePlan:
-        if here.tree is None:
-            return await core.explain(store, step, at=at, only=only, rename=rename, dtype=dtype, missing=missing)
         check_one_version(step, at)
-        request = Request(only, rename, dtype, missing)
+        request = Request(only, rename, dtype, missing, per_host, *processes, FORMS)
         async with opened(store, "r") as opened_store:
             snapshot = await chosen_snapshot(opened_store, step, at)
-            tree = _TargetTree(await Source.read(snapshot, request), here, request)
+            source = await Source.read(snapshot, request)
+            if here.tree is None:
+                return await pool.run(_whole(source, request, unallocated).plan)
+            tree = _TargetTree(source, here, request)
             return await pool.run(tree.reading(unallocated).plan)
 
     return run()
+
+
+def _whole(source: Source, request: Request, allocate: Allocate) -> Reading:
+    """Return the reads of a restore without a target."""
+    reading = Reading(source, request, allocate)
+    for path in source.leaves(None, request):
+        reading.add(path, None)
+    return reading
 
 
 class PlacedTarget(NamedTuple):
@@ -175,14 +183,14 @@ class _TargetTree:
 
     def finish(self, arrays: dict[str, Any]) -> Any:
         """Move the values of `arrays` into the pytree and return it; those without a sharding go to the device."""
-        results, unfilled = {}, []
+        results, unfilled, keeps = {}, [], self._request.keeps_missing
         with jax.default_device(self._device):
             for path, leaf in self._leaves.items():
                 if leaf.path in arrays:
                     results[path] = leaf.finish(arrays.pop(leaf.path))
                 elif leaf.path in self._source.scalars:
                     results[path] = leaf.finish(self._source.scalars[leaf.path])
-                elif self._request.matches(leaf.path) and not self._request.keeps_missing:
+                elif self._request.matches(leaf.path) and not keeps and not isinstance(leaf.core_leaf, PerHost):
                     unfilled.append(path)
         if unfilled:
             raise StructureMismatch(self._source.snapshot.location, unfilled, [], [])

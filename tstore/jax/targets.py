@@ -13,10 +13,10 @@ import numpy.typing as npt
 from jax.experimental import layout as layouts
 from jax.sharding import AbstractMesh, NamedSharding
 
-from tstore.checkpoint.leaves import Shards, dtype_of
+from tstore.checkpoint.leaves import PerHost, Shards, dtype_of
 from tstore.checkpoint.source import Source
 from tstore.errors import InvalidArgument
-from tstore.jax.arrays import Bounds, bounds_of, checked_leaf, dtype_node, impl_node, is_key
+from tstore.jax.arrays import Bounds, bounds_of, checked_leaf, dtype_node, impl_node, is_key, own_value
 
 __all__ = ["TargetLeaf", "target_leaf"]
 
@@ -57,6 +57,8 @@ def target_leaf(path: str, leaf: Any, source: Source, mesh: Any) -> TargetLeaf:
         meta = source.node(name).meta
         if meta.shape == () and meta.dtype.kind in _NUMBER_KINDS[type(leaf)]:
             return TargetLeaf(name, _shape_struct((), meta.dtype), lambda values: type(leaf)(values[()]))
+    if isinstance(leaf, PerHost):
+        return TargetLeaf(name, leaf, functools.partial(own_value, target=leaf))
     if not hasattr(leaf, "dtype"):
         return TargetLeaf(path, leaf, lambda scalar: scalar)
     node, finish = _core_node(name, leaf, mesh)

@@ -30,9 +30,10 @@ class World:
 
     def uniform(self, low: float, high: float) -> float:
         """Return a random number between `low` and `high`."""
-        return random.uniform(low, high)
+        return _RANDOM.uniform(low, high)
 
 
+_RANDOM = random.SystemRandom()  # leaves the state of the module `random`, which jobs seed and save, to the caller
 _REAL = World()
 _current: ContextVar[World] = ContextVar("tstore_world", default=_REAL)
 

@@ -28,6 +28,7 @@ from tstore import (
     OnPreemption,
     PackedShards,
     PendingTransaction,
+    PerHost,
     QuantizationLoss,
     QuantizedArray,
     QuantizeReport,
@@ -42,7 +43,7 @@ from tstore import (
 from tstore import zarr as zarr
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
-from tstore.checkpoint.request import Cast, Missing
+from tstore.checkpoint.request import Cast, Missing, PerHostRule
 from tstore.copying.copy import At
 from tstore.data.casting import Casting
 from tstore.data.planning import ReadPlan
@@ -80,6 +81,7 @@ __all__ = [
     "OnPreemption",
     "PackedShards",
     "PendingTransaction",
+    "PerHost",
     "QuantizationLoss",
     "QuantizeReport",
     "QuantizedArray",
@@ -688,6 +690,9 @@ def explain(
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
     missing: Missing = "error",
+    per_host: PerHostRule = "same",
+    host: int = 0,
+    hosts: int = 1,
 ) -> RestorePlan:
     """Return what `restore` with the same arguments would read, without reading any chunk.
 
@@ -878,6 +883,9 @@ def restore(
     dtype: Cast = None,
     missing: Missing = "error",
     packed: bool = False,
+    per_host: PerHostRule = "same",
+    host: int = 0,
+    hosts: int = 1,
 ) -> Any:
     """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as NumPy arrays.
 
@@ -908,6 +916,12 @@ def restore(
         target has `Shards` as `PackedShards`. Other arrays are returned as without `packed`, and so are 0-d ones.
         Codes that do not fit together (chunks or regions that cut rows or blocks with an offset of their own) are
         an `InvalidArgument` that names all these arrays.
+    per_host
+        What to restore for a saved `PerHost`. "same": that of the host with the same number; this needs the same
+        number of hosts. "keep": the target's own if the number differs. "all": a list of the values of all hosts,
+        on any number of hosts.
+    host, hosts
+        The number of this host, and the number of hosts, for `per_host`.
 
     Raises
     ------
@@ -939,7 +953,8 @@ def save(
     ----------
     tree
         Nested dicts, lists, tuples and dataclasses of arrays (of NumPy, or a library whose arrays NumPy can take),
-        `Shards` and scalars. An array that is not a `Shards` must be equal on every host, and one host writes it.
+        `Shards`, scalars, and `PerHost` for what each host has for itself. All others must be equal on every host,
+        and one host writes each array.
         Do not change the arrays before this returns.
     host, hosts, attempt
         The number of this host, the number of hosts, and a token that differs each time the job is started; by

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from tstore import sync
 from tstore.checkpoint.background import InFlight
 from tstore.checkpoint.policies import Policy
-from tstore.checkpoint.request import Cast, Missing
+from tstore.checkpoint.request import Cast, Missing, PerHostRule
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.sync import BackgroundSave, Keep, RestorePlan, Store
 
@@ -67,6 +67,7 @@ def explain(
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
     missing: Missing = "error",
+    per_host: PerHostRule = "same",
 ) -> RestorePlan:
     """Return what `restore` with the same arguments would read in this process, without reading any chunk.
 
@@ -82,6 +83,7 @@ def restore(
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
     missing: Missing = "error",
+    per_host: PerHostRule = "same",
 ) -> Any:
     """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as a pytree.
 
@@ -98,7 +100,7 @@ def restore(
         every path that is missing or unexpected, or has another shape or dtype. Without a target the result
         consists of NumPy arrays in nested dicts, lists and tuples, and only typed PRNG keys are arrays of JAX;
         named tuples and other classes become dicts.
-    only, rename, dtype, missing
+    only, rename, dtype, missing, per_host
         As in `tstore.restore`.
 
     Raises
@@ -131,7 +133,8 @@ def save(
     tree
         Any pytree of arrays of JAX (in any sharding, of any dtype, typed PRNG keys too) and NumPy, and of Python
         scalars: states of optax, `TrainState`, states and modules of `flax.nnx`. An array that each process has on
-        its own devices must be equal in all processes, and one of them writes it. Do not change the arrays of
+        its own devices must be equal in all processes, and one of them writes it, unless it is in a
+        `tstore.PerHost`: then each process saves its own. Do not change the arrays of
         NumPy before this returns.
     host, hosts, attempt
         By default from `jax.distributed`, with a new attempt for each save. With `hosts=1` this process saves

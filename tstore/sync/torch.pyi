@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tstore import sync
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
-from tstore.checkpoint.request import Cast, Missing
+from tstore.checkpoint.request import Cast, Missing, PerHostRule
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.sync import BackgroundSave, Keep, Store
 from tstore.torch import Reader, Writer
@@ -72,6 +72,7 @@ def restore(
     rename: Mapping[str, str] | None = None,
     dtype: Cast | torch.dtype | Mapping[str, torch.dtype] = None,
     missing: Missing = "error",
+    per_host: PerHostRule = "same",
     group: dist.ProcessGroup | None = None,
     hosts: int | None = None,
 ) -> Any:
@@ -89,7 +90,7 @@ def restore(
         pipeline stage may have a part. One `StructureMismatch` lists every path that is missing or unexpected, or
         has another shape or dtype. A tensor on the meta device is replaced by one on the CPU. Without a target the
         result is a nested dict of whole tensors on the CPU.
-    only, rename, missing
+    only, rename, missing, per_host
         As in `tstore.restore`.
     dtype
         The dtype of floating-point tensors, "target" for that of the target, or dtypes by path pattern.
@@ -131,9 +132,8 @@ def save(
         its parameters have in a module of the tree. Each region of a `DTensor` is written by one of the processes
         that hold it. A tensor subclass is saved as its inner tensors, as `__tensor_flatten__` names them, and a
         `BytesIO` as an array of bytes. Any other tensor must be equal in every process that has its path, and one
-        of these writes it; processes may have different paths, as pipeline stages do. A value that differs between
-        processes, such as the state of a random number generator, needs a path for each:
-        `{"rng": {rank: torch.get_rng_state()}}`.
+        of these writes it; processes may have different paths, as pipeline stages do. What each process has for
+        itself, such as the state of a random number generator or a data loader, goes into a `tstore.PerHost`.
         Do not change the tensors before this returns.
     group
         The process group whose processes save together, by default all.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from tstore.checkpoint.leaves import Destination, Shards
+from tstore.checkpoint.leaves import Destination, PerHost, Shards
 from tstore.checkpoint.structure import flatten, unflatten_like
 from tstore.errors import InvalidArgument
 from tstore.runtime.budget import prefer_huge_pages
@@ -58,15 +59,24 @@ def to_values(tree: Any) -> TreeValues:
             [(whole, results[path][_view_index(local)]) for whole, local in layout.parts] if layout.writes else []
         )
         results[path] = Shards(layout.shape, dtype, parts, shard_shape=layout.shard_shape)
+    results |= {p: PerHost(to_values(leaf.value).tree) for p, leaf in leaves.items() if isinstance(leaf, PerHost)}
     copied = all(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves.values())
     teams = {path: layout.team for path, layout in layouts.items()}
     return TreeValues(unflatten_like(tree, results, {}), teams, copied)
 
 
-def from_values(tree: Any) -> Any:
-    """Return a restored tree with a tensor for each NumPy array, which shares the array's memory."""
-    _, leaves = flatten(tree)
-    return unflatten_like(tree, {path: tensor_from_values(path, leaf) for path, leaf in leaves.items()}, {})
+def from_values(tree: Any, own: Any = None) -> Any:
+    """Return a restored tree with a tensor for each NumPy array, which shares the array's memory.
+
+    An array stays one if `own`, a tree like that, has an array there.
+    """
+    kept = {path for path, leaf in flatten(own)[1].items() if isinstance(leaf, np.ndarray)}
+    leaves = {path: leaf for path, leaf in flatten(tree)[1].items() if path not in kept}
+    values = {
+        path: PerHost(from_values(leaf.value)) if isinstance(leaf, PerHost) else tensor_from_values(path, leaf)
+        for path, leaf in leaves.items()
+    }
+    return unflatten_like(tree, values, {})
 
 
 class Target:
@@ -86,6 +96,7 @@ class Target:
             for path, leaf in leaves.items()
             if isinstance(leaf, torch.Tensor) and matches(path)
         }
+        self._per_host = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, PerHost)}
         self._copies: dict[str, torch.Tensor] = {}  # destinations on the host, to copy from afterwards
         self._owners: dict[Any, str] = {}  # by memory: the first path of a tensor in it
         self._tied: dict[str, str] = {}  # by every other path of a memory: its first path
@@ -121,7 +132,12 @@ class Target:
                     f"{path}: overlaps another tensor of the target in memory, which has other values in the "
                     "checkpoint; pass clones as the target, or restore one of them with only=…"
                 )
-        restored = {path: tensor for path, tensor in self._tensors.items() if path in arrays}
+        restored: dict[str, Any] = {path: t for path, t in self._tensors.items() if path in arrays}
+        for path, own in self._per_host.items():
+            if path in arrays:
+                value = arrays[path]
+                of_one = isinstance(value, PerHost)
+                restored[path] = PerHost(from_values(value.value, own.value)) if of_one else from_values(value)
         return unflatten_like(self._tree, {**arrays, **restored}, scalars)
 
     def _checked_local(self, path: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from tstore.checkpoint.leaves import PerHost
 from tstore.checkpoint.reading import Reading
-from tstore.checkpoint.request import Cast, Missing, Request
+from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
 from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import flatten, path_part, scalars_in, unflatten
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, SnapshotExpired, TStoreError, parsing
+from tstore.format.tree_document import value_path
 from tstore.runtime import pool
 from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.snapshot import Snapshot
@@ -43,6 +45,7 @@ def restore(
     rename: Mapping[str, str] | None = None,
     dtype: Cast | torch.dtype | Mapping[str, torch.dtype] = None,
     missing: Missing = "error",
+    per_host: PerHostRule = "same",
     group: dist.ProcessGroup | None = None,
     hosts: int | None = None,
 ) -> Coroutine[Any, Any, Any]:
@@ -60,7 +63,7 @@ def restore(
         pipeline stage may have a part. One `StructureMismatch` lists every path that is missing or unexpected, or
         has another shape or dtype. A tensor on the meta device is replaced by one on the CPU. Without a target the
         result is a nested dict of whole tensors on the CPU.
-    only, rename, missing
+    only, rename, missing, per_host
         As in `tstore.restore`.
     dtype
         The dtype of floating-point tensors, "target" for that of the target, or dtypes by path pattern.
@@ -78,7 +81,16 @@ def restore(
         )
     processes = ALONE if hosts == 1 else Processes.of(group)
     return restore_among(
-        processes, store, step, at=at, target=target, only=only, rename=rename, dtype=dtype, missing=missing
+        processes,
+        store,
+        step,
+        at=at,
+        target=target,
+        only=only,
+        rename=rename,
+        dtype=dtype,
+        missing=missing,
+        per_host=per_host,
     )
 
 
@@ -93,10 +105,11 @@ async def restore_among(
     rename: Mapping[str, str] | None = None,
     dtype: Cast | torch.dtype | Mapping[str, torch.dtype] = None,
     missing: Missing = "error",
+    per_host: PerHostRule = "same",
 ) -> Any:
     """Restore as `restore` does, with these processes."""
     check_one_version(step, at)
-    request = Request(only, rename, _numpy_cast(dtype), missing)
+    request = Request(only, rename, _numpy_cast(dtype), missing, per_host, processes.host, processes.hosts)
     async with opened(store, "r") as opened_store:
         attempts_left = _ATTEMPTS if step is None and at is None and processes.hosts == 1 else 1
         while True:
@@ -173,10 +186,12 @@ def _exchanged_paths(destination: Target | None, failure: Exception | None, proc
 
 def _stored_tree(source: Source, request: Request) -> Any:
     """Return the tree of what is restored, with `Stored` for each array, in the dtype in which it is restored."""
-    arrays = {}
+    arrays: dict[str, Any] = {}
     pickled = pickled_paths(source.snapshot)
     for path, stored_path in source.stored.items():
-        if request.matches(path):
+        if value_path(path) != path:
+            arrays[value_path(path)] = PerHost(None)
+        elif request.matches(path):
             meta = source.node(path).meta
             dtype = torch_dtype(path, request.dtype(path, meta.dtype, None))
             arrays[path] = Stored(meta.shape, dtype, stored_path in pickled)
@@ -184,7 +199,7 @@ def _stored_tree(source: Source, request: Request) -> Any:
             arrays[path] = Stored((), torch.uint8)  # it is left out below; its metadata may not have been read
     with parsing(f"{source.snapshot.location}: its structure"):
         tree = unflatten(source.document, arrays)  # with scalars
-    return tree if request.only is None else _matching(tree, [], request.matches)
+    return tree if request.only is None else _matching(tree, [], request.selects)
 
 
 def pickled_paths(snapshot: Snapshot) -> set[str]:
@@ -200,7 +215,7 @@ def _kept_tree(target: Any, request: Request) -> Any:
         return state_tree(target)
     if request.only is None:
         return None
-    return _matching(state_tree(target), [], lambda path: not request.matches(path))
+    return _matching(state_tree(target), [], lambda path: not request.selects(path))
 
 
 def _nested_like(tree: Any, stored: Any) -> Any:

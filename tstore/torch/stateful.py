@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tstore.checkpoint.leaves import PerHost
 from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
 from tstore.torch.dtensors import local_tensor
@@ -126,6 +127,14 @@ def _replaced(
     tree, *others = trees
     if is_replaced(tree):
         return replace(*trees)
+    if isinstance(tree, PerHost):
+        if not base:
+            return PerHost(_replaced((tree.value, *(None for _ in others)), base, replace, is_replaced, level))
+        restored, stored = others
+        if stored is None or not isinstance(restored, PerHost):
+            return tree if stored is None else restored
+        trees = (tree.value, restored.value, restored.value)
+        return PerHost(_replaced(trees, base, replace, is_replaced, level))
     if level == _MAX_LEVELS or not isinstance(tree, Mapping | list | tuple):
         return trees[base]
     keys = list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))
@@ -147,6 +156,8 @@ def holds_stateful(tree: Any) -> bool:
 
 def _search(value: Any, ancestors: list[Any], keys: list[Any]) -> bool:
     """Return whether a value has stateful objects; `keys` lead to it through its ancestors."""
+    if isinstance(value, PerHost):
+        return _search(value.value, ancestors, keys)
     if isinstance(value, torch.Tensor):
         check_not_nested(f"{'/'.join(map(path_part, keys)):.200}", value)  # else its shape raises
     if not isinstance(value, Mapping | list | tuple):
@@ -178,6 +189,8 @@ def _has_state(kind: type) -> bool:
 def _modules(tree: Any, path: str = "", level: int = 0) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(tree, nn.Module):
         yield path, tree
+    elif isinstance(tree, PerHost):
+        yield from _modules(tree.value, path, level)
     elif level < _MAX_LEVELS and isinstance(tree, Mapping | list | tuple):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from _modules(value, f"{path}{key}.", level + 1)

@@ -1,0 +1,267 @@
+"""Values that each host has for itself: `PerHost`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import pytest
+
+import tstore
+import tstore.sync as blocking
+from tstore.cli import main
+from tstore.errors import Corrupt, InvalidArgument, NotFound, StructureMismatch
+
+HOSTS = 3
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    return f"memory://{request.node.name}"
+
+
+def own(host: int) -> dict[str, Any]:
+    """Return what a host has for itself, in another structure on each host."""
+    generator = np.random.default_rng(host)
+    return {
+        "python": random.Random(host).getstate(),
+        "numpy": generator.bit_generator.state,
+        "worker": [{"seen": i} for i in range(host)],
+        "bf16": np.full((2, host), host, ml_dtypes.bfloat16).T,
+        "scalar": np.float32(host),
+        "texts": np.array(["a", "bc"]),
+        "empty": (None, {}, b"\xff", np.zeros((0, 2))),
+        "name/with%": -0.0,
+    }
+
+
+def tree(host: int) -> dict[str, Any]:
+    return {"w": np.arange(5.0), "data": [tstore.PerHost(own(host)), (1, None)], "step": 7}
+
+
+async def save(url: str, step: int = 1, hosts: int = HOSTS, **options: Any) -> None:
+    async with await tstore.open(url) as store:
+        calls = [
+            tstore.save(store, tree(h), step, host=h, hosts=hosts, attempt="a", **options) for h in range(hosts)
+        ]
+        await asyncio.gather(*calls)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two values have the same types and bits."""
+    if isinstance(one, np.ndarray | np.generic):
+        return type(one) is type(other) and one.dtype == other.dtype and one.tolist() == other.tolist()
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+async def test_each_host_gets_the_value_of_the_host_with_its_number(url: str) -> None:
+    await save(url)
+    for host in range(HOSTS):
+        for target in (None, {"w": np.empty(5), "data": [tstore.PerHost(None), (0, None)], "step": 0}):
+            restored = await tstore.restore(url, target=target, host=host, hosts=HOSTS)
+            assert equal(restored["data"][0].value, own(host))
+            assert restored["data"][1] == (1, None)
+            assert restored["step"] == 7
+        plan = await tstore.explain(url, host=host, hosts=HOSTS)
+        assert list(plan.arrays) == ["w", f"data/0/%host={host}"]
+    generator = random.Random()
+    generator.setstate(restored["data"][0].value["python"])
+    assert generator.random() == random.Random(HOSTS - 1).random()
+
+
+async def test_another_number_of_hosts_is_told_how_to_go_on(url: str) -> None:
+    await save(url)
+    target = {"w": np.empty(5), "data": [tstore.PerHost("mine"), (0, None)], "step": 0}
+    for options in ({}, {"host": 1, "hosts": 2}, {"host": 3, "hosts": 4}, {"target": target}):
+        with pytest.raises(InvalidArgument, match=r"data/0: saved by 3 hosts; this is host . of .") as caught:
+            await tstore.restore(url, **options)
+        for advice in ("per_host='all'", "per_host='keep'", "only=…", "hosts=…"):
+            assert advice in str(caught.value)
+    for hosts in (1, HOSTS):
+        restored = await tstore.restore(url, per_host="all", hosts=hosts)
+        assert equal(restored["data"][0], [own(host) for host in range(HOSTS)])
+        assert restored["step"] == 7
+    kept = await tstore.restore(url, target=target, per_host="keep")
+    assert kept["data"] == [target["data"][0], (1, None)]
+    assert kept["step"] == 7
+    assert equal((await tstore.restore(url, target=target, per_host="keep", hosts=HOSTS))["data"][0].value, own(0))
+    with pytest.raises(InvalidArgument, match="pass target="):
+        await tstore.restore(url, per_host="keep")
+    assert list(await tstore.restore(url, only="w")) == ["w"]
+    with pytest.raises(InvalidArgument, match="expected 'same', 'keep' or 'all'"):
+        await tstore.restore(url, per_host="none")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="host=3, hosts=3: expected a host from 0 to hosts - 1"):
+        await tstore.restore(url, host=3, hosts=3)
+
+
+async def test_more_hosts_than_ten_come_in_their_order(url: str) -> None:
+    calls = [tstore.save(url, {"n": tstore.PerHost(h)}, 1, host=h, hosts=12, attempt="a") for h in range(12)]
+    await asyncio.gather(*calls)
+    assert (await tstore.restore(url, per_host="all"))["n"] == list(range(12))
+    assert (await tstore.restore(url, only="n", per_host="all"))["n"] == list(range(12))
+    async with (await tstore.open(url)).transaction() as tx:
+        await (await tx.create_array("more", (2,), "i4")).write(1)
+    assert (await tstore.restore(url, at=2, per_host="all"))["n"] == list(range(12))
+
+
+@pytest.mark.parametrize("only", ["data/0", "data/**", "data/*", ["w", "data/0"]])
+async def test_a_value_is_selected_and_renamed_by_its_path(url: str, only: Any) -> None:
+    await save(url)
+    options: Any = {"host": 1, "hosts": HOSTS}
+    assert equal((await tstore.restore(url, only=only, **options))["data"][0].value, own(1))
+    renamed = await tstore.restore(url, rename={"data/0": "rng"}, only="rng", **options)
+    assert equal(renamed["rng"].value, own(1))
+    assert equal((await tstore.restore(url, rename={"**": "x/**"}, **options))["x"]["data"]["0"].value, own(1))
+    with pytest.raises(NotFound, match="matches nothing"):
+        await tstore.restore(url, rename={"dat": "rng"}, **options)
+
+
+async def test_a_target_with_a_value_in_only_one_of_both_does_not_match(url: str) -> None:
+    await save(url)
+    target: dict[str, Any] = {"w": np.empty(5), "data": [tstore.PerHost(None), (0, None)], "step": 0}
+    options: Any = {"hosts": HOSTS}
+    wrong = {
+        "w: only one of the checkpoint and the target has a tstore.PerHost": {"w": tstore.PerHost(None)},
+        "data/0: only one of the checkpoint and the target has": {"data": [np.zeros(3), (0, None)]},
+        "unexpected, not in the target: data/0": {"data": [None, (0, None)]},
+        "missing in the checkpoint: more": {"more": tstore.PerHost(None)},
+        "missing in the checkpoint: step": {"step": tstore.PerHost(None)},
+    }
+    for text, change in wrong.items():
+        with pytest.raises(StructureMismatch, match=text):
+            await tstore.restore(url, target={**target, **change}, **options)
+    more = tstore.PerHost("kept")
+    assert (await tstore.restore(url, target={**target, "more": more}, missing="keep", **options))["more"] is more
+
+
+async def test_a_whole_tree_and_a_key_like_that_of_a_host(url: str) -> None:
+    await tstore.save(url, tstore.PerHost({"%host=0": 5}), 1)
+    assert (await tstore.restore(url)).value == {"%host=0": 5}
+    await tstore.save(url, {"x": {"%host=0": np.ones(2), "%host=1": np.ones(2)}, "host=0": 3}, 2)
+    restored = await tstore.restore(url)
+    assert list(restored["x"]) == ["%host=0", "%host=1"]
+    assert restored["host=0"] == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (object(), "own, in the PerHost: the tree: an object of type object can't be stored"),
+        ({"x": [tstore.PerHost(1)]}, "own, in the PerHost: x/0: a PerHost is no value of one host alone"),
+        (
+            [tstore.Shards((1,), "f4", [((slice(0, 1),), np.zeros(1, "f4"))])],
+            "0: a Shards is no value of one host",
+        ),
+        (np.array([None]), "own, in the PerHost: dtype object can't be stored"),
+    ],
+    ids=["object", "per host", "shards", "object array"],
+)
+async def test_what_one_host_cannot_save_alone_is_named(url: str, value: Any, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        await tstore.save(url, {"own": tstore.PerHost(value)}, 1)
+
+
+async def test_unchanged_values_cost_no_bytes(tmp_path: Path) -> None:
+    await save(str(tmp_path / "s"), 1)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("pack-*"))
+    assert size > 3 * 5000  # with the states of Python's generators
+    await save(str(tmp_path / "s"), 2)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("pack-*")) == size
+
+
+async def test_a_save_repeated_after_its_commit_returns_the_version(url: str) -> None:
+    await save(url)
+    await save(url)
+    assert [commit.version async for commit in (await tstore.open(url)).history()] == [1]
+
+
+async def test_a_save_leaves_the_random_numbers_of_the_job_alone() -> None:
+    state = random.getstate()
+    await save("memory://jitter")
+    assert random.getstate() == state
+
+
+async def test_a_series_restores_the_own_values_of_each_host(tmp_path: Path) -> None:
+    async def host(number: int) -> Any:
+        async with tstore.Checkpointer(tmp_path / "s", host=number, hosts=2, attempt="a") as checkpoints:
+            value = np.full(3, number)
+            await checkpoints.save(1, {"own": tstore.PerHost(value)})
+            value[:] = 9  # the save has its own copy
+            return (await checkpoints.restore_latest())["own"].value.tolist()
+
+    assert await asyncio.gather(host(0), host(1)) == [[0] * 3, [1] * 3]
+
+
+async def test_codecs_apply_to_weights_and_leave_own_values_exact(url: str) -> None:
+    saved = {"w": np.random.default_rng(0).normal(size=(64, 64)), "own": tstore.PerHost(np.array([0.1, 1e300]))}
+    for step, codecs in enumerate(["e4m3", "lossless", tstore.Bits(5)]):
+        await tstore.save(url, saved, step, codecs=codecs)  # type: ignore[arg-type]
+        assert (await tstore.restore(url))["own"].value.tolist() == [0.1, 1e300]
+    await tstore.quantize(url, formats="e4m3", tag="small")
+    assert (await tstore.restore(url, at="small"))["own"].value.tolist() == [0.1, 1e300]
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-3], lambda data: b"\x80", lambda data: data + b"\0"])
+async def test_damaged_bytes_are_named(url: str, change: Any) -> None:
+    await tstore.save(url, {"own": tstore.PerHost(np.ones(3))}, 1)
+    store = await tstore.open(url)
+    data = await (await (await store.snapshot()).array("own/%host=0")).read()
+    async with store.transaction() as tx:
+        w = await tx.array("own/%host=0")
+        await w.resize((len(change(data.tobytes())),))
+        await w.write(np.frombuffer(change(data.tobytes()), np.uint8))
+    with pytest.raises(Corrupt, match="own/%host=0"):
+        await tstore.restore(url, at=2)
+
+
+@pytest.mark.parametrize(
+    ("structure", "arrays"),
+    [
+        (["array", "a"], {}),
+        (["array", "a"], {"a": ("float32", (2,), b"1234")}),
+        (["array", "a"], {"a": ("float32", (-1,), b"1234")}),
+        (["array", "a"], {"a": ("object", (1,), b"12345678")}),
+        (["int", "x"], {}),
+    ],
+)
+async def test_forged_values_are_refused(url: str, structure: Any, arrays: Any) -> None:
+    await tstore.save(url, {"own": tstore.PerHost(1)}, 1)
+    forged = msgspec.msgpack.encode({"structure": structure, "arrays": arrays})
+    async with (await tstore.open(url)).transaction() as tx:
+        w = await tx.array("own/%host=0")
+        await w.resize((len(forged),))
+        await w.write(np.frombuffer(forged, np.uint8))
+    with pytest.raises(tstore.errors.TStoreError, match=r"own/%host=0|dtype|data type"):
+        await tstore.restore(url, at=2)
+
+
+def test_copies_and_pickles_have_the_value() -> None:
+    leaf = tstore.PerHost([np.ones(2), "x"])
+    for copied in (copy.deepcopy(leaf), pickle.loads(pickle.dumps(leaf))):
+        assert type(copied) is tstore.PerHost
+        assert equal(copied.value, leaf.value)
+    assert repr(tstore.PerHost(list(range(10_000)))) == "PerHost(a list)"
+
+
+def test_commands_list_compare_and_export_the_bytes_of_each_host(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    url, out = str(tmp_path / "s"), tmp_path / "out.safetensors"
+    for step in (1, 2):
+        blocking.save(url, {"w": np.ones(2), "own": tstore.PerHost(step)}, step)
+    for arguments in (["ls", url, "own"], ["show", url], ["diff", url, "step/1", "step/2"]):
+        assert main(arguments) == 0
+        assert "%host=0" in capfd.readouterr().out
+    assert main(["export", url, str(out)]) == 0
+    assert b"own.%host=0" in out.read_bytes()

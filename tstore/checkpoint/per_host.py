@@ -1,0 +1,89 @@
+"""The value of one host as bytes, and the values of a restore from their bytes; pure, no I/O.
+
+Each host stores its value as an array of bytes: a msgpack map with the `structure` of the value, as
+`tstore.format.tree_document` describes it, and its `arrays`: for each path, the data type as in a `zarr.json`, the
+shape, and the bytes in C order. So the values of hosts may differ in their structure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tstore.checkpoint.leaves import PerHost, Shards, as_values
+from tstore.checkpoint.structure import flatten, unflatten
+from tstore.errors import InvalidArgument, parsing
+from tstore.format.arrays.dtypes import dtype_named, dtype_to_json, stored_dtype
+from tstore.format.tree_document import is_document, paths_in, value_path
+
+__all__ = ["encoded", "with_values"]
+
+
+_MAX_BYTES = 1 << 32
+"""What a binary of msgpack must be shorter than."""
+
+
+class _Stored(msgspec.Struct):
+    structure: Any
+    arrays: dict[str, tuple[Any, tuple[int, ...], bytes]]
+
+
+def encoded(path: str, value: Any) -> npt.NDArray[np.uint8]:
+    """Return a host's value as bytes; raise `InvalidArgument`, naming the path, if it can't be stored."""
+    try:
+        structure, leaves = flatten(value)
+        arrays = {inner: _parts(inner, leaf) for inner, leaf in leaves.items()}
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}, in the PerHost: {error}") from None
+    return np.frombuffer(msgspec.msgpack.encode(_Stored(structure, arrays)), np.uint8)
+
+
+def _parts(path: str, leaf: Any) -> tuple[Any, tuple[int, ...], bytes]:
+    if isinstance(leaf, PerHost | Shards):
+        raise InvalidArgument(
+            f"{path}: a {type(leaf).__name__} is no value of one host alone; move it out of the PerHost"
+        )
+    values = as_values(path, leaf)
+    dtype = dtype_named(values.dtype)
+    if values.nbytes >= _MAX_BYTES:
+        raise InvalidArgument(f"{path}: the array takes {values.nbytes} bytes; use several of less than 4 GiB")
+    return dtype_to_json(dtype), values.shape, values.astype(dtype, copy=False).tobytes()
+
+
+def _decoded(data: npt.NDArray[np.uint8]) -> Any:
+    stored = msgspec.msgpack.decode(data.data, type=_Stored)
+    if not is_document(stored.structure) or set(paths_in(stored.structure)) != stored.arrays.keys():
+        raise ValueError("its structure and its arrays do not match")
+    return unflatten(stored.structure, {path: _array(*parts) for path, parts in stored.arrays.items()})
+
+
+def _array(data_type: Any, shape: tuple[int, ...], data: bytes) -> npt.NDArray[Any]:
+    dtype = stored_dtype(data_type)
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes are not an array of {dtype}{list(shape)}")
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)
+
+
+def with_values(arrays: Mapping[str, Any], location: str, *, of_all_hosts: bool) -> dict[str, Any]:
+    """Return restored arrays with the values of hosts in place of their bytes, under the path of the value.
+
+    It is a `PerHost`, or a list of the values of all hosts.
+    """
+    result: dict[str, Any] = {}
+    for path, array in arrays.items():
+        place = value_path(path)
+        if place == path:
+            result[path] = array
+            continue
+        with parsing(f"{location}: {path}"):
+            value = _decoded(array)
+        if of_all_hosts:
+            result.setdefault(place, []).append(value)
+        else:
+            result[place] = PerHost(value)
+    return result
