@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -56,7 +57,14 @@ def run(blocks: list[tuple[str, str]], folder: Path) -> None:
 
 
 def python_blocks(document: Document) -> list[tuple[str, str]]:
-    return [("python", text) for text in document.of_language("python")]
+    """Return the blocks, without those that import a package that is no dependency and is not installed."""
+    absent = [name for name in ("grain", "torchdata") if importlib.util.find_spec(name) is None]
+    texts = document.of_language("python")
+    return [
+        ("python", text)
+        for text in texts
+        if not any(re.search(rf"^(from|import) {n}", text, re.M) for n in absent)
+    ]
 
 
 def commands(document: Document) -> list[tuple[str, str]]:
