@@ -115,8 +115,7 @@ class Checkpointer:
         self._last_step: int | None = None
         self._last_time = time.monotonic()
         self._preemption_agreed = False  # whether any host had received the signal when the hosts last agreed
-        self._preemption_saved = False
-        self._closed = False
+        self._preemption_saved = self._closed = False
         self._collect_lock = asyncio.Lock()
         self._collect_error: BaseException | None = None
         self._signal = PreemptionSignal(self._policy.signals)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 
+from tstore.checkpoint.keys import are_names, join, named_items
 from tstore.checkpoint.leaves import PerHost
 from tstore.errors import InvalidArgument
 from tstore.format.bounds import PATH_LEVELS, path_excess_message
@@ -31,16 +31,13 @@ from tstore.format.tree_document import (
     value_path,
 )
 
-__all__ = ["IMPL", "flatten", "path_part", "scalars_in", "unflatten", "unflatten_like"]
+__all__ = ["IMPL", "flatten", "scalars_in", "unflatten", "unflatten_like"]
 
 IMPL = "impl="
 """Typed PRNG keys of JAX are stored as a dict: their data, at this key with the name of their implementation."""
 
 _KEY_TYPES = (bool, int, float, str, bytes)
-_ESCAPED = re.compile(r"[%/\x00-\x1f]")
-_RESERVED = frozenset({".", "..", "zarr.json"})  # names that no node can have
 _MAX_SHOWN_LENGTH = 200  # characters of a path in an error message
-_MAX_EQUAL_TEXTS = 16  # keys of a dict with the same text: some of other types, or NaNs, of which no two are equal
 _MAX_PATHS = 1 << 28  # characters in the paths of all containers and Python scalars of a tree
 
 
@@ -125,15 +122,15 @@ class _Flattening:
             keys, start = _key_nodes(value, path), f"{path}/" if path else ""
             if self._add_all(value, start):
                 return "arrays", start, tuple(value)
-            nodes = [self.node(item, start + part) for _, item, part in _named_items(value)]
+            nodes = [self.node(item, start + part) for _, item, part in named_items(value)]
             return "dict", tuple(zip(keys, nodes, strict=True))
         fields = _fields(value)
         if fields is not None:
             node_type = "namedtuple" if isinstance(value, tuple) else "dataclass"
-            return node_type, type(value).__name__, tuple((f, self.node(v, _join(path, f))) for f, v in fields)
+            return node_type, type(value).__name__, tuple((f, self.node(v, join(path, f))) for f, v in fields)
         if isinstance(value, (list, tuple)):
             node_type = "list" if isinstance(value, list) else "tuple"
-            return node_type, tuple(self.node(v, _join(path, str(i))) for i, v in enumerate(value))
+            return node_type, tuple(self.node(v, join(path, str(i))) for i, v in enumerate(value))
         raise InvalidArgument(
             f"{_display(path)}: an object of type {type(value).__name__} can't be stored; "
             f"{_advice(self._ancestors)}"
@@ -143,7 +140,7 @@ class _Flattening:
         """Add the leaves of a dict of arrays, and return True; or return False if it is another mapping."""
         if type(mapping) is not dict or set(map(type, mapping.values())) != {np.ndarray}:
             return False
-        if not _are_names(mapping) or len(start) + max(map(len, mapping)) > PATH_LEVELS:
+        if not are_names(mapping) or len(start) + max(map(len, mapping)) > PATH_LEVELS:
             return False
         paths = list(map(start.__add__, mapping))
         if not self.leaves.keys().isdisjoint(paths):
@@ -169,46 +166,6 @@ def _advice(containers: list[Any]) -> str:
     if any(base.__module__.partition(".")[0] in ("jax", "flax", "optax") for base in bases):
         return "save the tree with tstore.jax.save, which takes any pytree"
     return "expected arrays, Python or NumPy scalars, None, and dicts, lists, tuples and dataclasses of them"
-
-
-def _named_items(
-    mapping: Mapping[Any, Any], error: type[ValueError] = InvalidArgument
-) -> Iterator[tuple[Any, Any, str]]:
-    """Yield keys, values and path components; a "%" distinguishes keys with the same text, such as 5 and "5".
-
-    Raise `error` if too many keys have the same text.
-    """
-    if type(mapping) is dict and _are_names(mapping):
-        yield from zip(mapping, mapping.values(), mapping, strict=True)
-        return
-    used_parts: set[str] = set()
-    for key, value in mapping.items():
-        text = part = path_part(key)
-        while part in used_parts:
-            part += "%"
-        if len(part) > len(text) + _MAX_EQUAL_TEXTS:
-            raise error(f"a dict has over {_MAX_EQUAL_TEXTS} keys that are written {text:.40}; use text as keys")
-        used_parts.add(part)
-        yield key, value, part
-
-
-def _are_names(keys: Mapping[Any, Any]) -> bool:
-    """Return whether `path_part` returns all keys of a mapping as they are."""
-    if set(map(type, keys)) != {str} or "" in keys or not _RESERVED.isdisjoint(keys):
-        return False
-    return _ESCAPED.search("".join(keys)) is None
-
-
-def path_part(key: Any) -> str:
-    """Return the component of a path for a key of a dict."""
-    part = str(key) or "%"
-    if key != "" and _ESCAPED.search(part) is not None:
-        part = _ESCAPED.sub(lambda match: f"%{ord(match[0]):02x}", part)
-    return f"%{part}" if part in _RESERVED else part
-
-
-def _join(path: str, part: str) -> str:
-    return f"{path}/{part}" if path else part
 
 
 def _display(path: str) -> str:
@@ -335,13 +292,13 @@ class _Unflattening:
         if type(value) in SCALARS:
             return self._scalars.get(path, value)
         if isinstance(value, Mapping):
-            items = {k: self.built(v, _join(path, p)) for k, v, p in _named_items(value)}
+            items = {k: self.built(v, join(path, p)) for k, v, p in named_items(value)}
             return _rebuilt(path, value, lambda: _mapping_like(value, items))
         fields = _fields(value)
         if fields is not None:
-            new_fields = {f: self.built(v, _join(path, f)) for f, v in fields}
+            new_fields = {f: self.built(v, join(path, f)) for f, v in fields}
             return _rebuilt(path, value, lambda: _with_fields(value, new_fields))
-        values = [self.built(v, _join(path, str(i))) for i, v in enumerate(value)]
+        values = [self.built(v, join(path, str(i))) for i, v in enumerate(value)]
         return values if isinstance(value, list) else tuple(values)
 
     def _leaf(self, path: str, old: Any) -> Any:
@@ -401,16 +358,16 @@ def scalars_in(document: TreeDocument) -> dict[str, Any]:
                 children: dict[Any, TreeDocument] = {}
                 for key, child in items:
                     keys.insert(children, scalar_value(key), child)
-                for _, child, part in _named_items(children, ValueError):
-                    walk(child, _join(path, part))
+                for _, child, part in named_items(children, ValueError):
+                    walk(child, join(path, part))
             case ["dict" | "arrays", *_]:
                 return
             case ["dataclass" | "namedtuple", _, items]:
                 for field, child in items:
-                    walk(child, _join(path, field))
+                    walk(child, join(path, field))
             case ["list" | "tuple", items]:
                 for i, child in enumerate(items):
-                    walk(child, _join(path, str(i)))
+                    walk(child, join(path, str(i)))
             case [name, text]:
                 scalars[path] = scalar_value((name, text))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tstore.checkpoint.structure import path_part
+from tstore.checkpoint.keys import path_part
 from tstore.errors import InvalidArgument, bullet_list, name_list, parsing
 from tstore.format.arguments import quote
 from tstore.format.paths import is_at_or_below
