@@ -63,5 +63,6 @@ def _of_array(values: npt.NDArray[Any]) -> bytes:
     if values.nbytes > _WHOLE:
         count = _SAMPLE_BYTES // values.itemsize or 1
         starts = np.linspace(0, values.size - count, _SAMPLES).astype(int).tolist()
-        values = np.concatenate([values.flat[start : start + count] for start in starts])
+        flat: Any = values.reshape(-1) if values.flags.c_contiguous else values.flat  # neither copies all values
+        values = np.concatenate([flat[start : start + count] for start in starts])
     return xxhash.xxh3_64_digest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
