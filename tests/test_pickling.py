@@ -204,6 +204,7 @@ def objects(url: str) -> Iterator[Any]:
     sharding = tstore.sharding
     mesh, spec = sharding.Mesh({"x": 2}), sharding.P("x")
     yield from (mesh, spec, mesh.shards((4, 4), spec)[0], tstore.Shards.of(VALUES, mesh, spec, 0))
+    yield tstore.PerHost(VALUES)
     yield from (sharding.Pipeline(2, 4), sharding.Placements("replicate", ("shard", 0)))
     yield sharding.ReplicaSplit.choose((8, 8), (8, 8), 2, 4, 1)
     wanted = {"w": tstore.Shards.wanted((100, 20), "f4", mesh, spec, 0)}
