@@ -180,11 +180,13 @@ def test_the_status_tells_whether_the_run_is_ok(window: Browser, run: Path) -> N
         window.sees("OK", ".status .answer.good")
         window.sees("all 528 were read", ".status")  # after the first poll
         window.sees("not yet", ".status")
+        window.script("document.querySelector('.status a[href$=health]').focus()")
         tree = {"params": {"dense": {"w": np.full((32, 16), np.nan, "float32")}, "b": np.zeros(16)}}
         tstore.save(run, tree, step=3, metrics={"loss": float("nan")})
         window.sees("Not OK", ".status .answer.bad")  # by itself
         window.sees("NaN or infinite", ".status")
         window.sees("1 array params/dense/w", ".status")
+        assert (window.focus().get_attribute("href") or "").endswith("/-/page/health")  # though it was replaced
         clean(window)
         window.look(width=390, theme="dark")
         assert window.overflow() <= 0

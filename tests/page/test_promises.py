@@ -109,6 +109,7 @@ async def test_no_request_writes(server: Server, store: Path) -> None:
         ("", {}),
         ("", {"keep_last": "1", "keep_tags": HOSTILE}),
         ("hosts", {}),
+        ("status", {}),
         ("tree", {}),
         ("tree", {"group": NAME}),
         ("tree", {"find": NAME[:200]}),

@@ -227,6 +227,8 @@ def _unfold(index: Index, rows: Sequence[Document], sort: str, order: str) -> No
     """Add to groups the rows directly in them, level by level, as long as there are few rows in all."""
     room, level = _MAX_UNFOLDED - len(rows), rows
     while groups := [row for row in level if row["kind"] == "group"]:
+        if len(groups) > room:  # each has a row at least, so none is looked up
+            return
         room -= sum(len(index.rows(row["path"])) for row in groups)
         if room < 0:
             return
