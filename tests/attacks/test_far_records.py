@@ -22,6 +22,8 @@ from tstore.format.objects.encoding import encode
 from tstore.format.objects.records import Collection, LivingVersion, Record, Root
 from tstore.format.objects.references import Manifest
 from tstore.log.marker import Marker
+from tstore.storage.memory import MemoryStorage
+from tstore.store import Store
 
 FAR = 1 << 40  # a version that may have a root
 PLAIN = Record("far", FAR - 1, 1.0)
@@ -88,10 +90,25 @@ async def test_the_gap_is_named() -> None:
     store = await tstore.open(await attacked(PLAIN))
     report = await store.verify()
     assert report.versions == 2
-    assert any(GAP in fault for fault in report.faults)
+    [fault] = report.faults
+    assert GAP in fault
     for void in ([], [FAR]):
         with pytest.raises(Corrupt, match=GAP):
             await store.repair(void)
+
+
+class Unlisted(MemoryStorage):
+    capabilities = MemoryStorage.capabilities._replace(listing=False)
+
+
+async def test_the_gap_is_named_where_nothing_can_be_listed() -> None:
+    url = await attacked(PLAIN)
+    store = Store(Unlisted(url.removeprefix("memory://")), (await tstore.open(url)).marker, "r")
+    with bounded_time(20):
+        report = await store.verify()
+    assert report.versions == 2
+    [fault] = report.faults
+    assert GAP in fault
 
 
 async def test_living_versions_whose_hashes_collide_are_not_counted() -> None:

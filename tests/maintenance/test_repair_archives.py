@@ -472,6 +472,27 @@ async def test_a_lost_root_that_only_older_living_versions_need_is_listed() -> N
     assert (await (await tstore.open(store.url)).verify()).faults == []
 
 
+@pytest.mark.parametrize("with_root", [True, False])
+async def test_what_a_root_had_for_a_lost_record_is_lost_with_it(with_root: bool) -> None:
+    """The root of version 4 has the changes of version 2; then 4 and 5 are lost, perhaps with that root."""
+    store = await filled(14)
+    await lose(store, 2)
+    assert (await (await tstore.open(store.url)).repair(void=[2])).ok
+    await lose(store, 4, 5)
+    if not with_root:
+        await store.log.storage.delete(root_key(4))
+    report = await (await tstore.open(store.url)).repair()
+    assert [one.version for one in report.damaged if not one.record_intact] == [4, 5]
+    report = await (await tstore.open(store.url)).repair(void=[4, 5])
+    assert report.ok == with_root
+    if not with_root:
+        assert [one.version for one in report.damaged if one.version not in report.voided] == [2]
+        assert (await (await tstore.open(store.url)).repair(void=[2])).ok
+    assert await read(store.url, 3) == expected(3, 2)
+    assert await read(store.url) == expected(14, *() if with_root else (2, 4, 5))
+    assert (await (await tstore.open(store.url)).verify()).faults == []
+
+
 async def test_a_collection_keeps_the_roots_with_lost_changes_below_a_damaged_root() -> None:
     store = await filled(18)
     await lose(store, 2)

@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tstore.format.layout import ARCHIVE_EVERY, archive_end, commit_key, is_archive, version_of
+from tstore.format.layout import (
+    ARCHIVE_EVERY,
+    archive_end,
+    archive_versions,
+    commit_key,
+    is_archive,
+    version_of,
+)
 from tstore.log.reader import LogReader
+from tstore.runtime.concurrency import batched
 
 __all__ = ["Gap", "long_gap"]
 
@@ -35,10 +43,13 @@ class Gap(NamedTuple):
 async def long_gap(log: LogReader, newest: int, listed: Sequence[int]) -> Gap | None:
     """Return the first gap below the newest version if more records are missing than can be lost, else None.
 
-    `listed` has the versions whose records have objects of their own. If the storage can't be listed, return None.
+    `listed` has the versions whose records have objects of their own. If the storage can't be listed, the last
+    version of each archive is probed.
     """
-    if newest <= _MAX_LOST or not log.storage.capabilities.listing:
+    if newest <= _MAX_LOST:
         return None
+    if not log.storage.capabilities.listing:
+        return await _probed_gap(log, newest)
     ends = {version_of(key) for key in await log.storage.list("archives/") if is_archive(key)}
     own = [(version, version) for version in listed if archive_end(version) not in ends]
     expected, missing, gap = 1, 0, None
@@ -48,3 +59,15 @@ async def long_gap(log: LogReader, newest: int, listed: Sequence[int]) -> Gap | 
             gap = gap or Gap(expected, start - 1)
         expected = stop + 1
     return gap if missing > _MAX_LOST else None
+
+
+async def _probed_gap(log: LogReader, newest: int) -> Gap | None:
+    absent: list[int] = []
+    for ends in batched(range(ARCHIVE_EVERY, newest, ARCHIVE_EVERY)):
+        existing = await log.commits.existing(ends)
+        absent += [end for end in ends if end not in existing]
+        if len(absent) * ARCHIVE_EVERY > _MAX_LOST:
+            block = archive_versions(absent[0])
+            existing = await log.commits.existing(block)
+            return Gap(min(version for version in block if version not in existing), newest - 1)
+    return None

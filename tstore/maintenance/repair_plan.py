@@ -187,11 +187,12 @@ class RepairPlan:
         return True
 
     async def _lost_state(self, version: int) -> bool:
-        """Return whether a version is the commit of an earlier repair, and the state that it had is gone now."""
-        if version < self._voided[0]:
-            return False
-        record = await self._log.record(version)
-        return bool(record.voids) and not record.changes_nodes and await self._complete(version) is None
+        """Return whether a version is the commit of an earlier repair, and the state that it had is voided now."""
+        had_voided, below = False, version
+        while below and _only_repairs(await self._log.record(below)):
+            below = await state_of(self._log, await head_as_of(self._log, below - 1))
+            had_voided = had_voided or any(below < voided < version for voided in self._voided)
+        return had_voided and await self._complete(version) is None
 
     async def _complete(self, version: int) -> set[str] | None:
         """Return the packs and manifests that the tree of a version needs; None if one is missing or condemned."""
@@ -209,6 +210,10 @@ class RepairPlan:
             return None
         lacks = len(await self._log.storage.sizes(objects)) < len(objects)
         return None if lacks or any(map(self._condemned.includes, objects)) else objects
+
+
+def _only_repairs(record: Record) -> bool:
+    return bool(record.voids) and not record.changes_nodes
 
 
 async def condemned_by(storage: Storage, voided: Sequence[int]) -> Condemned:

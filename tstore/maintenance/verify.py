@@ -53,7 +53,7 @@ from tstore.maintenance.damage import (
     missing_records,
 )
 from tstore.maintenance.distinct_chunks import ChunkList, DistinctChunks, array_label
-from tstore.maintenance.gaps import long_gap
+from tstore.maintenance.gaps import Gap, long_gap
 from tstore.maintenance.past_repairs import PastRepairs, interrupted_message
 from tstore.maintenance.read_back import read_back
 from tstore.maintenance.replay import UNREADABLE, Replay
@@ -122,10 +122,8 @@ async def verify_store(log: LogReader, progress: Callable[[VerifyProgress], obje
         newest = gap.first - 1 if gap else newest
         known = await known_expiry(log, newest)
         # a reader that reads in order, so that it is the later one of two records that is out of place
-        report = await _Verification(log.anew(), newest, known, progress).run()
-        if gap:
-            return report._replace(faults=sorted([*report.faults, gap.message(log.storage.url)]))
-        if report.ok:
+        report = await _Verification(log.anew(), newest, known, gap, progress).run()
+        if gap or report.ok:
             return report
         collection, _ = await last_readable_collection(log, await log.newest())
         if collection == known.collection:
@@ -140,6 +138,7 @@ class _Verification:
         log: LogReader,
         newest: int,
         known: KnownExpiry,
+        gap: Gap | None,
         progress: Callable[[VerifyProgress], object] | None,
     ) -> None:
         self._log = log
@@ -148,6 +147,7 @@ class _Verification:
         self._report_progress = progress or (lambda progress: None)
         self._lock = threading.Lock()  # of the progress, which worker threads add to
         self._known = known
+        self._gap = gap  # above the newest version, if it is a long one
         self._replayed = Replay(log, lambda version: not known.expired(version))
         self._last_collection: int | None = 0  # None after a damaged record, which may be that of a collection
         self._damaged: list[int] = []
@@ -187,7 +187,9 @@ class _Verification:
                     await run(self._list_chunks, version, manifest)
             self._progress = self._progress._replace(versions=version, faults=len(faults))
             self._report_progress(self._progress)
-        for missing in (await missing_records(log, self._newest))[:1]:
+        if self._gap is not None:
+            faults.append(self._gap.message(log.storage.url))
+        for missing in [] if self._gap else (await missing_records(log, self._newest))[:1]:
             reason = f"{log.storage.url}: {commit_key(missing)} is missing although later commits exist"
             faults.append(f"{reason}; restore it from a copy: until then the later commits can't be read")
         faults += (await self._repairs.restored()).values()

@@ -176,15 +176,19 @@ class VoidRecords:
                 )
 
     async def _first_root(self, resumes: int) -> int:
-        """Return the first version from `resumes` on of whose root a tree can be made; `resumes` if there is none.
+        """Return the first version from `resumes` on of whose root a tree can be made.
 
-        A garbage collection deletes roots that no living version needs beside a later one.
+        A garbage collection deletes roots that no living version needs beside a later one. If there is none,
+        return `resumes`, or 0 if its root is gone, and with it what only that had.
         """
         for number in range(resumes, self._newest + 1, ROOT_EVERY):
             with contextlib.suppress(*UNREADABLE):
                 await self._log.head(number)
                 return number
-        return resumes
+        with contextlib.suppress(*UNREADABLE):
+            await self._log.objects.whole_root(resumes)
+            return resumes
+        return 0
 
     async def _resumed(self) -> dict[int, int]:
         """Return what earlier repairs have found out about lost records, by version."""
