@@ -48,7 +48,7 @@ def start(store: str, hosts: int, attempt: str, steps: range) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        tstore.open(folder)
+        tstore.open(folder, "x")  # creates the store now, not with its first transaction
         start(folder, hosts=2, attempt="job-1.0", steps=range(3))
         start(folder, hosts=3, attempt="job-1.1", steps=range(3, 5))
         print("steps:", tstore.steps(folder))

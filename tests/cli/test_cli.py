@@ -214,7 +214,7 @@ def test_ls_of_a_group_and_of_versions(tmp_path: Path, call: Call) -> None:
         out = call("ls", store, "params/", "--at", at, "--json")[1]
         assert [a["path"] for a in json.loads(out)["arrays"]] == ["params/a", "params/b"]
     assert "scalar" in call("ls", store, "--at", 1)[1]
-    blocking.open(tmp_path / "empty")
+    blocking.open(tmp_path / "empty", "x")
     code, out, _ = call("ls", tmp_path / "empty")
     assert (code, out) == (0, "version 0: 0 arrays, 0 values, 0 B stored\n")
 

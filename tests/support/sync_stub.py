@@ -2,6 +2,9 @@
 
 Run `python -m tests.support.sync_stub` after a change of a signature or docstring; test_sync fails until then.
 A stub has the members that its module has at run time, with the parameters of the functions they wrap.
+
+The modules for JAX and PyTorch have stubs too, without types of these: type checkers follow `import tstore` to
+them, and would spend most of their time on the frameworks.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import textwrap
@@ -22,9 +26,10 @@ import tstore
 import tstore.sync
 
 PACKAGE = Path(tstore.__file__).parent
-MODULES = ["tstore.sync", "tstore.sync.jax", "tstore.sync.torch"]
+MODULES = ["tstore.sync", "tstore.sync.jax", "tstore.sync.torch", "tstore.jax", "tstore.torch"]
+FRAMEWORKS = ("jax", "torch")
 LAZY = "from tstore import zarr as zarr\nfrom tstore.sync import jax as jax, torch as torch"  # by `__getattr__`
-HEADER = '"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""\n'
+HEADER = '"""Types of the public names, written by tests/support/sync_stub.py from those in `tstore`."""\n'
 BLOCKING = {"AsyncIterator": "Iterator", "ArrayCall": "Array", "SnapshotCall": "Snapshot"}
 
 
@@ -37,77 +42,120 @@ def sync_stub(module: str) -> str:
     """Return the text of a module's stub, formatted."""
     names: list[str] = importlib.import_module(module).__all__
     members = {name: getattr(importlib.import_module(module), name) for name in names}
-    own = {name for name, member in members.items() if getattr(member, "__module__", "") == module}
+    is_sync = module.startswith("tstore.sync")
+    own = {name for name, member in members.items() if not is_sync or getattr(member, "__module__", "") == module}
     definitions: list[ast.stmt] = []
     origins: dict[str, ast.stmt] = {}
     for name in sorted(own, key=lambda name: (not inspect.isclass(members[name]), name)):
         if inspect.isclass(members[name]):
-            definitions.append(_class(members[name], origins))
+            definitions.append(_class(members[name], origins, is_sync=is_sync))
         else:
             overloads = typing.get_overloads(inspect.unwrap(members[name]))
             for each in overloads:
-                definitions.append(_function(name, each, origins))
+                definitions.append(_function(name, each, origins, is_sync=is_sync))
                 definitions[-1].decorator_list = [ast.Name("overload")]
                 definitions[-1].body = [ast.Expr(ast.Constant(inspect.getdoc(members[name])))]
                 origins["overload"] = ast.ImportFrom("typing", [ast.alias("overload")], 0)
             if not overloads:
-                definitions.append(_function(name, members[name], origins))
+                definitions.append(_function(name, members[name], origins, is_sync=is_sync))
     imports = [origins[name] for name in sorted(origins) if name not in names]
     others = sorted(set(members) - own)
     shared = ast.parse(f"from {module.replace('.sync', '')} import {', '.join(others)}").body if others else []
     listed = ast.parse(f"__all__ = {names!r}").body
     lazy = ast.parse(LAZY).body if module == "tstore.sync" else []
     tree = ast.Module([*imports, *shared, *lazy, *listed, *definitions], [])
-    return _formatted(HEADER + ast.unparse(ast.fix_missing_locations(tree)))
+    text = ast.unparse(ast.fix_missing_locations(tree)).replace("(Any):", "(Any):  # type: ignore[misc]")
+    return _formatted(HEADER + text)
 
 
-def _class(cls: type, origins: dict[str, ast.stmt]) -> ast.ClassDef:
-    """Return the class with its public members and the special methods that it defines."""
+def _class(cls: type, origins: dict[str, ast.stmt], *, is_sync: bool) -> ast.ClassDef:
+    """Return the class with its public members and the special methods that it defines.
+
+    Of a class of a framework's interface, such as `Writer`, only that framework calls the other methods.
+    """
     body: list[ast.stmt] = [ast.Expr(ast.Constant(inspect.getdoc(cls)))]
+    is_foreign = cls.__base__ is not None and cls.__base__.__module__.startswith(FRAMEWORKS)
     for name, member in vars(cls).items():
+        if name != "__init__" and (is_foreign or re.match("_[^_]", name)):
+            continue
         if isinstance(member, property):
-            getter = _function(name, member.fget, origins)
+            getter = _function(name, member.fget, origins, is_sync=is_sync)
             getter.decorator_list = [ast.Name("property")]
             body.append(getter)
         elif isinstance(member, FunctionType):
-            body.append(_function(name, member, origins))
+            body.append(_function(name, member, origins, is_sync=is_sync))
         elif name == "__iter__":
             body.append(ast.AnnAssign(ast.Name(name), ast.Constant(None), None, simple=1))
     bases: list[ast.expr] = []
     if cls.__base__ is not None and cls.__base__.__module__ == "tstore.sync":  # of a framework's module
         bases = [ast.Attribute(ast.Name("sync"), cls.__base__.__name__)]
         origins["sync"] = ast.ImportFrom("tstore", [ast.alias("sync")], 0)
+    elif cls.__base__ is tstore.Checkpointer:
+        bases = [ast.Attribute(ast.Name("tstore"), "Checkpointer")]
+        origins["tstore"] = ast.Import([ast.alias("tstore")])
+    elif is_foreign:
+        bases = [ast.Name("Any")]
+        origins["Any"] = ast.ImportFrom("typing", [ast.alias("Any")], 0)
     return ast.ClassDef(cls.__name__, bases, [], body, [], type_params=[])  # type: ignore[call-arg,unused-ignore]
 
 
-def _function(name: str, function: Any, origins: dict[str, ast.stmt]) -> ast.FunctionDef:
-    """Return the signature and docstring of a function by its blocking name; add imports it needs to `origins`."""
+def _function(
+    name: str, function: Any, origins: dict[str, ast.stmt], *, is_sync: bool
+) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    """Return the signature and docstring of a function by its public name; add imports it needs to `origins`."""
     original: Callable[..., Any] = inspect.unwrap(function)
     [head] = ast.parse(textwrap.dedent(inspect.getsource(original))).body
     assert isinstance(head, ast.FunctionDef | ast.AsyncFunctionDef)
     assert head.returns is not None
     match head.returns:
-        case ast.Subscript(
-            ast.Name("Coroutine"), ast.Tuple([_, _, result])
+        case ast.Subscript(ast.Name("Coroutine"), ast.Tuple([_, _, result])) if (
+            is_sync
         ):  # a function that starts its work at once
             head.returns = result
     defined = _origins(inspect.getsourcefile(original) or "")
+    public = "tstore.sync" if is_sync else "tstore"
+    general = _WithoutFrameworks(defined)
+    head.returns = general.visit(head.returns)
     arguments = [*head.args.posonlyargs, *head.args.args, *head.args.kwonlyargs]
     arguments += [a for a in (head.args.vararg, head.args.kwarg) if a is not None]
+    for argument in arguments:
+        argument.annotation = argument.annotation and general.visit(argument.annotation)
     for annotation in [head.returns, *(a.annotation for a in arguments if a.annotation is not None)]:
         for node in ast.walk(annotation):
             if isinstance(node, ast.Name):
-                node.id = BLOCKING.get(node.id, node.id)
-                if node.id in tstore.sync.__all__:
-                    origins[node.id] = ast.ImportFrom("tstore.sync", [ast.alias(node.id)], 0)
+                node.id = BLOCKING.get(node.id, node.id) if is_sync else node.id
+                if node.id in tstore.__all__:
+                    origins[node.id] = ast.ImportFrom(public, [ast.alias(node.id)], 0)
                 elif node.id in defined:
                     known = origins.setdefault(node.id, defined[node.id])
                     assert ast.dump(known) == ast.dump(defined[node.id]), f"two things are called {node.id}"
     for defaults in (head.args.defaults, head.args.kw_defaults):
         defaults[:] = [d if d is None or isinstance(d, ast.Constant) else ast.Constant(...) for d in defaults]
-    text = inspect.getdoc(function)
+    text = None if name == "__init__" else inspect.getdoc(function)
     body = ast.Expr(ast.Constant(... if text is None else text))
-    return ast.FunctionDef(name, head.args, [body], [], head.returns, type_params=[])  # type: ignore[call-arg,unused-ignore]
+    kind = ast.FunctionDef if is_sync else type(head)
+    return kind(name, head.args, [body], [], head.returns, type_params=[])  # type: ignore[call-arg,unused-ignore]
+
+
+class _WithoutFrameworks(ast.NodeTransformer):
+    """Replaces the types of JAX and PyTorch by `Any`."""
+
+    def __init__(self, defined: dict[str, ast.stmt]) -> None:
+        self._defined = defined
+
+    def _is_foreign(self, node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        match self._defined.get(node.id) if isinstance(node, ast.Name) else None:
+            case ast.Import([ast.alias(module)]) | ast.ImportFrom(str(module)):
+                return module.split(".")[0] in FRAMEWORKS
+        return False
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name("Any") if self._is_foreign(node) else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        return ast.Name("Any") if self._is_foreign(node) else node
 
 
 def _origins(file: str) -> dict[str, ast.stmt]:

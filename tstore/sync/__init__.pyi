@@ -1,4 +1,4 @@
-"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""
+"""Types of the public names, written by tests/support/sync_stub.py from those in `tstore`."""
 
 import datetime
 import os

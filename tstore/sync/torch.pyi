@@ -1,11 +1,8 @@
-"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""
+"""Types of the public names, written by tests/support/sync_stub.py from those in `tstore`."""
 
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
-
-import torch
-import torch.distributed as dist
 
 from tstore import sync
 from tstore.checkpoint.background import InFlight, StagingChoice
@@ -38,7 +35,7 @@ class Checkpointer(sync.Checkpointer):
         *,
         every: int | Policy | None = None,
         keep: int | Keep | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: Any | None = None,
         codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         staging: StagingChoice = "memory",
@@ -70,10 +67,10 @@ def restore(
     target: Any = None,
     only: str | list[str] | None = None,
     rename: Mapping[str, str] | None = None,
-    dtype: Cast | torch.dtype | Mapping[str, torch.dtype] = None,
+    dtype: Cast | Any | Mapping[str, Any] = None,
     missing: Missing = "error",
     per_host: PerHostRule = "same",
-    group: dist.ProcessGroup | None = None,
+    group: Any | None = None,
     hosts: int | None = None,
 ) -> Any:
     """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as tensors.
@@ -107,7 +104,7 @@ def save(
     tree: Any,
     step: int,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Any | None = None,
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
@@ -153,7 +150,7 @@ def save_async(
     tree: Any,
     step: int,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Any | None = None,
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,

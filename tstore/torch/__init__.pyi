@@ -1,0 +1,221 @@
+"""Types of the public names, written by tests/support/sync_stub.py from those in `tstore`."""
+
+import os
+from collections.abc import Coroutine, Mapping
+from typing import Any, Literal
+
+import tstore
+from tstore import BackgroundSave, Keep, Store
+from tstore.checkpoint.background import InFlight, StagingChoice
+from tstore.checkpoint.policies import Policy
+from tstore.checkpoint.request import Cast, Missing, PerHostRule
+from tstore.quantization.policy import CodecRules, QuantizeRules, Target
+
+__all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]
+
+class Checkpointer(tstore.Checkpointer):
+    """`tstore.Checkpointer` for trees of tensors: the checkpoints of one job.
+
+    Every process of the group makes the same calls. `save`, `restore` and `restore_latest` take trees as
+    `tstore.torch.save` and `tstore.torch.restore` do. Policies may decide differently in different processes, so
+    the processes share their decisions in an all-gather at each step; with `EverySteps(10) & OnPreemption()`, only
+    at every 10th step.
+
+    Parameters
+    ----------
+    group
+        The process group whose processes save and restore together, by default all.
+    store, every, keep, codecs, timeout, staging, in_flight
+        As `tstore.Checkpointer` takes them."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store,
+        *,
+        every: int | Policy | None = None,
+        keep: int | Keep | None = None,
+        group: Any | None = None,
+        codecs: QuantizeRules | Target = None,
+        timeout: float | None = None,
+        staging: StagingChoice = "memory",
+        in_flight: InFlight = "queue",
+    ) -> None: ...
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        message: str = "",
+        overwrite: bool = False,
+    ) -> Coroutine[Any, Any, BackgroundSave]:
+        """Begin to save a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
+
+        Raise what `save_async` raises. If an earlier save has failed in a process, all of them raise an error, but
+        only once this one has begun."""
+
+    async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
+        """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first."""
+
+class Reader(Any):  # type: ignore[misc]
+    """Loads a checkpoint with `dcp.load(state_dict, storage_reader=Reader(url))`, by default the newest step.
+
+    It loads checkpoints of `dcp.save` with a `Writer`, of `tstore.torch.save`, and any other whose dtypes torch
+    has. All processes load the version that the coordinator chooses, even if a newer step is saved meanwhile.
+
+    Parameters
+    ----------
+    store, step, at
+        As in `tstore.torch.restore`; the store is a URL or a path.
+    pickles
+        "trusted" loads pickled objects that may run code, "safe" refuses them.
+    dtype
+        "target" casts floating-point tensors to the dtypes of the state dict, as DCP's own readers do. Without
+        it, a tensor of another dtype than the saved one is refused; other dtypes than floats always are, because
+        DCP would cast 300.3 to a uint8 of 44."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        at: int | str | None = None,
+        pickles: Literal["safe", "trusted"] = "safe",
+        dtype: Literal["target"] | None = None,
+    ) -> None: ...
+
+class Writer(Any):  # type: ignore[misc]
+    """Saves a step with `dcp.save(state_dict, storage_writer=Writer(url, step))`, from all processes of the group.
+
+    The arguments are those of `tstore.save`, but `codecs` takes rules only. One `Writer` can save many steps, with
+    `checkpoint_id=step` in the calls of `dcp.save`. `version` is the version of the last save; it is None in every
+    process but the coordinator.
+
+    The coordinator commits when all processes have written. Its errors, such as `AlreadyExists`, are in the
+    `CheckpointException` that DCP raises in all processes."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        codecs: CodecRules = None,
+        metrics: Mapping[str, float] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        message: str = "",
+        durability: Literal["fsync", "none"] = "fsync",
+        timeout: float | None = None,
+        overwrite: bool = False,
+    ) -> None: ...
+
+def restore(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    target: Any = None,
+    only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast | Any | Mapping[str, Any] = None,
+    missing: Missing = "error",
+    per_host: PerHostRule = "same",
+    group: Any | None = None,
+    hosts: int | None = None,
+) -> Coroutine[Any, Any, Any]:
+    """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as tensors.
+
+    Every process of the process group makes this call. All restore the same step, even if another is saved
+    meanwhile, and each reads only what its target holds.
+
+    Parameters
+    ----------
+    target
+        The tree to restore into, in place: tensors, `DTensor`s on any mesh, and objects with a `state_dict`, such
+        as modules and optimizers, as in `{"model": model, "optimizer": optimizer, "epoch": 0}`. It is returned,
+        with the scalars of the checkpoint. Together the targets of all processes must match the checkpoint; each
+        pipeline stage may have a part. One `StructureMismatch` lists every path that is missing or unexpected, or
+        has another shape or dtype. A tensor on the meta device is replaced by one on the CPU. Without a target the
+        result is a nested dict of whole tensors on the CPU.
+    only, rename, missing, per_host
+        As in `tstore.restore`.
+    dtype
+        The dtype of floating-point tensors, "target" for that of the target, or dtypes by path pattern.
+    group, hosts
+        The process group whose processes restore the same step, by default all. With `hosts=1` this process
+        restores alone, without the others.
+
+    Raises
+    ------
+    As `tstore.restore`. If a read fails, the target may have a mix of old and new values."""
+
+def save(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    group: Any | None = None,
+    host: int | None = None,
+    hosts: int | None = None,
+    attempt: str | None = None,
+    codecs: QuantizeRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+    overwrite: bool = False,
+) -> Coroutine[Any, Any, int]:
+    """Save a tree of tensors as one atomic commit and return its version. Durable on return.
+
+    Every process of the process group calls this with its own part of the state. The processes agree through the
+    group before anything is written, so an invalid tree in one of them is an error in all.
+
+    Parameters
+    ----------
+    tree
+        Nested dicts, lists and tuples of tensors, scalars, and objects with a `state_dict`: modules (FSDP2 and
+        tensor parallel ones too), optimizers, schedulers. The state of an optimizer is saved under the names that
+        its parameters have in a module of the tree. Each region of a `DTensor` is written by one of the processes
+        that hold it. A tensor subclass is saved as its inner tensors, as `__tensor_flatten__` names them, and a
+        `BytesIO` as an array of bytes. Any other tensor must be equal in every process that has its path, and one
+        of these writes it; processes may have different paths, as pipeline stages do. What each process has for
+        itself, such as the state of a random number generator or a data loader, goes into a `tstore.PerHost`.
+        Do not change the tensors before this returns.
+    group
+        The process group whose processes save together, by default all.
+    host, hosts, attempt
+        By default from the process group, with a new random attempt for each save. With `hosts=1` this process
+        saves alone, without the others.
+    codecs, metrics, attributes, message, durability, timeout, overwrite
+        As in `tstore.save`.
+
+    Raises
+    ------
+    As `tstore.save`, and `InvalidArgument`, with the path, for a tensor without values (`Partial`, meta device),
+    in another layout than strided, or of a dtype without whole bytes."""
+
+def save_async(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    group: Any | None = None,
+    host: int | None = None,
+    hosts: int | None = None,
+    attempt: str | None = None,
+    codecs: QuantizeRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+    overwrite: bool = False,
+    staging: StagingChoice = "memory",
+    in_flight: InFlight = "queue",
+) -> Coroutine[Any, Any, BackgroundSave]:
+    """Begin a save in the background; return its `BackgroundSave` once the tensors may be changed.
+
+    The arguments are those of `save`, and `staging` and `in_flight` those of `tstore.save_async`. Tensors of a GPU
+    are copied to the host in a separate stream. If all tensors are on GPUs, nothing is copied twice."""
