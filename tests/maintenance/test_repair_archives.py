@@ -35,6 +35,7 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.format.layout import archive_key, commit_key, root_key
+from tstore.format.objects import pages
 from tstore.maintenance.repair import repair_store
 from tstore.server import Server
 from tstore.simulation.scenario import override_constants
@@ -524,9 +525,14 @@ async def test_a_version_whose_changes_a_needed_root_has_is_not_voided() -> None
     assert await read(store.url) == expected(21)
 
 
-@pytest.mark.parametrize("collected", [False, True])
-async def test_a_collection_keeps_what_a_lost_record_wrote(collected: bool) -> None:
-    """No record names its transaction any more."""
+@pytest.mark.parametrize(("collected", "paged"), [(False, False), (True, False), (True, True)])
+async def test_a_collection_keeps_what_a_lost_record_wrote(
+    collected: bool, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No record names its transaction any more; if its manifest is in pages, the root refers to that."""
+    if paged:
+        monkeypatch.setattr(pages, "PAGE_BYTES", 500)
+        monkeypatch.setattr(pages, "SHORT_MANIFEST", 500)
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     values = np.arange(30000.0)
     await tstore.save(store, {"w": values, **{f"many/{i}": np.arange(200.0) for i in range(200)}}, 1)
