@@ -364,7 +364,7 @@ async def test_steps_versions_and_tags(url: str) -> None:
 
 
 async def test_restoring_from_an_empty_store_is_not_found(url: str) -> None:
-    await tstore.open(url)
+    await tstore.open(url, "x")
     assert await tstore.steps(url) == []
     with pytest.raises(NotFound, match="no commit yet"):
         await tstore.restore(url)

@@ -231,7 +231,7 @@ async def test_a_copy_makes_the_names_of_its_records_durable(calls: CallLog, tmp
 
 
 async def test_without_durability_nothing_is_synced(calls: CallLog, tmp_path: Path) -> None:
-    store = await tstore.open(tmp_path / "s")
+    store = await tstore.open(tmp_path / "s", "x")
     calls.entries.clear()
     await tstore.save(store, {"w": np.zeros(50_000)}, 0, durability="none")
     async with store.transaction(durability="none") as tx:
@@ -316,7 +316,7 @@ async def test_a_voided_record_is_saved_before_it_is_replaced(calls: CallLog, tm
 async def test_a_folder_whose_fsync_failed_is_synced_by_the_next_attempt(
     calls: CallLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = await tstore.open(tmp_path / "s")
+    store = await tstore.open(tmp_path / "s", "x")
     fsync, failures = os.fsync, [OSError(errno.EIO, "injected fault")]
 
     def failing(fd: int) -> None:

@@ -86,9 +86,9 @@ async def test_write_makes_the_store_where_there_is_none(scope: str, tmp_path: P
     async with Server(tmp_path, access=ACCESS) as server:
         if scope == "read":
             with pytest.raises(Denied):
-                await opened(server, scope, "a")
+                await opened(server, scope, "x")
         else:
-            await (await opened(server, scope, "a")).close()
+            await (await opened(server, scope, "x")).close()
     assert (tmp_path / "tstore.json").exists() == (scope != "read")
 
 

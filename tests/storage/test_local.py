@@ -60,7 +60,7 @@ async def test_a_folder_without_links_conforms_too(check: conformance.Check, tmp
 @pytest.mark.parametrize("mode", ["x", "a"])
 async def test_a_folder_without_links_and_safe_renames_is_refused(tmp_path: Path, mode: tstore.Mode) -> None:
     with pytest.raises(Denied, match=r"neither link\(2\) nor renaming without replacing.*another file system"):
-        await tstore.open(tmp_path / "s", mode)
+        await (await tstore.open(tmp_path / "s", mode)).transaction().paths()  # creates it if the mode is "a"
     assert list((tmp_path / "s").iterdir()) == []
 
 
@@ -323,7 +323,7 @@ async def test_short_objects_read_in_one_call_are_those_read_one_by_one(
 
 async def test_a_store_inside_a_store_is_refused(tmp_path: Path) -> None:
     """Also by a copy, through a link, and if a folder between the two does not exist yet."""
-    outer, other = await tstore.open(tmp_path / "runs"), await tstore.open(tmp_path / "other")
+    outer, other = await tstore.open(tmp_path / "runs", "x"), await tstore.open(tmp_path / "other", "x")
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     for inner in (tmp_path / "runs" / "a", tmp_path / "runs" / "a" / "b", tmp_path / "link" / "c"):
         with pytest.raises(InvalidArgument, match="is inside the store"):

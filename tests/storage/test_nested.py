@@ -23,11 +23,11 @@ from tstore.storage.connect import connect
 async def test_a_store_inside_a_store_of_a_file_system_is_refused(tmp_path: Path) -> None:
     register(Exclusive)
     url = f"exclusive://{tmp_path}/runs"
-    await (await tstore.open(url)).close()
+    await (await tstore.open(url, "x")).close()
     for inner in (f"{url}/1", f"{url}/a/b"):
         with pytest.raises(InvalidArgument, match=f"{inner} is inside the store {url}, whose verify"):
             await tstore.open(inner)
-    await (await tstore.open(f"{url}-2")).close()
+    await (await tstore.open(f"{url}-2", "x")).close()
 
 
 @pytest.fixture(params=["gcs", "s3"])
@@ -47,8 +47,8 @@ async def test_a_store_inside_a_store_of_a_bucket_is_refused(
     outer: str, bucket: tuple[str, dict[str, Any], Any]
 ) -> None:
     url, options, _ = bucket
-    async with await tstore.open(url + outer, storage_options=options) as store:
-        other = await tstore.open(f"memory://{outer}{url}")
+    async with await tstore.open(url + outer, "x", storage_options=options) as store:
+        other = await tstore.open(f"memory://{outer}{url}", "x")
         for inner in (f"{url}{outer}/1", f"{url}{outer}/a/b/c"):
             with pytest.raises(InvalidArgument, match=f"{inner} is inside the store {url}{outer}, whose verify"):
                 await tstore.open(inner, storage_options=options)
@@ -56,7 +56,7 @@ async def test_a_store_inside_a_store_of_a_bucket_is_refused(
                 await tstore.copy(other, inner, storage_options=options)
         assert await store.log.storage.list("") == ["tstore.json"]
     for beside in (f"{url}{outer}-2", f"{url}/other") if outer else ():
-        await (await tstore.open(beside, storage_options=options)).close()
+        await (await tstore.open(beside, "x", storage_options=options)).close()
     if outer:
         with pytest.raises(NotAStore, match="contains other files"):
             await tstore.open(url, storage_options=options)
@@ -70,16 +70,16 @@ async def test_who_may_not_see_the_folders_above_creates_a_store(bucket: tuple[s
     else:
         fault = gcs_endpoint.Fault(gcs_endpoint.Wrong.REFUSED, status=403)
         server.faults = lambda request: None if "mine" in request.path_qs or request.method == "POST" else fault
-    await (await tstore.open(f"{url}/mine/1", storage_options=options)).close()
+    await (await tstore.open(f"{url}/mine/1", "x", storage_options=options)).close()
 
 
 async def test_a_server_of_a_folder_inside_a_store_creates_none(tmp_path: Path) -> None:
-    await tstore.open(tmp_path / "runs")
+    await tstore.open(tmp_path / "runs", "x")
     async with Server(tmp_path / "runs" / "1") as server:
         with pytest.raises(InvalidArgument, match="inside another store; serve one beside it"):
-            await tstore.open(server.url)
+            await tstore.open(server.url, "x")
     async with Server(tmp_path / "other") as server:
-        await (await tstore.open(server.url)).close()
+        await (await tstore.open(server.url, "x")).close()
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])

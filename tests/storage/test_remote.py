@@ -139,6 +139,7 @@ async def test_opening_a_snapshot_needs_only_the_requests_for_the_newest_version
 ) -> None:
     name = anew()
     first = await open_remote(name)
+    await first.log.ensure_created()
     for i in range(commits):
         await small_commit(first, f"a{i}")
     rounds = Rounds(MemoryStorage(name))
