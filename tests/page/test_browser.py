@@ -174,7 +174,9 @@ def test_the_first_levels_of_a_tree_are_open(window: Browser, wide: Path) -> Non
         assert len(window.all(".tree tbody tr")) == 6  # as folded as a group that was fetched
 
 
-def test_the_status_tells_whether_the_run_is_ok(window: Browser, run: Path) -> None:
+def test_the_status_tells_whether_the_run_is_ok(window: Browser, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(run, 0)  # a single step is never late
     with viewing(run) as entrance:
         window.show(entrance)
         window.sees("OK", ".status .answer.good")
@@ -187,6 +189,7 @@ def test_the_status_tells_whether_the_run_is_ok(window: Browser, run: Path) -> N
         window.sees("NaN or infinite", ".status")
         window.sees("1 array params/dense/w", ".status")
         assert (window.focus().get_attribute("href") or "").endswith("/-/page/health")  # though it was replaced
+        window.wait(lambda: window.script("return !document.getAnimations().length"))  # of the row that came
         clean(window)
         window.look(width=390, theme="dark")
         assert window.overflow() <= 0
