@@ -89,6 +89,8 @@ from tstore.log import log, trees
 from tstore.runtime import pool
 from tstore.simulation import runs
 from tstore.simulation.__main__ import main
+from tstore.simulation.history import Append
+from tstore.simulation.replay import Expected
 from tstore.simulation.runs import simulate, simulate_many
 from tstore.simulation.scenario import override_constants, prepare_initial_stores
 from tstore.simulation.storage import HostStorage, SharedObjects
@@ -448,6 +450,23 @@ def test_a_fault_in_the_protocol_is_detected(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("seed", [1651, 2384, 1053, 3089])
 def test_a_repair_beside_everything(seed: int) -> None:
     assert simulate(seed).violations == []
+
+
+def test_an_append_over_a_voided_one_keeps_the_cells_that_it_took_over() -> None:
+    """In the voided version the array had 13 cells, so the append is to the chunk of the last one."""
+    base = Expected({"a": (1,) * 12}, ({"a": (*(1,) * 12, 2)},), {})
+    appended = base.after([Append("a", 6, 3)], {}, takes_over=True)
+    assert appended.matches({"a": (*(1,) * 12, 2, *(3,) * 6)})
+    assert not appended.matches({"a": (*(1,) * 12, *(3,) * 6)})
+
+
+def test_hosts_may_see_what_holds_between_two_voided_versions() -> None:
+    """Of a repair that crashed after it had voided the first one."""
+    expected = Expected({"a": (0,)}, ({"a": (2,)}, {"a": (1,)}), {}, existed=True)
+    for cell in (0, 1, 2):
+        assert expected.agrees({"a": (cell,)}, [], partial=False)
+    assert not expected.agrees({"a": (3,)}, [], partial=False)
+    assert not expected.matches({"a": (1,)})
 
 
 def test_the_table_above_lists_the_faults() -> None:

@@ -254,7 +254,10 @@ class CompletedGc(NamedTuple):
 
 
 class Repaired(NamedTuple):
-    """A completed repair: the versions that it voided, with their former records, and its commit."""
+    """A completed repair: the versions that it voided, with their former records, and its commit.
+
+    The versions are in the order in which they became void: at different times if the repair crashed between them.
+    """
 
     voided: dict[int, Record]
     version: int

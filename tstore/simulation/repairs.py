@@ -39,6 +39,7 @@ class Repair:
         self._tries = _TRIES
         self._wanted: list[int] = []  # to be voided, or being voided when the last host crashed
         self._former: dict[int, Record] = {}  # the records of these versions before
+        self._void_first: list[int] = []  # those that became void in a repair that crashed, in order
         self._voided: dict[int, Record] = {}
 
     async def run(self, storage: HostStorage) -> None:
@@ -74,6 +75,7 @@ class Repair:
         """Void the wanted versions, and note what else has to be voided with them."""
         history, shared, wanted = self._history, storage.storage, self._wanted
         records = _decoded(shared)
+        self._void_first += [v for v in self._begun(shared) if v not in self._void_first]
         self._note_ended(records)
         self._former = {v: records[v] for v in wanted} | self._former
         try:
@@ -94,7 +96,8 @@ class Repair:
         """Note what repairs have voided whose commits are among these records."""
         for version, record in records.items():
             if record.voids:
-                self._voided |= {v: self._former[v] for v in record.voids}
+                in_order = dict.fromkeys(v for v in (*self._void_first, *record.voids) if v in record.voids)
+                self._voided |= {v: self._former[v] for v in in_order}
                 self._history.repaired = Repaired(self._voided, version)
 
     def _begun(self, shared: SharedObjects) -> list[int]:

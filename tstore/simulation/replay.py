@@ -46,19 +46,20 @@ class CommittedVersion(NamedTuple):
 class Expected(NamedTuple):
     """The expected state of a version, and what else it may have because of a repair.
 
-    `before` is its state before the repair, of which it may have the chunks `taken`, by path. If the version
-    `existed` then, hosts may have seen that state. In a run `merging` segments, a write takes over all chunks.
+    `before` are its states at earlier times: before the repair, and between two of the versions that it voided. It
+    may have their chunks `taken`, by path, and if these are all, their number of cells. If the version `existed`
+    then, hosts may have seen these states. In a run `merging` segments, a write takes over all chunks.
     """
 
     state: State
-    before: State
+    before: tuple[State, ...]
     taken: Mapping[str, frozenset[int]]
     existed: bool = False
     merging: bool = False
 
     def exactly(self, state: State) -> Expected:
         """Return the expectation of this state, and no other."""
-        return self._replace(state=state, before=state, taken={}, existed=False)
+        return self._replace(state=state, before=(state,) * len(self.before), taken={}, existed=False)
 
     def matches(self, actual: State) -> bool:
         """Return whether a version may have this state after the repair."""
@@ -66,22 +67,25 @@ class Expected(NamedTuple):
 
     def agrees(self, seen: State, own_ops: Sequence[Op], *, partial: bool) -> bool:
         """Return whether a host may have seen this, with its own operations; all arrays, unless `partial`."""
-        mine = self._replace(state=apply(self.state, own_ops), before=apply(self.before, own_ops))
-        if partial:
-            mine = mine._replace(
-                state={path: mine.state.get(path, ()) for path in seen},
-                before={path: mine.before.get(path, ()) for path in seen},
-            )
-        return mine.matches(seen) or (self.existed and seen == mine.before)
+
+        def known(world: State) -> State:
+            after = apply(world, own_ops)
+            return {path: after.get(path, ()) for path in seen} if partial else after
+
+        before = tuple(map(known, self.before))
+        return self._replace(state=known(self.state), before=before).matches(seen) or (
+            self.existed and seen in before
+        )
 
     @property
     def worlds(self) -> tuple[State, ...]:
         """The states that a host may have seen, but for chunks taken over."""
-        return (self.state, self.before) if self.existed else (self.state,)
+        return (self.state, *self.before) if self.existed else (self.state,)
 
     def after(self, ops: Sequence[Op], states: Mapping[int, Expected], *, takes_over: bool) -> Expected:
         """Return the expectation of the next version; one before a repair `takes_over` chunks that it patches."""
         taken, whole = dict(self.taken), set[str]()
+        extended: dict[str, int] = {}  # the first cell of the chunk in which an append begins, by path
         for op in ops:
             match op:
                 case CopyVersion(version):
@@ -98,20 +102,30 @@ class Expected(NamedTuple):
                     appends = any(isinstance(o, Append) for o in beside)  # beside other changes, it is a resize
                     if self.merging or isinstance(op, Resize) or (appends and len(beside) > 1):
                         whole.add(path)
-        state, before = apply(self.state, ops), apply(self.before, ops)
-        for path in whole & before.keys():
-            taken[path] = frozenset(range(len(before[path])))
-            if len(state.get(path, ())) != len(before[path]):  # the metadata is that of then, too
-                state[path] = before[path]
+                    elif appends:
+                        first = min(end, len(self.before[0].get(path, ())))
+                        extended[path] = first - first % PER_CHUNK
+        state, before = apply(self.state, ops), tuple(apply(world, ops) for world in self.before)
+        for path in whole & before[0].keys():
+            taken[path] = frozenset(range(len(before[0][path])))
+            if len(state.get(path, ())) != len(before[0][path]):  # the metadata is that of then, too
+                state[path] = before[0][path]
+        for path, first in extended.items():
+            if path in before[0] and len(state[path]) != len(before[0][path]):  # so it is here
+                state[path] = (*state[path][:first], *before[0][path][first:])
         return self._replace(state=state, before=before, taken=taken)
 
     def _matches(self, path: str, actual: Cells) -> bool:
-        expected, before = self.state[path], self.before.get(path, ())
+        expected = self.state[path]
         if actual == expected:
             return True
         chunks = self.taken.get(path, frozenset())
         return len(actual) == len(expected) and all(
-            cell == mine or (number // PER_CHUNK in chunks and before[number : number + 1] == (cell,))
+            cell == mine
+            or (
+                number // PER_CHUNK in chunks
+                and any(world.get(path, ())[number : number + 1] == (cell,) for world in self.before)
+            )
             for number, (cell, mine) in enumerate(zip(actual, expected, strict=True))
         )
 
@@ -123,9 +137,9 @@ class Replay:
         self._history = history
         self._repaired = history.repaired
         state = initial.state or {}
-        self._head = Expected(
-            state, state, {}, merging=history.traits.merging
-        )  # of the newest version that is not a copy
+        worlds = 1 if history.repaired is None else len(history.repaired.voided)
+        # of the newest version that is not a copy
+        self._head = Expected(state, (state,) * worlds, {}, merging=history.traits.merging)
         self._expired: set[int] = set()
         self.states = {history.start: self._head}
         self.tags: dict[int, Mapping[str, int]] = {history.start: initial.tags}
@@ -143,9 +157,8 @@ class Replay:
             self.violations += _changed_since_read(version, expected, attempt)
             expected = expected.after(attempt.all_ops, self.states, takes_over=existed)
             self._set_tags(version, attempt, tags)
-        for attempt in [] if former is None else self._history.committed_by(former):
-            before = expected.exactly(expected.before).after(attempt.all_ops, self.states, takes_over=False)
-            expected = expected._replace(before=before.before)
+        if former is not None and repaired is not None:
+            expected = self._at_first(expected, former, list(repaired.voided).index(version))
         if record.by_repair and record.replaces:
             expected = self._restated(record)
         self._check_rollback(version, record, tags)
@@ -153,7 +166,7 @@ class Replay:
             self._expired = set(range(1, version)) - record.collection.versions
             tags = {t: v for t, v in tags.items() if v not in self._expired}
         if commit.state is not None:
-            is_copy = bool(record.source) and existed and commit.state == expected.before  # made before the repair
+            is_copy = bool(record.source) and existed and commit.state in expected.before  # made before the repair
             if not (is_copy or expected.matches(commit.state)):
                 self.violations.append(
                     f"version {version} is {show(commit.state)}, expected {show(expected.state)}"
@@ -164,6 +177,15 @@ class Replay:
         self.states[version], self.tags[version] = expected, tags
         if not record.source:
             self._head = self._head if former is not None and former.source else expected
+
+    def _at_first(self, expected: Expected, former: Record, voided_before: int) -> Expected:
+        """Return the expectation of a version that was voided after others: its former record changed worlds."""
+        before = list(expected.before)
+        for world in range(voided_before + 1):
+            for attempt in self._history.committed_by(former):
+                alone = expected.exactly(before[world])
+                before[world] = alone.after(attempt.all_ops, self.states, takes_over=False).before[world]
+        return expected._replace(before=tuple(before))
 
     def _set_tags(self, version: int, attempt: Attempt, tags: dict[str, int]) -> None:
         faults = [f"created the tag {t}, which exists" for t in attempt.created_tags if t in tags]
