@@ -56,7 +56,6 @@ def write(store: str, host: int, side: int) -> None:
 
 def scan(store: str, side: int) -> None:
     """Write the volume from `HOSTS` processes."""
-    tstore.sync.open(store)
     context = multiprocessing.get_context("spawn")
     hosts = [context.Process(target=write, args=(store, host, side)) for host in range(HOSTS)]
     for process in hosts:

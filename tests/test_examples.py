@@ -63,7 +63,6 @@ def volume() -> ModuleType:
 async def test_the_volume_prints_the_bytes_that_are_transferred(
     volume: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blocking.open(tmp_path / "store")
     writes = [asyncio.to_thread(volume.write, str(tmp_path / "store"), h, int(SIDE)) for h in range(volume.HOSTS)]
     await asyncio.gather(*writes)
     transferred, read = [], volume.read

@@ -76,7 +76,7 @@ async def test_clients_read_a_store_of_shared_documents(kind: str, tmp_path: Pat
         key = f"txn/forged{version}/manifest-0"
         record = Record(f"forged{version}", version - 1, 1.0, manifests=(reference(key, data),))
         if version == 1:
-            await (await tstore.open(tmp_path)).close()
+            await (await tstore.open(tmp_path, "x")).close()
         (tmp_path / key).parent.mkdir(parents=True)
         (tmp_path / key).write_bytes(data)
         (tmp_path / commit_key(version)).parent.mkdir(exist_ok=True)

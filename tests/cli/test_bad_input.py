@@ -123,6 +123,7 @@ async def test_an_invalid_url_is_refused(url: str) -> None:
 
 async def test_many_hosts_may_create_one_store(tmp_path: Path) -> None:
     stores = await asyncio.gather(*[tstore.open(tmp_path / "new") for _ in range(16)])
+    await asyncio.gather(*[store.transaction().paths() for store in stores])
     assert len({s.uuid for s in stores}) == 1
 
 
@@ -147,7 +148,7 @@ AS_NOBODY = """
         "restore": outcome(lambda: tstore.restore(url, 0)),
         "small": outcome(lambda: tstore.save(url, {"x": np.zeros(1)}, 1)),
         "large": outcome(lambda: tstore.save(url, {"x": many}, 1)),
-        "new": outcome(lambda: tstore.open(url + "-beside/new/one")),
+        "new": outcome(lambda: tstore.open(url + "-beside/new/one", "x")),
         "verify": outcome(lambda: tstore.open(url, "r").verify()),
     }))
 """

@@ -65,8 +65,9 @@ async def test_a_gcs_that_ignores_the_condition_is_refused(emulator: str) -> Non
 
     async with Relay.to("127.0.0.1", port_of(emulator), ignore) as liar:
         for mode in ("x", "a"):
+            options = {"endpoint_url": f"http://{liar.host}:{liar.port}"}
             with pytest.raises(Denied, match="does not create exclusively"):
-                await tstore.open(url, mode, storage_options={"endpoint_url": f"http://{liar.host}:{liar.port}"})
+                await (await tstore.open(url, mode, storage_options=options)).transaction().paths()
 
 
 async def overwrites(request: web.Request) -> web.Response:
@@ -92,5 +93,5 @@ async def test_a_server_that_impersonates_tstore_is_refused() -> None:
     async with TestServer(app) as server:
         for mode in ("x", "a"):
             with pytest.raises(Denied, match="does not create exclusively"):
-                await tstore.open(f"http://{server.host}:{server.port}", mode)
+                await (await tstore.open(f"http://{server.host}:{server.port}", mode)).transaction().paths()
     assert not stored

@@ -55,7 +55,7 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
     """Each writer continues where the previous one was killed, while a reader checks all the time."""
     rng = random.Random(int(os.environ.get("TSTORE_CRASH_SEED", "0")))
     url = tmp_path / "s"
-    blocking.open(url)
+    blocking.open(url, "x")
     stop = threading.Event()
     seen: list[int] = []
     failures: list[BaseException] = []

@@ -82,8 +82,9 @@ class Listing:
             with mapped_errors("list", self._root), os.scandir(self._root) as entries:
                 return all(e.name.startswith(".") and e.name.endswith(".tmp") for e in entries)
         except NotFound:
-            if os.path.lexists(self._root) and not os.path.isdir(self._root):
-                raise  # there is a file in place of the folder
+            existing = next(filter(os.path.lexists, [self._root, *map(str, Path(self._root).parents)]), "/")
+            if not os.path.isdir(existing):
+                raise  # there is a file in place of the folder, or of one above it
             return True  # even if another host has created the folder since
 
     def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
