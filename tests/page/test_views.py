@@ -271,6 +271,9 @@ async def test_the_status_of_a_run(server: Server, store: Path, monkeypatch: pyt
     late = (await document(server, "status"))["status"]
     assert (late["state"], late["look_at"]) == ("warn", ["step"])
     assert late["step"]["age"] == 3630
+    async with client_of(server, READ) as client:
+        page = (await client("GET", "/-/page/", Accept="text/html")).body.decode()
+    assert "it has ended or is stuck" in page
     monkeypatch.undo()
     w = np.zeros((64, 32), "float32")
     w[3, 5], w[7, 7] = np.nan, -np.inf
