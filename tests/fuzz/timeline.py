@@ -82,8 +82,14 @@ class Timeline:
     def void(self, first: int) -> None:
         """Give the versions from `first` on the state of the head before them."""
         before = self.versions[first - 1]
-        void = Version(before.state, before.alive, {}, frozenset(), before.head)
+        void = Version(self._start(before), before.alive, {}, frozenset(), before.head)
         self.versions[first:] = [void] * (len(self.versions) - first)
+
+    def _start(self, before: Version) -> State:
+        """Return what the next version starts from: the arrays and groups of the head, and all tags."""
+        state = self.versions[before.head].state.copy()
+        state.tags = dict(before.state.tags)
+        return state
 
     async def copied(self, url: str, events: Sequence[Any], before: Timeline | None) -> Timeline | None:
         """Return the timeline of a copy of the store after the events, from the one before; None without a copy.
@@ -136,8 +142,7 @@ class Timeline:
         store: tstore.Store,
     ) -> None:
         before = self.versions[-1]
-        state, metrics, source = self.versions[before.head].state.copy(), dict[str, float](), 0
-        state.tags = dict(before.state.tags)
+        state, metrics, source = self._start(before), dict[str, float](), 0
         alive = set(before.alive)
         for commit in commits:
             if commit.transaction.startswith("gc-"):

@@ -10,7 +10,7 @@ import pytest
 
 import tstore
 from tests.fuzz import __main__ as fuzz
-from tests.fuzz.journal import Acknowledged, Attempt, Copying, CopyMade, Create, Write
+from tests.fuzz.journal import Acknowledged, Attempt, Copying, CopyMade, Create, Delete, Replay, Write
 from tests.fuzz.odd import CALLS, VALUES, odd_call
 from tests.fuzz.timeline import Mismatch, Timeline
 from tests.support.mutation import Edit
@@ -129,6 +129,27 @@ async def test_the_model_notices_a_repair_that_voids_nothing(tmp_path: Path) -> 
         await timeline.learn(store, [])
         with pytest.raises(Mismatch, match="the tags are"):
             await timeline.check(store, random.Random(0), thorough=True)
+
+
+async def test_a_version_voided_after_a_copy_has_the_tree_of_the_head(tmp_path: Path) -> None:
+    async with await tstore.open(tmp_path / "store") as store:
+        async with store.transaction("m1") as tx:
+            await tx.create_array("a", (4,), "float32", (4,), sparse=True)
+        async with store.transaction("m2") as tx:
+            await tx.delete("a")
+        await tstore.quantize(store, "e4m3", at=1, tag="q", message="m3")
+        async with store.transaction("m4"):
+            pass
+        timeline = Timeline()
+        create = Create("a", (4,), (4,), "float32", True)
+        changes = [Attempt("m1", (create,)), Attempt("m2", (Delete("a"),))]
+        await timeline.learn(store, [*changes, Attempt("m3", (Replay(1),), ("q",)), Attempt("m4", ())])
+        await store.repair(void_intact=[4])
+        timeline.void(4)
+    async with await tstore.open(tmp_path / "store") as store:
+        assert [(await store.snapshot(version)).paths() for version in (2, 3, 4)] == [[], ["a"], []]
+        await timeline.learn(store, [])
+        await timeline.check(store, random.Random(0), thorough=True)
 
 
 @pytest.mark.parametrize("seed", range(3))
