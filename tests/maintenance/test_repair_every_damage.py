@@ -130,6 +130,7 @@ async def objects_of(storage: Storage) -> dict[str, bytes]:
     [
         (archived, "", "a4 c3"),  # an archive of which some records have no other objects
         (archived, "c1 r2", "a4 r4"),  # versions in an archive rest on a lost one
+        (collected, "a4 c5 c10", ""),  # an archived version between two gaps
         (collected, "", "a4 r8"),  # the commit of a repair has the state of a version that is voided
     ],
 )

@@ -330,7 +330,7 @@ async def newest_beyond_gaps(log: LogReader) -> int:
     """Return the newest version if the missing ones existed, the first of which ends a search for it."""
     newest, listed = await log.newest(), await listed_records(log)
     existing = {*listed, *await _missing_among(log, newest, listed)}
-    while newest + 1 in existing:
+    while newest + 1 in existing or await log.commits.existing([newest + 1]):  # in an archive
         newest += 1
     return newest
 
