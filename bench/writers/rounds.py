@@ -15,6 +15,7 @@ process (see `bench.writers.stores`), and providing free memory (see `machine.Re
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +45,7 @@ class Bench:
     After the time `end`, by `time.monotonic`, it begins none, and appends them to `skipped`.
     """
 
-    def __init__(self, folder: Path, log: Callable[[str], None], end: float) -> None:
+    def __init__(self, folder: Path, log: Callable[[str], None], end: float = math.inf) -> None:
         self.folder = folder
         self.rows: list[Row] = []
         self.end = end

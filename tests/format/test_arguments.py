@@ -146,7 +146,7 @@ REFUSED: list[tuple[Call, str]] = [
     (save(metrics={str(i): i for i in range(200_000)}), "a commit has at most 4,096"),
     (array(path=3), "path=3"),
     (array(shape=3), "shape 3 is not a sequence"),
-    (array(shape=None), "shape None"),
+    (array(shape=None), "pass the shape and the dtype"),
     (array(shape="abc"), "shape 'abc'"),
     (array(shape=(1,) * 33), "33 dimensions are too many"),
     (array(dtype=LONE), "dtype"),
