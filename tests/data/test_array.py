@@ -209,6 +209,10 @@ CASTS = [
     ("int8", 1.0, False),
     ("int8", np.arange(4.0), False),
     ("uint8", np.arange(4), False),
+    ("int16", np.arange(4), True),
+    ("int16", np.array([70000] * 4), False),
+    ("int16", np.int64(70000), False),
+    ("int64", np.array([2**63] * 4, "u8"), False),
     ("uint8", [1, 0, 255, 7], True),
     ("int32", [2**31 - 1] * 4, True),
     ("int32", [2**40] * 4, False),
@@ -316,7 +320,7 @@ async def test_a_wrong_setting_of_a_codec_is_named(codec: Any, match: str) -> No
 async def test_none_is_no_dtype() -> None:
     """NumPy takes it for float64."""
     async with (await store()).transaction() as tx:
-        with pytest.raises(InvalidArgument, match="dtype None is unknown"):
+        with pytest.raises(InvalidArgument, match="pass the shape and the dtype of the new array"):
             await tx.create_array("a", (4,), None)
 
 

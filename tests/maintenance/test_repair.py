@@ -22,7 +22,7 @@ from tests.support.forging import forged, place, placed
 from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.cli import main
-from tstore.errors import Corrupt, Denied, InvalidArgument, SnapshotExpired, TimelineChanged, TStoreError
+from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, SnapshotExpired, TimelineChanged, TStoreError
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.objects.encoding import decode
 from tstore.format.objects.records import Collection, Record
@@ -87,7 +87,7 @@ async def test_voiding_a_readable_record_needs_confirmation() -> None:
     store = await filled(0, 1)
     with pytest.raises(InvalidArgument, match=r"pass void_intact=\[2\]"):
         await store.repair([2])
-    with pytest.raises(InvalidArgument, match="no version 3"):
+    with pytest.raises(NotFound, match="no version 3"):
         await store.repair([3])
     report = await store.repair(void_intact=[2])
     assert (report.voided, report.version) == ([2], 3)

@@ -5,7 +5,7 @@ contents are printed as sentences and tables. Progress is shown on standard erro
 
 Exit codes: 0 success; 1 failure, with one sentence on standard error (and, with `--json`, a document with
 "error"); 2 misuse, which includes every `InvalidArgument`; 130 interrupted by Ctrl-C; 141 if the program that
-reads the output has ended; 143 terminated by SIGTERM.
+reads the output has ended; 143 terminated by SIGTERM. `serve` and `view` end with 0 on Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def cli(context: click.Context) -> int:
     STORE is a folder or a URL: file://, http(s)://, gs:// or s3://.
 
     Exits with 0 on success, 1 on failure, 2 if an argument is wrong, 130 on Ctrl-C, 141 on a closed pipe, 143 on
-    SIGTERM.
+    SIGTERM. Both signals end serve and view with 0.
     """
     if context.invoked_subcommand is not None:
         return 0

@@ -84,7 +84,7 @@ A target, and weights of the errors of arrays:
     "--scale",
     type=click.Choice(["search", "max", "none", *exmy.FLOAT_SCALES]),
     help="Packed codes with exponent offsets of the least error (search, the default) or without clipping (max), "
-    "without any (none), or with scales of 32 bits (float), 8 (e4m3) or about 6 (6bit).",
+    "without any (none), or with scales of 32 bits (float), 8 (e4m3), or 7 to 14 (6bit; 8 in blocks of 32).",
 )
 @at_options("A version number or a tag; the newest step by default.")
 @number_option(

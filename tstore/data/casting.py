@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal, get_args
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from exmy.user_warnings import warn
@@ -45,8 +46,8 @@ def as_castable(path: str, values: npt.ArrayLike, dtype: np.dtype[Any], casting:
         raise InvalidArgument(f"{path}: the values can't be converted to an array ({error})") from error
     if array is None:
         raise InvalidArgument(
-            f"{path}: NumPy's rule '{casting}' does not allow casting {_describe(values)} to the array's "
-            f'dtype {dtype}; cast the values first, or write them with casting="unsafe"'
+            f"{path}: NumPy's rule '{casting}' does not allow casting {_describe(values, dtype, casting)} to the "
+            f'array\'s dtype {dtype}; cast the values first, or write them with casting="unsafe"'
         )
     if not has_nonfinite(dtype) and is_float(array.dtype) and not np.isfinite(array).all():
         raise InvalidArgument(
@@ -88,11 +89,14 @@ def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) ->
         return as_records(values, dtype)
     if array.dtype == dtype:
         return array
-    if casting == "same_kind" and is_integer(dtype) and (is_ml_dtype(dtype) or _is_untyped(values)):
-        # as in an assignment of NumPy, numbers without a dtype are converted if they fit; ml_dtypes has this rule
-        # allow floats, and would cut off what does not fit
-        narrowed = array.astype(dtype) if array.dtype.kind == "b" or is_integer(array.dtype) else None
-        return narrowed if narrowed is not None and np.array_equal(narrowed, array) else None
+    if casting == "same_kind" and is_integer(dtype) and not np.can_cast(array.dtype, dtype, "safe"):
+        # NumPy would let integers wrap around that do not fit; ml_dtypes has this rule allow floats too
+        untyped = _is_untyped(values) or is_ml_dtype(dtype)
+        if not (
+            is_integer(array.dtype) and _fit(array, dtype) and (untyped or can_cast(array.dtype, dtype, casting))
+        ):
+            return None
+        return array.astype(dtype) if untyped else array
     if np.can_cast(array.dtype, dtype, casting):
         return array
     if not isinstance(values, (bool, int, float, complex)):
@@ -105,15 +109,21 @@ def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) ->
         return None
 
 
+def _fit(integers: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    """Return whether all integers are in the range of an integer dtype."""
+    bounds = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
+    return not integers.size or bool(bounds.min <= integers.min() and integers.max() <= bounds.max)
+
+
 def _is_untyped(values: npt.ArrayLike) -> bool:
     """Return whether these are Python's numbers, or sequences of them."""
     return not hasattr(values, "dtype")
 
 
-def _describe(values: npt.ArrayLike) -> str:
+def _describe(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) -> str:
     if isinstance(values, (bool, int, float, complex)):
         return repr(values)
     array = np.asarray(values)
-    if _is_untyped(values) and is_integer(array.dtype):
+    if is_integer(array.dtype) and (_is_untyped(values) or can_cast(array.dtype, dtype, casting)):
         return f"values from {array.min()} to {array.max()}"
     return f"dtype {array.dtype}"

@@ -50,7 +50,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tstore.errors import Denied, InvalidArgument
+from tstore.errors import Denied, InvalidArgument, NotFound
 from tstore.format.layout import commit_key, folder_of
 from tstore.format.objects.object_ref import ObjectRef
 from tstore.format.objects.pages import stored
@@ -195,7 +195,7 @@ async def _check_voidable(
         )
     for version in wanted:
         if not 1 <= version <= newest:
-            raise InvalidArgument(f"{url} has no version {version} to void; its newest is {newest}")
+            raise NotFound(f"{url} has no version {version} to void; its newest is {newest}")
         # a voided version passes too, so that an interrupted repair can be finished
         if not (version in lost or version in void_intact or await is_voided(log, version)):
             raise InvalidArgument(
