@@ -168,6 +168,17 @@ def test_a_structure_deeper_than_any_tree_is_invalid(levels: int) -> None:
         assert stored_document(structure, ["w"]) is None
 
 
+def test_a_short_structure_with_endless_paths_is_invalid() -> None:
+    """A start of many characters stands before each of the keys; so 1 MB could mean terabytes of paths."""
+    arrays = ["arrays", "k" * (1 << 20), [str(i) for i in range(1025)]]
+    tracemalloc.start()
+    for structure in (arrays, ["dict", [[["str", "a"], ["list", [["none"], arrays]]]]]):
+        assert stored_document(structure, ["w"]) is None
+        assert not is_document(structure)
+    assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    tracemalloc.stop()
+
+
 async def test_the_paths_of_scalars_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nested dicts with long keys, or many scalars below one, have paths far longer than the document."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")

@@ -16,6 +16,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
+from tests.support.fuzzing import bounded_time
 from tstore.cli import main
 from tstore.errors import Corrupt, InvalidArgument, NotFound, StructureMismatch
 
@@ -265,3 +266,49 @@ def test_commands_list_compare_and_export_the_bytes_of_each_host(
         assert "%host=0" in capfd.readouterr().out
     assert main(["export", url, str(out)]) == 0
     assert b"own.%host=0" in out.read_bytes()
+
+
+def stored(structure: Any, arrays: dict[str, Any] | None = None) -> bytes:
+    return msgspec.msgpack.encode({"structure": structure, "arrays": arrays or {}})
+
+
+def test_hostile_bytes_of_a_host_are_refused_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, depths and keys are checked before the parser meets them."""
+    monkeypatch.setattr("tstore.checkpoint.per_host.NODE_METADATA_VALUES", 10_000)
+    colliding = [-(2**61 - 1), 0, 2**61 - 1] + [n * (2**61 - 1) for n in range(2, 9)]
+    many = b"\x82\xa6arrays\x80\xa9structure\xdd\x00\x00\x30\x00" + bytes(0x3000)
+    hostile = {
+        "length <= 64": stored(["array", "a"], {"a": ("uint8", [2**63] * 65, b"")}),
+        "a key that is no text": stored(dict.fromkeys(colliding, 1) | dict.fromkeys("abc" * 99, "x" * 999)),
+        "levels of nesting": b"\x82\xa6arrays\x80\xa9structure" + b"\x91" * 9_000 + b"\xc0",
+        "more than 10,000 values": many,
+        "do not match": stored(["arrays", "k" * (1 << 20), [str(i) for i in range(1025)]]),
+    }
+    with blocking.open(url) as store:
+        for step, data in enumerate([*hostile.values(), np.ones((2, 3)), np.ones(3, ml_dtypes.bfloat16)]):
+            values = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+            with store.transaction(tag=f"step/{step}") as tx:
+                tx.create_array(f"x{step}/%host=0", data=values)
+        for step, message in enumerate([*hostile, "expected bytes, got float64", "expected bytes, got bfloat16"]):
+            with bounded_time(5), pytest.raises(Corrupt, match=message):
+                blocking.restore(store, step, only=f"x{step}")
+
+
+async def test_what_could_not_be_read_again_is_not_saved(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.checkpoint.per_host.NODE_METADATA_VALUES", 1000)
+    with pytest.raises(InvalidArgument, match=r"x: the PerHost has more than 1,000 values; use arrays"):
+        await tstore.save(url, {"x": tstore.PerHost(list(range(1000)))}, 1)
+
+
+@pytest.mark.parametrize("names", [("%host=5",), ("%host=00",), ("%host=",), ("x/%host=5",)])
+def test_values_of_no_such_host_are_told(url: str, names: tuple[str, ...]) -> None:
+    with blocking.open(url) as store:
+        with store.transaction(tag="step/1") as tx:
+            for name in names:
+                tx.create_array(name, data=np.frombuffer(stored(["none"]), np.uint8))
+        for target in (None, {"x": tstore.PerHost(0)} if "x" in names[0] else tstore.PerHost(0)):
+            with pytest.raises(
+                NotFound, match=r"values of 1 hosts, but that of host 0 is not selected, or not at"
+            ):
+                blocking.restore(store, 1, target=target)
+        assert blocking.restore(store, 1, per_host="all") in ([None], {"x": [None]})

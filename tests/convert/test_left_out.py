@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tstore.convert.dcp_export import export_dcp
 from tstore.convert.exporting import export_huggingface, export_safetensors
 from tstore.convert.gguf_export import export_gguf
 from tstore.convert.importing import recognize
+from tstore.convert.orbax import left_out
 from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.errors import InvalidArgument
@@ -130,6 +132,19 @@ def test_metadata_on_which_files_disagree_is_told(tmp_path: Path) -> None:
         safetensors.numpy.save_file({name: np.ones(3)}, tmp_path / f"{name}.safetensors", metadata)
     (nodes, *_), left_out = asyncio.run(imported(tmp_path))
     assert (nodes[""]["safetensors"], left_out) == ({"format": "pt"}, ["metadata 'part'", "metadata 'x'"])
+
+
+def test_metadata_of_orbax_leads_to_no_other_folder(tmp_path: Path) -> None:
+    """The names of leaves without an array may be any paths, such as that of all files."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "0.0").touch()
+    (tmp_path / "source").mkdir()
+    keys = [{"key": str(tmp_path / "other"), "key_type": 2}]
+    entry = {"key_metadata": keys, "value_metadata": {"value_type": "None"}}
+    document = {"tree_metadata": {"x": entry}, "use_ocdbt": False}
+    (tmp_path / "source" / "_METADATA").write_text(json.dumps(document))
+    with mock.patch("os.walk", side_effect=AssertionError("walks")):
+        assert left_out(str(tmp_path / "source")) == []
 
 
 def test_a_folder_above_checkpoints_names_the_newest(tmp_path: Path) -> None:

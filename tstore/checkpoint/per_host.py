@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from tstore.checkpoint.leaves import PerHost, Shards, as_values
 from tstore.checkpoint.structure import flatten, unflatten
 from tstore.errors import InvalidArgument, parsing
 from tstore.format.arrays.dtypes import dtype_named, dtype_to_json, stored_dtype
+from tstore.format.bounds import NODE_METADATA_LEVELS, NODE_METADATA_VALUES, packed_excess_message
 from tstore.format.tree_document import is_document, paths_in, value_path
 
 __all__ = ["encoded", "with_values"]
@@ -27,10 +28,12 @@ __all__ = ["encoded", "with_values"]
 _MAX_BYTES = 1 << 32
 """What a binary of msgpack must be shorter than."""
 
+_Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=64)]  # as many axes as NumPy has
+
 
 class _Stored(msgspec.Struct):
     structure: Any
-    arrays: dict[str, tuple[Any, tuple[int, ...], bytes]]
+    arrays: dict[str, tuple[Any, _Shape, bytes]]
 
 
 def encoded(path: str, value: Any) -> npt.NDArray[np.uint8]:
@@ -40,7 +43,14 @@ def encoded(path: str, value: Any) -> npt.NDArray[np.uint8]:
         arrays = {inner: _parts(inner, leaf) for inner, leaf in leaves.items()}
     except InvalidArgument as error:
         raise InvalidArgument(f"{path}, in the PerHost: {error}") from None
-    return np.frombuffer(msgspec.msgpack.encode(_Stored(structure, arrays)), np.uint8)
+    data = msgspec.msgpack.encode(_Stored(structure, arrays))
+    if excess := _excess_message(data):
+        raise InvalidArgument(f"{path}: the PerHost has {excess}; use arrays for long lists of numbers")
+    return np.frombuffer(data, np.uint8)
+
+
+def _excess_message(data: bytes | memoryview) -> str:
+    return packed_excess_message(data, NODE_METADATA_VALUES, NODE_METADATA_LEVELS)
 
 
 def _parts(path: str, leaf: Any) -> tuple[Any, tuple[int, ...], bytes]:
@@ -56,6 +66,10 @@ def _parts(path: str, leaf: Any) -> tuple[Any, tuple[int, ...], bytes]:
 
 
 def _decoded(data: npt.NDArray[np.uint8]) -> Any:
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise ValueError(f"expected bytes, got {data.dtype}{list(data.shape)}")
+    if excess := _excess_message(data.data):
+        raise ValueError(excess)
     stored = msgspec.msgpack.decode(data.data, type=_Stored)
     if not is_document(stored.structure) or set(paths_in(stored.structure)) != stored.arrays.keys():
         raise ValueError("its structure and its arrays do not match")

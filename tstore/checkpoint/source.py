@@ -166,10 +166,16 @@ class Source:
             return {path: sorted(paths, key=lambda p: (len(p), p)) for path, paths in reads.items()}
         refused = []
         for path in self._hosts.keys() & reads.keys():
-            saved = self._hosts[path]
+            saved, own = self._hosts[path], host_path(path, request.host)
             if saved != request.hosts and request.per_host == "same":
                 refused.append(f"{path}: saved by {saved} hosts; this is host {request.host} of {request.hosts}")
-            reads[path] = [host_path(path, request.host)] if saved == request.hosts else []
+            elif saved == request.hosts and own not in reads[path]:
+                raise NotFound(
+                    f"{self.snapshot.location}: {path} has values of {saved} hosts, but that of host "
+                    f"{request.host} is not selected, or not at {own}; pass per_host='all', for a list of those "
+                    "that are there"
+                )
+            reads[path] = [own] if saved == request.hosts else []
         if refused:
             raise InvalidArgument(
                 f"{self.snapshot.location}: values that each host has for itself (tstore.PerHost) were saved by "

@@ -121,6 +121,11 @@ class _Leaf(NamedTuple):
         """The name under which the leaf is stored."""
         return ".".join(map(str, self.keys))
 
+    @property
+    def is_array(self) -> bool:
+        """Whether it is stored as an array; the names of others may be those of anything."""
+        return self.kind not in _EMPTY and self.kind != "string"
+
 
 def is_orbax(folder: str) -> bool:
     """Return whether a folder is an Orbax checkpoint or an item of an Orbax checkpoint."""
@@ -186,7 +191,8 @@ def _taken(folder: str) -> Iterable[str]:
     if _is_ocdbt(folder, document):
         yield from (name for name in os.listdir(folder) if name.startswith("ocdbt.process_"))
         return
-    for array in (os.path.join(folder, _leaf(entry, folder).name) for entry in document.tree_metadata.values()):
+    leaves = [_leaf(entry, folder) for entry in document.tree_metadata.values()]
+    for array in (os.path.join(folder, leaf.name) for leaf in leaves if leaf.is_array):
         files = (
             os.path.relpath(os.path.join(above, f), array) for above, _, names in os.walk(array) for f in names
         )
@@ -210,7 +216,7 @@ def _open_item(folder: str) -> Any:
     path = os.path.join(folder, METADATA)
     document = _parse(path, _Document)
     leaves = [_leaf(entry, path) for entry in document.tree_metadata.values()]
-    arrays = [leaf for leaf in leaves if leaf.kind not in _EMPTY and leaf.kind != "string"]
+    arrays = [leaf for leaf in leaves if leaf.is_array]
     source = _Source(folder, _is_ocdbt(folder, document), "zarr3" if document.use_zarr3 else "zarr")
     values = dict(zip([leaf.name for leaf in arrays], source.open(arrays), strict=True))
     if len(values) != len(arrays):

@@ -18,6 +18,7 @@
     part of an object            at most
     metadata of a commit            1 MiB, 131,072 values, 101 levels
     metadata of one node         64 MiB, 2,097,152 values, 700 levels
+    value of one host (PerHost)  2,097,152 values, 700 levels, arrays of less than 4 GiB
     structure of a fragment      64 bytes (the checksum of the structure of the tree)
     checksums of a fragment      65,536 (of values that every host has; writers combine those over 256 KiB)
     path of a node               4,096 characters, 256 levels (names between slashes)

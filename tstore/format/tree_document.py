@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tstore.format.bounds import ROOT_BYTES
+
 __all__ = [
     "MAX_LEVELS",
     "SCALARS",
@@ -81,8 +83,12 @@ def stored_document(stored: Any, paths: Sequence[str]) -> TreeDocument | None:
     return document
 
 
-def is_document(node: Any, level: int = 0) -> bool:
-    """Return whether a stored value is a valid document."""
+def is_document(stored: Any) -> bool:
+    """Return whether a stored value is a valid document, with no more paths than a root can have."""
+    return _is_node(stored, 0) and _repeated_characters(stored) <= ROOT_BYTES
+
+
+def _is_node(node: Any, level: int) -> bool:
     if _is_pair(node) and node[0] == "array":  # the usual case
         return isinstance(node[1], str)
     match node:
@@ -93,12 +99,24 @@ def is_document(node: Any, level: int = 0) -> bool:
         case ["arrays", str(), [*keys]]:
             return set(map(type, keys)) == {str} and len(set(keys)) == len(keys)
         case ["dict", [*items]]:
-            return all(_is_pair(i) and _is_python_scalar(i[0]) and is_document(i[1], level + 1) for i in items)
+            return all(_is_pair(i) and _is_python_scalar(i[0]) and _is_node(i[1], level + 1) for i in items)
         case ["list" | "tuple", [*items]]:
-            return all(is_document(i, level + 1) for i in items)
+            return all(_is_node(i, level + 1) for i in items)
         case ["dataclass" | "namedtuple", str(), [*items]]:
-            return all(_is_pair(i) and isinstance(i[0], str) and is_document(i[1], level + 1) for i in items)
+            return all(_is_pair(i) and isinstance(i[0], str) and _is_node(i[1], level + 1) for i in items)
     return _is_python_scalar(node)
+
+
+def _repeated_characters(node: TreeDocument) -> int:
+    """Return the characters in the starts of all paths of "arrays"; few bytes of a document may mean many."""
+    match node:
+        case ["arrays", start, keys]:
+            return len(start) * len(keys)
+        case ["list" | "tuple", items]:
+            return sum(map(_repeated_characters, items))
+        case ["dict" | "dataclass" | "namedtuple", *_, items]:
+            return sum(_repeated_characters(item) for _, item in items if item[0] != "array")
+    return 0
 
 
 def _is_pair(item: Any) -> bool:
