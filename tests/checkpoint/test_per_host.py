@@ -146,6 +146,25 @@ async def test_a_target_with_a_value_in_only_one_of_both_does_not_match(url: str
     assert (await tstore.restore(url, target={**target, "more": more}, missing="keep", **options))["more"] is more
 
 
+async def test_values_of_which_one_host_s_was_deleted_are_those_of_no_number_of_hosts(url: str) -> None:
+    await save(url)
+    async with (await tstore.open(url)).transaction() as tx:
+        await tx.delete("data/0/%host=2")
+    for options in ({"hosts": 2}, {"hosts": HOSTS}, {"per_host": "all"}):
+        assert (await tstore.restore(url, at=2, **options))["data"] == {"1": {"0": 1}}
+        with pytest.raises(NotFound, match="no array matches"):
+            await tstore.restore(url, at=2, only="data/0", **options)
+
+
+async def test_patterns_for_the_values_of_other_hosts_are_told(url: str) -> None:
+    await save(url)
+    for only in ("data/0/%host=1", "**/%host=1", ["data/0/%host=1", "data/0/%host=2"]):
+        with pytest.raises(NotFound, match=r"data/0 has .* host 0 is not selected"):
+            await tstore.restore(url, only=only, hosts=HOSTS)
+        assert equal((await tstore.restore(url, only=only, host=1, hosts=HOSTS))["data"][0].value, own(1))
+        assert equal((await tstore.restore(url, only=only, per_host="all"))["data"][0][0], own(1))
+
+
 async def test_a_whole_tree_and_a_key_like_that_of_a_host(url: str) -> None:
     await tstore.save(url, tstore.PerHost({"%host=0": 5}), 1)
     assert (await tstore.restore(url)).value == {"%host=0": 5}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tstore.sync as tstore
-from tstore import Shards
+from tstore import PerHost, Shards
 from tstore.checkpoint.union import Outline, united
 from tstore.errors import Inconsistent
 
@@ -23,7 +23,7 @@ class State(NamedTuple):
 
 def parts(trees: Sequence[Any], teams: Sequence[dict[str, int]]) -> list[Any]:
     """Return what each host saves, from the trees of all and the teams of their shards."""
-    outlines = [Outline.of(tree, own) for tree, own in zip(trees, teams, strict=True)]
+    outlines = [Outline.of(tree, own).with_checksums(tree) for tree, own in zip(trees, teams, strict=True)]
     members: dict[bytes, list[int]] = {}
     for host, outline in enumerate(outlines):
         members.setdefault(outline.digest(), []).append(host)
@@ -85,6 +85,11 @@ def test_one_of_several_teams_writes_an_array() -> None:
         (State(1, {}), State(2, {}), "step"),
         ({"a": {5: np.ones(2)}}, {"a": {"5": np.zeros(2)}}, "a/5"),
         ({True: 1}, {"True": 1}, "True"),
+        ({"a": PerHost(1)}, {"a": {"b": np.ones(2)}}, "a"),
+        ({"a": {"b": np.ones(2)}}, {"a": PerHost(1)}, "a"),
+        ({"a": PerHost(1)}, {"a": {}}, "a"),
+        (PerHost(1), {"a": np.ones(2)}, "the tree"),
+        ({"a": np.zeros(2), "x": 1}, {"a": -np.zeros(2), "y": 1}, "a: hosts [1] differ from host 0"),
         ({"a": Shards((4,), "f4")}, {"a": Shards((4,), "f4", shard_shape=(2,))}, "a: float32[4] in shards of [4]"),
     ],
 )
@@ -92,3 +97,13 @@ def test_trees_that_contradict_each_other(one: Any, other: Any, path: str) -> No
     with pytest.raises(Inconsistent) as caught:
         parts([one, other], [{}, {}])
     assert any(text.startswith(path) for text in caught.value.paths)
+
+
+def test_values_that_not_all_hosts_have_are_compared_between_those_that_have_them() -> None:
+    first = {"tied": np.ones(2), "layer0": np.ones(2), "n": np.float32(1)}
+    others = [{"layer1": np.ones(2)}, {"tied": np.zeros(2), "n": np.float32(2)}]
+    like_first = {**first, "tied": np.zeros(2)}
+    for trees, host in (([first, *others], 2), ([first, like_first, others[0]], 1)):
+        with pytest.raises(Inconsistent, match=r"tstore\.PerHost") as caught:
+            parts(trees, [{}] * 3)
+        assert f"tied: hosts [{host}] differ from host 0" in caught.value.paths

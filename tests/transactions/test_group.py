@@ -260,15 +260,17 @@ async def test_similar_attempts_and_names_are_distinct(url: str) -> None:
 
 async def test_a_repeated_save_of_an_attempt_is_compared_with_what_it_saved(url: str) -> None:
     """Another start of the job with the same attempt must not be told that its values are saved."""
-    calls = [save(url, h, 5, hosts=2, metrics={"loss": np.nan}) for h in range(2)]
-    assert await asyncio.gather(*calls) == [1, 1]
+    both = dict.fromkeys("abcdef", np.zeros(2))
     again = {"hosts": 2, "metrics": {"loss": np.nan}}
-    assert await asyncio.gather(*(save(url, h, 5, **again) for h in range(2))) == [1, 1]
+    for _ in range(2):
+        calls = [save(url, h, tree=tree(h, 5, 2) | {"both": both}, **again) for h in range(2)]
+        assert await asyncio.gather(*calls) == [1, 1]
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"tree": tree(1, 5, 2) | {"w": tree(1, 6, 2)["w"]}}, "values of this host"),
+        ({"tree": tree(1, 5, 2) | {"both": both, "w": tree(1, 6, 2)["w"]}}, "values of this host"),
         ({"tree": tree(1, 5, 2) | {"step": 6}}, "structure of the tree"),
         ({"tree": tree(1, 5, 2) | {"more": np.zeros(3)}}, "more"),
         ({"tree": tree(1, 5, 2) | {"b": np.zeros(4)}}, "b"),
+        *(({"tree": tree(1, 5, 2) | {"both": {**both, name: np.ones(2)}}}, f"both/{name}") for name in both),
         ({"metrics": {"loss": 0.5}}, "the metrics"),
     ]
     for change, told in changes:
@@ -350,6 +352,7 @@ REPLICATED: dict[str, Any] = {
     "no axes": np.array(1.5),
     "a NumPy scalar": np.float32(1),
     "structured": np.array([(1, 2.5)], [("a", "u1"), ("b", "f8")]),
+    "nested": np.ones(3, [("a", [("b", "f8")])]),
     "bfloat16": np.ones(3, ml_dtypes.bfloat16),
     "texts": np.array(["a", "bcd"]),
     "a bool": True,
@@ -398,6 +401,17 @@ def test_checksums_of_many_values_are_combined_in_the_largest_groups() -> None:
     assert list(one) == list(other) == ["few/b", "few/a", "many"]
     assert [path for path in one if one[path] != other[path]] == ["few/a", "many"]
     assert len(checksums(*flatten({"fewer": dict.fromkeys(names[:1000], 0)}))) == 1000
+
+
+@pytest.mark.parametrize("size", [5, 1 << 17])
+def test_values_are_equal_in_any_byte_order(size: int) -> None:
+    values = np.ones(size, [("a", "i1"), ("b", [("c", "f8")])])
+    swapped = values.astype([("a", "i1"), ("b", [("c", ">f8")])])
+    other = values.copy()
+    other["b"]["c"][-1] = 2
+    for arrays in ((values, swapped, other), (x["b"]["c"] for x in (values, swapped, other))):
+        one, same, another = (checksums(("array", "x"), {"x": x}) for x in arrays)
+        assert same == one != another
 
 
 async def test_a_host_alone_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

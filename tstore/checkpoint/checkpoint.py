@@ -25,6 +25,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
+from tstore.format.objects.records import Fragment
 from tstore.format.tree.tree import group_document
 from tstore.runtime.background_loop import BACKGROUND
 from tstore.runtime.pool import give_way, run_to_end, wait_all
@@ -308,8 +309,11 @@ class Checkpoint(NamedTuple):
         differing = sorted(path for path in passed if documents.get(path) != passed[path])
         if saved.tree.nodes[""].document != group_document(self.attributes, self.reserved):
             differing.append("the attributes, or the structure of the tree")
-        if _packed((await store.log.reader.record(version)).metadata) != _packed(self.metadata):
+        record = await store.log.reader.record(version)
+        if _packed(record.metadata) != _packed(self.metadata):
             differing.append("the metrics")
+        delivered = await self._delivered(store, record.transaction)
+        differing += [p for p, checksum in self.replicated.items() if delivered.get(p, checksum) != checksum]
         if not differing:
             comparison = store.transaction()
             try:
@@ -326,6 +330,15 @@ class Checkpoint(NamedTuple):
                 differing,
             )
         await store.log.make_durable(version, checked_durability(self.durability))
+
+    async def _delivered(self, store: Store, transaction: str) -> Mapping[str, bytes]:
+        """Return the checksums that this host delivered of values that other hosts may have written."""
+        member = Membership.from_id(transaction)
+        if member is None:
+            return {}
+        with contextlib.suppress(Corrupt, NotFound):  # nothing that is saved needs the fragment
+            return (await store.log.reader.objects.read(member.fragment_key(0, self.host), Fragment)).replicated
+        return {}
 
     def _already_saved(self, store: Store, version: int) -> AlreadyExists | Conflict:
         if self.overwrite:

@@ -13,7 +13,7 @@ import xxhash
 from tstore.checkpoint.structure import scalars_in
 from tstore.format.tree_document import TreeDocument, scalar_node
 
-__all__ = ["checksums"]
+__all__ = ["array_checksums", "checksums"]
 
 _WHOLE = 1 << 20
 """Up to this many bytes, all of an array is hashed; of a longer one, samples."""
@@ -29,7 +29,7 @@ def checksums(document: TreeDocument, leaves: Mapping[str, Any]) -> dict[str, by
 
     If there are too many, those of the largest groups are combined, under the path of the group.
     """
-    result = {path: _of_array(leaf) for path, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
+    result = array_checksums(leaves)
     scalars = {path: scalar_node(value) for path, value in scalars_in(document).items()}
     result |= {path: xxhash.xxh3_64_digest("\0".join(node).encode()) for path, node in scalars.items()}
     sizes = _group_sizes(result)
@@ -49,6 +49,11 @@ def checksums(document: TreeDocument, leaves: Mapping[str, Any]) -> dict[str, by
     return result
 
 
+def array_checksums(leaves: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the checksums of the NumPy arrays among the leaves of a tree, by path."""
+    return {path: _of_array(leaf) for path, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
+
+
 def _group_sizes(result: Mapping[str, bytes]) -> Counter[str]:
     """Return how many bytes the entries of each group take."""
     sizes: Counter[str] = Counter()
@@ -58,11 +63,10 @@ def _group_sizes(result: Mapping[str, bytes]) -> Counter[str]:
 
 
 def _of_array(values: npt.NDArray[Any]) -> bytes:
-    if values.dtype.names is not None:  # between the fields there may be any bytes
-        return xxhash.xxh3_64_digest(repr(values.tolist()).encode())
     if values.nbytes > _WHOLE:
         count = _SAMPLE_BYTES // values.itemsize or 1
         starts = np.linspace(0, values.size - count, _SAMPLES).astype(int).tolist()
         flat: Any = values.reshape(-1) if values.flags.c_contiguous else values.flat  # neither copies all values
         values = np.concatenate([flat[start : start + count] for start in starts])
-    return xxhash.xxh3_64_digest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+    values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))  # as they are stored
+    return xxhash.xxh3_64_digest(values.reshape(-1).view(np.uint8).data)

@@ -275,7 +275,8 @@ def _saved_structure(snapshot: Snapshot) -> TreeDocument:
     """Return the saved structure.
 
     If it is absent, or arrays were added or deleted since, return nested dicts of all arrays and saved scalars. A
-    group that has lost all of its arrays was deleted, with its scalars.
+    group that has lost all of its arrays was deleted, with its scalars; and so was a value that each host has for
+    itself, if one of its arrays was, since the others would be taken for those of fewer hosts.
     """
     paths = snapshot.paths()
     stored: Any = snapshot.reserved_attributes().get("structure")
@@ -292,7 +293,9 @@ def _saved_structure(snapshot: Snapshot) -> TreeDocument:
         above = (path, *parents(path))
         return bool(path) and path not in groups and arrays.isdisjoint(above) and deleted.isdisjoint(above)
 
-    return _nested(paths, {path: value for path, value in scalars_in(stored).items() if is_kept(path)})
+    lost = {value_path(path) for path in paths_in(stored) if path not in arrays and value_path(path) != path}
+    whole = [path for path in paths if value_path(path) not in lost]
+    return _nested(whole, {path: value for path, value in scalars_in(stored).items() if is_kept(path)})
 
 
 def _nested(arrays: Iterable[str], scalars: Mapping[str, Any]) -> TreeDocument:

@@ -1,9 +1,9 @@
 """The union of trees that differ from host to host, as those of pipeline stages do; pure, no I/O.
 
 The hosts of a save must pass the same structure, and write each region once. If hosts have different layers, or
-several teams of hosts have the same array, every host sends its `Outline` to the others. Each then saves the union
-of the trees, in which an array that it does not write is a `Shards` without parts, and a `PerHost` of other hosts
-holds None.
+several teams of hosts have the same array, every host sends its `Outline` to the others, with checksums of its
+values, which must be equal where several hosts have them. Each then saves the union of the trees, in which an
+array that it does not write is a `Shards` without parts, and a `PerHost` of other hosts holds None.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ import xxhash
 
 from tstore.checkpoint.keys import path_part
 from tstore.checkpoint.leaves import PerHost, Shards
+from tstore.checkpoint.replicated import array_checksums
 from tstore.checkpoint.structure import flatten, unflatten
 from tstore.errors import Inconsistent
-from tstore.format.tree_document import TreeDocument, expanded, paths_in, scalar_value, value_path
+from tstore.format.tree_document import (
+    TreeDocument,
+    expanded,
+    paths_in,
+    per_host_path,
+    scalar_value,
+    value_path,
+)
 
 __all__ = ["Outline", "united"]
 
@@ -40,19 +48,25 @@ class Outline(NamedTuple):
     """A tree without its values, as one host holds it.
 
     `arrays` has the spec of each array by path. `teams` has a team number by path of `Shards`: the hosts with the
-    same number divide the array among them, and only one of the teams writes it.
+    same number divide the array among them, and only one of the teams writes it. If the outlines of hosts differ
+    otherwise, `checksums` has those of the NumPy arrays by path, since `save` compares only what all hosts have.
     """
 
     document: TreeDocument
     arrays: dict[str, _ArraySpec]
     teams: dict[str, int]
+    checksums: dict[str, bytes]
 
     @staticmethod
     def of(tree: Any, teams: Mapping[str, int]) -> Outline:
         """Return the outline of a tree of NumPy arrays, `Shards` and scalars."""
         document, leaves = flatten(tree)
         arrays = {path: _array_spec(leaf) for path, leaf in leaves.items() if not isinstance(leaf, PerHost)}
-        return Outline(document, arrays, dict(teams))
+        return Outline(document, arrays, dict(teams), {})
+
+    def with_checksums(self, tree: Any) -> Outline:
+        """Return the outline of this tree with the checksums of its values."""
+        return self._replace(checksums=array_checksums(flatten(tree)[1]))
 
     def digest(self) -> bytes:
         """Return a checksum that differs between different outlines."""
@@ -70,6 +84,7 @@ def united(
     """
     _, leaves = flatten(tree)
     document, specs = _merged_documents(outlines), _merged_specs(outlines)
+    _check_values(outlines, hosts_of)
     places = {value_path(path) for path in paths_in(document)}
     result: dict[str, Any] = {path: leaves.get(path, PerHost(None)) for path in places - specs.keys()}
     for path, spec in specs.items():
@@ -109,6 +124,21 @@ def _merged_specs(outlines: Sequence[Outline]) -> dict[str, _ArraySpec]:
     return specs
 
 
+def _check_values(outlines: Sequence[Outline], hosts_of: Sequence[Sequence[int]]) -> None:
+    first: dict[str, tuple[bytes, int]] = {}
+    differing: dict[str, list[int]] = {}
+    for outline, hosts in zip(outlines, hosts_of, strict=True):
+        for path, checksum in outline.checksums.items():
+            if first.setdefault(path, (checksum, hosts[0]))[0] != checksum:
+                differing.setdefault(path, []).extend(hosts)
+    if differing:
+        raise Inconsistent(
+            "hosts have different values at the same path, and only one of them would be stored; make them equal "
+            "on all hosts, or pass tstore.PerHost(value) to save the value of each host",
+            [f"{path}: hosts {hosts} differ from host {first[path][1]}" for path, hosts in differing.items()],
+        )
+
+
 def _merged_documents(outlines: Sequence[Outline]) -> TreeDocument:
     document = outlines[0].document
     differing: list[str] = []
@@ -126,6 +156,9 @@ def _merged_documents(outlines: Sequence[Outline]) -> TreeDocument:
 def _merged(one: TreeDocument, other: TreeDocument, path: str, differing: list[str]) -> TreeDocument:
     """Return two documents as one; a dict has the keys of both. Add the paths that differ to `differing`."""
     if one == other:
+        return one
+    if per_host_path(one) != per_host_path(other):  # a PerHost is stored like a dict
+        differing.append(path or "the tree")
         return one
     match expanded(one), expanded(other):
         case ["dict", items], ["dict", others]:

@@ -165,10 +165,11 @@ def plan_save(tree: Any, processes: Processes, attempt: str | None, failure: str
     proposals = processes.exchange((b"" if outline is None else outline.digest(), token, failure), error)
     assert outline is not None
     united_tree = values.tree
-    hosts_by_digest: dict[bytes, list[int]] = {}
-    for number, (digest, _, _) in enumerate(proposals):
-        hosts_by_digest.setdefault(digest, []).append(number)
-    if len(hosts_by_digest) > 1:
+    if len({digest for digest, _, _ in proposals}) > 1:
+        outline = outline.with_checksums(values.tree)
+        hosts_by_digest: dict[bytes, list[int]] = {}
+        for number, digest in enumerate(processes.gather(outline.digest())):
+            hosts_by_digest.setdefault(digest, []).append(number)
         is_first = processes.host in [hosts[0] for hosts in hosts_by_digest.values()]  # sends the outline
         outlines = [o for o in processes.gather(outline if is_first else None) if o is not None]
         united_tree = united(values.tree, outline, outlines, list(hosts_by_digest.values()), processes.host)
