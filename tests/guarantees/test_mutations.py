@@ -291,7 +291,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a second fragment of a host passes": (
         "transactions/test_group.py::test_a_second_different_fragment_of_a_host_is_refused",
-        Edit(COOPERATIVE + "_create_once", "await self._storage.get(key) != data", "False"),
+        Edit(COOPERATIVE + "_delivered", "if not same:", "if False:"),
     ),
     "a withdrawn transaction is committed": (
         WITHDRAWAL + "test_a_withdrawal_overtakes_the_claim_of_finish",

@@ -162,6 +162,25 @@ async def test_an_absent_host_is_named(url: str) -> None:
     assert await save(url, 3) == 1  # a host that repeats its call gets the same version
 
 
+@pytest.mark.parametrize("size", [3, 300_000])
+async def test_a_host_that_gave_up_delivers_the_same_values_again(url: str, size: int) -> None:
+    """Large values are then in other packs, and another commit may have come between."""
+    trees = [{"own": tstore.PerHost(np.full(size, h)), **dict.fromkeys("abc", np.ones(size))} for h in range(2)]
+    for other in "xy":
+        with pytest.raises(DeadlineExceeded):
+            await save(url, 0, tree=trees[0], hosts=2, timeout=0.01)
+        async with (await tstore.open(url)).transaction() as tx:
+            await tx.create_array(other, (0,), "i1")
+    with pytest.raises(Inconsistent, match="already delivered a different fragment"):
+        await save(url, 0, tree=trees[0] | {"own": trees[1]["own"]}, hosts=2, timeout=0.01)
+    last = [save(url, h, tree=trees[h], hosts=2) for h in range(2)]
+    [version] = set(await asyncio.gather(*last))
+    restored = await tstore.restore(url, per_host="all")
+    assert [own.tolist() for own in restored["own"]] == [[h] * size for h in range(2)]
+    assert (await (await tstore.open(url, "r")).verify()).ok
+    assert await asyncio.gather(*[save(url, h, tree=trees[h], hosts=2) for h in range(2)]) == [version] * 2
+
+
 async def test_a_cancelled_wait_ends_at_once(url: str) -> None:
     waiting = asyncio.create_task(save(url, 1, timeout=300))
     store = await tstore.open(url)

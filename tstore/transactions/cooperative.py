@@ -20,9 +20,9 @@
 6. Every wait has a deadline, whose error names the absent hosts. If a host dies before it delivers its fragment,
    the transaction is never committed. From the creation of its fragment on, a host can't tell what others do: its
    errors are `CommitOutcomeUnknown`, except for those that every host would get, and the deadline. It may deliver
-   the same fragment again, and wait once more. An earlier error is `CommitOutcomeUnknown` too if the fragment
-   exists, since an earlier run of the host with the same attempt may have delivered it. If a newer commit excludes
-   the transaction (`exclusion`), each host that delivers or waits is told at once.
+   the same values again, even in other packs, and wait once more. An earlier error is `CommitOutcomeUnknown` too
+   if the fragment exists, since an earlier run of the host with the same attempt may have delivered it. If a newer
+   commit excludes the transaction (`exclusion`), each host that delivers or waits is told at once.
 7. A host of a `Checkpointer` whose save fails, and which will save again as another transaction, withdraws this
    one (`withdraw`), so that a late host can't commit its fragment together with values of a later moment, and
    waiting hosts stop. It creates the claim to the top level with another content: "withdrawn by", its number, and
@@ -75,7 +75,7 @@ from tstore.runtime.pool import run, run_to_end
 from tstore.storage.objects import Durability
 from tstore.storage.watch import Watch
 from tstore.transactions.exclusion import Exclusion
-from tstore.transactions.fragments import FragmentTree, check_complete, record_from_fragment
+from tstore.transactions.fragments import FragmentTree, check_complete, have_same_values, record_from_fragment
 from tstore.transactions.membership import FAN_IN, Membership
 from tstore.transactions.number_of_hosts import NumberOfHosts
 
@@ -105,10 +105,10 @@ class CooperativeCommit:
 
     async def commit(self, fragment: Fragment, timeout: float) -> int:
         """Deliver this host's fragment, and return the version once the transaction is committed."""
-        waiter = _Waiter(self, fragment, timeout)
-        await self._create_fragment(fragment)
+        waiter = _Waiter(self, timeout)
+        fragment = await self._create_fragment(fragment)
         version = await self._conclude(fragment, self._climb())
-        return await self._conclude(fragment, waiter.wait()) if version is None else version
+        return await self._conclude(fragment, waiter.wait(fragment)) if version is None else version
 
     async def deliver(self, fragment: Fragment) -> int | None:
         """Deliver this host's fragment; commit if it was the last one, and return the version.
@@ -116,7 +116,7 @@ class CooperativeCommit:
         Return None if the other hosts have not all delivered, or one of them is about to commit. Raise `Conflict`
         or `DeadlineExceeded` if it is known already that the transaction can never be committed.
         """
-        await self._create_fragment(fragment)
+        fragment = await self._create_fragment(fragment)
         version = await self._conclude(fragment, self._climb())
         return await self._conclude(fragment, self._find(fragment)) if version is None else version
 
@@ -260,12 +260,9 @@ class CooperativeCommit:
             transaction,
         )
 
-    async def _create_fragment(self, fragment: Fragment) -> None:
-        key, data = self.member.fragment_key(0, self.member.host), encode(fragment)
-        refusal = (
-            f"host {self.member.host} has already delivered a different fragment of transaction "
-            f"{self.member.name!r}; was it started twice? A restarted job needs another attempt"
-        )
+    async def _create_fragment(self, fragment: Fragment) -> Fragment:
+        """Create this host's fragment and return it, or one with the same values that it delivered before."""
+        key = self.member.fragment_key(0, self.member.host)
         try:
             await self.number_of_hosts.check_before_delivery()
         except Inconsistent:
@@ -274,14 +271,32 @@ class CooperativeCommit:
             await self.check_undelivered(error)
             raise
         try:
-            await self._create_once(key, data, self.durability, refusal)
-        except Inconsistent:
-            raise
+            await self._storage.create(key, encode(fragment), self.durability)
+        except AlreadyExists:
+            return await self._delivered(key, fragment)
         except Exception as error:
             if not isinstance(error, TStoreError) or isinstance(error, Unavailable):  # it may appear later
                 raise self._outcome_unknown(error) from error
             await self.check_undelivered(error)
             raise
+        return fragment
+
+    async def _delivered(self, key: str, fragment: Fragment) -> Fragment:
+        """Return the fragment that exists; raise `Inconsistent` if its values are other than those of this one."""
+        objects = self.log.reader.objects
+        try:
+            delivered = await objects.read(key, Fragment)
+            manifests = [await objects.manifest(f.manifest) for f in (delivered, fragment)]
+            same = await run(have_same_values, (delivered, fragment), manifests)
+        except TStoreError as error:
+            raise self._outcome_unknown(error) from error
+        if not same:
+            raise Inconsistent(
+                f"{self._storage.url}: host {self.member.host} has already delivered a different fragment of "
+                f"transaction {self.member.name!r}; was it started twice? A restarted job needs another attempt",
+                [],
+            )
+        return delivered
 
     async def _write_manifest(self, manifest: Manifest, durability: Durability) -> ObjectRef:
         reference, data = stored(f"{self.member.folder}/manifest", manifest)
@@ -304,11 +319,9 @@ class CooperativeCommit:
 class _Waiter:
     """One host's wait for the record, during which it does the work of hosts that died."""
 
-    def __init__(self, commit: CooperativeCommit, fragment: Fragment, timeout: float) -> None:
+    def __init__(self, commit: CooperativeCommit, timeout: float) -> None:
         hosts = commit.member.hosts
         self._commit = commit
-        self._fragment = fragment
-        self._seen = fragment.base  # no version up to this one is the commit
         self._timeout = timeout
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + timeout
@@ -321,26 +334,25 @@ class _Waiter:
         self._decision_interval = max(_DECISION_INTERVAL, hosts / _MAX_DECISION_RATE)
         self._next_decision = self._clock() + self._decision_interval  # when to read the decision
 
-    async def wait(self) -> int:
-        """Return the version of the commit.
+    async def wait(self, fragment: Fragment) -> int:
+        """Return the version of the commit of the fragment that this host has delivered.
 
         Raise `DeadlineExceeded`, which names the absent hosts, or the host that has withdrawn the transaction.
         """
         started = self._clock()
         self._next_help = started + _GRACE + self._help_interval * world.uniform(0, 2)
+        seen = fragment.base  # no version up to this one is the commit
         async with Watch(self._commit.log.storage, "commits") as watch:
             while True:
                 await self._pause(watch, self._clock() - started)
-                seen = self._seen
-                version, self._seen = await self._commit.log.reader.scan(
-                    self._commit.member.transaction, self._seen
-                )
+                version, newest = await self._commit.log.reader.scan(self._commit.member.transaction, seen)
                 if version is not None:
                     await self._commit.log.make_durable(version, self._commit.durability)
                     return version
-                for newer in range(seen + 1, self._seen + 1):
+                for newer in range(seen + 1, newest + 1):
                     record = await self._commit.log.reader.record(newer)
-                    await self._commit.exclusion.check_record(self._fragment, newer, record)
+                    await self._commit.exclusion.check_record(fragment, newer, record)
+                seen = newest
                 now = self._clock()
                 if now >= self._takeover:
                     return await run_to_end(self._commit.take_over())

@@ -43,7 +43,14 @@ from tstore.storage.objects import Durability
 from tstore.transactions.decision import Decision
 from tstore.transactions.membership import FAN_IN, Membership
 
-__all__ = ["FragmentTree", "check_complete", "fragment_from_record", "merge", "record_from_fragment"]
+__all__ = [
+    "FragmentTree",
+    "check_complete",
+    "fragment_from_record",
+    "have_same_values",
+    "merge",
+    "record_from_fragment",
+]
 
 _MUST_AGREE = {
     "tags": "tag",
@@ -208,6 +215,20 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Sequence
         tables = list(itertools.chain.from_iterable(part.tables for part in same))
         nodes.append((path, same[0].metadata.data, same[0].replaces_node, tables))
     return msgspec.structs.replace(result, manifest=Manifest.from_nodes(nodes))
+
+
+def have_same_values(fragments: Sequence[Fragment], manifests: Sequence[Sequence[Manifest]]) -> bool:
+    """Return whether two fragments, with these manifests, differ at most in their bases and where chunks are."""
+    plain = [
+        encode(msgspec.structs.replace(f, base=0, bytes_added=0, manifest=Manifest.from_nodes([])))
+        for f in fragments
+    ]
+    nodes = [[node for manifest in listed for node in manifest.nodes()] for listed in manifests]
+    documents = [[(path, document.data, replaced) for path, document, replaced, _ in listed] for listed in nodes]
+    if plain[0] != plain[1] or documents[0] != documents[1]:
+        return False
+    chunks = ([Node(path, document, tables).chunks for path, document, _, tables in listed] for listed in nodes)
+    return not any(len(one.differing_numbers(other)) for one, other in zip(*chunks, strict=True))
 
 
 def fragment_from_record(
