@@ -59,7 +59,7 @@ class Episode:
         self._timeline = Timeline()
         self._copies: dict[str, Timeline] = {}
         self._handles: list[tstore.Store] = []  # of single workers, kept from round to round
-        self._disturbed = False
+        self._outdated: list[tstore.Store] = []  # those opened before the last backup or repair
         self._rewound = 0
 
     async def run(self, rounds: int, operations: int, odd: int) -> None:
@@ -112,10 +112,10 @@ class Episode:
             events = self._ended(workers)
         else:
             alone = self._worker(name, alone=True)
-            alone.stores, alone.disturbed = self._handles, self._disturbed
+            alone.stores = self._handles
+            alone.disturbed = any(store in self._outdated for store in alone.stores)
             alone.rewound = self._rewound > 0
             await alone.work(VERBS, operations)
-            self._handles, self._disturbed = alone.stores, False
             events = self._ended([alone])
         for fault in (e for e in events if isinstance(e, Fault)):
             self._add_fault(*fault)
@@ -191,6 +191,6 @@ class Episode:
     def _rewind(self, how: str, text: str) -> None:
         """Note that the store has lost versions, which its open handles must notice and its copies may have."""
         self.counts[how] += 1
-        self._disturbed = True
+        self._outdated = list(self._handles)
         self._rewound += 1
         self.last.append(f"{how}: {text}")

@@ -102,9 +102,9 @@ class Worker:
         self.counts: dict[str, int] = {}
         self.log: list[str] = []
         self.disturbed = False
-        """Whether a backup replaced the store just now, which its handles must notice."""
+        """Whether handles are in use from before a backup or a repair, which they must notice."""
         self.rewound = False
-        """Whether a backup ever replaced the store, so that copies may have diverged."""
+        """Whether the store ever lost versions by a backup or a repair, so that copies may have diverged."""
         self._numbers = 0
 
     async def work(

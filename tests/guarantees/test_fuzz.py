@@ -27,7 +27,14 @@ FOUND: dict[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("options", [["--storage", "memory", "--archive-every", "4"], ["--storage", "local"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--storage", "memory", "--archive-every", "4"],
+        ["--storage", "memory", "--tasks", "1", "--rounds", "40", "--operations", "3"],
+        ["--storage", "local"],
+    ],
+)
 def test_a_short_run_finds_nothing(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code = fuzz.main(["--seconds", "1", "--seed", "1", "--operations", "25", "--odd", "0", *options])
     told = capsys.readouterr().out
