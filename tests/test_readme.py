@@ -38,6 +38,8 @@ RUN = """
     import json, shlex, sys, warnings
     import tstore.cli
 
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls it
+
     for number, (language, text) in enumerate(json.load(sys.stdin), 1):
         if language == "python":
             exec(compile(text, f"block {number}", "exec"), {"__name__": "__main__"})

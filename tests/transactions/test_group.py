@@ -307,6 +307,9 @@ async def test_hosts_that_pass_different_metrics_are_told(url: str) -> None:
         calls = [save(url, h, step=step, metrics=m, hosts=2) for h, m in enumerate((metrics[0], others))]
         error = raised(await outcomes(calls), Inconsistent)
         assert "hosts [1] differ from host 0 in the metrics" in str(error)
+        other = None if others is None else others["loss"]
+        assert error.paths[0] == f"loss: 0.5 on host 0, {other} on host 1"
+        assert len(error.paths) == (2 if others is None else 1)
     calls = [save(url, h, step=9, metrics=m, hosts=2) for h, m in enumerate(metrics[:2])]
     assert await asyncio.gather(*calls) == [1, 1]
 

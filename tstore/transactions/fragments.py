@@ -57,7 +57,7 @@ _MUST_AGREE = {
     "replaces": "kind of commit",
     "structure": "structure of the tree, or in a value that is not an array",
     "durable": "durability",
-    "metadata": "metrics, or in other metadata",
+    "metadata": "metrics (pass those of the whole job, such as a mean over the hosts), or in other metadata",
 }
 """The fields in which all fragments must agree, and their names in errors."""
 
@@ -297,11 +297,21 @@ def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
         values = [msgspec.msgpack.encode(getattr(f, field), order="sorted") for f in fragments]  # NaN equals NaN
         differing = [f.host for f, value in zip(fragments, values, strict=True) if value != values[0]]
         if differing:
+            other = next(f for f in fragments if f.host == differing[0])
             raise Inconsistent(
                 f"transaction {name!r}: hosts {differing} differ from host {first.host} in the {label}; every "
                 "host must make the same call",
-                [],
+                _differing_metrics(first, other) if field == "metadata" else [],
             )
+
+
+def _differing_metrics(one: Fragment, other: Fragment) -> list[str]:
+    metrics, others = (dict(f.metadata.get("metrics") or {}) for f in (one, other))
+    return [
+        f"{key}: {metrics.get(key)} on host {one.host}, {others.get(key)} on host {other.host}"
+        for key in sorted(metrics.keys() | others.keys())
+        if repr(metrics.get(key)) != repr(others.get(key))  # NaN equals NaN
+    ]
 
 
 def _check_nodes(name: str, parts: Sequence[_NodePart]) -> None:
