@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import importlib
 import inspect
 import os
 import pickle
@@ -39,6 +40,18 @@ def test_the_modules_have_the_same_names() -> None:
         if inspect.isroutine(awaited):
             assert inspect.iscoroutinefunction(awaited)
             assert not inspect.iscoroutinefunction(counterpart)
+
+
+@pytest.mark.parametrize("module", ["tstore.sync", "tstore.sync.jax", "tstore.sync.torch"])
+def test_help_and_completion_show_what_a_user_calls_and_gets(module: str) -> None:
+    names = importlib.import_module(module)
+    assert set(names.__all__) <= set(dir(names)) <= {*names.__all__, "jax", "torch", "zarr"}
+    values = [getattr(names, name) for name in names.__all__]
+    values = [value for value in values if getattr(value, "__module__", "") == module]
+    methods = [method for value in values if inspect.isclass(value) for method in vars(value).values()]
+    for function in filter(inspect.isfunction, [*values, *methods]):
+        returned = str(inspect.signature(function).return_annotation)
+        assert not any(word in returned for word in ("Coroutine", "Async", "Call")), function
 
 
 @pytest.mark.parametrize("name", ["open", "save", "save_async", "restore", "steps", "quantize"])

@@ -13,7 +13,6 @@ those of `tstore`, and so is `zarr`; `jax` and `torch` are packages of blocking 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -30,7 +29,7 @@ from tstore.hints import no_such_name
 from tstore.runtime.background_loop import BACKGROUND
 from tstore.runtime.pool import WORKERS
 from tstore.store import Mode
-from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped, unwrapped
+from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped, unwrapped, wraps
 
 __all__ = _async.__all__
 
@@ -60,7 +59,7 @@ class Array(BlockingWrapper):
     sparse = blocking(_async.Array.sparse)
     codecs = blocking(_async.Array.codecs)
 
-    @functools.wraps(_async.Array.read)
+    @wraps(_async.Array.read)
     def read(self, out: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
         array = self._wrapped
         source, _, _ = parts_of(array)
@@ -72,11 +71,11 @@ class Array(BlockingWrapper):
 
     explain = blocking(_async.Array.explain)
 
-    @functools.wraps(_async.Array.write)
+    @wraps(_async.Array.write)
     def write(self, values: Any, casting: Casting = "same_kind") -> None:
         BACKGROUND.run(self._wrapped.write(_read_if_array(values), casting))
 
-    @functools.wraps(_async.Array.append)
+    @wraps(_async.Array.append)
     def append(self, values: Any, axis: int = 0, casting: Casting = "same_kind") -> _async.Appended:
         appended: _async.Appended = BACKGROUND.run(self._wrapped.append(_read_if_array(values), axis, casting))
         return appended
@@ -137,7 +136,7 @@ class Snapshot(BlockingWrapper):
     __iter__ = blocking(_async.Snapshot.__iter__)
     read_packed = blocking(_async.Snapshot.read_packed)
 
-    @functools.wraps(_async.Snapshot.read_many)
+    @wraps(_async.Snapshot.read_many)
     def read_many(self, views: Iterable[Array]) -> list[np.ndarray[Any, Any]]:
         values: list[np.ndarray[Any, Any]] = BACKGROUND.run(self._wrapped.read_many(map(unwrapped, views)))
         return values
@@ -161,7 +160,7 @@ class Transaction(BlockingWrapper):
         """A `Retry` for each time that the commit was tried again."""
         return self._wrapped.retries
 
-    @functools.wraps(_async.Transaction.create_array)
+    @wraps(_async.Transaction.create_array)
     def create_array(self, *args: Any, data: Any = None, **kwargs: Any) -> Array:
         created = self._wrapped.create_array(*args, data=_read_if_array(data), **kwargs)
         return Array(BACKGROUND.run(created))
@@ -212,7 +211,7 @@ class Store(BlockingWrapper):
     collect = blocking(_async.Store.collect)
     close = blocking(_async.Store.close)
 
-    @functools.wraps(_async.Store.history)
+    @wraps(_async.Store.history)
     def history(self) -> Iterator[Commit]:
         commits = self._wrapped.history()
 
@@ -236,7 +235,7 @@ class Store(BlockingWrapper):
 class Checkpointer(BlockingWrapper):
     __doc__ = (_async.Checkpointer.__doc__ or "").replace("`async with`", "`with`")
 
-    @functools.wraps(_async.Checkpointer.__init__)
+    @wraps(_async.Checkpointer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(call_unwrapped(_async.Checkpointer, *args, **kwargs))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Coroutine
+import inspect
+import re
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tstore.runtime.background_loop import BACKGROUND
 
-__all__ = ["BLOCKING_TYPES", "BlockingWrapper", "blocking", "call_unwrapped", "unwrapped"]
+__all__ = ["BLOCKING_TYPES", "BlockingWrapper", "blocking", "call_unwrapped", "unwrapped", "wraps"]
 
 
 class BlockingWrapper:
@@ -37,7 +39,7 @@ def blocking(call: Any, module: str = "tstore.sync") -> Any:
     if isinstance(call, property):
         return property(blocking(call.fget))
 
-    @functools.wraps(call)
+    @wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = call_unwrapped(call, *args, **kwargs)
         if isinstance(result, Coroutine):
@@ -48,6 +50,21 @@ def blocking(call: Any, module: str = "tstore.sync") -> Any:
     wrapper.__module__ = module
     wrapper.__doc__ = call.__doc__ and call.__doc__.replace("`async with`", "`with`")
     return wrapper
+
+
+def wraps(call: Any) -> Callable[[Any], Any]:
+    """Decorate the blocking version of a function as `functools.wraps` does; its signature has what it returns."""
+
+    def decorate(wrapper: Any) -> Any:
+        functools.update_wrapper(wrapper, call)
+        returned = call.__annotations__["return"]
+        awaited = r"Coroutine\[Any, Any, (.*)\]|(Array|Snapshot)Call|Async(Iterator.*)"
+        result = re.sub(f"^(?:{awaited})$", r"\1\2\3", returned)
+        if result != returned:  # `inspect.signature` would show the one of `call`
+            wrapper.__signature__ = inspect.signature(call).replace(return_annotation=result)
+        return wrapper
+
+    return decorate
 
 
 def call_unwrapped(call: Any, *args: Any, **kwargs: Any) -> Any:

@@ -28,3 +28,7 @@ explain = blocking(_async.explain, __name__)
 restore = blocking(_async.restore, __name__)
 save = blocking(_async.save, __name__)
 save_async = blocking(_async.save_async, __name__)
+
+
+def __dir__() -> list[str]:
+    return __all__

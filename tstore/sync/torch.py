@@ -35,3 +35,7 @@ def __getattr__(name: str) -> Any:
     if name in ("Reader", "Writer"):  # these import torch.distributed.checkpoint
         return getattr(_async, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
