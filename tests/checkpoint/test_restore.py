@@ -392,3 +392,16 @@ async def test_small_leaves_are_stored_and_read_together(tmp_path: Path, monkeyp
     restored = await tstore.restore(tmp_path)
     assert all(np.array_equal(restored[path], values) for path, values in tree.items())
     assert 0 < sum(map(len, pieces)) <= 10
+
+
+async def test_an_array_in_place_of_a_number_is_one_mismatch_that_says_what_to_put_there(tmp_path: Path) -> None:
+    number, array = {"step": 3}, {"step": np.int64(3)}
+    for stored, target, text in (
+        (array, number, "step: stored an array, target int; put an array into"),
+        (number, array, "step: stored int, target an array; put int into"),
+    ):
+        store = tmp_path / type(stored["step"]).__name__
+        await tstore.save(store, stored, step=1)
+        with pytest.raises(StructureMismatch, match=text) as caught:
+            await tstore.restore(store, target=target)
+        assert (caught.value.missing, caught.value.unexpected) == ([], [])

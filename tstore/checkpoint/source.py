@@ -121,6 +121,7 @@ class Source:
         document, leaves = flatten(target)
         leaves = {path: leaf for path, leaf in leaves.items() if request.selects(path)}
         in_target = set(leaves)
+        arrays_in_target = {path for path, leaf in leaves.items() if not isinstance(leaf, PerHost)}
         if request.keeps_missing:
             leaves = {path: leaf for path, leaf in leaves.items() if path in reads}
         if shared:
@@ -140,6 +141,19 @@ class Source:
             for path, value in target_scalars.items()
             if path in self.scalars and type(self.scalars[path]) is not type(value)
         ]
+        stored_arrays = {path for path in reads if path not in self._hosts}
+        arrays = {p: type(value).__name__ for p, value in target_scalars.items() if p in stored_arrays}
+        numbers = {p: type(value).__name__ for p, value in self.scalars.items() if p in arrays_in_target}
+        mismatched += [
+            f"{p}: stored an array, target {name}; put an array into the target" for p, name in arrays.items()
+        ]
+        mismatched += [
+            f"{p}: stored {name}, target an array; put {name} into the target" for p, name in numbers.items()
+        ]
+        missing, unexpected = (
+            [path for path in paths if path not in arrays and path not in numbers]
+            for paths in (missing, unexpected)
+        )
         if missing or unexpected or mismatched:
             only = "…" if missing or mismatched else _top_patterns([*in_target, *target_scalars], unexpected)
             cures = {
