@@ -6,6 +6,7 @@ import asyncio
 import collections
 import dataclasses
 import io
+import json
 import os
 import pickle
 import random
@@ -33,11 +34,11 @@ from tests.support.weights import raw
 from tstore.cli import main
 from tstore.convert.dcp import open_dcp
 from tstore.convert.dcp_export import export_dcp
-from tstore.convert.importing import SourceKind, import_checkpoint, import_torch_file
+from tstore.convert.importing import ImportReport, SourceKind, import_checkpoint, import_torch_file
 from tstore.convert.nesting import nested
 from tstore.convert.pickled import Visits
 from tstore.convert.torch_archive import read_archive
-from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, TStoreError, UnsupportedFormat
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat
 
 torch = lazy("torch")
 dcp = lazy("torch.distributed.checkpoint")
@@ -242,6 +243,30 @@ async def test_a_file_is_imported_only_if_it_is_trusted(tmp_path: Path) -> None:
     assert report.kind is SourceKind.TORCH
     state["ordered"]["size"] = (2, 3)
     assert bits(await tstore.restore(tmp_path / "store")) == bits({**state, "ordered": dict(state["ordered"])})
+
+
+async def test_a_model_in_several_files_is_imported_by_its_index(tmp_path: Path) -> None:
+    folder, index = tmp_path / "model", tmp_path / "model" / "pytorch_model.bin.index.json"
+    folder.mkdir()
+    files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    for i, file in enumerate(files):
+        torch.save({f"w{i}": torch.full((3,), i)}, folder / file)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"w0": files[0], "w1": files[1]}}))
+    for source, told in {folder: "pass one of them: pytorch_model.bin.index.json", index: "each a pickle"}.items():
+        with pytest.raises(InvalidArgument, match=told):
+            await import_checkpoint(source, tmp_path / "store", 0)
+    with pytest.raises(InvalidArgument, match=r"pass it alone.*\*\.bin\.index\.json"):
+        await import_checkpoint([folder / file for file in files], tmp_path / "store", 0)
+    report = await import_torch_file(index, tmp_path / "store", 0)
+    assert report == ImportReport(SourceKind.TORCH_INDEX, 1, 2, 48, [])
+    restored = await tstore.restore(tmp_path / "store")
+    assert {name: array.tolist() for name, array in restored.items()} == {"w0": [0] * 3, "w1": [1] * 3}
+    torch.save([torch.ones(3)], folder / files[1])
+    with pytest.raises(InvalidArgument, match=r"00002-of-00002\.bin has a list, not a dict"):
+        await import_torch_file(index, tmp_path / "store", 1)
+    (folder / files[1]).unlink()
+    with pytest.raises(NotFound, match="1 are missing"):
+        await import_torch_file(index, tmp_path / "store", 1)
 
 
 async def test_expanded_tensors_of_a_file(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ async def test_a_file_name_that_is_not_unicode(model: Path, tmp_path: Path) -> N
 )
 async def test_an_index_of_another_form(model: Path, text: str) -> None:
     (model / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
-    await refused(model, INDEX, "is not an index of safetensors files")
+    await refused(model, INDEX, "is not an index of a model's files")
 
 
 async def test_an_index_takes_no_memory_for_what_is_not_read(model: Path) -> None:

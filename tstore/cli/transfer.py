@@ -77,7 +77,8 @@ def _sources(context: click.Context, parameter: click.Parameter, value: tuple[st
 @click.option(
     "--trust",
     is_flag=True,
-    help="Read a file of torch.save (.pt), which may run code in that file. By default it is refused.",
+    help="Read a file of torch.save, or an index of such files, which may run code in a file. By default it is "
+    "refused.",
 )
 @click.option(
     "--skip",
@@ -99,8 +100,9 @@ def import_checkpoint(
     """Import another checkpoint or a Zarr folder.
 
     SOURCES is one of: a safetensors file, or several of them; their index (*.safetensors.index.json); a folder of
-    safetensors files; a folder of torch.distributed.checkpoint; an Orbax checkpoint (which needs tensorstore). The
-    command prints what it recognized, and what it left out. It creates the store if there is none.
+    safetensors files; a folder of torch.distributed.checkpoint; an Orbax checkpoint (which needs tensorstore);
+    with --trust, a file of torch.save (.pt, .bin) or the index of several (*.bin.index.json). The command prints
+    what it recognized, and what it left out. It creates the store if there is none.
 
     SOURCES may also be a Zarr folder, v3 or v2, or the URL of one: its groups and arrays are added to the store in
     one commit, without a step. Each chunk is decoded as a check, and its encoded bytes are stored unchanged.
@@ -121,7 +123,7 @@ def import_checkpoint(
         if step is None:
             raise InvalidArgument(f"{sources[0]} is {kind.value}, which becomes a step; pass --step N")
         try:
-            if kind is SourceKind.TORCH and trust:
+            if kind in (SourceKind.TORCH, SourceKind.TORCH_INDEX) and trust:
                 report = await import_torch_file(sources[0], store, step, codecs=codec, skip=skip)
             else:
                 report = await importing.import_checkpoint(sources, store, step, codecs=codec, skip=skip)

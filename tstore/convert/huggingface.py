@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -24,9 +24,10 @@ from tstore.convert.pieces import Piece, joined
 from tstore.convert.safetensors import open_tensors
 from tstore.errors import Corrupt, InvalidArgument, NotFound, bullet_list
 
-__all__ = ["INDEX_SUFFIX", "open_files", "open_folder", "open_index"]
+__all__ = ["INDEX_SUFFIX", "TORCH_INDEX_SUFFIX", "open_files", "open_folder", "open_index"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
+TORCH_INDEX_SUFFIX = ".bin.index.json"  # of files of torch.save
 
 _MAX_INDEX = 1 << 26  # bytes; the longest known have about 20 MB
 _PIECES = "DCP_SHARDING_INFO"  # the key of a file's metadata with the offsets of its pieces, as JSON
@@ -88,11 +89,14 @@ def _check_numbered(folder: str, names: Iterable[str]) -> None:
             )
 
 
-def open_index(path: str) -> tuple[Tensors, dict[str, str], list[str]]:
+def open_index(
+    path: str, open_one: Callable[[str], tuple[dict[str, Any], dict[str, str]]] = open_tensors
+) -> tuple[Tensors, dict[str, str], list[str]]:
     """Return the tensors that an index lists, the metadata of its files, and the keys on which these disagree.
 
-    Raise `Corrupt` if the index names a file outside of its folder or a tensor that its file lacks, or if it
-    leaves out a tensor of a file; raise `NotFound` for a missing file.
+    `open_one` returns the tensors and the metadata of a file; by default it reads safetensors. Raise `Corrupt` if
+    the index names a file outside of its folder or a tensor that its file lacks, or if it leaves out a tensor of a
+    file; raise `NotFound` for a missing file.
     """
     weight_map = _weight_map(path)
     files = list(dict.fromkeys(weight_map.values()))
@@ -103,7 +107,7 @@ def open_index(path: str) -> tuple[Tensors, dict[str, str], list[str]]:
             f"{path} lists {len(files)} files, but {len(absent)} are missing; copy them to its folder:"
             f"{bullet_list(absent)}"
         )
-    opened = [open_tensors(file) for file in paths]
+    opened = [open_one(file) for file in paths]
     file_of = {tensor: name for name, (tensors, _) in zip(files, opened, strict=True) for tensor in tensors}
     faults = [
         f"{tensor[:200]}: in {file[:200]}" for tensor, file in weight_map.items() if file_of.get(tensor) != file
@@ -143,7 +147,7 @@ def _weight_map(path: str) -> dict[str, str]:
         files: dict[str, str] = json.loads(bytes(weight_map), object_pairs_hook=build)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Corrupt(
-            f"{path} is not an index of safetensors files ({error!r:.200}); check the path, or download it again"
+            f"{path} is not an index of a model's files ({error!r:.200}); check the path, or download it again"
         ) from error
     if not files:
         raise Corrupt(f"{path} lists no tensors; download it again, or pass the files instead of the index")

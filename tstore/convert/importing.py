@@ -19,10 +19,10 @@ from tstore.checkpoint.save import save
 from tstore.checkpoint.structure import flatten
 from tstore.convert import dcp, orbax
 from tstore.convert.files import StrPath, left_out_of, open_file
-from tstore.convert.huggingface import INDEX_SUFFIX, open_files, open_folder, open_index
+from tstore.convert.huggingface import INDEX_SUFFIX, TORCH_INDEX_SUFFIX, open_files, open_folder, open_index
 from tstore.convert.names import ATTRIBUTE
 from tstore.convert.skipping import pruned
-from tstore.convert.torch_file import open_trusted
+from tstore.convert.torch_file import open_state_dict, open_trusted
 from tstore.errors import InvalidArgument, TStoreError, UnsupportedFormat, bullet_list, name_list
 from tstore.format.arguments import quote
 from tstore.format.plain_text import pluralize
@@ -44,6 +44,7 @@ class SourceKind(Enum):
     DCP = "a torch.distributed.checkpoint folder"
     ORBAX = "an Orbax checkpoint"
     TORCH = "a file of torch.save"
+    TORCH_INDEX = "an index of files of torch.save"
     ZARR = "a Zarr folder"
 
 
@@ -79,9 +80,11 @@ def recognize(sources: Sequence[StrPath]) -> SourceKind:
             return SourceKind.ZARR
         return _folder_kind(path) if os.path.isdir(path) else _file_kind(path)
     for path in paths:
-        if os.path.isdir(path) or (kind := _file_kind(path)) is not SourceKind.SAFETENSORS:
-            what = "a folder" if os.path.isdir(path) else kind.value
-            raise InvalidArgument(f"{path} is {what}; pass it alone, or pass only safetensors files")
+        kind = None if os.path.isdir(path) else _file_kind(path)
+        if kind is not SourceKind.SAFETENSORS:
+            what = "a folder" if kind is None else kind.value
+            index = ", or pass the index of its files (*.bin.index.json)" if kind is SourceKind.TORCH else ""
+            raise InvalidArgument(f"{path} is {what}; pass it alone, or pass only safetensors files{index}")
     return SourceKind.FILES
 
 
@@ -107,9 +110,10 @@ async def import_checkpoint(
     """
     paths = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
     kind = recognize(paths)
-    if kind is SourceKind.TORCH:
+    if kind in (SourceKind.TORCH, SourceKind.TORCH_INDEX):
+        what = "a pickle" if kind is SourceKind.TORCH else "each a pickle"
         raise InvalidArgument(
-            f"{os.fspath(paths[0])} is {kind.value}, a pickle, and loading one may run code that is in it; if you "
+            f"{os.fspath(paths[0])} is {kind.value}, {what}, and loading one may run code that is in it; if you "
             "trust its origin, import it with tstore import --trust or import_torch_file"
         )
     if kind is SourceKind.ZARR:
@@ -124,12 +128,15 @@ async def import_torch_file(
 ) -> ImportReport:
     """Save a file of torch.save as the checkpoint of a step; pass only files whose origin you trust.
 
-    Tensors, plain containers and numbers are read without running anything. A file with objects of other classes
-    is loaded by torch.load(weights_only=False), which runs the code that the file names. The loaded object must
-    consist of tensors and plain values, or have a `state_dict` method. Objects at paths that match a glob of
-    `skip` are neither loaded nor imported. Raise the errors of `import_checkpoint`.
+    `file` may also be the index of several files, `pytorch_model.bin.index.json`. Tensors, plain containers and
+    numbers are read without running anything. A file with objects of other classes is loaded by
+    torch.load(weights_only=False), which runs the code that the file names. The loaded object must consist of
+    tensors and plain values, or have a `state_dict` method. Objects at paths that match a glob of `skip` are
+    neither loaded nor imported. Raise the errors of `import_checkpoint`.
     """
-    return await _save(SourceKind.TORCH, [os.fspath(file)], store, step, codecs, skip)
+    path = os.fspath(file)
+    kind = SourceKind.TORCH_INDEX if path.endswith(TORCH_INDEX_SUFFIX) else SourceKind.TORCH
+    return await _save(kind, [path], store, step, codecs, skip)
 
 
 async def _save(
@@ -195,6 +202,9 @@ _OPEN: dict[SourceKind, Callable[[Sequence[str], Sequence[str]], _Opened]] = {
     SourceKind.DCP: lambda paths, _: _open_dcp(paths[0]),
     SourceKind.ORBAX: lambda paths, _: _Opened(orbax.open_orbax(paths[0]), orbax.left_out(paths[0])),
     SourceKind.TORCH: lambda paths, skip: _Opened(open_trusted(paths[0], skip)),
+    SourceKind.TORCH_INDEX: lambda paths, skip: _Opened(
+        open_index(paths[0], lambda file: open_state_dict(file, skip))[0]
+    ),
 }
 """For each kind of source a function that opens its paths; only for files of torch.save it needs `skip`."""
 
@@ -211,6 +221,8 @@ def _file_kind(path: str) -> SourceKind:
         )
     if start.startswith(_ZIP) or (not_safetensors and start[0] == _PICKLE):
         return SourceKind.TORCH
+    if path.endswith(TORCH_INDEX_SUFFIX):
+        return SourceKind.TORCH_INDEX
     if path.endswith(INDEX_SUFFIX) or (path.endswith(".json") and start.startswith(b"{") and not_safetensors):
         return SourceKind.INDEX
     if not_safetensors and not path.endswith(".safetensors"):
@@ -246,8 +258,8 @@ def _folder_kind(folder: str) -> SourceKind:
             f"{folder} is not a checkpoint, but has {pluralize(len(below), 'checkpoint')} below it; pass the "
             f"folder of one, such as {os.path.join(folder, below[-1])}; {name_list('checkpoints', below)}"
         )
-    pickles = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
-    if pickles:
+    indices = [name for name in names if name.endswith(TORCH_INDEX_SUFFIX)]
+    if pickles := indices or [name for name in names if name.endswith(_TORCH_SUFFIXES)]:
         raise InvalidArgument(f"{folder} has files of torch.save; pass one of them: {', '.join(pickles[:10])}")
     raise InvalidArgument(
         f"{folder} can't be imported: it has neither *.safetensors nor {dcp.METADATA} of "

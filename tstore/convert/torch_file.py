@@ -22,7 +22,7 @@ from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, name_list
 from tstore.format.arrays.tensors import TORCH_DTYPES, tensor_values
 from tstore.format.tree_document import MAX_LEVELS, SCALARS
 
-__all__ = ["open_trusted"]
+__all__ = ["open_state_dict", "open_trusted"]
 
 _ZIP = b"PK\x03\x04"
 _MAX_EXPANSION = 1 << 10  # a model may use the weights of one layer in each of its layers
@@ -51,6 +51,14 @@ def open_trusted(path: str, skip: Sequence[str]) -> Any:
     else:
         reason = f"{path} is in the format that PyTorch wrote before version 1.6"
     return _as_tree("", _load(path, reason), 0)
+
+
+def open_state_dict(path: str, skip: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the state dict in a file of `torch.save`, and no metadata; raise the errors of `open_trusted`."""
+    tree = open_trusted(path, skip)
+    if not isinstance(tree, dict):
+        raise InvalidArgument(f"{path} has a {type(tree).__name__}, not a dict of tensors; import it by itself")
+    return tree, {}
 
 
 def _load(path: str, reason: str) -> Any:
