@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -338,12 +339,13 @@ async def snapshot_of(log: LogReader, version: int, newest: int) -> Snapshot:
 
 
 def array_node(tree: Tree, path: str, location: str) -> Node:
-    """Return the array at a path of a tree; raise `NotFound`, which names similar paths, if there is none."""
+    """Return the array at a path of a tree; raise `NotFound`, which names up to five near it, if there is none."""
     node = tree.nodes.get(path)
     if node is not None and node.is_array:
         return node
     hints = {path: "it is a group, with the arrays", path.rpartition("/")[0]: "similar paths:", "": "it has"}
     for top, hint in hints.items():
-        if known := sorted(p for p in tree.nodes.at_or_below(top) if tree.nodes[p].is_array)[:5]:
-            raise NotFound(f"{location} has no array {path!r}; {hint} {', '.join(known)}")
+        if known := sorted(p for p in tree.nodes.at_or_below(top) if tree.nodes[p].is_array):
+            first = max(0, min(bisect.bisect(known, path) - 2, len(known) - 5))
+            raise NotFound(f"{location} has no array {path!r}; {hint} {', '.join(known[first : first + 5])}")
     raise NotFound(f"{location} has no array {path!r}, nor any other")

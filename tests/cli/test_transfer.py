@@ -249,6 +249,10 @@ def test_an_export_in_low_bits_names_what_it_decodes(quantized: Path, tmp_path: 
     assert arrays["d.weight"]["changed"] > 0
     code, text, err = call("export", quantized, tmp_path / "a.safetensors", "--at", "low", "--layout", "fp8")
     assert "3 quantized arrays as F8_E4M3: a.weight, b.weight, c.weight" in text.splitlines()
+    code, text, err = call("export", quantized, tmp_path / "head", *options[2:])
+    assert text.splitlines()[1:] == [
+        "version 1 has no quantized arrays, so nothing is in low bits; pass the tag of a quantized copy as --at"
+    ]
 
 
 def test_an_export_to_gguf(quantized: Path, tmp_path: Path, call: Call) -> None:

@@ -67,6 +67,14 @@ async def test_calls_chain(store: tstore.Store) -> None:
         await store.snapshot()["x"].read()
 
 
+async def test_a_misspelled_path_is_told_the_paths_beside_it(store: tstore.Store) -> None:
+    async with store.transaction() as tx:
+        for i in range(20):
+            await tx.create_array(f"layer.{i:02}.weight", (1,), "f4").write(0)
+    with pytest.raises(NotFound, match=r"it has .*layer\.11\.weight, layer\.12\.weight"):
+        await store.snapshot()["layer.12.wieght"].read()
+
+
 async def test_a_snapshot_is_indexed_by_path_and_iterated(store: tstore.Store) -> None:
     snapshot = await store.snapshot()
     assert list(snapshot) == snapshot.paths() == ["g/v", "w"]

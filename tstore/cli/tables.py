@@ -229,6 +229,11 @@ def _show_low_bits(report: Document) -> None:
     if report["quantized"] and not kept and not decoded:
         count = pluralize(len(report["quantized"]), "quantized array")
         print(f"decoded {count}; --layout compressed-tensors or --layout fp8 keeps low bits")
+    if report["layout"] not in (None, "decoded") and not report["quantized"]:
+        print(
+            f"version {report['version']} has no quantized arrays, so nothing is in low bits; pass the tag of a "
+            "quantized copy as --at"
+        )
 
 
 def show_quantized(report: Document) -> None:
