@@ -261,9 +261,10 @@ async def test_a_model_in_several_files_is_imported_by_its_index(tmp_path: Path)
     assert report == ImportReport(SourceKind.TORCH_INDEX, 1, 2, 48, [])
     restored = await tstore.restore(tmp_path / "store")
     assert {name: array.tolist() for name, array in restored.items()} == {"w0": [0] * 3, "w1": [1] * 3}
-    torch.save([torch.ones(3)], folder / files[1])
-    with pytest.raises(InvalidArgument, match=r"00002-of-00002\.bin has a list, not a dict"):
-        await import_torch_file(index, tmp_path / "store", 1)
+    for value, kind in (([torch.ones(3)], "list"), ({1: torch.ones(3)}, "dict")):
+        torch.save(value, folder / files[1])
+        with pytest.raises(InvalidArgument, match=rf"00002-of-00002\.bin has a {kind}, not a dict of names"):
+            await import_torch_file(index, tmp_path / "store", 1)
     (folder / files[1]).unlink()
     with pytest.raises(NotFound, match="1 are missing"):
         await import_torch_file(index, tmp_path / "store", 1)

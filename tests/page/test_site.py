@@ -189,10 +189,12 @@ async def test_a_server_without_what_the_page_needs_serves_the_store(
     (tmp_path / "broken" / "jinja2.py").write_text(jinja2)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("TSTORE_SERVER_TOKENS", f"read {READ}")
-    command = [sys.executable, "-m", "tstore", "serve", str(store), "--port", "0", "--json"]
+    command = [sys.executable, "-m", "tstore", "serve", os.path.relpath(store), "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # not forked
         assert process.stdout is not None
-        url = json.loads(process.stdout.readline())["url"]
+        document = json.loads(process.stdout.readline())
+        assert document["store"] == str(store)
+        url = document["url"]
         async with await tstore.open(url, "r", storage_options={"token": READ}) as opened:
             assert (await opened.snapshot()).version == 2
         process.terminate()

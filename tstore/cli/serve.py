@@ -23,6 +23,7 @@ import tstore
 from tstore.cli.console import Progress, json_option, number_option, path_or_url, print_now, run, store_argument
 from tstore.errors import InvalidArgument, NotAStore, TStoreError
 from tstore.runtime.budget import return_large_buffers
+from tstore.storage.connect import connect
 
 if TYPE_CHECKING:
     from tstore.page import Site
@@ -139,7 +140,7 @@ def serve(
         reload = None if token_file is None else functools.partial(_reload_tokens, server, token_file, anonymous)
 
         def announce() -> None:
-            document = {"store": server.store, "url": server.url}
+            document = {"store": connect(store).url, "url": server.url}
             print_now(json.dumps(document) if as_json else f"serving {server.store} at {server.url}")
 
         await _serve_until_signal(server, reload, announce)

@@ -56,8 +56,8 @@ def open_trusted(path: str, skip: Sequence[str]) -> Any:
 def open_state_dict(path: str, skip: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the state dict in a file of `torch.save`, and no metadata; raise the errors of `open_trusted`."""
     tree = open_trusted(path, skip)
-    if not isinstance(tree, dict):
-        raise InvalidArgument(f"{path} has a {type(tree).__name__}, not a dict of tensors; import it by itself")
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise InvalidArgument(f"{path} has a {type(tree).__name__}, not a dict of names; import it by itself")
     return tree, {}
 
 
