@@ -21,7 +21,7 @@ from tests.support.fuzzing import bounded_time
 from tests.support.lazy import lazy
 from tstore.convert import zarr_export, zarr_import
 from tstore.convert.references import export_references
-from tstore.convert.zarr_export import export_zarr
+from tstore.convert.zarr_export import consolidate, export_zarr
 from tstore.convert.zarr_import import import_zarr
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.snapshot import Snapshot
@@ -614,6 +614,18 @@ def test_arrays_of_dtypes_that_zarr_lacks_hide_no_others_in_a_folder(tmp_path: P
     assert tensorstore_read(tmp_path / "out" / "a" / "b").tolist() == [1, 1, 1]
     asyncio.run(import_zarr(tmp_path / "out", tmp_path / "back"))
     assert tstore.open(tmp_path / "back", "r").snapshot().paths() == ["a/b", "a/c/i", "a/t", "d/t"]
+
+
+def test_the_metadata_of_many_groups_is_consolidated_in_one_pass() -> None:
+    """With a pass for each group, tens of thousands of arrays would take minutes."""
+    nodes: dict[str, dict[str, Any]] = {"": {"node_type": "group"}}
+    for layer in range(20_000):
+        nodes |= {f"m/{layer}": {"node_type": "group"}, f"m/{layer}/w": {"node_type": "array"}}
+    groups = [path for path, fields in nodes.items() if fields["node_type"] == "group"]
+    with bounded_time(30):
+        consolidate(nodes, groups, [path for path in nodes if path.endswith("/w")])
+    assert nodes["m/7"]["consolidated_metadata"]["unlisted"] == {"w": {"node_type": "array"}}
+    assert len(nodes[""]["consolidated_metadata"]["metadata"]) == 20_000
 
 
 async def test_arrays_that_a_folder_does_not_list_are_imported_over_http(tmp_path: Path) -> None:

@@ -134,14 +134,15 @@ def unlisted_elsewhere(arrays: Mapping[str, Array]) -> list[str]:
 def consolidate(nodes: Mapping[str, dict[str, Any]], groups: Iterable[str], unlisted: Collection[str]) -> None:
     """Add to the metadata of groups those of all nodes below, as what they list; apart are those of `unlisted`."""
     plain = {path: fields if fields["node_type"] == "array" else {**fields} for path, fields in nodes.items()}
-    for group in groups:
-        start = f"{group}/" if group else ""
-        parts: dict[str, dict[str, Any]] = {"metadata": {}, "unlisted": {}}
-        for path, fields in plain.items():
-            if path and path.startswith(start):
-                part = "unlisted" if path in unlisted or "\\" in path else "metadata"
-                parts[part][path.removeprefix(start)] = fields
-        nodes[group]["consolidated_metadata"] = {"kind": "inline", "must_understand": False, **parts}
+    apart = set(unlisted)
+    parts: dict[str, dict[str, Any]] = {group: {"metadata": {}, "unlisted": {}} for group in groups}
+    for path, fields in plain.items():
+        part = "unlisted" if path in apart or "\\" in path else "metadata"
+        for above in (*parents(path), "") if path else ():
+            if above in parts:
+                parts[above][part][path.removeprefix(f"{above}/")] = fields
+    for group, both in parts.items():
+        nodes[group]["consolidated_metadata"] = {"kind": "inline", "must_understand": False, **both}
 
 
 def unreadable_elsewhere(meta: ArrayMeta, *, keep_exmy: bool) -> str | None:
