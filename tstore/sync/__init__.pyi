@@ -964,7 +964,8 @@ def save(
         None, "lossless", an eXmY format for all float arrays, or rules by path pattern (the first match
         applies); each chunk has its own exponent offset. On one host, `MinSqnr(30)` and `Bits(5)` choose formats.
     metrics, attributes
-        Numbers for the history (NaN never counts as the best), and JSON attributes of the root group.
+        Numbers for the history (NaN never counts as the best), and JSON attributes of the root group. Every host
+        passes the same ones.
     durability, timeout
         With durability "none" a power failure may undo the commit. `timeout` is how long to wait for the other
         hosts, in seconds.

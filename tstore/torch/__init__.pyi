@@ -64,6 +64,10 @@ class Reader(Any):  # type: ignore[misc]
     It loads checkpoints of `dcp.save` with a `Writer`, of `tstore.torch.save`, and any other whose dtypes torch
     has. All processes load the version that the coordinator chooses, even if a newer step is saved meanwhile.
 
+    `set_state_dict` of PyTorch casts the state of an optimizer to the dtypes of its parameters: it rounds float32
+    moments and masters of bfloat16 parameters. `tstore.torch.restore(url, target={"model": model, "optimizer":
+    optimizer})` restores the same checkpoints into the objects exactly.
+
     Parameters
     ----------
     store, step, at
