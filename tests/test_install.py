@@ -246,6 +246,7 @@ def test_pyright_accepts_the_documents_and_a_users_script(clone: Clone) -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     done = subprocess.run(command, cwd=clone.folder, env=environ, capture_output=True, text=True, check=False)
     diagnostics = json.loads(done.stdout)["generalDiagnostics"]
+    diagnostics = [e for e in diagnostics if not re.search('Import "(torchdata|grain)', e["message"])]
     judge({(Path(e["file"]).name, e["range"]["start"]["line"] + 1) for e in diagnostics})
 
 

@@ -70,6 +70,18 @@ async def test_scalars_stay_when_arrays_are_added_or_deleted_later(url: str) -> 
         assert restored["opt"]["betas"] == {"0": 0.9, "1": 0.99}
 
 
+async def test_scalars_and_structure_stay_when_the_root_s_attributes_are_set(url: str) -> None:
+    tree = {"w": [np.ones(2)], "epoch": 3, "none": None}
+    await tstore.save(url, tree, 9)
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await tx.create_group("", {"note": "first"})
+        await tx.create_group("", {"note": "better"})
+    assert (await store.snapshot(tx.version)).attributes()["note"] == "better"
+    restored = await tstore.restore(url, at=tx.version)
+    assert (restored["w"][0].tolist(), restored["epoch"], restored["none"]) == ([1, 1], 3, None)
+
+
 async def test_scalars_of_a_deleted_group_are_deleted(url: str) -> None:
     """Nothing else could remove them: a transaction deletes arrays and groups of arrays."""
     tree = {"model": {"w": np.ones(3), "depth": 2}, "optimizer": {"m": {"w": np.ones(3)}, "lr": 0.1}, "epoch": 3}

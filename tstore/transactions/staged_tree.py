@@ -22,7 +22,7 @@ from tstore.format.objects.segments import SegmentSource
 from tstore.format.paths import checked_new_path, checked_path, is_at_or_below, parents
 from tstore.format.tree.changes import NO_NUMBERS, Changes, NodeChange, same_json
 from tstore.format.tree.node import Node
-from tstore.format.tree.tree import Tree, group_document
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE, Tree, group_document
 from tstore.snapshot import array_node
 from tstore.transactions.deletions import Deletions
 from tstore.transactions.read_set import ReadSet
@@ -67,7 +67,7 @@ class StagedTree:
     def create_group(
         self, path: str, attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None
     ) -> None:
-        """Stage a group with a caller's attributes and, in `reserved`, those of tstore.
+        """Stage a group with a caller's attributes and, in `reserved`, those of tstore; by default these stay.
 
         Raise `AlreadyExists` if there is an array at or above its path.
         """
@@ -78,6 +78,8 @@ class StagedTree:
                 f"{self.origin}: there is an array at or above {path!r}, so no group can be created there; choose "
                 "another path"
             )
+        if reserved is None and not path and (root := self._node(path)) is not None:
+            reserved = root.attributes.get(RESERVED_ATTRIBUTE)
         document = group_document(attributes, reserved)
         former = self._stored_node(path)
         if former is not None and same_json(former.document, document):
