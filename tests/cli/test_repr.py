@@ -36,6 +36,7 @@ REPORTS = [
     tstore.Bits(5.0),
     tstore.MinSqnr(30.0),
     tstore.Cache("folder"),
+    tstore.PerHost(np.zeros((100, 100))),
     tstore.Shards((10_000, 4), "int8", [((slice(n, n + 1), slice(0, 4)), None) for n in range(10_000)]),
     tstore.PackedShards(
         (4,), np.dtype("f4"), [((slice(0, 4),), exmy.quantize(np.ones(4, "f4"), "e4m3"))] * 10_000

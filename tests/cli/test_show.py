@@ -239,7 +239,7 @@ def test_the_tree_fits_a_narrow_terminal(store: Path, call: Call, monkeypatch: p
 
 
 def test_an_empty_store_and_one_without_a_saved_tree(tmp_path: Path, call: Call) -> None:
-    with blocking.open(tmp_path / "store") as opened:
+    with blocking.open(tmp_path / "store", "x") as opened:
         assert call("show", tmp_path / "store")[1] == "version 0: 0 arrays, 0 B of values, 0 B stored\n"
         for _ in range(2):
             with opened.transaction() as tx:

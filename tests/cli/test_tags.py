@@ -102,7 +102,7 @@ def test_versions_of_transactions_are_tagged(store: Path, tmp_path: Path, call: 
     with blocking.open(store, "r") as opened:
         assert opened.snapshot("edited").array("b").read().tolist() == [7] * 5
         assert opened.snapshot().array("b").read().tolist() == [7] * 5
-    with blocking.open(tmp_path / "arrays") as opened:
+    with blocking.open(tmp_path / "arrays", "x") as opened:
         failed(call("tag", tmp_path / "arrays", "x"), "no commit to tag")
         with opened.transaction() as tx:
             tx.create_array("a", (2,), "int8").write(1)

@@ -35,7 +35,7 @@ class Forgets(MemoryStorage):
 async def test_a_broken_storage_is_refused_and_left_empty(liar: type[MemoryStorage], mode: tstore.Mode) -> None:
     name = uuid.uuid4().hex
     with pytest.raises(Denied, match=r"does not create exclusively.*two jobs.*Use a local folder") as raised:
-        await tstore.open(RemoteStorage(liar(name)), mode)
+        await tstore.save(await tstore.open(RemoteStorage(liar(name)), mode), {"x": 1}, 1)
     assert name in str(raised.value)
     assert await MemoryStorage(name).empty()
 
@@ -106,7 +106,7 @@ async def test_a_file_system_that_creates_exclusively_is_written_to(tmp_path: Pa
 @pytest.mark.parametrize("scheme", ["local", "careless"])
 async def test_a_file_system_that_does_not_is_refused(tmp_path: Path, scheme: str, mode: tstore.Mode) -> None:
     with pytest.raises(Denied, match="does not create exclusively"):
-        await tstore.open(f"{scheme}://{tmp_path}/s", mode)
+        await tstore.save(await tstore.open(f"{scheme}://{tmp_path}/s", mode), {"x": 1}, 1)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
     async with await tstore.open(tmp_path / "s", "x"):  # the folder is still usable by one that does
         pass

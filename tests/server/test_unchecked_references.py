@@ -159,7 +159,7 @@ async def test_many_voided_versions_are_forgotten_at_once(monkeypatch: pytest.Mo
 async def test_readers_refuse_a_path_beyond_its_bounds(path: str) -> None:
     """A search for the paths below a deleted one walks up all other paths."""
     group = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
-    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    store = await tstore.open(f"memory://{uuid.uuid4()}", "x")
     node = Manifest.from_nodes([(path, group, True, [])])
     records = [Record("forged", 0, 0.0, manifests=(node,)), Record("deleting", 1, 0.0, deleted=("b",))]
     for version, record in enumerate(records, 1):

@@ -76,7 +76,7 @@ async def test_an_emulator_that_ignores_conditions_is_refused(tmp_path: Path) ->
         url = f"gs://{gcs.new_bucket(liar)}/s"
         for mode in ("x", "a"):
             with pytest.raises(Denied, match="does not create exclusively"):
-                await tstore.open(url, mode, storage_options=options)
+                await tstore.save(await tstore.open(url, mode, storage_options=options), {"x": 1}, 1)
         with pytest.raises(NotAStore, match="has no tstore"):  # nothing of it remained
             await tstore.open(url, "r", storage_options=options)
 
