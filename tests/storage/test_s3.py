@@ -118,7 +118,7 @@ async def test_a_server_that_ignores_the_condition_is_refused(server: S3Server, 
         given = moto_server.options(f"http://{liar.host}:{liar.port}")
         for mode in ("x", "a"):
             with pytest.raises(Denied, match="does not create exclusively"):
-                await tstore.open(url, mode, storage_options=given)
+                await tstore.save(await tstore.open(url, mode, storage_options=given), {"x": 1}, 1)
         with pytest.raises(AssertionError, match="of 8 racing creates"):
             await CHECKS[check](conformance.Subject.from_url(url, given))
     async with await tstore.open(url, "x", storage_options=server.options):  # nothing of it was left

@@ -108,7 +108,7 @@ async def test_a_server_that_changes_bodies_is_refused(endpoint: Endpoint, mode:
     endpoint.echoes_checksums = echoes
     endpoint.change = lambda key, body: b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     with pytest.raises(Corrupt, match=r"does not store what it is sent: \d+ bytes were sent as tstore.json"):
-        await tstore.open(URL, mode, storage_options=endpoint.options())
+        await tstore.save(await tstore.open(URL, mode, storage_options=endpoint.options()), {"x": 1}, 1)
     assert not endpoint.objects  # so that the next attempt, once it is mended, finds an empty folder
 
 
