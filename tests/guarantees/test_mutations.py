@@ -87,6 +87,7 @@
     a copy replaces manifests of another one     test_copy_histories.py: an object of a diverged copy
     pages of another store's root are read       test_roots.py: a root that a backup left in place of it
     an expired version is tagged                 test_tags.py: a version that expires during the commit
+    a create does not look for an archive        test_archives.py: a stalled writer of an archived number
     readers prefer an object to its archive      test_archives.py: readers ignore an object beside the archive
     records are deleted as they are archived     test_archives.py: nothing is deleted by what archives
     a server does not look after a create        test_archives.py: a server looks after a create
@@ -600,6 +601,10 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "an expired version is tagged": (
         "maintenance/test_tags.py::test_a_version_that_expires_during_the_commit_is_not_tagged",
         Edit("tstore.format.tree.retention:refuse_condemned", "(collection.expired)", "(())"),
+    ),
+    "a create does not look for an archive": (
+        "log/test_archives.py::test_a_stalled_writer_whose_number_was_archived_commits_another_one",
+        Edit("tstore.storage.base:_StagedInMemory.create", "if unless and", "if False and"),
     ),
     "readers prefer an object to its archive": (
         "log/test_archives.py::test_readers_ignore_an_object_beside_the_archive",

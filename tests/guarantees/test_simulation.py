@@ -56,7 +56,6 @@ edits). `test_mutations.py` has the faults that the simulation detects seldom or
     a segment is lost                            chunks of an acknowledged commit lost
     a merge hides newer references               acknowledged chunks replaced by older ones
     references are merged in the wrong order     acknowledged chunks replaced by older ones
-    a create does not look for an archive        acknowledged commits that do not exist
     readers ignore archives                      commits that are gone
     a search ignores archives                    readers that miss acknowledged commits
     a record is deleted without an archive       commits that are gone
@@ -331,9 +330,6 @@ MUTATIONS: dict[str, list[Edit]] = {
             "ChunkTable.overlay([*slab, between(rows, start, stop)])",
             "ChunkTable.overlay([between(rows, start, stop), *slab])",
         )
-    ],
-    "a create does not look for an archive": [
-        Edit("tstore.storage.base:_StagedInMemory.create", "if unless and", "if False and")
     ],
     "readers ignore archives": [
         Edit(COMMITS + "CommitObjects.get", "if archive is not None:", "if own is None:"),
