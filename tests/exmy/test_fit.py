@@ -167,6 +167,7 @@ def test_sqnr():
     assert exmy.sqnr(x, x) == math.inf
     assert exmy.sqnr(x, np.zeros(2)) == 0.0
     assert exmy.sqnr(x, x + np.array([0.3, 0.4])) == pytest.approx(20.0)
+    assert exmy.sqnr(x, x + np.array([0.03, 0.04])) == pytest.approx(40.0)
     assert exmy.sqnr(x * 0, x) == -math.inf
     assert exmy.sqnr(np.zeros((0, 2)), np.zeros((0, 2))) == math.inf
     assert math.isnan(exmy.sqnr(x, [np.nan, 1]))

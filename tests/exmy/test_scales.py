@@ -54,6 +54,14 @@ def test_small_scales_cost_little_error(block):
         assert max(offsets + 0.3, exact - 0.4) < exmy.sqnr(X, q.dequantize())
 
 
+@pytest.mark.parametrize(("block", "bits"), [(16, 7), (32, 8), (64, 10), (128, 14)])
+def test_the_bits_of_a_scale(block, bits):
+    x = np.resize(X, (1024, 512))
+    for scale, expected in (("6bit", bits), ("e4m3", 8), ("float", 32)):
+        q = exmy.quantize(x, "e2m1", block=block, scale=scale)
+        assert (q.bits_per_value - 4) * block == pytest.approx(expected, abs=0.1)
+
+
 def test_golden_bytes_of_6_bits():
     """The unit is the bfloat16 just above 8/63, 131/1024, so the scales 1 and 8 become 8 and 63 (or 62) units."""
     x = np.array([[1, -2], [24, 0]], np.float32)

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 import tstore
 from tests.support.http_server import READ, Client, client_of, everybody
-from tests.support.processes import running, start_tstore
+from tests.support.processes import line, running, start_tstore
 from tstore.errors import Corrupt
 from tstore.page import Site
 from tstore.page.sessions import Sessions
@@ -171,6 +172,16 @@ async def test_the_host_must_be_this_server(store: Path) -> None:
 async def test_other_methods_are_refused(server: Server, method: str) -> None:
     async with client_of(server, READ) as client:
         assert (await client(method, "/-/page/")).status == 405
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_view_with_status_0(store: Path, stop: signal.Signals) -> None:
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = start_tstore("view", store, "--no-browser", **pipes, text=True)
+    with running(process):
+        assert "http://127.0.0.1" in line(process)
+        process.send_signal(stop)
+        assert process.wait(60) == 0
 
 
 async def test_a_server_without_a_page_shows_none(store: Path) -> None:

@@ -933,19 +933,20 @@ async def test_data_decides_in_blocks_that_fit_rows_and_chunks(tmp_path: Path, o
         "w": (x, (200, 256)),
         "cut": (x, (200, 64)),
         "odd": (x[:, :100].copy(), (100, 100)),
+        "thirds": (x[:, :96].copy(), (200, 96)),
         "deep": (x.reshape(10, 20, 256), (5, 20, 256)),
     }
     await chunked(tmp_path, arrays)
     report = await tstore.quantize(tmp_path, **options, coding="packed", tag="auto")  # type: ignore[arg-type]
     granularity = {a.path: a.granularity for a in report.arrays}
-    assert granularity == {"w": "block of 128", "cut": "block of 64", "odd": "tensor", "deep": "block of 128"}
+    blocks = {"w": 128, "cut": 64, "odd": None, "thirds": 32, "deep": 128}
+    assert granularity == {path: f"block of {n}" if n else "tensor" for path, n in blocks.items()}
     whole = await tstore.quantize(tmp_path, **options, block=None, at="step/0", tag="whole")  # type: ignore[arg-type]
     assert {a.granularity for a in whole.encoded} == {"tensor"}
     packed = await tstore.restore(tmp_path, at="auto", packed=True)
     for row in report.encoded:
-        block = None if row.path == "odd" else 64 if row.path == "cut" else 128
         assert row.format is not None
-        same_codes(packed[row.path], exmy.quantize(arrays[row.path][0], row.format, block=block))
+        same_codes(packed[row.path], exmy.quantize(arrays[row.path][0], row.format, block=blocks[row.path]))
 
 
 @pytest.mark.parametrize(

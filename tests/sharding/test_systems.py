@@ -189,6 +189,15 @@ def test_the_layers_of_stages() -> None:
     assert repr(Pipeline(2, (1, 4))) == "Pipeline(2, [1, 4], hosts_per_stage=1)"
 
 
+def test_by_default_replicas_share_parts_of_at_least_1_mib() -> None:
+    def saved(mib: int) -> list[int]:
+        values = np.zeros((mib << 10, 1 << 10), "u1")
+        shards = [Shards.of(values, Mesh({"data": 4}), P(), host, replicas="split") for host in range(4)]
+        return sorted(sum(part.nbytes for _, part in s.parts if part is not None) >> 20 for s in shards)
+
+    assert [saved(mib) for mib in (1, 2, 4, 8)] == [[0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1], [2, 2, 2, 2]]
+
+
 def test_experts_are_spread_over_hosts_and_over_another_number_of_hosts_on_restore() -> None:
     values = numbered((6, 4))
     check_saved_once(values, Layout(Mesh({"expert": 6}, devices_per_host=2), P("expert")))
