@@ -30,6 +30,7 @@ from tstore.format.objects.layers import Table, last_number
 from tstore.format.tree.changes import same_json
 from tstore.format.tree.node import Node, check_in_grid
 from tstore.format.tree.resizing import resized
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.runtime.pool import run
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.staging import Staging
@@ -212,7 +213,8 @@ class EncodedStaging:
             await self._check_without_chunks(staged, node, "the metadata of a group")
             if node is not None and node.is_array:
                 staged.remove(path)
-            staged.create_group(path, attributes)
+            reserved = None if path or node is None else node.attributes.get(RESERVED_ATTRIBUTE)
+            staged.create_group(path, attributes, reserved)
 
     async def _check_without_chunks(self, staged: StagedTree, node: Node | None, new: str) -> None:
         """Raise `AlreadyExists` for an array with chunks; zarr-python deletes one before it replaces it."""

@@ -67,8 +67,9 @@ class StagedTree:
     def create_group(
         self, path: str, attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None
     ) -> None:
-        """Stage a group with a caller's attributes and, in `reserved`, those of tstore; by default these stay.
+        """Stage a group with a caller's attributes and, in `reserved`, those of tstore.
 
+        By default, those of the root stay, unless they are among those of the caller.
         Raise `AlreadyExists` if there is an array at or above its path.
         """
         path = "" if path in ("", "/") else checked_new_path(path)
@@ -78,9 +79,11 @@ class StagedTree:
                 f"{self.origin}: there is an array at or above {path!r}, so no group can be created there; choose "
                 "another path"
             )
-        if reserved is None and not path and (root := self._node(path)) is not None:
-            reserved = root.attributes.get(RESERVED_ATTRIBUTE)
         document = group_document(attributes, reserved)
+        if not path and reserved is None and RESERVED_ATTRIBUTE not in attributes:
+            root = self._node(path)
+            if root is not None and RESERVED_ATTRIBUTE in root.attributes:
+                document = group_document(attributes, root.attributes[RESERVED_ATTRIBUTE])
         former = self._stored_node(path)
         if former is not None and same_json(former.document, document):
             self._restated[path] = former.document
