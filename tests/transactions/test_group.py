@@ -438,7 +438,7 @@ def test_values_are_equal_in_any_byte_order(size: int) -> None:
 
 async def test_a_host_alone_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_module, "checksums", None)
-    assert await tstore.save("memory://alone", {"x": 1, "y": np.ones(2)}, step=1) == 1
+    assert await tstore.save("memory://a-host-alone", {"x": 1, "y": np.ones(2)}, step=1) == 1
 
 
 @pytest.mark.usefixtures("prompt")

@@ -22,7 +22,7 @@ from tstore.format.objects.segments import SegmentSource
 from tstore.format.paths import checked_new_path, checked_path, is_at_or_below, parents
 from tstore.format.tree.changes import NO_NUMBERS, Changes, NodeChange, same_json
 from tstore.format.tree.node import Node
-from tstore.format.tree.tree import RESERVED_ATTRIBUTE, Tree, group_document
+from tstore.format.tree.tree import Tree, group_document
 from tstore.snapshot import array_node
 from tstore.transactions.deletions import Deletions
 from tstore.transactions.read_set import ReadSet
@@ -69,7 +69,6 @@ class StagedTree:
     ) -> None:
         """Stage a group with a caller's attributes and, in `reserved`, those of tstore.
 
-        By default, those of the root stay, unless they are among those of the caller.
         Raise `AlreadyExists` if there is an array at or above its path.
         """
         path = "" if path in ("", "/") else checked_new_path(path)
@@ -80,10 +79,6 @@ class StagedTree:
                 "another path"
             )
         document = group_document(attributes, reserved)
-        if not path and reserved is None and RESERVED_ATTRIBUTE not in attributes:
-            root = self._node(path)
-            if root is not None and RESERVED_ATTRIBUTE in root.attributes:
-                document = group_document(attributes, root.attributes[RESERVED_ATTRIBUTE])
         former = self._stored_node(path)
         if former is not None and same_json(former.document, document):
             self._restated[path] = former.document

@@ -25,7 +25,7 @@ from tstore.format.objects.references import Manifest
 from tstore.format.objects.segments import MIN_SEGMENTED
 from tstore.format.paths import checked_path, parents
 from tstore.format.tree.changes import Changes
-from tstore.format.tree.tree import Tree
+from tstore.format.tree.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.log.expiry import check_alive, guard_expiry, newest_tree, state_of
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
@@ -120,10 +120,13 @@ class Staging:
             return version
 
     async def create_group(self, path: str, attributes: Mapping[str, Any]) -> None:
-        """Stage a group with a caller's attributes."""
+        """Stage a group with a caller's attributes; those of tstore stay, unless the caller passes them too."""
         async with self.operation() as staged:
             await self.read_nodes(staged, [path, *parents(path)] if isinstance(path, str) else ())
-            staged.create_group(path, attributes)
+            root = staged.node("") if path in ("", "/") else None
+            given = isinstance(attributes, Mapping) and RESERVED_ATTRIBUTE in attributes
+            reserved = None if given or root is None else root.attributes.get(RESERVED_ATTRIBUTE)
+            staged.create_group(path, attributes, reserved)
 
     async def paths(self) -> list[str]:
         """Return the sorted paths of all arrays, as the transaction sees them."""
