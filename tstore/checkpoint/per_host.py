@@ -20,7 +20,7 @@ from tstore.checkpoint.structure import flatten, unflatten
 from tstore.errors import InvalidArgument, parsing
 from tstore.format.arrays.dtypes import dtype_named, dtype_to_json, stored_dtype
 from tstore.format.bounds import NODE_METADATA_LEVELS, NODE_METADATA_VALUES, packed_excess_message
-from tstore.format.tree_document import is_document, paths_in, value_path
+from tstore.format.tree_document import host_places, is_document, paths_in
 
 __all__ = ["encoded", "with_values"]
 
@@ -88,14 +88,11 @@ def with_values(arrays: Mapping[str, Any], location: str, *, of_all_hosts: bool)
 
     It is a `PerHost`, or a list of the values of all hosts.
     """
-    result: dict[str, Any] = {}
-    for path, array in arrays.items():
-        place = value_path(path)
-        if place == path:
-            result[path] = array
-            continue
+    places = host_places(arrays)
+    result = {path: array for path, array in arrays.items() if path not in places}
+    for path, place in places.items():
         with parsing(f"{location}: {path}"):
-            value = _decoded(array)
+            value = _decoded(arrays[path])
         if of_all_hosts:
             result.setdefault(place, []).append(value)
         else:

@@ -41,7 +41,7 @@ from tstore.transactions.membership import Membership
 
 __all__ = ["checked_order", "checkpoint_from_arguments", "save"]
 
-_NOT_VALUES = (Shards, StreamedArray)  # leaves that are not converted to a NumPy array
+_NOT_VALUES = (Shards, StreamedArray, PerHost)  # leaves that are not converted to a NumPy array
 
 
 async def save(
@@ -145,7 +145,9 @@ async def checkpoint_from_arguments(
         Membership.from_arguments(step_tag(step), host, hosts, attempt)
     metadata = checked_metadata({"step": step, **({"metrics": metrics} if metrics else {})})
     document, leaves = flatten(tree, hosts)
-    leaves = dict(_converted(path, leaf, host, hosts) for path, leaf in leaves.items())
+    leaves = {p: leaf if isinstance(leaf, _NOT_VALUES) else as_values(p, leaf) for p, leaf in leaves.items()}
+    if any(isinstance(leaf, PerHost) for leaf in leaves.values()):
+        leaves = dict(_of_host(path, leaf, host, hosts) for path, leaf in leaves.items())
     rules = await _rules(codecs, leaves, hosts)
     jobs = write_jobs(leaves, rules, host, hosts)  # raises for an invalid leaf; there is no store yet
     reserved = {"structure": document}
@@ -167,12 +169,13 @@ async def checkpoint_from_arguments(
     )
 
 
-def _converted(path: str, leaf: Any, host: int, hosts: int) -> tuple[str, Any]:
-    """Return what this host saves of a leaf, and its path."""
-    if isinstance(leaf, PerHost):
-        data, path = encoded(path, leaf.value), host_path(path, host)
-        return path, data if hosts == 1 else Shards(data.shape, data.dtype, [((slice(0, len(data)),), data)])
-    return path, leaf if isinstance(leaf, _NOT_VALUES) else as_values(path, leaf)
+def _of_host(path: str, leaf: Any, host: int, hosts: int) -> tuple[str, Any]:
+    """Return what this host saves of a leaf, and its path: of a `PerHost`, the bytes of its value."""
+    if not isinstance(leaf, PerHost):
+        return path, leaf
+    data = encoded(path, leaf.value)
+    values = data if hosts == 1 else Shards(data.shape, data.dtype, [((slice(0, len(data)),), data)])
+    return host_path(path, host), values
 
 
 def checked_order(step: Any, tree: Any) -> int:

@@ -5,9 +5,8 @@ A restore of few groups of a large store reads only their part of the structure,
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from tstore.checkpoint.leaves import PerHost, dtype_of
@@ -20,6 +19,7 @@ from tstore.format.tree.node import Node
 from tstore.format.tree_document import (
     TreeDocument,
     host_path,
+    host_places,
     is_document,
     nested_document,
     paths_in,
@@ -61,11 +61,13 @@ class Source:
         with parsing(f"{snapshot.location}: its structure"):
             self.stored = request.renamed(paths_in(self.document))
             if request.renames:
-                request.check_renames([*self.stored.values(), *self._scalars])
-                renamed = request.renamed([*self.stored.values(), *self._scalars])  # none may replace another
+                saved = dict.fromkeys((*self.stored.values(), *self._scalars))
+                request.check_renames(saved)
+                renamed = request.renamed(saved)  # none may replace another
                 self._scalars = {new: self._scalars[old] for new, old in renamed.items() if old in self._scalars}
                 self.document = _nested(self.stored, self._scalars)
-        self._hosts = Counter(value_path(path) for path in self.stored if value_path(path) != path)
+        self._places = host_places(self.stored)
+        self._hosts = Counter(self._places.values())
         self.scalars = {path: value for path, value in self._scalars.items() if request.matches(path)}
 
     @staticmethod
@@ -117,11 +119,10 @@ class Source:
         if target is None:
             if request.per_host == "keep":
                 raise InvalidArgument("per_host='keep' keeps the values in a target; pass target=…")
-            return dict.fromkeys(itertools.chain(*reads.values()))
+            return dict.fromkeys(_parts(reads, reads))
         document, leaves = flatten(target)
         leaves = {path: leaf for path, leaf in leaves.items() if request.selects(path)}
-        in_target = set(leaves)
-        arrays_in_target = {path for path, leaf in leaves.items() if not isinstance(leaf, PerHost)}
+        in_target = leaves
         if request.keeps_missing:
             leaves = {path: leaf for path, leaf in leaves.items() if path in reads}
         if shared:
@@ -141,9 +142,16 @@ class Source:
             for path, value in target_scalars.items()
             if path in self.scalars and type(self.scalars[path]) is not type(value)
         ]
-        stored_arrays = {path for path in reads if path not in self._hosts}
-        arrays = {p: type(value).__name__ for p, value in target_scalars.items() if p in stored_arrays}
-        numbers = {p: type(value).__name__ for p, value in self.scalars.items() if p in arrays_in_target}
+        arrays = {
+            path: type(value).__name__
+            for path, value in target_scalars.items()
+            if path in reads and path not in self._hosts
+        }
+        numbers = {
+            path: type(value).__name__
+            for path, value in self.scalars.items()
+            if path in in_target and not isinstance(in_target[path], PerHost)
+        }
         mismatched += [
             f"{p}: stored an array, target {name}; put an array into the target" for p, name in arrays.items()
         ]
@@ -165,25 +173,30 @@ class Source:
             }
             arguments = [*(cure for cure, helps in cures.items() if helps), f"only={only}"]
             raise StructureMismatch(self.snapshot.location, missing, unexpected, mismatched, arguments)
-        return {part: None if part != path else leaf for path, leaf in leaves.items() for part in reads[path]}
+        return leaves if not self._places else {part: leaves.get(part) for part in _parts(leaves, reads)}
 
-    def _reads(self, chosen: Sequence[str], request: Request) -> dict[str, list[str]]:
-        """Return the paths to read for each value at the chosen paths.
+    def _reads(self, chosen: Sequence[str], request: Request) -> dict[str, Sequence[str] | None]:
+        """Return the paths of the values at the chosen paths, each with what to read for it; None if that is it.
 
         Of a value that each host has for itself, that is the path of this host, or those of all hosts. Raise
         `InvalidArgument` if other hosts saved it.
         """
-        reads: dict[str, list[str]] = {}
+        reads: dict[str, Sequence[str] | None] = {}
+        of_hosts: dict[str, list[str]] = {}
         for path in chosen:
-            reads.setdefault(value_path(path), []).append(path)
+            if (place := self._places.get(path)) is None:
+                reads[path] = None
+            else:
+                reads[place] = of_hosts.setdefault(place, [])
+                of_hosts[place].append(path)
         if request.per_host == "all":
-            return {path: sorted(paths, key=lambda p: (len(p), p)) for path, paths in reads.items()}
+            return reads | {path: sorted(parts, key=lambda p: (len(p), p)) for path, parts in of_hosts.items()}
         refused = []
-        for path in self._hosts.keys() & reads.keys():
+        for path, parts in of_hosts.items():
             saved, own = self._hosts[path], host_path(path, request.host)
             if saved != request.hosts and request.per_host == "same":
                 refused.append(f"{path}: saved by {saved} hosts; this is host {request.host} of {request.hosts}")
-            elif saved == request.hosts and own not in reads[path]:
+            elif saved == request.hosts and own not in parts:
                 raise NotFound(
                     f"{self.snapshot.location}: {path} has values of {saved} hosts, but that of host "
                     f"{request.host} is not selected, or not at {own}; pass per_host='all', for a list of those "
@@ -225,6 +238,13 @@ async def _computed(snapshot: Snapshot, call: Callable[..., T], *args: Any) -> T
     """Make a call that visits a structure, so that a cancellation ends it if the structure is long."""
     root = snapshot.tree.nodes.get("")
     return call(*args) if root is None or len(root.document) <= _SHORT else await compute(call, *args)
+
+
+def _parts(paths: Iterable[str], reads: Mapping[str, Sequence[str] | None]) -> Iterator[str]:
+    """Yield what to read for the values at these paths."""
+    for path in paths:
+        parts = reads[path]
+        yield from (path,) if parts is None else parts
 
 
 def _top_patterns(wanted: Iterable[str], unexpected: Iterable[str]) -> str:
@@ -307,7 +327,7 @@ def _saved_structure(snapshot: Snapshot) -> TreeDocument:
         above = (path, *parents(path))
         return bool(path) and path not in groups and arrays.isdisjoint(above) and deleted.isdisjoint(above)
 
-    lost = {value_path(path) for path in paths_in(stored) if path not in arrays and value_path(path) != path}
+    lost = {place for path, place in host_places(paths_in(stored)).items() if path not in arrays}
     whole = [path for path in paths if value_path(path) not in lost]
     return _nested(whole, {path: value for path, value in scalars_in(stored).items() if is_kept(path)})
 

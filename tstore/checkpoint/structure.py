@@ -23,12 +23,12 @@ from tstore.format.tree_document import (
     SCALARS,
     TreeDocument,
     host_path,
+    host_places,
     paths_in,
     per_host_node,
     per_host_path,
     scalar_node,
     scalar_value,
-    value_path,
 )
 
 __all__ = ["IMPL", "flatten", "scalars_in", "unflatten", "unflatten_like"]
@@ -227,14 +227,16 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any], is_part: bool =
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
     If leaves are left out, so are Python scalars, None and empty containers; in lists, None stands in for each.
     """
-    partial = is_part or not leaves.keys() >= set(map(value_path, paths_in(document)))
+    paths = paths_in(document)
+    places = host_places(paths)
+    partial = is_part or not leaves.keys() >= {places.get(path, path) for path in paths}
     tree = _built(document, leaves, partial, NumberKeys())
     return {} if tree is _LEFT_OUT else tree
 
 
 def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool, keys: NumberKeys) -> Any:
     """Return the tree of a node; `partial` says whether any leaves are left out."""
-    if (path := per_host_path(node)) is not None:
+    if node[0] != "array" and (path := per_host_path(node)) is not None:
         return leaves.get(path, _LEFT_OUT)
     match node:
         case ["array", path]:

@@ -15,7 +15,7 @@ host 3 is at "…/%host=3". No key gives such a path, because a "%" in a key bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tstore.format.bounds import ROOT_BYTES
@@ -26,6 +26,7 @@ __all__ = [
     "TreeDocument",
     "expanded",
     "host_path",
+    "host_places",
     "is_document",
     "nested_document",
     "paths_in",
@@ -175,6 +176,11 @@ def value_path(path: str) -> str:
     """Return the path of the value whose bytes are at a path; return the path of another array unchanged."""
     above, _, name = path.rpartition("/")
     return above if name.startswith(_HOST) else path
+
+
+def host_places(paths: Iterable[str]) -> dict[str, str]:
+    """Return the path of the value for each path at which there are the bytes of a host."""
+    return {path: place for path in paths if _HOST in path and (place := value_path(path)) != path}
 
 
 def per_host_node(path: str, hosts: int) -> TreeDocument:
