@@ -189,19 +189,19 @@ class LogReader:
         if self.records.voided:
             await self.trees.drop_voided()
         known = self._newest
-        time = asyncio.get_running_loop().time
-        since = time()
         if known and not self.storage.tuning.latency_bound:
             if not await self._read_newer(known):
                 return self._newest  # which another task may have raised further
+            since = asyncio.get_running_loop().time()
             bounds = await self._gallop(self._newest)
         else:
             self.records.check_timeline()
+            since = asyncio.get_running_loop().time()
             search = self._probe_newer(known) if known else self._gallop_from_hint()
             bounds, _ = await asyncio.gather(search, self.records.refetch(*self.records.last))
         newest = await self._bisect(bounds)
         # an archive that was created during the search hides records that were deleted during it
-        if time() - since > _LONG:
+        if asyncio.get_running_loop().time() - since > _LONG:
             newest = await self._bisect(await self._gallop(newest))
         while newest < self.commits.last_archived:
             newest = await self._bisect(await self._gallop(self.commits.last_archived))
