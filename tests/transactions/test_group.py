@@ -32,6 +32,7 @@ from tstore.errors import (
 )
 from tstore.simulation.scenario import override_constants
 from tstore.transactions import cooperative
+from tstore.transactions.fragments import check_replicated
 
 HOSTS = 8
 ROWS = 16
@@ -434,6 +435,13 @@ def test_values_are_equal_in_any_byte_order(size: int) -> None:
     for arrays in ((values, swapped, other), (x["b"]["c"] for x in (values, swapped, other))):
         one, same, another = (checksums(("array", "x"), {"x": x}) for x in arrays)
         assert same == one != another
+
+
+def test_values_that_the_first_host_lacks_are_compared_among_the_others() -> None:
+    found = [([0], {}), ([1, 2], {"x": b"1"}), ([3], {"x": b"2"})]
+    with pytest.raises(Inconsistent, match=r"x: hosts \[3\] differ from host 1"):
+        check_replicated(found, "")
+    check_replicated(found[:2], "")
 
 
 async def test_a_host_alone_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from tstore.format.tree_document import (
     scalar_value,
     value_path,
 )
+from tstore.transactions.fragments import check_replicated
 
 __all__ = ["Outline", "united"]
 
@@ -84,7 +85,7 @@ def united(
     """
     _, leaves = flatten(tree)
     document, specs = _merged_documents(outlines), _merged_specs(outlines)
-    _check_values(outlines, hosts_of)
+    check_replicated(zip(hosts_of, (outline.checksums for outline in outlines), strict=True), "")
     places = {value_path(path) for path in paths_in(document)}
     result: dict[str, Any] = {path: leaves.get(path, PerHost(None)) for path in places - specs.keys()}
     for path, spec in specs.items():
@@ -122,21 +123,6 @@ def _merged_specs(outlines: Sequence[Outline]) -> dict[str, _ArraySpec]:
             "hosts save different arrays at the same path, or the same array in different shards", differing
         )
     return specs
-
-
-def _check_values(outlines: Sequence[Outline], hosts_of: Sequence[Sequence[int]]) -> None:
-    first: dict[str, tuple[bytes, int]] = {}
-    differing: dict[str, list[int]] = {}
-    for outline, hosts in zip(outlines, hosts_of, strict=True):
-        for path, checksum in outline.checksums.items():
-            if first.setdefault(path, (checksum, hosts[0]))[0] != checksum:
-                differing.setdefault(path, []).extend(hosts)
-    if differing:
-        raise Inconsistent(
-            "hosts have different values at the same path, and only one of them would be stored; make them equal "
-            "on all hosts, or pass tstore.PerHost(value) to save the value of each host",
-            [f"{path}: hosts {hosts} differ from host {first[path][1]}" for path, hosts in differing.items()],
-        )
 
 
 def _merged_documents(outlines: Sequence[Outline]) -> TreeDocument:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -46,6 +46,7 @@ from tstore.transactions.membership import FAN_IN, Membership
 __all__ = [
     "FragmentTree",
     "check_complete",
+    "check_replicated",
     "fragment_from_record",
     "have_same_values",
     "merge",
@@ -197,7 +198,7 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Sequence
         for node in manifest.nodes()
     ]
     _check_nodes(name, parts)
-    _check_replicated(name, fragments)
+    check_replicated([([f.host], f.replicated) for f in fragments], f"transaction {name!r} is not committed: ")
     _check_agreement(name, fragments)
     _check_paths(name, fragments, parts)
     result = msgspec.structs.replace(
@@ -270,24 +271,26 @@ def check_complete(name: str, manifest: Manifest) -> None:
         raise Inconsistent(f"transaction {name!r} is not committed: some chunks were not written", incomplete)
 
 
-def _check_replicated(name: str, fragments: Sequence[Fragment]) -> None:
-    """Raise `Inconsistent` if hosts passed different values at the same path, of which one would be stored."""
-    first = fragments[0]
+def check_replicated(checksums: Iterable[tuple[Sequence[int], Mapping[str, bytes]]], subject: str) -> None:
+    """Raise `Inconsistent` if hosts passed different values at the same path, of which one would be stored.
+
+    `checksums` are those of one host, or of several that have the same, by path.
+    """
+    first: dict[str, tuple[bytes, int]] = {}
     differing: dict[str, list[int]] = {}
-    for other in fragments[1:]:
-        if other.replicated != first.replicated:
-            for path, checksum in first.replicated.items():
-                if other.replicated.get(path, checksum) != checksum:
-                    differing.setdefault(path, []).append(other.host)
+    reference: Mapping[str, bytes] | None = None
+    for hosts, found in checksums:
+        if found == reference:
+            continue
+        reference = found if reference is None else reference
+        for path, checksum in found.items():
+            if first.setdefault(path, (checksum, hosts[0]))[0] != checksum:
+                differing.setdefault(path, []).extend(hosts)
     if differing:
         raise Inconsistent(
-            f"transaction {name!r} is not committed: hosts have different values at the same path, and only "
-            "one of them would be stored; make them equal on all hosts, or pass tstore.PerHost(value) to save the "
-            "value of each host",
-            [
-                f"{path or 'the tree'}: hosts {hosts} differ from host {first.host}"
-                for path, hosts in differing.items()
-            ],
+            f"{subject}hosts have different values at the same path, and only one of them would be stored; make "
+            "them equal on all hosts, or pass tstore.PerHost(value) to save the value of each host",
+            [f"{p or 'the tree'}: hosts {hosts} differ from host {first[p][1]}" for p, hosts in differing.items()],
         )
 
 
