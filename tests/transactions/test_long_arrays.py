@@ -10,12 +10,11 @@ import contextlib
 import json
 import threading
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
 from zarr.core.buffer import cpu, default_buffer_prototype
@@ -29,7 +28,7 @@ from tstore.format.layout import root_key
 from tstore.format.objects import segments
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.encoding import encode
-from tstore.format.objects.layers import Table, segments_of
+from tstore.format.objects.layers import segments_of
 from tstore.format.objects.references import Manifest
 from tstore.log import ranges
 from tstore.log.segments import SegmentReader
@@ -37,6 +36,8 @@ from tstore.simulation.scenario import override_constants
 from tstore.storage.base import Storage
 from tstore.transactions import encoded, patches, staged_array
 from tstore.zarr import ZarrStore
+
+T = TypeVar("T")
 
 CHUNK = 8
 
@@ -499,17 +500,22 @@ async def test_patched_chunks_are_read_and_written_some_at_a_time(
     assert rounds == [5, 5, 5, 5, 3]
 
 
+def held_back(original: Callable[..., T]) -> tuple[asyncio.Event, threading.Event, Callable[..., T]]:
+    """Return an event for the begin of a call in a thread, one that lets it go on, and what to call."""
+    reading, done, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def once_done(*arguments: Any) -> T:
+        loop.call_soon_threadsafe(reading.set)
+        assert done.wait(60)
+        return original(*arguments)
+
+    return reading, done, once_done
+
+
 @pytest.mark.usefixtures("short")
 async def test_a_resize_while_the_segments_of_a_write_are_read(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of the chunks written are those of the former grid."""
-    reading, resized = asyncio.Event(), threading.Event()
-    loop, original = asyncio.get_running_loop(), staged_array.numbers_of
-
-    def numbers_once_resized(tables: Sequence[Table]) -> npt.NDArray[np.uint64]:
-        loop.call_soon_threadsafe(reading.set)
-        assert resized.wait(60)
-        return original(tables)
-
+    reading, resized, numbers_once_resized = held_back(staged_array.numbers_of)
     store = await tstore.open(url)
     async with store.transaction() as tx:
         array = await tx.create_array("w", (4, 2 * CHUNK), "i8", (1, CHUNK), sparse=True)
@@ -559,14 +565,7 @@ async def test_chunks_written_in_any_order_conflict_with_those_in_segments(url: 
 async def test_what_happens_while_zarr_sets_metadata_is_not_lost(
     beside: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading, done = asyncio.Event(), threading.Event()
-    loop, original = asyncio.get_running_loop(), encoded.resized
-
-    def resized_once_done(*arguments: Any) -> tuple[Table, ...]:
-        loop.call_soon_threadsafe(reading.set)
-        assert done.wait(60)
-        return original(*arguments)
-
+    reading, done, resized_once_done = held_back(encoded.resized)
     store, values = await tstore.open(url), np.arange(20 * CHUNK)
     await create(store, values)
     async with store.transaction() as tx:
@@ -602,14 +601,8 @@ async def test_what_happens_while_zarr_sets_metadata_is_not_lost(
 async def test_what_is_written_while_a_resize_reads_segments_is_not_lost(
     beside: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading, done = asyncio.Event(), threading.Event()
-    loop, original = asyncio.get_running_loop(), staged_array.resized
-
-    def resized_once_done(*arguments: Any) -> tuple[Table, ...]:
-        loop.call_soon_threadsafe(reading.set)
-        assert done.wait(60)
-        return original(*arguments)
-
+    original = staged_array.resized
+    reading, done, resized_once_done = held_back(original)
     store, values = await tstore.open(url), np.arange(20 * CHUNK)
     await create(store, values)
     async with store.transaction() as tx:
