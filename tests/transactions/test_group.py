@@ -32,7 +32,8 @@ from tstore.errors import (
 )
 from tstore.simulation.scenario import override_constants
 from tstore.transactions import cooperative
-from tstore.transactions.fragments import check_replicated
+from tstore.transactions.agreement import check_replicated
+from tstore.transactions.transaction import staging_of
 
 HOSTS = 8
 ROWS = 16
@@ -415,6 +416,26 @@ async def test_values_that_differ_between_hosts_are_refused_with_their_paths() -
 async def test_values_that_differ_between_blocks_of_hosts_are_named() -> None:
     calls = [save("memory://blocks", h, tree={"x": h // 10}, hosts=11) for h in range(11)]
     assert "x: hosts [10] differ from host 0" in str(raised(await outcomes(calls), Inconsistent))
+
+
+@pytest.mark.usefixtures("prompt")
+@pytest.mark.parametrize(("known", "differ"), [([0, 3], True), ([1, 7], True), ([3, 5], True), ([3, 5], False)])
+async def test_values_that_some_hosts_lack_are_compared_between_blocks(known: list[int], differ: bool) -> None:
+    """Eight hosts in blocks of two, which are merged at three levels; two of them know a checksum of "x"."""
+    store = await tstore.open(f"memory://between-blocks-{known}-{differ}", "x")
+
+    async def host(number: int) -> int:
+        tx = store.transaction(name="n", host=number, hosts=8, attempt="a")
+        await tx.create_group(f"g{number}")
+        staging_of(tx).replicated = {"x": bytes([number * differ])} if number in known else {}
+        return await tx.commit(20)
+
+    with override_constants(FAN_IN=2):
+        results = await outcomes([host(number) for number in range(8)])
+    if differ:
+        assert "x: hosts [" in str(raised(results, Inconsistent))
+    else:
+        assert results == [1] * 8
 
 
 def test_checksums_of_many_values_are_combined_in_the_largest_groups() -> None:

@@ -28,7 +28,7 @@ from tstore.format.tree_document import (
     scalar_value,
     value_path,
 )
-from tstore.transactions.fragments import check_replicated
+from tstore.transactions.agreement import check_replicated
 
 __all__ = ["Outline", "united"]
 

@@ -10,8 +10,8 @@
    other transactions to which it refers.
 3. `cooperative`: the protocol by which many hosts make one commit. `membership`: one host of a transaction, and
    the keys of what hosts write. `attempts`: the token of one start of a job. `number_of_hosts`: hosts that differ
-   in their number. `fragments`: what each host contributes, and the tree in which they are merged. `decision`:
-   whether the transaction may be committed, or a host that gave up has withdrawn it. `exclusion`: commits after
-   which it can never be committed. `pending`: the transactions under way, and which of their hosts have delivered
-   their fragments.
+   in their number. `fragments`: what each host contributes, and the tree in which they are merged. `agreement`:
+   whether all hosts made the same call, with the same values. `decision`: whether the transaction may be
+   committed, or a host that gave up has withdrawn it. `exclusion`: commits after which it can never be committed.
+   `pending`: the transactions under way, and which of their hosts have delivered their fragments.
 """

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +28,7 @@ from tstore.errors import AlreadyExists, DeadlineExceeded, Inconsistent, Unavail
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.dtypes import dtype_text
 from tstore.format.arrays.grid import chunk_coordinates, region_text
+from tstore.format.bounds import MAX_TAGS_SET
 from tstore.format.objects.chunk_refs import ChunkTable
 from tstore.format.objects.documents import Document
 from tstore.format.objects.encoding import encode
@@ -40,27 +41,18 @@ from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.pool import run
 from tstore.storage.objects import Durability
+from tstore.transactions.agreement import check_agreement, check_replicated
 from tstore.transactions.decision import Decision
 from tstore.transactions.membership import FAN_IN, Membership
 
 __all__ = [
     "FragmentTree",
     "check_complete",
-    "check_replicated",
     "fragment_from_record",
     "have_same_values",
     "merge",
     "record_from_fragment",
 ]
-
-_MUST_AGREE = {
-    "tags": "tag",
-    "replaces": "kind of commit",
-    "structure": "structure of the tree, or in a value that is not an array",
-    "durable": "durability",
-    "metadata": "metrics (pass those of the whole job, such as a mean over the hosts), or in other metadata",
-}
-"""The fields in which all fragments must agree, and their names in errors."""
 
 _SHARED = ("transaction", "base", "message", "tags", "replaces", "deleted", "bytes_added", "metadata", "durable")
 """The fields of a fragment that are also fields of a record."""
@@ -198,14 +190,17 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Sequence
         for node in manifest.nodes()
     ]
     _check_nodes(name, parts)
-    check_replicated([([f.host], f.replicated) for f in fragments], f"transaction {name!r} is not committed: ")
-    _check_agreement(name, fragments)
+    replicated = check_replicated(
+        [([f.host], f.replicated) for f in fragments], f"transaction {name!r} is not committed: "
+    )
+    check_agreement(name, fragments)
     _check_paths(name, fragments, parts)
     result = msgspec.structs.replace(
         first,
         base=min(f.base for f in fragments),
         deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted)),
         bytes_added=sum(f.bytes_added for f in fragments),
+        replicated=dict(itertools.islice(replicated.items(), MAX_TAGS_SET)),
     )
     by_path: dict[str, list[_NodePart]] = {}
     for part in parts:
@@ -269,52 +264,6 @@ def check_complete(name: str, manifest: Manifest) -> None:
             incomplete.append(f"{path}: {absent} of {meta.chunk_count} chunks, the first at {first}")
     if incomplete:
         raise Inconsistent(f"transaction {name!r} is not committed: some chunks were not written", incomplete)
-
-
-def check_replicated(checksums: Iterable[tuple[Sequence[int], Mapping[str, bytes]]], subject: str) -> None:
-    """Raise `Inconsistent` if hosts passed different values at the same path, of which one would be stored.
-
-    `checksums` are those of one host, or of several that have the same, by path.
-    """
-    first: dict[str, tuple[bytes, int]] = {}
-    differing: dict[str, list[int]] = {}
-    reference: Mapping[str, bytes] | None = None
-    for hosts, found in checksums:
-        if found == reference:
-            continue
-        reference = found if reference is None else reference
-        for path, checksum in found.items():
-            if first.setdefault(path, (checksum, hosts[0]))[0] != checksum:
-                differing.setdefault(path, []).extend(hosts)
-    if differing:
-        raise Inconsistent(
-            f"{subject}hosts have different values at the same path, and only one of them would be stored; make "
-            "them equal on all hosts, or pass tstore.PerHost(value) to save the value of each host",
-            [f"{p or 'the tree'}: hosts {hosts} differ from host {first[p][1]}" for p, hosts in differing.items()],
-        )
-
-
-def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
-    first = fragments[0]
-    for field, label in _MUST_AGREE.items():
-        values = [msgspec.msgpack.encode(getattr(f, field), order="sorted") for f in fragments]  # NaN equals NaN
-        differing = [f.host for f, value in zip(fragments, values, strict=True) if value != values[0]]
-        if differing:
-            other = next(f for f in fragments if f.host == differing[0])
-            raise Inconsistent(
-                f"transaction {name!r}: hosts {differing} differ from host {first.host} in the {label}; every "
-                "host must make the same call",
-                _differing_metrics(first, other) if field == "metadata" else [],
-            )
-
-
-def _differing_metrics(one: Fragment, other: Fragment) -> list[str]:
-    metrics, others = (dict(f.metadata.get("metrics") or {}) for f in (one, other))
-    return [
-        f"{key}: {metrics.get(key)} on host {one.host}, {others.get(key)} on host {other.host}"
-        for key in sorted(metrics.keys() | others.keys())
-        if repr(metrics.get(key)) != repr(others.get(key))  # NaN equals NaN
-    ]
 
 
 def _check_nodes(name: str, parts: Sequence[_NodePart]) -> None:
