@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from bench.breadth import Profile
 from bench.jobs.states import flat, grouped, large, leaves, tenth
 from bench.writers import report
 from bench.writers.rounds import Bench
@@ -128,6 +130,33 @@ def test_page_measures_what_its_bars_need(tmp_path: Path) -> None:
         assert all(value > 0 for value in measured["median"].values())
     assert None not in {bar["met"] for bar in data["bars"]}
     assert list(tmp_path.iterdir()) == [figures]
+
+
+def test_breadth_counts_what_each_call_enters(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "bench.breadth", "--repeats", "2", "--json", str(figures)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(figures.read_text())
+    assert data.pop("import tstore") == {"loaded": 1}
+    imported = data.pop("import tstore.sync")["loaded"]
+    assert {"save", "restore", "read", "commit"} == data.keys()
+    for row in data.values():
+        assert 0 < row["modules"] <= row["functions"] <= row["calls"]
+        assert imported <= row["loaded"]
+    assert data["read"]["calls"] < data["restore"]["calls"]  # a restore opens a store and reads its only array
+
+
+def test_a_call_counts_once_however_often_it_waits() -> None:
+    code = "import asyncio\nasync def wait():\n  for _ in range(9): await asyncio.sleep(0)\nasyncio.run(wait())"
+    profile = Profile()
+    before = threading.getprofile(), sys.getprofile()
+    profile.install()
+    profile.on = True
+    exec(compile(code, "waiting", "exec"), {"__name__": "tstore.waiting"})
+    threading.setprofile(before[0])
+    sys.setprofile(before[1])
+    assert profile.figures() == {"calls": 2, "functions": 2, "modules": 1}  # the module, and `wait`
 
 
 def test_a_tenth_of_a_state_is_its_first_group() -> None:
