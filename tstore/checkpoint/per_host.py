@@ -20,7 +20,7 @@ from tstore.checkpoint.structure import flatten, unflatten
 from tstore.errors import InvalidArgument, parsing
 from tstore.format.arrays.dtypes import dtype_named, dtype_to_json, stored_dtype
 from tstore.format.bounds import NODE_METADATA_LEVELS, NODE_METADATA_VALUES, packed_excess_message
-from tstore.format.tree_document import host_places, is_document, paths_in
+from tstore.format.tree_document import is_document, paths_in
 
 __all__ = ["encoded", "with_values"]
 
@@ -83,14 +83,17 @@ def _array(data_type: Any, shape: tuple[int, ...], data: bytes) -> npt.NDArray[A
     return np.frombuffer(bytearray(data), dtype).reshape(shape)
 
 
-def with_values(arrays: Mapping[str, Any], location: str, *, of_all_hosts: bool) -> dict[str, Any]:
+def with_values(
+    arrays: Mapping[str, Any], places: Mapping[str, str], location: str, *, of_all_hosts: bool
+) -> dict[str, Any]:
     """Return restored arrays with the values of hosts in place of their bytes, under the path of the value.
 
-    It is a `PerHost`, or a list of the values of all hosts.
+    `places` has these paths, as `host_places` returns them. A value is a `PerHost`, or a list of those of all
+    hosts.
     """
-    places = host_places(arrays)
     result = {path: array for path, array in arrays.items() if path not in places}
-    for path, place in places.items():
+    for path in filter(places.__contains__, arrays):
+        place = places[path]
         with parsing(f"{location}: {path}"):
             value = _decoded(arrays[path])
         if of_all_hosts:

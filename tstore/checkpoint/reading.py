@@ -92,7 +92,7 @@ class Reading:
         """Read everything; return the arrays, `Shards` and values of hosts by path."""
         snapshot, of_all_hosts = self._source.snapshot, self._request.per_host == "all"
         await snapshot.read_jobs(self._jobs)
-        return with_values(self._arrays, snapshot.location, of_all_hosts=of_all_hosts)
+        return with_values(self._arrays, self._source.places, snapshot.location, of_all_hosts=of_all_hosts)
 
     def plan(self) -> RestorePlan:
         """Return what `read` would read."""

@@ -50,7 +50,8 @@ class Source:
     """A checkpoint under its restored paths.
 
     `document` is its structure, or if `is_part` the part of it that the request needs, and `stored` has the stored
-    path of each array in it. `scalars` are the Python scalars that the request selects.
+    path of each array in it. `scalars` are the Python scalars that the request selects. `places` has the path of
+    the value for each path of the bytes of a host.
     """
 
     def __init__(self, snapshot: Snapshot, request: Request, structure: _Structure) -> None:
@@ -66,8 +67,8 @@ class Source:
                 renamed = request.renamed(saved)  # none may replace another
                 self._scalars = {new: self._scalars[old] for new, old in renamed.items() if old in self._scalars}
                 self.document = _nested(self.stored, self._scalars)
-        self._places = host_places(self.stored)
-        self._hosts = Counter(self._places.values())
+        self.places = host_places(self.stored)
+        self._hosts = Counter(self.places.values())
         self.scalars = {path: value for path, value in self._scalars.items() if request.matches(path)}
 
     @staticmethod
@@ -173,7 +174,7 @@ class Source:
             }
             arguments = [*(cure for cure, helps in cures.items() if helps), f"only={only}"]
             raise StructureMismatch(self.snapshot.location, missing, unexpected, mismatched, arguments)
-        return leaves if not self._places else {part: leaves.get(part) for part in _parts(leaves, reads)}
+        return leaves if not self.places else {part: leaves.get(part) for part in _parts(leaves, reads)}
 
     def _reads(self, chosen: Sequence[str], request: Request) -> dict[str, Sequence[str] | None]:
         """Return the paths of the values at the chosen paths, each with what to read for it; None if that is it.
@@ -184,7 +185,7 @@ class Source:
         reads: dict[str, Sequence[str] | None] = {}
         of_hosts: dict[str, list[str]] = {}
         for path in chosen:
-            if (place := self._places.get(path)) is None:
+            if (place := self.places.get(path)) is None:
                 reads[path] = None
             else:
                 reads[place] = of_hosts.setdefault(place, [])

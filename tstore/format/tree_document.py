@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tstore.format.bounds import ROOT_BYTES
+from tstore.format.paths import parents
 
 __all__ = [
     "MAX_LEVELS",
@@ -175,12 +176,18 @@ def host_path(path: str, host: int | str) -> str:
 def value_path(path: str) -> str:
     """Return the path of the value whose bytes are at a path; return the path of another array unchanged."""
     above, _, name = path.rpartition("/")
-    return above if name.startswith(_HOST) else path
+    return above if above and name.startswith(_HOST) else path
 
 
 def host_places(paths: Iterable[str]) -> dict[str, str]:
-    """Return the path of the value for each path at which there are the bytes of a host."""
-    return {path: place for path in paths if _HOST in path and (place := value_path(path)) != path}
+    """Return the path of the value for each path at which there are the bytes of a host.
+
+    A group with other arrays too, which only a transaction can make, is no such value.
+    """
+    paths = list(paths)
+    places = {path: place for path in paths if _HOST in path and (place := value_path(path)) != path}
+    mixed = {above for path in paths if path not in places for above in parents(path)} if places else ()
+    return {path: place for path, place in places.items() if place not in mixed}
 
 
 def per_host_node(path: str, hosts: int) -> TreeDocument:
@@ -191,14 +198,14 @@ def per_host_node(path: str, hosts: int) -> TreeDocument:
 def per_host_path(node: TreeDocument) -> str | None:
     """Return the path of a value that each host has for itself, or None if this is another node."""
     match node:
-        case ["arrays", start, [name, *_]]:
-            path = start + name
-        case ["dict", [[_, ["array", path]], *_]]:
-            pass
+        case ["arrays", start, [name, *_] as names] if name.startswith(_HOST):
+            paths = list(map(start.__add__, names))
+        case ["dict", [[_, ["array", path]], *_] as items] if _HOST in path:
+            paths = [child[1] for _, child in items if child[0] == "array"]
         case _:
             return None
-    value = value_path(path)
-    return None if value == path else value
+    values, is_whole = set(map(value_path, paths)), len(paths) == len(node[-1])
+    return values.pop() if is_whole and len(values) == 1 and paths[0] not in values else None
 
 
 def paths_in(document: TreeDocument) -> list[str]:

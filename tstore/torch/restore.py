@@ -19,7 +19,6 @@ from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, SnapshotExpired, TStoreError, parsing
-from tstore.format.tree_document import value_path
 from tstore.runtime import pool
 from tstore.saved_steps import check_one_version, chosen_snapshot
 from tstore.snapshot import Snapshot
@@ -190,8 +189,8 @@ def _stored_tree(source: Source, request: Request) -> Any:
     arrays: dict[str, Any] = {}
     pickled = pickled_paths(source.snapshot)
     for path, stored_path in source.stored.items():
-        if value_path(path) != path:
-            arrays[value_path(path)] = PerHost(None)
+        if path in source.places:
+            arrays[source.places[path]] = PerHost(None)
         elif request.matches(path):
             meta = source.node(path).meta
             dtype = torch_dtype(path, request.dtype(path, meta.dtype, None))
