@@ -671,7 +671,8 @@ async def test_a_concurrent_gc_is_reported(tmp_path: Path, at: str | None) -> No
     ("options", "words"),
     [
         ({"min_sqnr": 30, "bits": 5}, "mutually exclusive"),
-        ({"min_sqnr": math.nan}, "finite number"),
+        ({"min_sqnr": math.nan}, "min_sqnr=nan: expected decibels"),
+        ({"min_sqnr": -5}, "min_sqnr=-5: expected decibels from 0"),
         ({"min_sqnr": "much"}, "expected a number"),
         ({"bits": 0}, "positive"),
         ({"bits": -3.0}, "positive"),

@@ -63,10 +63,9 @@ class MinSqnr:
     def __post_init__(self) -> None:
         check_coding(self.coding)
         object.__setattr__(self, "decibel", _number("min_sqnr", self.decibel))
-        if not -_MAX_DECIBELS <= self.decibel <= _MAX_DECIBELS:
+        if not 0 <= self.decibel <= _MAX_DECIBELS:
             raise InvalidArgument(
-                f"min_sqnr={self.decibel:g}: expected a finite number of decibels from "
-                f"-{_MAX_DECIBELS} to {_MAX_DECIBELS}"
+                f"min_sqnr={self.decibel:g}: expected decibels from 0, which zeros have, to {_MAX_DECIBELS}"
             )
 
 
