@@ -7,9 +7,11 @@ import json
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tstore
+import tstore.sync
 from tests.support.broken_storage import LastOneStays, LooksThenWrites, Overwrites
 from tests.support.file_systems import Exclusive, register
 from tstore.cli import main
@@ -179,3 +181,16 @@ def test_the_command_refuses_an_unknown_scheme(capsys: pytest.CaptureFixture[str
     code, out, err = probed(capsys, "gopher://x")
     assert (code, out) == (2, "")
     assert err.startswith("tstore: gopher://x: unknown scheme")
+
+
+@pytest.mark.parametrize("command", ["probe", "bench", "ls"])
+def test_a_url_with_one_slash_makes_no_folder(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "s3:/bucket/x"]) == 2
+    assert "'s3:/bucket/x': a URL has two slashes after s3:, as s3:// (or pass ./s3:/" in capsys.readouterr().err
+    with pytest.raises(InvalidArgument, match="two slashes"):
+        tstore.sync.save("s3:/bucket", {"w": np.zeros(2)}, 1)
+    assert not list(tmp_path.iterdir())
+    assert tstore.sync.save("./s3:/bucket", {"w": np.zeros(2)}, 1) == 1

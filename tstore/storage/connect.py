@@ -24,6 +24,8 @@ __all__ = ["Address", "connect", "storage_at"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
 _CHAIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)::(.*)", re.DOTALL)  # of fsspec: filecache::https://…
 
 _MAX_URL_LENGTH = 4096
@@ -88,6 +90,11 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
     if "\0" in (text if prefix is None else unquote(text)):
         raise InvalidArgument(f"{shown} has a null character; expected a path or URL without one")
     scheme = "file" if prefix is None else prefix[1].lower()
+    if prefix is None and (match := _ONE_SLASH.match(text)):
+        raise InvalidArgument(
+            f"{shown}: a URL has two slashes after {match[1]}:, as {match[1]}:// (or pass ./{match[1]}:/… for a "
+            "folder of that name)"
+        )
     if (chain := _CHAIN.match(text)) and _is_known_to_fsspec(chain[1]):
         inner = _SCHEME.match(chain[2])
         raise InvalidArgument(
