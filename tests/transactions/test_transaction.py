@@ -27,6 +27,7 @@ from tstore.errors import (
     Denied,
     InvalidArgument,
     Misuse,
+    NotFinite,
     NotFound,
     StorageFull,
     TStoreError,
@@ -95,8 +96,11 @@ async def test_an_array_is_created_from_its_data(store: tstore.Store, data: Any)
             await tx.create_array("e", (3,))
         with pytest.raises(InvalidArgument, match="do not fit the region"):
             await tx.create_array("e", (3, 9), data=np.ones((2, 2)))
-        await tx.delete("e")
+        with pytest.raises(NotFinite):  # while chunks are written
+            await tx.create_array("g/e", (3, 9), "f4", (1, 9), "e4m3", data=np.array([[0], [0], [np.nan]]))
+        assert await tx.paths() == ["cast", "d", "g/v", "w"]
     snapshot = await store.snapshot()
+    assert snapshot.paths() == ["cast", "d", "g/v", "w"]
     assert np.array_equal(await snapshot["d"].read(), values)
     assert (await snapshot["cast"].read()).tolist() == values.tolist()
 

@@ -7,6 +7,7 @@ another one, even if its metadata is equal, and every operation on a handle of t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,14 +18,14 @@ from tstore.array import Appended, Array, meta_of, parts_of
 from tstore.data.pieces import ReadJob
 from tstore.data.planning import ReadPlan, read_plan
 from tstore.data.reader import read_chunks
-from tstore.errors import InvalidArgument, Misuse
+from tstore.errors import InvalidArgument, Misuse, NotFound
 from tstore.format.arguments import quote
 from tstore.format.arrays.array_metadata import ArrayMeta
 from tstore.format.arrays.grid import Selection, whole
 from tstore.format.arrays.points import PointSelection
 from tstore.format.paths import checked_path
 from tstore.format.tree.node import Node
-from tstore.runtime.pool import run
+from tstore.runtime.pool import run, run_to_end
 from tstore.transactions.appends import append, handle
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.staging import Staging
@@ -57,7 +58,10 @@ async def new_array(
     data: Any,
     new_meta: Callable[[Sequence[int], Any], ArrayMeta],
 ) -> Array:
-    """Stage a new array, with its values if there is `data`, and return it; raise `AlreadyExists`."""
+    """Stage a new array, with its values if there is `data`, and return it; raise `AlreadyExists`.
+
+    If the values can't be written, the array is not staged either.
+    """
     if data is None:
         if shape is None or dtype is None:
             raise InvalidArgument(f"{quote(path)}: pass the shape and the dtype of the new array, or its data")
@@ -65,8 +69,22 @@ async def new_array(
     values = data if hasattr(data, "shape") and hasattr(data, "dtype") else np.asarray(data)
     meta = new_meta(values.shape if shape is None else shape, values.dtype if dtype is None else dtype)
     array = await create_array(staging, path, meta)
-    await array.write(values)
+    try:
+        await array.write(values)
+    except BaseException:
+        with contextlib.suppress(Misuse, NotFound):  # another task deleted it, or the transaction has ended
+            await run_to_end(_discard(array))
+        raise
     return array
+
+
+async def _discard(array: Array) -> None:
+    """Drop an array that this transaction has created, unless it was deleted since."""
+    source, path, _ = parts_of(array)
+    assert isinstance(source, HandleSource)
+    async with source.staging.operation() as staged:
+        staged.check_handle(path, meta_of(array), source.taken)
+        staged.remove(path)
 
 
 async def check_handle(array: Array) -> None:
