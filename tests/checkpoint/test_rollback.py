@@ -288,6 +288,14 @@ async def test_a_host_that_runs_again_is_told_that_its_step_was_removed(url: str
         await again
 
 
+async def test_a_host_that_runs_again_alone_is_told_after_its_wait_that_its_step_was_removed(url: str) -> None:
+    await save(job(url, 2), [1, 2])
+    async with await tstore.open(url) as store:
+        await store.collect(tstore.Keep(last=1), abandoned=timedelta(0))
+    with pytest.raises(AlreadyExists, match=r"already saved step 1, as version 1, and.*another attempt="):
+        await tstore.save(url, state(1), 1, host=0, hosts=2, attempt="a", timeout=0.05)
+
+
 def test_a_damaged_newest_step_is_never_replaced_silently(tmp_path: Path) -> None:
     with blocking.Checkpointer(tmp_path / "s") as checkpoints:
         checkpoints.save(1, state(1))
