@@ -136,6 +136,7 @@ def test_an_error_fits_a_narrow_window(window: Browser, run: Path) -> None:
         ):
             window.show(urljoin(entrance, f"/-/page/{view}"), width=390)
             assert window.text("h1") in ("Not found", "A parameter is wrong")
+            window.sees("Compare")  # the way to the other views
             assert window.overflow() <= 0
 
 

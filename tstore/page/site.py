@@ -91,6 +91,7 @@ class Site:
         self._address = address
         self._sessions = Sessions()
         self._views = {view.name: view for view in VIEWS}
+        self._named_views = [view for view in VIEWS if view.title]
         self._turns = Turns(_MAX_VIEWS)
         self._results = Results()
         self._verification = Verification()
@@ -175,7 +176,7 @@ class Site:
         as_json = not view.template or _prefers_json(request)
         frame = {
             "view": view,
-            "views": [v for v in self._views.values() if v.title],
+            "views": self._named_views,
             "here": request.raw_path,
             "theme": _theme(request),
             "address": self._address_for(request),
@@ -269,7 +270,8 @@ class Site:
             body = msgspec.json.encode({"error": refused.message})
             return _response(request, refused.status, body, "application/json", headers)
         template = "login.html" if refused.status == 401 else "error.html"
-        text = render(template, status=refused.status, message=refused.message, theme=_theme(request))
+        frame = {"views": self._named_views, "theme": _theme(request)}
+        text = render(template, status=refused.status, message=refused.message, **frame)
         return _response(request, refused.status, text.encode(), "text/html", headers)
 
     def _refusal_from(self, error: TStoreError, request: web.BaseRequest) -> Refused:
