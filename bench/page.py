@@ -38,7 +38,7 @@ CHANGED = 10  # arrays of a step
 RUN = ("Run, first", "Run, again", "Run, after a commit")
 WITHOUT_PAGE = """
 import sys
-sys.modules["tstore.page"] = None
+sys.modules["tstore.service.page"] = None
 from tstore import cli
 sys.exit(cli.main())
 """

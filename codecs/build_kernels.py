@@ -23,8 +23,8 @@ EXTENSIONS = {
         **_COMMON,
     ),
     ".": Extension(
-        "tstore.format.kernels",
-        sources=["tstore/format/kernels.c"],
+        "tstore.core.format.kernels",
+        sources=["tstore/core/format/kernels.c"],
         include_dirs=["codecs/xxhash"],
         extra_compile_args=["-O3"],
         **_COMMON,

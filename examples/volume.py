@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 import tstore
 import tstore.sync
-from tstore.server import Server
+from tstore.service.server import Server
 
 HOSTS = 4
 CHUNK = 64

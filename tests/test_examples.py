@@ -21,9 +21,9 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support.documents import ROOT
-from tstore.server import Server
-from tstore.storage.http.store import HttpStorage
-from tstore.storage.objects import Buffers
+from tstore.core.storage.http.store import HttpStorage
+from tstore.core.storage.objects import Buffers
+from tstore.service.server import Server
 
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
 JOBS = ("pytorch_fsdp", "jax_resume")

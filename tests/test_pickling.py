@@ -23,8 +23,8 @@ import tstore.sync
 from tests.support.http_server import WRITE, serving
 from tests.support.lazy import lazy
 from tests.support.processes import DEADLINE
+from tstore.core.storage.local.store import LocalStorage
 from tstore.errors import Misuse, NotAStore, TimelineChanged
-from tstore.storage.local.store import LocalStorage
 
 torch = lazy("torch")
 dcp = lazy("torch.distributed.checkpoint")
@@ -104,7 +104,7 @@ def test_equal_pickles_share_an_open_store(url: str, monkeypatch: pytest.MonkeyP
         array = store.snapshot().array("group/a")
         pickled = [pickle.dumps(value) for value in (store, array, array[3:5], array.T)]
     first = [pickle.loads(data) for data in pickled[:2]]
-    monkeypatch.setattr("tstore.pickling.open", lambda *_, **__: pytest.fail("a store is opened again"))
+    monkeypatch.setattr("tstore.core.pickling.open", lambda *_, **__: pytest.fail("a store is opened again"))
     again = [pickle.loads(data) for data in pickled]
     assert again[0].uuid == first[0].uuid
     assert again[2].read().tolist() == VALUES[3:5].tolist()

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from tstore import jax as jax
     from tstore import torch as torch
     from tstore import zarr as zarr
-    from tstore.array import Appended, Array
     from tstore.checkpoint.background import BackgroundSave, save_async
     from tstore.checkpoint.checkpointer import Checkpointer
     from tstore.checkpoint.leaves import PackedShards, PerHost, Shards
@@ -22,26 +21,27 @@ if TYPE_CHECKING:
     from tstore.checkpoint.reading import RestorePlan
     from tstore.checkpoint.restore import explain, restore
     from tstore.checkpoint.save import save
-    from tstore.copying.copy import CopyReport, copy
-    from tstore.format.tree.retention import Keep
-    from tstore.log.group_commit import Retry
-    from tstore.log.history import Commit
-    from tstore.maintenance.collect_report import CollectReport
-    from tstore.maintenance.diff import ArrayDiff, Diff
-    from tstore.opening import open
+    from tstore.core.array import Appended, Array
+    from tstore.core.copying.copy import CopyReport, copy
+    from tstore.core.format.tree.retention import Keep
+    from tstore.core.log.group_commit import Retry
+    from tstore.core.log.history import Commit
+    from tstore.core.maintenance.collect_report import CollectReport
+    from tstore.core.maintenance.diff import ArrayDiff, Diff
+    from tstore.core.opening import open
+    from tstore.core.snapshot import Snapshot
+    from tstore.core.steps import Step, steps
+    from tstore.core.storage.cache import Cache
+    from tstore.core.store import Store
+    from tstore.core.transactions.pending import PendingTransaction
+    from tstore.core.transactions.transaction import Transaction
     from tstore.quantization.policy import Bits, MinSqnr
     from tstore.quantization.quantize import quantize, quantize_report
     from tstore.quantization.report import QuantizedArray, QuantizeReport
-    from tstore.saved_steps import Step, steps
-    from tstore.snapshot import Snapshot
-    from tstore.statistics.baseline import baseline
-    from tstore.statistics.heat_map import HeatMap, heat_map
-    from tstore.statistics.loss import QuantizationLoss, quantization_loss
-    from tstore.statistics.summary import Summary, summarize
-    from tstore.storage.cache import Cache
-    from tstore.store import Store
-    from tstore.transactions.pending import PendingTransaction
-    from tstore.transactions.transaction import Transaction
+    from tstore.service.statistics.baseline import baseline
+    from tstore.service.statistics.heat_map import HeatMap, heat_map
+    from tstore.service.statistics.loss import QuantizationLoss, quantization_loss
+    from tstore.service.statistics.summary import Summary, summarize
 
 __all__ = [
     "Appended",
@@ -96,7 +96,7 @@ __version__ = "0.1.0"
 
 _PACKAGES = {"errors", "jax", "sharding", "sync", "torch", "zarr"}
 _NAMES = {
-    "array": "Appended Array",
+    "core.array": "Appended Array",
     "checkpoint.background": "BackgroundSave save_async",
     "checkpoint.checkpointer": "Checkpointer",
     "checkpoint.leaves": "PackedShards PerHost Shards",
@@ -104,26 +104,26 @@ _NAMES = {
     "checkpoint.reading": "RestorePlan",
     "checkpoint.restore": "explain restore",
     "checkpoint.save": "save",
-    "copying.copy": "CopyReport copy",
-    "format.tree.retention": "Keep",
-    "log.group_commit": "Retry",
-    "log.history": "Commit",
-    "maintenance.collect_report": "CollectReport",
-    "maintenance.diff": "ArrayDiff Diff",
-    "opening": "open",
+    "core.copying.copy": "CopyReport copy",
+    "core.format.tree.retention": "Keep",
+    "core.log.group_commit": "Retry",
+    "core.log.history": "Commit",
+    "core.maintenance.collect_report": "CollectReport",
+    "core.maintenance.diff": "ArrayDiff Diff",
+    "core.opening": "open",
     "quantization.policy": "Bits MinSqnr",
     "quantization.quantize": "quantize quantize_report",
     "quantization.report": "QuantizeReport QuantizedArray",
-    "saved_steps": "Step steps",
-    "snapshot": "Snapshot",
-    "statistics.baseline": "baseline",
-    "statistics.heat_map": "HeatMap heat_map",
-    "statistics.loss": "QuantizationLoss quantization_loss",
-    "statistics.summary": "Summary summarize",
-    "storage.cache": "Cache",
-    "store": "Store",
-    "transactions.pending": "PendingTransaction",
-    "transactions.transaction": "Transaction",
+    "core.steps": "Step steps",
+    "core.snapshot": "Snapshot",
+    "service.statistics.baseline": "baseline",
+    "service.statistics.heat_map": "HeatMap heat_map",
+    "service.statistics.loss": "QuantizationLoss quantization_loss",
+    "service.statistics.summary": "Summary summarize",
+    "core.storage.cache": "Cache",
+    "core.store": "Store",
+    "core.transactions.pending": "PendingTransaction",
+    "core.transactions.transaction": "Transaction",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -134,7 +134,7 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every name, als
         if name in _PACKAGES:
             return importlib.import_module(f"tstore.{name}")
         if name not in _MODULES:
-            from tstore.hints import no_such_name
+            from tstore.core.hints import no_such_name
 
             raise no_such_name(__name__, name)
         value = globals()[name] = getattr(importlib.import_module(f"tstore.{_MODULES[name]}"), name)

@@ -12,9 +12,9 @@ import numpy as np
 
 import tstore
 from bench.bars import Bar
-from tstore.conformance.faults import Faults
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.remote import as_remote
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.remote import as_remote
+from tstore.lab.conformance.faults import Faults
 
 ARRAYS = 1000
 EACH = 16 << 10

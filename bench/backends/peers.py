@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import tstore.sync as tstore
-from tstore.storage.connect import connect
+from tstore.core.storage.connect import connect
 
 ARRAYS = 8
 

@@ -18,7 +18,7 @@ BUCKET = "bench"
 
 _ANY_NAMES = """
 import asyncio, sys
-from tstore.server import Server
+from tstore.service.server import Server
 
 async def serve():
     async with Server(sys.argv[1], names="any") as server:

@@ -26,8 +26,8 @@ from rich.table import Table
 from safetensors import safe_open
 
 from bench import machine
-from tstore.format.arrays.array_metadata import ArrayMeta, dtype_named
-from tstore.format.arrays.codecs import Codecs
+from tstore.core.format.arrays.array_metadata import ArrayMeta, dtype_named
+from tstore.core.format.arrays.codecs import Codecs
 
 CHUNK = 4 << 20
 # Hershcovitch et al., ZipNN: Lossless Compression for AI Models (arXiv 2411.05239): compressed sizes of

@@ -19,13 +19,13 @@ from bench.cost import Cost, Meter
 from bench.processes import until
 from bench.scale.contenders import WIDTH
 from bench.writers.model import Bucket, GcsStorage, ModelHost
-from tstore.log.marker import Marker
-from tstore.runtime.pool import without_threads
-from tstore.runtime.world import use_world
-from tstore.simulation.virtual import VirtualLoop
-from tstore.storage.objects import Buffers, Durability
-from tstore.store import Store
-from tstore.store import open as open_store
+from tstore.core.log.marker import Marker
+from tstore.core.runtime.pool import without_threads
+from tstore.core.runtime.world import use_world
+from tstore.core.storage.objects import Buffers, Durability
+from tstore.core.store import Store
+from tstore.core.store import open as open_store
+from tstore.lab.simulation.virtual import VirtualLoop
 
 _MODEL = Marker(1, uuid.UUID(int=1))
 

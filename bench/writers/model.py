@@ -29,15 +29,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import tstore
+from tstore.core.log.marker import Marker
+from tstore.core.runtime.pool import without_threads
+from tstore.core.runtime.world import World, use_world
+from tstore.core.storage.base import Storage
+from tstore.core.storage.objects import Buffers, Capabilities, Durability, Entry, Keys, Page, PutMode, Tuning
+from tstore.core.store import Store
 from tstore.errors import AlreadyExists, NotFound
-from tstore.log.marker import Marker
-from tstore.runtime.pool import without_threads
-from tstore.runtime.world import World, use_world
-from tstore.simulation.storage import SharedObjects
-from tstore.simulation.virtual import VirtualLoop
-from tstore.storage.base import Storage
-from tstore.storage.objects import Buffers, Capabilities, Durability, Entry, Keys, Page, PutMode, Tuning
-from tstore.store import Store
+from tstore.lab.simulation.storage import SharedObjects
+from tstore.lab.simulation.virtual import VirtualLoop
 
 READ, WRITE = 0.025, 0.060
 SPREAD = math.log(4) / 2.326  # the 99th percentile is four times the median

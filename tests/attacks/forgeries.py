@@ -16,9 +16,9 @@ import msgspec
 import xxhash
 
 from tests.support.forging import placed_in, sealed
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.objects.encoding import decode
-from tstore.format.objects.records import Collection, Record
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.objects.encoding import decode
+from tstore.core.format.objects.records import Collection, Record
 
 __all__ = [
     "COLLECTIONS",

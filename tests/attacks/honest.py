@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tstore
 from tests.attacks.sample_store import digest_of, tree_of
 from tests.support.http_server import ADMIN, READ, WRITE
-from tstore.store import Store
+from tstore.core.store import Store
 
 __all__ = ["Site", "audit", "read_on", "save_once"]
 

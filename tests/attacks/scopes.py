@@ -14,8 +14,8 @@ from tests.attacks.harness import Harness
 from tests.attacks.sample_store import tree_of
 from tests.attacks.target import HOSTILE, changes
 from tests.support.http_server import ADMIN, READ, WRITE
-from tstore.format.objects.encoding import encode
-from tstore.format.tree.validation import chunk_ends
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.tree.validation import chunk_ends
 
 __all__ = ["CASES", "request"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.attacks.case import check
 from tests.support import http_server
 from tests.support.http_server import ADMIN, READ, WRITE, Wire
-from tstore.server import Server
+from tstore.service.server import Server
 
 __all__ = ["HOSTILE", "SECRET", "TOKENS", "Target", "changes", "files", "lay_out"]
 

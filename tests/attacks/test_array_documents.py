@@ -13,9 +13,9 @@ import pytest
 
 import tstore
 from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.objects.documents import Document
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.objects.documents import Document
 
 BLOSC = {"cname": "lz4", "clevel": 3, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}
 DOCUMENTS = [

@@ -22,8 +22,8 @@ MOST = 420  # MiB beyond an idle client: `storage.limits` with the longest recor
 CLIENT = """
     import asyncio, json, resource, sys
     from tstore.errors import TStoreError
-    from tstore.storage import limits
-    from tstore.storage.remote import as_remote
+    from tstore.core.storage import limits
+    from tstore.core.storage.remote import as_remote
     import tstore
 
     kind, url, small = sys.argv[1:]
@@ -31,12 +31,12 @@ CLIENT = """
 
     def objects(path):
         if kind == "http":
-            from tstore.storage.http.store import HttpStorage
+            from tstore.core.storage.http.store import HttpStorage
             return HttpStorage(f"{url}/{path}")
         if kind == "gcs":
-            from tstore.storage.gcs.store import GcsStorage
+            from tstore.core.storage.gcs.store import GcsStorage
             return GcsStorage(f"gs://bucket/{path}", token="anon", endpoint_url=url)
-        from tstore.storage.s3.store import S3Storage
+        from tstore.core.storage.s3.store import S3Storage
         return S3Storage(f"s3://bucket/{path}", endpoint_url=url, key="k", secret="s")
 
     async def many(call):
@@ -73,7 +73,7 @@ CLIENT = """
         await storage.close()
         print(json.dumps(peak))
 
-    from tstore.storage.retry import RetryPolicy
+    from tstore.core.storage.retry import RetryPolicy
     import warnings
     warnings.simplefilter("ignore")
     policy = RetryPolicy(0.01, 0.01, 0.01, 0.01, 0.01)

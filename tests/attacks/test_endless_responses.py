@@ -16,25 +16,25 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.support.raw_http import RawResponse, Request, hang, ok, serving
+from tstore.core.format.bounds import COLLECTION_BYTES
+from tstore.core.log.reader import LogReader
+from tstore.core.runtime.event_loops import on_io
+from tstore.core.runtime.pool import Workers
+from tstore.core.storage import limits
+from tstore.core.storage.base import Storage
+from tstore.core.storage.cache import Cache, CachedStorage
+from tstore.core.storage.connect import connect
+from tstore.core.storage.gcs.store import GcsStorage
+from tstore.core.storage.http.store import HttpStorage
+from tstore.core.storage.limits import FREE_BYTES, SHARED_BYTES, Deadline, ResponseMemory, one_call
+from tstore.core.storage.local.store import LocalStorage
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Durability, PutMode, overlong
+from tstore.core.storage.remote import RemoteStorage, as_remote
+from tstore.core.storage.retry import RetryPolicy
+from tstore.core.storage.s3.store import S3Storage
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, Unavailable
-from tstore.format.bounds import COLLECTION_BYTES
-from tstore.log.reader import LogReader
-from tstore.runtime.event_loops import on_io
-from tstore.runtime.pool import Workers
-from tstore.simulation.virtual import VirtualLoop
-from tstore.storage import limits
-from tstore.storage.base import Storage
-from tstore.storage.cache import Cache, CachedStorage
-from tstore.storage.connect import connect
-from tstore.storage.gcs.store import GcsStorage
-from tstore.storage.http.store import HttpStorage
-from tstore.storage.limits import FREE_BYTES, SHARED_BYTES, Deadline, ResponseMemory, one_call
-from tstore.storage.local.store import LocalStorage
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Durability, PutMode, overlong
-from tstore.storage.remote import RemoteStorage, as_remote
-from tstore.storage.retry import RetryPolicy
-from tstore.storage.s3.store import S3Storage
+from tstore.lab.simulation.virtual import VirtualLoop
 
 TIMEOUT = 0.3
 OURS = "Server: tstore/9"

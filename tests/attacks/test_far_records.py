@@ -15,15 +15,15 @@ import tstore
 from tests.support.collisions import long_walks
 from tests.support.fuzzing import bounded_memory, bounded_time
 from tstore import Keep
+from tstore.core.format.frame import Link, check_of, linked
+from tstore.core.format.layout import HINT, MARKER, commit_key, root_key
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.records import Collection, LivingVersion, Record, Root
+from tstore.core.format.objects.references import Manifest
+from tstore.core.log.marker import Marker
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.store import Store
 from tstore.errors import Corrupt, TStoreError
-from tstore.format.frame import Link, check_of, linked
-from tstore.format.layout import HINT, MARKER, commit_key, root_key
-from tstore.format.objects.encoding import encode
-from tstore.format.objects.records import Collection, LivingVersion, Record, Root
-from tstore.format.objects.references import Manifest
-from tstore.log.marker import Marker
-from tstore.storage.memory import MemoryStorage
-from tstore.store import Store
 
 FAR = 1 << 40  # a version that may have a root
 PLAIN = Record("far", FAR - 1, 1.0)

@@ -23,12 +23,12 @@ import tstore
 from tests.support.forging import sealed
 from tests.support.fuzzing import ABSURD, changed, fuzz
 from tstore import Keep
+from tstore.core.format.frame import Link, body_of, check_of, link_of, linked
+from tstore.core.format.layout import HINT, MARKER, archive_key, commit_key, root_key, version_of
+from tstore.core.log.marker import Marker
+from tstore.core.storage.connect import connect
 from tstore.errors import Corrupt, TStoreError
-from tstore.format.frame import Link, body_of, check_of, link_of, linked
-from tstore.format.layout import HINT, MARKER, archive_key, commit_key, root_key, version_of
-from tstore.log.marker import Marker
-from tstore.simulation.scenario import override_constants
-from tstore.storage.connect import connect
+from tstore.lab.simulation.scenario import override_constants
 
 CONSTANTS = {"ARCHIVE_EVERY": 8, "ROOT_EVERY": 4}
 FAR = [0, 1, 5, 8, 9, 24, 26, 33, 40, 1 << 40, 10**19]

@@ -23,9 +23,9 @@ from numcodecs import Zstd
 
 import tstore
 from tests.support.fuzzing import bounded_memory, fuzz, mutated
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, UnsupportedFormat
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.objects.chunk_refs import ChunkTable
 
 PLAIN: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
 EXMY: dict[str, Any] = {"name": "exmy", "configuration": {"format": "e4m3"}}
@@ -192,7 +192,7 @@ BOMB = """
 import os, pathlib, resource, sys
 import numpy as np
 import tstore
-from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.errors import Corrupt, UnsupportedFormat
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
@@ -248,7 +248,7 @@ def test_a_large_blosc_block_without_memory_is_an_error() -> None:
 import resource
 import numpy as np
 import tstore
-from tstore.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.array_metadata import ArrayMeta
 codec = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "typesize": 4, "blocksize": 1 << 26}
 codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "blosc", "configuration": codec}]
 meta = ArrayMeta.new((1 << 24,), "float32", (1 << 24,), codecs)

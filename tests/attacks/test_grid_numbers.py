@@ -10,10 +10,10 @@ import pytest
 
 import tstore
 from tests.support.forging import forged, placed_in
+from tstore.core.format.layout import commit_key
+from tstore.core.format.objects.encoding import decode
+from tstore.core.format.objects.records import Record
 from tstore.errors import Corrupt
-from tstore.format.layout import commit_key
-from tstore.format.objects.encoding import decode
-from tstore.format.objects.records import Record
 from tstore.zarr import ZarrStore
 
 

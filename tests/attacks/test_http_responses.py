@@ -16,6 +16,10 @@ import tstore
 from tests.support import ports
 from tests.support.http_server import MARKER
 from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok, part, serving, then
+from tstore.core.format.checksums import BLOCK, block_checks
+from tstore.core.storage import limits
+from tstore.core.storage.http.store import HttpStorage
+from tstore.core.storage.objects import PutMode
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -28,10 +32,6 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.format.checksums import BLOCK, block_checks
-from tstore.storage import limits
-from tstore.storage.http.store import HttpStorage
-from tstore.storage.objects import PutMode
 
 DATA = bytes(range(200))
 SECRET = "s3cr3t-t0ken"

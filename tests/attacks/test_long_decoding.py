@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from tests.support.forging import sealed
-from tstore.format.frame import NO_RECORD, check_of
-from tstore.format.layout import root_key
-from tstore.format.objects.object_ref import ObjectRef
-from tstore.format.objects.segments import SEGMENT_ROW
-from tstore.log.objects import MetadataObjects
-from tstore.storage.memory import MemoryStorage
+from tstore.core.format.frame import NO_RECORD, check_of
+from tstore.core.format.layout import root_key
+from tstore.core.format.objects.object_ref import ObjectRef
+from tstore.core.format.objects.segments import SEGMENT_ROW
+from tstore.core.log.objects import MetadataObjects
+from tstore.core.storage.memory import MemoryStorage
 
 COUNT = 250_000  # segments: Python makes an object for each
 MANIFEST = "txn/a/manifest"

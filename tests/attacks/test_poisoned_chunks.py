@@ -21,15 +21,15 @@ import tstore
 from tests.attacks.forgeries import framed
 from tests.support.http_server import ADMIN, WRITE, Client, client_of, everybody
 from tstore import Keep
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.checksums import BLOCK, block_checks
-from tstore.format.layout import commit_key
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.records import Record
-from tstore.format.objects.references import Manifest
-from tstore.format.tree import validation
-from tstore.server import Server, chunk_checks
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.checksums import BLOCK, block_checks
+from tstore.core.format.layout import commit_key
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.records import Record
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.tree import validation
+from tstore.service.server import Server, chunk_checks
 
 COUNT = 16
 VALUES = np.arange(COUNT * 1024, dtype="f4")

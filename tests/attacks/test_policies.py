@@ -14,8 +14,8 @@ import pytest
 
 import tstore
 from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
+from tstore.core.format.patterns import compile_patterns
 from tstore.errors import InvalidArgument, TStoreError
-from tstore.format.patterns import compile_patterns
 from tstore.quantization.policy import Rules, parse_policy
 
 POLICIES: list[Any] = [

@@ -22,14 +22,14 @@ from typing import Any
 import pytest
 
 from tests.support.raw_http import Request, ok, part, serving
+from tstore.core.runtime.event_loops import on_io
+from tstore.core.storage import limits
+from tstore.core.storage.base import Storage
+from tstore.core.storage.gcs.store import GcsStorage
+from tstore.core.storage.http.store import HttpStorage
+from tstore.core.storage.objects import PutMode
+from tstore.core.storage.s3.store import S3Storage
 from tstore.errors import TStoreError
-from tstore.runtime.event_loops import on_io
-from tstore.storage import limits
-from tstore.storage.base import Storage
-from tstore.storage.gcs.store import GcsStorage
-from tstore.storage.http.store import HttpStorage
-from tstore.storage.objects import PutMode
-from tstore.storage.s3.store import S3Storage
 
 CASES = 120
 SECRET = "s3cr3t-t0ken-0123456789"

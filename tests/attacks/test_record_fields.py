@@ -24,15 +24,15 @@ from tests.support.forging import forged, placed, sealed
 from tests.support.fuzzing import bounded_time
 from tests.support.work import counted_work
 from tstore import Keep
+from tstore.core.format.bounds import RECORD_VALUES
+from tstore.core.format.frame import body_of
+from tstore.core.format.layout import commit_key
+from tstore.core.format.objects.encoding import decode, encode
+from tstore.core.format.objects.object_ref import ObjectRef
+from tstore.core.format.objects.records import Collection, Fragment, LivingVersion, Part, Record, Root
+from tstore.core.format.objects.references import Body, Manifest
+from tstore.core.storage.base import Storage
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
-from tstore.format.bounds import RECORD_VALUES
-from tstore.format.frame import body_of
-from tstore.format.layout import commit_key
-from tstore.format.objects.encoding import decode, encode
-from tstore.format.objects.object_ref import ObjectRef
-from tstore.format.objects.records import Collection, Fragment, LivingVersion, Part, Record, Root
-from tstore.format.objects.references import Body, Manifest
-from tstore.storage.base import Storage
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 EMPTY = Manifest.from_nodes([("g", DOCUMENT, True, ())])

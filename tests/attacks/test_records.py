@@ -27,10 +27,10 @@ import pytest
 import tstore
 from tests.support.forging import sealed
 from tstore import Keep
+from tstore.core.format.frame import NO_RECORD, Link, body_of, check_of, linked
+from tstore.core.log.marker import Marker
+from tstore.core.storage.connect import connect
 from tstore.errors import TStoreError
-from tstore.format.frame import NO_RECORD, Link, body_of, check_of, linked
-from tstore.log.marker import Marker
-from tstore.storage.connect import connect
 
 COUNT = int(os.environ.get("TSTORE_FORGERIES", "30"))
 SEEDS = [int(os.environ["TSTORE_FORGERY"])] if "TSTORE_FORGERY" in os.environ else range(COUNT)

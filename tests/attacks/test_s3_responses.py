@@ -9,6 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.raw_http import RawResponse, Server, close, hang, ok, part, serving, then
+from tstore.core.runtime.event_loops import on_io
+from tstore.core.storage import limits
+from tstore.core.storage.objects import PutMode
+from tstore.core.storage.s3.store import S3Storage
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -20,10 +24,6 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.runtime.event_loops import on_io
-from tstore.storage import limits
-from tstore.storage.objects import PutMode
-from tstore.storage.s3.store import S3Storage
 
 SECRET = "not-to-be-shown"
 

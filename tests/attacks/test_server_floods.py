@@ -19,18 +19,18 @@ import trustme
 
 import tstore
 from tests.support.http_server import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.checksums import block_checks
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.records import Record
-from tstore.format.objects.references import Manifest
-from tstore.format.tree.tree import Tree
-from tstore.format.tree.validation import Steps, check_chunks, next_tree
-from tstore.server import Access, Certificate, Limits, Server, transfers
-from tstore.server.limits import Shares, Turns
-from tstore.server.responses import Refused
-from tstore.server.transfers import Transfer, Transfers
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.checksums import block_checks
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.records import Record
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.tree.tree import Tree
+from tstore.core.format.tree.validation import Steps, check_chunks, next_tree
+from tstore.service.server import Access, Certificate, Limits, Server, transfers
+from tstore.service.server.limits import Shares, Turns
+from tstore.service.server.responses import Refused
+from tstore.service.server.transfers import Transfer, Transfers
 
 HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
 TREE = {"w": np.arange(300_000, dtype=np.float32)}

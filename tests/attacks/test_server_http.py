@@ -28,9 +28,9 @@ from tests.support.http_server import (
     wire,
 )
 from tests.support.polling import blocking_until
+from tstore.core.storage.local.store import LocalStorage
 from tstore.errors import InvalidArgument, StorageFull
-from tstore.server import Access, Limits, Server
-from tstore.storage.local.store import LocalStorage
+from tstore.service.server import Access, Limits, Server
 
 HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
 GET = b"GET /tstore.json HTTP/1.1\r\n" + HEAD + b"\r\n"
@@ -266,7 +266,7 @@ async def test_tiny_chunks_are_not_read_for_long(
     place: Path, path: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither if a body is wanted, nor if the request was refused without it."""
-    monkeypatch.setattr("tstore.server.connections._LINGER", 100.0)  # else a refused body is read on for this long
+    monkeypatch.setattr("tstore.service.server.connections._LINGER", 100.0)  # else refused bodies are read on
     async with Server(place, access=everybody()) as server, wire(server) as raw:
         await raw.send(CHUNKED.replace(PACK.encode(), path.encode()))
         if status == 403:

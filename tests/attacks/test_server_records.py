@@ -24,20 +24,20 @@ import tstore
 from tests.support.forging import placed_in, sealed
 from tests.support.http_server import ADMIN, WRITE, Client, client_of, everybody
 from tstore import Keep
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.checksums import digest
+from tstore.core.format.layout import commit_key, root_key
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.encoding import decode
+from tstore.core.format.objects.object_ref import ObjectRef, reference
+from tstore.core.format.objects.records import Collection, LivingVersion, Part, Record, Root
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.tree.tree import Tree, group_document
 from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.checksums import digest
-from tstore.format.layout import commit_key, root_key
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.encoding import decode
-from tstore.format.objects.object_ref import ObjectRef, reference
-from tstore.format.objects.records import Collection, LivingVersion, Part, Record, Root
-from tstore.format.objects.references import Manifest
-from tstore.format.tree.tree import Tree, group_document
-from tstore.server import Server, admission, manifests
-from tstore.server.log_state import LogState, manifest_memory
-from tstore.simulation.scenario import override_constants
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server, admission, manifests
+from tstore.service.server.log_state import LogState, manifest_memory
 
 VALUES = np.arange(40_000.0)
 NOW = datetime.timedelta(0)

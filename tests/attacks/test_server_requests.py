@@ -36,8 +36,8 @@ from tests.support.http_server import (
     wire,
 )
 from tstore.errors import Denied
-from tstore.server import Access, Limits, Server
-from tstore.server.folder import ConfinedStorage
+from tstore.service.server import Access, Limits, Server
+from tstore.service.server.folder import ConfinedStorage
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ async def test_a_stalled_reader_is_disconnected(place: Path, caplog: pytest.LogC
 
 
 async def test_requests_beyond_the_limit_get_503(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.server.transfers._HEAD_START", 1 << 40)  # no transfer is so slow as to be ended
+    monkeypatch.setattr("tstore.service.server.transfers._HEAD_START", 1 << 40)  # no transfer is ended
     limits = Limits(requests=2, stall=20)
     async with Server(place, access=everybody(), limits=limits) as server, contextlib.AsyncExitStack() as held:
         for i in range(2):

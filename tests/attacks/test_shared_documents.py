@@ -11,17 +11,17 @@ import pytest
 import tstore
 from tests.support.forging import placed_in
 from tests.support.fuzzing import bounded_time
+from tstore.core.format.arrays import array_metadata
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.layout import commit_key
+from tstore.core.format.objects.encoding import decode, encode
+from tstore.core.format.objects.object_ref import reference
+from tstore.core.format.objects.records import Record
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.tree.tree import Tree
+from tstore.core.format.tree.validation import next_tree, run_steps
+from tstore.core.maintenance.contents import listing
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.format.arrays import array_metadata
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.layout import commit_key
-from tstore.format.objects.encoding import decode, encode
-from tstore.format.objects.object_ref import reference
-from tstore.format.objects.records import Record
-from tstore.format.objects.references import Manifest
-from tstore.format.tree.tree import Tree
-from tstore.format.tree.validation import next_tree, run_steps
-from tstore.maintenance.contents import listing
 
 NODES, LISTS = 3000, 40_000  # to parse the document takes about 20 ms
 SECONDS = 15

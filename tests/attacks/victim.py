@@ -11,8 +11,8 @@ import numpy as np
 
 import tstore
 from tests.attacks.sample_store import digest_of
+from tstore.core.store import Store
 from tstore.errors import TStoreError
-from tstore.store import Store
 
 __all__ = ["OPENING", "READING", "WRITING", "visit"]
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 import tstore
 from tstore.checkpoint.structure import flatten
-from tstore.conformance.faults import open_faulty
+from tstore.core.format.tree_document import expanded
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFinite, NotFound, StructureMismatch
-from tstore.format.tree_document import expanded
+from tstore.lab.conformance.faults import open_faulty
 from tstore.sharding import Mesh, P
 
 

@@ -24,7 +24,7 @@ import tstore.sync as blocking
 from tstore.checkpoint.background import completion
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.policies import Moment, Policy
-from tstore.conformance.faults import open_faulty
+from tstore.core.runtime.pool import run_to_end
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -36,7 +36,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.runtime.pool import run_to_end
+from tstore.lab.conformance.faults import open_faulty
 from tstore.sync import Checkpointer, EverySeconds, EverySteps, Keep, OnPreemption, Shards
 
 
@@ -314,7 +314,7 @@ def test_an_error_of_one_host_does_not_cost_its_peers_the_next_step(
     jobs = [Checkpointer(url, keep=5, host=host, hosts=2, attempt="a") for host in (0, 1)]
     lost = AsyncMock(side_effect=Unavailable("503"))
     with monkeypatch.context() as broken:
-        broken.setattr("tstore.store.Store.collect", lost)
+        broken.setattr("tstore.core.store.Store.collect", lost)
         futures.wait([completion(jobs[host].save(1, part(host, 1.0))) for host in (0, 1)])
     with pytest.raises(Unavailable, match="503"):
         jobs[0].save(2, part(0, 2.0))
@@ -449,7 +449,7 @@ def test_parts_of_a_save_that_was_given_up_are_not_committed_with_later_ones(
         assert list(pool.map(lambda host: save(host, 2, 2.0), range(2))) == [1, 1]
         with monkeypatch.context() as network:
             if reason is Unavailable:  # while this host waits for the other one
-                network.setattr("tstore.log.reader.LogReader.scan", AsyncMock(side_effect=Unavailable("503")))
+                network.setattr("tstore.core.log.reader.LogReader.scan", AsyncMock(side_effect=Unavailable("503")))
             assert save(alone, 3, 3.0) is reason
         assert [checkpoints.restore_latest().tolist() for checkpoints in hosts] == [[2.0] * 4] * 2
         assert list(pool.map(lambda host: save(host, 3, 3.5), range(2))) == [DeadlineExceeded] * 2

@@ -160,7 +160,7 @@ def test_numpy_reads_a_blocking_array_and_not_one_that_must_be_awaited(tmp_path:
             np.array(w, copy=False)
         with pytest.raises(Misuse, match=r"w: .* pass the values that array\.read\(\) returns"):
             np.asarray(w._wrapped)
-    with pytest.raises(InvalidArgument, match=r"^a/w: .* a tstore.array.Array .* array.read\(\)"):
+    with pytest.raises(InvalidArgument, match=r"^a/w: .* a tstore.core.array.Array .* array.read\(\)"):
         blocking.save(tmp_path / "t", {"a": {"w": w._wrapped}}, 0)
     assert not (tmp_path / "t").exists()
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import tstore
+from tstore.core.format.layout import commit_key, owner_of
+from tstore.core.storage.base import Storage
+from tstore.core.storage.connect import connect
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.remote import as_remote
+from tstore.core.storage.wrapper import Request, Wrapper
 from tstore.errors import AlreadyExists, Corrupt, SnapshotExpired, SourceCondemned, TStoreError
-from tstore.format.layout import commit_key, owner_of
-from tstore.storage.base import Storage
-from tstore.storage.connect import connect
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.remote import as_remote
-from tstore.storage.wrapper import Request, Wrapper
 
 FROZEN = np.arange(4000.0)
 

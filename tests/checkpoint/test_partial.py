@@ -17,10 +17,10 @@ from tests.support.counted_reads import count_reads
 from tstore.checkpoint import source
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
+from tstore.core.format.objects import pages, segments
+from tstore.core.format.patterns import compile_patterns, extent_of
+from tstore.core.format.tree_parts import part_of
 from tstore.errors import NotFound
-from tstore.format.objects import pages, segments
-from tstore.format.patterns import compile_patterns, extent_of
-from tstore.format.tree_parts import part_of
 from tstore.sharding import Mesh, P
 
 NAMES = st.sampled_from(["a", "b", "ab", "a0", "5", "array", "é", "a b", "%", "x/y", "Ω"])
@@ -55,7 +55,7 @@ def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def any_part() -> Iterator[None]:
     """Cut out parts however large they are: those of the tests are most of their structures."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tstore.format.tree_parts.LARGEST_SHARE", 100)
+        patch.setattr("tstore.core.format.tree_parts.LARGEST_SHARE", 100)
         patch.setattr(pages, "PAGE_BYTES", 300)
         patch.setattr(pages, "SHORT_MANIFEST", 300)
         yield

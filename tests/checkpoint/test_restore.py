@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import tstore
 from tstore.checkpoint.leaves import Destination
-from tstore.data import batches, reader
+from tstore.core.data import batches, reader
+from tstore.core.format.patterns import compile_renames
 from tstore.errors import InvalidArgument, NotFound, StructureMismatch
-from tstore.format.patterns import compile_renames
 from tstore.sharding import Mesh, P
 
 TREE = {

@@ -15,7 +15,7 @@ import tstore
 import tstore.sync as blocking
 from tests.support.polling import until
 from tstore.cli import main
-from tstore.conformance.faults import open_faulty
+from tstore.core.tags import remove_step, remove_steps_after
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -26,7 +26,7 @@ from tstore.errors import (
     NotFinite,
     NotFound,
 )
-from tstore.tags import remove_step, remove_steps_after
+from tstore.lab.conformance.faults import open_faulty
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
-from tstore.conformance.faults import Faults
-from tstore.store import Store
+from tstore.core.store import Store
+from tstore.lab.conformance.faults import Faults
 
 T = TypeVar("T")
 Values = npt.NDArray[Any]

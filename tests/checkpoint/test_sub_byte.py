@@ -21,7 +21,7 @@ from tstore.convert.importing import import_checkpoint
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
 from tstore.errors import InvalidArgument, StructureMismatch
-from tstore.server import Server
+from tstore.service.server import Server
 
 BITS = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
 FLOATS = [name for name in BITS if name.startswith("float")]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tstore
-import tstore.store
+import tstore.core.store
 from tests.support import processes
 from tstore.errors import (
     AlreadyExists,
@@ -92,7 +92,7 @@ async def test_a_store_must_exist_to_be_opened_for_reading_and_writing(tmp_path:
 
 
 @pytest.mark.parametrize("mode", ["r", "r+", "a", "x"])
-async def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, mode: tstore.store.Mode) -> None:
+async def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, mode: tstore.core.store.Mode) -> None:
     (tmp_path / "model.bin").write_bytes(b"mine")
     with pytest.raises(NotAStore, match=str(tmp_path)):
         await tstore.open(tmp_path, mode)
@@ -101,7 +101,7 @@ async def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, mode: tst
 
 @pytest.mark.parametrize("mode", ["r", "a", "x"])
 @pytest.mark.parametrize("below", ["", "/x"])
-async def test_a_file_is_not_a_store(tmp_path: Path, mode: tstore.store.Mode, below: str) -> None:
+async def test_a_file_is_not_a_store(tmp_path: Path, mode: tstore.core.store.Mode, below: str) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(b"mine")
     with pytest.raises((NotAStore, NotFound), match=r"model\.bin"):
@@ -110,7 +110,7 @@ async def test_a_file_is_not_a_store(tmp_path: Path, mode: tstore.store.Mode, be
 
 
 @pytest.mark.parametrize("mode", ["w", "", "rb", None])
-async def test_an_unknown_mode_is_refused(tmp_path: Path, mode: tstore.store.Mode) -> None:
+async def test_an_unknown_mode_is_refused(tmp_path: Path, mode: tstore.core.store.Mode) -> None:
     with pytest.raises(InvalidArgument, match="mode"):
         await tstore.open(tmp_path, mode)
 
@@ -281,7 +281,7 @@ def test_a_full_disk(small_disk: Path | None, saved: Path) -> None:
 
 
 async def test_a_gc_on_a_disk_without_a_byte_says_what_it_needs(saved: Path) -> None:
-    from tstore.conformance.faults import open_faulty
+    from tstore.lab.conformance.faults import open_faulty
 
     await tstore.save(saved, TREE, 1)
     before = files(saved)
@@ -297,7 +297,7 @@ async def test_a_gc_on_a_disk_without_a_byte_says_what_it_needs(saved: Path) -> 
 @pytest.mark.parametrize("operation", ["append", "finish", "create", "flush"])
 @pytest.mark.parametrize("error", [StorageFull, Denied, tstore.errors.Unavailable])
 async def test_any_write_that_fails_leaves_the_earlier_step(saved: Path, operation: str, error: type) -> None:
-    from tstore.conformance.faults import open_faulty
+    from tstore.lab.conformance.faults import open_faulty
 
     store, faults = await open_faulty(saved)
     faults.fail(operation, "txn/*" if operation != "create" else "commits/*", error=error, times=10)

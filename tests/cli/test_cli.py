@@ -31,8 +31,8 @@ from tests.support.processes import run_tstore, start_tstore
 from tests.support.weights import real_weights, write_file
 from tstore.cli import commands, main, reading
 from tstore.cli.text import abbreviate, escape, format_ranges, format_size, wrap
+from tstore.core.format.plain_text import pluralize
 from tstore.errors import NotFound
-from tstore.format.plain_text import pluralize
 from tstore.quantization.report import plot_report
 
 STORE = "STORE"

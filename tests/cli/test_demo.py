@@ -28,8 +28,8 @@ from tests.support.weights import real_weights
 from tstore.checkpoint.structure import flatten
 from tstore.convert.safetensors import open_tensors
 from tstore.errors import DeadlineExceeded, InvalidArgument, StorageFull, Unavailable
-from tstore.hosts.model import advance, transformer
-from tstore.hosts.processes import Job
+from tstore.lab.hosts.model import advance, transformer
+from tstore.lab.hosts.processes import Job
 
 SIZE = 8_000_000
 NUMBER = re.compile(r"\d[\d.,]*(?: [kMG]?B\b)?")

@@ -19,9 +19,9 @@ from tstore.cli import main
 from tstore.convert.exporting import export_safetensors
 from tstore.convert.importing import import_checkpoint
 from tstore.convert.safetensors import Writer
+from tstore.core.storage.memory import MemoryStorage
 from tstore.errors import NotAStore
-from tstore.server import Server
-from tstore.storage.memory import MemoryStorage
+from tstore.service.server import Server
 
 Verb = Callable[[str, Path], Coroutine[Any, Any, Any]]
 

@@ -12,7 +12,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
-from tstore.maintenance.verify import VerifyReport
+from tstore.core.maintenance.verify import VerifyReport
 
 MANY = [f"name {number}" for number in range(10_000)]
 NUMBERS = tuple(range(10_000))

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.broken_storage import LATENCY, LastOneStays, LooksThenWrites, Overwrites
-from tstore import conformance
+from tstore.core.storage.connect import connect
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Buffers, Durability, Entry, Page, PutMode
+from tstore.core.storage.remote import RemoteStorage
 from tstore.errors import AlreadyExists, Corrupt, NotFound, StorageFull, Unavailable
-from tstore.storage.connect import connect
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Buffers, Durability, Entry, Page, PutMode
-from tstore.storage.remote import RemoteStorage
+from tstore.lab import conformance
 
 CHECKS = {check.name: check for check in conformance.CHECKS}
 

@@ -13,9 +13,9 @@ from aiohttp.test_utils import TestServer
 import tstore
 from tests.support import gcs
 from tests.support.relay import Relay
-from tstore import conformance
 from tstore.errors import Denied
-from tstore.server import Server
+from tstore.lab import conformance
+from tstore.service.server import Server
 
 STORED: web.AppKey[dict[str, bytes]] = web.AppKey("stored")
 

@@ -15,12 +15,12 @@ import tstore.sync
 from tests.support.broken_storage import LastOneStays, LooksThenWrites, Overwrites
 from tests.support.file_systems import Exclusive, register
 from tstore.cli import main
-from tstore.conformance.faults import Faults
+from tstore.core.storage.connect import connect
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Buffers, Durability, PutMode
+from tstore.core.storage.remote import RemoteStorage
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound, Unavailable
-from tstore.storage.connect import connect
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Buffers, Durability, PutMode
-from tstore.storage.remote import RemoteStorage
+from tstore.lab.conformance.faults import Faults
 
 
 class Forgets(MemoryStorage):

@@ -23,14 +23,14 @@ from tests.support.fuzzing import bounded_time
 from tests.support.http_server import READ, everybody
 from tests.support.lazy import lazy
 from tstore.convert.references import export_references, reader_options
+from tstore.core.format.frame import link_of, linked
+from tstore.core.format.layout import commit_key
+from tstore.core.format.objects.encoding import decode, encode
+from tstore.core.format.objects.records import Record
+from tstore.core.format.objects.references import Manifest
+from tstore.core.snapshot import Snapshot
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound
-from tstore.format.frame import link_of, linked
-from tstore.format.layout import commit_key
-from tstore.format.objects.encoding import decode, encode
-from tstore.format.objects.records import Record
-from tstore.format.objects.references import Manifest
-from tstore.server import Server
-from tstore.snapshot import Snapshot
+from tstore.service.server import Server
 
 zarr = lazy("zarr")
 SHARDED = [

@@ -23,9 +23,9 @@ from tstore.convert import zarr_export, zarr_import
 from tstore.convert.references import export_references
 from tstore.convert.zarr_export import consolidate, export_zarr
 from tstore.convert.zarr_import import import_zarr
+from tstore.core.snapshot import Snapshot
+from tstore.core.transactions.encoded import EncodedStaging
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
-from tstore.snapshot import Snapshot
-from tstore.transactions.encoded import EncodedStaging
 from tstore.zarr import ZarrStore
 
 ts = lazy("tensorstore")

@@ -22,8 +22,12 @@ import tstore.sync as blocking
 from tests.support import fileservers, gcs, http_server, moto_server, processes
 from tstore import Keep
 from tstore.cli import main
-from tstore.conformance.faults import Faults
-from tstore.copying.copy import copy_to
+from tstore.core.copying.copy import copy_to
+from tstore.core.format.layout import commit_key
+from tstore.core.log.expiry import living_versions
+from tstore.core.storage import packs
+from tstore.core.storage.connect import connect
+from tstore.core.storage.objects import Durability
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -35,11 +39,7 @@ from tstore.errors import (
     SnapshotExpired,
     Unavailable,
 )
-from tstore.format.layout import commit_key
-from tstore.log.expiry import living_versions
-from tstore.storage import packs
-from tstore.storage.connect import connect
-from tstore.storage.objects import Durability
+from tstore.lab.conformance.faults import Faults
 
 FROZEN = np.random.default_rng(0).random(4000)
 KINDS = ["local", "memory"]

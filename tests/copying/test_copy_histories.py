@@ -18,15 +18,15 @@ import pytest
 import tstore
 from tests.support import gcs_endpoint, http_server, s3_endpoint
 from tstore import Keep
-from tstore.conformance.faults import Faults
-from tstore.copying.copy import copy_to
+from tstore.core.copying.copy import copy_to
+from tstore.core.format.layout import commit_key
+from tstore.core.runtime.world import World, use_world
+from tstore.core.storage.base import Storage
+from tstore.core.storage.connect import connect
+from tstore.core.storage.objects import Durability
 from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotAStore, Unavailable
-from tstore.format.layout import commit_key
-from tstore.runtime.world import World, use_world
-from tstore.server import Server
-from tstore.storage.base import Storage
-from tstore.storage.connect import connect
-from tstore.storage.objects import Durability
+from tstore.lab.conformance.faults import Faults
+from tstore.service.server import Server
 
 
 def tree_of(step: int, writer: int = 0) -> dict[str, Any]:

@@ -13,12 +13,12 @@ import tstore
 from tests.support.forging import place
 from tests.support.http_server import ADMIN, WRITE, everybody
 from tstore import Keep
+from tstore.core.format.layout import commit_key
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.records import REPAIR, Collection, Record
+from tstore.core.tags import set_tag
 from tstore.errors import Corrupt, Denied, InvalidArgument
-from tstore.format.layout import commit_key
-from tstore.format.objects.encoding import encode
-from tstore.format.objects.records import REPAIR, Collection, Record
-from tstore.server import Server
-from tstore.tags import set_tag
+from tstore.service.server import Server
 
 VALUES = np.arange(4000.0)
 

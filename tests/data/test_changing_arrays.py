@@ -14,8 +14,8 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support import http_server
-from tstore.conformance.faults import Faults
-from tstore.store import Store
+from tstore.core.store import Store
+from tstore.lab.conformance.faults import Faults
 
 T = TypeVar("T")
 

@@ -26,8 +26,8 @@ from zarr.storage import MemoryStore
 
 import tstore
 from tests.support.weights import real_weights
+from tstore.core.format.arrays.array_metadata import ArrayMeta, dtype_named
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
-from tstore.format.arrays.array_metadata import ArrayMeta, dtype_named
 
 NUMPY = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]

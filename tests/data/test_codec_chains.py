@@ -27,10 +27,10 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.metadata import ArrayV3Metadata
 
 import tstore
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.codecs import Chain
+from tstore.core.maintenance.contents import array_info
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.codecs import Chain
-from tstore.maintenance.contents import array_info
 
 Values = npt.NDArray[Any]
 Document = dict[str, Any]
@@ -593,7 +593,7 @@ def test_many_gzip_members_take_time_linear_in_their_number(monkeypatch: pytest.
             return getattr(self._inner, name)
 
     module = SimpleNamespace(decompressobj=Counted, error=zlib.error)
-    monkeypatch.setattr("tstore.format.arrays.compressors.zlib", module)
+    monkeypatch.setattr("tstore.core.format.arrays.compressors.zlib", module)
     values = np.random.default_rng(1).integers(0, 256, (count, 200), np.uint8)
     meta = ArrayMeta.new(values.shape, "u1", values.shape, [LITTLE, codec("gzip")])
     data = b"".join(gzip.compress(row.tobytes(), 0, mtime=0) for row in values)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import tstore
 from tests.support.indices import draw_view
-from tstore.data.reader import pack_reader
+from tstore.core.data.reader import pack_reader
 from tstore.errors import Conflict, Corrupt, InvalidArgument, InvalidIndex, Misuse, NotFound
 
 ZSTD: list[dict[str, Any]] = [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 0}}]
@@ -350,7 +350,7 @@ async def test_only_blocks_with_points_are_read(monkeypatch: pytest.MonkeyPatch)
             sizes.append(size)
             self._reader.read_into(offset, buffers, size)
 
-    monkeypatch.setattr("tstore.data.reader.pack_reader", Counting)
+    monkeypatch.setattr("tstore.core.data.reader.pack_reader", Counting)
 
     async def blocks(view: tstore.Array, expected: npt.NDArray[Any]) -> float:
         sizes.clear()

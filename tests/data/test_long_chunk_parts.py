@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 import tstore
-from tstore.format.checksums import BLOCK
+from tstore.core.format.checksums import BLOCK
 
 SHAPE = (24, 4, 65536)  # 24 MiB in float32, rows of 1 MiB
 CODECS: dict[str, Any] = {

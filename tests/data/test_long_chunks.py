@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.format.checksums import BLOCK
+from tstore.core.format.checksums import BLOCK
 
 
 @pytest.mark.parametrize(

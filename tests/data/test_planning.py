@@ -10,9 +10,9 @@ import pytest
 
 import tstore
 import tstore.sync
+from tstore.core.storage.base import PackReader
+from tstore.core.storage.local.store import LocalStorage
 from tstore.errors import InvalidArgument, NotFound
-from tstore.storage.base import PackReader
-from tstore.storage.local.store import LocalStorage
 
 Range = tuple[str, int, int]
 

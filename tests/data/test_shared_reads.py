@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.data import shared_reads
+from tstore.core.data import shared_reads
+from tstore.core.format.arrays.codecs import Chain
 from tstore.errors import Corrupt, NotFound
-from tstore.format.arrays.codecs import Chain
 
 VALUES = np.arange(64 * 4096, dtype="i4").reshape(64, 4096)
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import tstore
 from tests.support.indices import draw_view
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.variable import MAX_ENCODED
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.variable import MAX_ENCODED
 
 STRING = np.dtypes.StringDType()
 SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore.sync
+from tstore.core.format.arrays.array_codecs import TileRange
 from tstore.errors import Corrupt
-from tstore.format.arrays.array_codecs import TileRange
 
 SHAPE = (3000, 1024)
 CODECS: list[Any] = [

@@ -14,13 +14,13 @@ import pytest
 
 import tstore
 import tstore.sync
-from tstore.data.writer import PackSet, WriteJob
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.runtime.pool import WORKERS
-from tstore.storage.base import PackReader, PackWriter
-from tstore.storage.local.store import LocalStorage
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import BufferStream, Durability
+from tstore.core.data.writer import PackSet, WriteJob
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.runtime.pool import WORKERS
+from tstore.core.storage.base import PackReader, PackWriter
+from tstore.core.storage.local.store import LocalStorage
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import BufferStream, Durability
 
 
 class MeetingPacks(MemoryStorage):

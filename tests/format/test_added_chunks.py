@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.checksums import CHECK_SIZE
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.documents import Document
+from tstore.core.format.objects.records import Record
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.tree.added_chunks import added_chunks
+from tstore.core.format.tree.node import Node
 from tstore.errors import Corrupt
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.checksums import CHECK_SIZE
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.documents import Document
-from tstore.format.objects.records import Record
-from tstore.format.objects.references import Manifest
-from tstore.format.tree.added_chunks import added_chunks
-from tstore.format.tree.node import Node
 
 META = ArrayMeta.new((1 << 40,), "u1", (1,))
 NARROW, WIDE = ArrayMeta.new((6, 4), "u1", (1, 1)), ArrayMeta.new((4, 6), "u1", (1, 1))
@@ -73,8 +73,8 @@ def test_chunks_that_the_nodes_have_are_left_out(
     expected = {place for place in expected if place[0] == OTHERS[0]}
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tstore.format.tree.added_chunks._STEP_ROWS", step)
-        patch.setattr("tstore.format.tree.added_chunks._MIN_TOGETHER", few)
+        patch.setattr("tstore.core.format.tree.added_chunks._STEP_ROWS", step)
+        patch.setattr("tstore.core.format.tree.added_chunks._MIN_TOGETHER", few)
         try:
             for rows in added_chunks(Record("own", 1, 1.0), [manifest], nodes, {"txn/b/pack-0"}):
                 found += [(row.pack, row.offset // SIZE, row.checks[0]) for row in rows.rows]
@@ -86,7 +86,7 @@ def test_chunks_that_the_nodes_have_are_left_out(
 
 @pytest.mark.parametrize("few", [0, 16])
 def test_only_the_newest_row_of_a_chunk_is_known(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
-    monkeypatch.setattr("tstore.format.tree.added_chunks._MIN_TOGETHER", few)
+    monkeypatch.setattr("tstore.core.format.tree.added_chunks._MIN_TOGETHER", few)
     old, new = {0: (OTHERS[0], 0, 1)}, {0: (OTHERS[0], 1, 1)}
     nodes = {"w": node("w", [table(old), table(new)])}
     for written, added in ((old, [0]), (new, [])):

@@ -17,12 +17,12 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tstore import Keep
+from tstore.core.format.objects.records import Record
+from tstore.core.storage.objects import Durability
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import InvalidArgument, TStoreError
-from tstore.format.objects.records import Record
-from tstore.server import Access
+from tstore.service.server import Access
 from tstore.sharding import Mesh
-from tstore.storage.objects import Durability
-from tstore.transactions.transaction import staging_of
 
 LONE = "a\ud800"
 DEEP: Any = []

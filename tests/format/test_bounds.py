@@ -9,12 +9,17 @@ import msgspec
 import pytest
 
 from tests.support.work import counted_work
+from tstore.core.format import bounds
+from tstore.core.format.bounds import (
+    json_excess_message,
+    max_object_size,
+    max_size_from_head,
+    packed_excess_message,
+)
+from tstore.core.format.frame import seal
+from tstore.core.format.objects.encoding import collection_excess_message, decode, encode, memory_of
+from tstore.core.format.objects.records import Part, Record
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format import bounds
-from tstore.format.bounds import json_excess_message, max_object_size, max_size_from_head, packed_excess_message
-from tstore.format.frame import seal
-from tstore.format.objects.encoding import collection_excess_message, decode, encode, memory_of
-from tstore.format.objects.records import Part, Record
 
 TEXTS = ["", "a", '"', "\\", "[", "]]", "{}", "\n", "é" * 40, "x" * 300, "y" * 70_000]
 NUMBERS = [0, -1, 200, -200, 70_000, -70_000, 1 << 40, -(1 << 40), (1 << 64) - 1, 1.5]

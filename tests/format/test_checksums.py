@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.threads import assert_releases_interpreter
-from tstore.format import checksums
-from tstore.format.checksums import BLOCK, block_checks
+from tstore.core.format import checksums
+from tstore.core.format.checksums import BLOCK, block_checks
 
 compiled = pytest.mark.skipif(checksums.kernels is None, reason="installed without a C compiler")
 

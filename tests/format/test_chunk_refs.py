@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tstore.format.checksums import BLOCK, CHECK_SIZE
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.checksums import BLOCK, CHECK_SIZE
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
 
 PACKS: tuple[str | bytes, ...] = ("txn/a/pack-0", b"inline", "txn/b/pack-0")
 

@@ -14,8 +14,8 @@ import pytest
 from zarr.core.dtype import parse_dtype
 
 import tstore
+from tstore.core.format.arrays.array_metadata import ArrayMeta, dtype_named
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.format.arrays.array_metadata import ArrayMeta, dtype_named
 
 NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", ">f4", ">i8"]
 TIMES = ["M8[ns]", "M8[25s]", "m8[10us]", ">M8[s]", "M8[D]", "M8", "m8"]

@@ -19,17 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
+from tstore.core.format.bounds import METADATA_VALUES
+from tstore.core.format.checksums import BLOCK, BlockHash, as_checks, block_checks
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.encoding import decode, encode
+from tstore.core.format.objects.layers import overlay_each
+from tstore.core.format.objects.object_ref import ObjectRef, reference
+from tstore.core.format.objects.records import Collection, Fragment, LivingVersion, Part, Record, Root
+from tstore.core.format.objects.references import Manifest
+from tstore.core.log.marker import Marker
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.format.bounds import METADATA_VALUES
-from tstore.format.checksums import BLOCK, BlockHash, as_checks, block_checks
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.encoding import decode, encode
-from tstore.format.objects.layers import overlay_each
-from tstore.format.objects.object_ref import ObjectRef, reference
-from tstore.format.objects.records import Collection, Fragment, LivingVersion, Part, Record, Root
-from tstore.format.objects.references import Manifest
-from tstore.log.marker import Marker
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 

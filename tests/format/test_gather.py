@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.threads import assert_releases_interpreter
-from tstore.format.arrays import gather as module
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.gather import Source, gather, scatter, scatter_region
-from tstore.format.arrays.grid import view_as_chunks
-from tstore.format.checksums import BLOCK
+from tstore.core.format.arrays import gather as module
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.gather import Source, gather, scatter, scatter_region
+from tstore.core.format.arrays.grid import view_as_chunks
+from tstore.core.format.checksums import BLOCK
 
 Values = npt.NDArray[Any]
 

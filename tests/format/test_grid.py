@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tstore.format.arrays.grid import (
+from tstore.core.format.arrays.grid import (
     Selection,
     axis_projections,
     boxes,

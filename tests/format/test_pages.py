@@ -13,28 +13,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tstore.core.format import layout
+from tstore.core.format.frame import seal
+from tstore.core.format.layout import root_key
+from tstore.core.format.objects import pages as module
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.encoding import decode, encode
+from tstore.core.format.objects.object_ref import MAX_PAGES, ObjectRef, Page
+from tstore.core.format.objects.pages import StoredManifest, check_object, decode_page, manifests_in, stored
+from tstore.core.format.objects.records import Record, Root
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.objects.roots import StoredRoot, decode_root, decode_root_at_end, stored_root
+from tstore.core.format.objects.segments import NO_SOURCE, Segment, SegmentedTable
+from tstore.core.format.tree import tree as tree_module
+from tstore.core.format.tree.node import differs
+from tstore.core.format.tree.nodes import Nodes
+from tstore.core.format.tree.stored_nodes import ManifestNodes
+from tstore.core.format.tree.tree import Tree
+from tstore.core.log.pages import PageReader
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Durability
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format import layout
-from tstore.format.frame import seal
-from tstore.format.layout import root_key
-from tstore.format.objects import pages as module
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.encoding import decode, encode
-from tstore.format.objects.object_ref import MAX_PAGES, ObjectRef, Page
-from tstore.format.objects.pages import StoredManifest, check_object, decode_page, manifests_in, stored
-from tstore.format.objects.records import Record, Root
-from tstore.format.objects.references import Manifest
-from tstore.format.objects.roots import StoredRoot, decode_root, decode_root_at_end, stored_root
-from tstore.format.objects.segments import NO_SOURCE, Segment, SegmentedTable
-from tstore.format.tree import tree as tree_module
-from tstore.format.tree.node import differs
-from tstore.format.tree.nodes import Nodes
-from tstore.format.tree.stored_nodes import ManifestNodes
-from tstore.format.tree.tree import Tree
-from tstore.log.pages import PageReader
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Durability
 
 KEY = "txn/a/manifest-0"
 ARRAY = (

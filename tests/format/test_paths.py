@@ -8,14 +8,14 @@ import random
 import pytest
 
 from tests.support.fuzzing import bounded_time
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.objects.records import Record
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.paths import checked_path, is_at_or_below
+from tstore.core.format.tree.tree import Tree, group_document
+from tstore.core.format.tree.validation import next_tree, run_steps
+from tstore.core.format.wellformed import check_paths
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.objects.records import Record
-from tstore.format.objects.references import Manifest
-from tstore.format.paths import checked_path, is_at_or_below
-from tstore.format.tree.tree import Tree, group_document
-from tstore.format.tree.validation import next_tree, run_steps
-from tstore.format.wellformed import check_paths
 
 NAMES = ["a", "b", "a.", "a-b", "aa", "é", "a b"]  # some sort before "/", some after
 ARRAY, GROUP = ArrayMeta.new((8,), "f4", (8,)).document, group_document({})

@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tstore.core.format.checksums import digest
+from tstore.core.format.objects import segments as module
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.documents import Document
+from tstore.core.format.objects.encoding import decode, encode
+from tstore.core.format.objects.layers import Table, count_of, layers, numbers_of, stack
+from tstore.core.format.objects.merges import Merge, MergePlan, merged
+from tstore.core.format.objects.records import Record
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.objects.segments import Segment, SegmentedTable, cut, decode_segment, encode_segment
+from tstore.core.format.tree.node import Node
+from tstore.core.format.tree.validation import check_merges
 from tstore.errors import Corrupt
-from tstore.format.checksums import digest
-from tstore.format.objects import segments as module
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.documents import Document
-from tstore.format.objects.encoding import decode, encode
-from tstore.format.objects.layers import Table, count_of, layers, numbers_of, stack
-from tstore.format.objects.merges import Merge, MergePlan, merged
-from tstore.format.objects.records import Record
-from tstore.format.objects.references import Manifest
-from tstore.format.objects.segments import Segment, SegmentedTable, cut, decode_segment, encode_segment
-from tstore.format.tree.node import Node
-from tstore.format.tree.validation import check_merges
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 ROWS = [
@@ -332,7 +332,7 @@ def test_a_merge_takes_the_place_of_what_it_replaces() -> None:
 
 def test_a_merge_is_compared_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server serves others between them; here each is of two rows, or of one segment."""
-    monkeypatch.setattr("tstore.format.objects.merges.SEGMENT_ROWS", 2)
+    monkeypatch.setattr("tstore.core.format.objects.merges.SEGMENT_ROWS", 2)
     memory = Memory()
     rows = ChunkTable.from_rows([ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(20)])
     merge = Merge(SegmentedTable([memory.write(rows)], memory), frozenset(), rows.number)
@@ -343,14 +343,14 @@ def test_a_merge_is_compared_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_merge_reads_some_segments_at_once_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.format.objects.merges.SEGMENT_ROWS", 10)
+    monkeypatch.setattr("tstore.core.format.objects.merges.SEGMENT_ROWS", 10)
     memory = Memory()
     tables: list[Table] = []
     for layer in range(9):
         numbers = range(layer, 9000, 9)
         rows = [ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in numbers]
         tables += segmented(memory, ChunkTable.from_rows(rows), 10)
-    monkeypatch.setattr("tstore.format.objects.merges.MIN_SEGMENTS", 1000)
+    monkeypatch.setattr("tstore.core.format.objects.merges.MIN_SEGMENTS", 1000)
     plan = MergePlan.make(tables, 0, 1024)
     assert plan is not None
     taken, before, most = list[int](), 0, 0

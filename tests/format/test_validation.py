@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.checksums import BLOCK, CHECK_SIZE, block_checks
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.columns import SHORT_COLUMN
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.tree.validation import check_chunks, run_steps
 from tstore.errors import Corrupt
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.columns import SHORT_COLUMN
-from tstore.format.objects.references import Manifest
-from tstore.format.tree.validation import check_chunks, run_steps
 
 META = ArrayMeta.new((1 << 40,), "u1", (1,))
 INLINE = bytes(range(100))

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.indices import numpy_indices, orthogonal_indices, select_orthogonally, select_points, slices
+from tstore.core.format.arrays import view_chunks
+from tstore.core.format.arrays.grid import chunk_coordinates, chunk_counts, chunk_number, part_of, projections
+from tstore.core.format.arrays.points import PointSelection, point_projections, touched_chunks
+from tstore.core.format.arrays.views import View, whole_view
 from tstore.errors import InvalidArgument, InvalidIndex
-from tstore.format.arrays import view_chunks
-from tstore.format.arrays.grid import chunk_coordinates, chunk_counts, chunk_number, part_of, projections
-from tstore.format.arrays.points import PointSelection, point_projections, touched_chunks
-from tstore.format.arrays.views import View, whole_view
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from tests.fuzz.episode import Episode
 from tests.fuzz.journal import Fault
 from tests.fuzz.places import STORAGES, place
-from tstore.simulation.scenario import override_constants
+from tstore.lab.simulation.scenario import override_constants
 
 __all__ = ["main"]
 

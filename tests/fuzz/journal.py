@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.store_model import Region
-from tstore.format.tree.retention import Keep
+from tstore.core.format.tree.retention import Keep
 
 __all__ = [
     "Acknowledged",

@@ -20,7 +20,7 @@ from typing import Any
 from tests.fuzz.journal import Fault, Journal
 from tests.fuzz.verbs import VERBS
 from tests.fuzz.worker import Place, Worker
-from tstore.simulation.scenario import override_constants
+from tstore.lab.simulation.scenario import override_constants
 
 __all__ = ["WorkerProcesses", "serve"]
 

@@ -34,9 +34,9 @@ from tests.fuzz.journal import (
     Write,
 )
 from tests.support.store_model import Grid, State
+from tstore.core.format.objects.records import REPAIR
 from tstore.errors import NotFound, SnapshotExpired
-from tstore.format.objects.records import REPAIR
-from tstore.simulation.checker import versions_to_keep
+from tstore.lab.simulation.checker import versions_to_keep
 
 __all__ = ["Mismatch", "Timeline", "Version"]
 

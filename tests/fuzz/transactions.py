@@ -12,6 +12,7 @@ from tests.fuzz.journal import Attempt, Create, Group, Read, Resize, Write, samp
 from tests.fuzz.timeline import reading
 from tests.fuzz.worker import EXPECTED, TAGS, OpenTransaction, Worker
 from tests.support.store_model import is_at_or_below
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -21,7 +22,6 @@ from tstore.errors import (
     NotFound,
     TStoreError,
 )
-from tstore.transactions.transaction import staging_of
 
 __all__ = [
     "begin",

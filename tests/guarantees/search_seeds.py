@@ -21,8 +21,8 @@ import pytest
 
 from tests.guarantees.test_simulation import MUTATIONS, QUICK, SEEDS
 from tests.support.mutation import Edit
-from tstore.simulation.runs import simulate
-from tstore.simulation.scenario import prepare_initial_stores
+from tstore.lab.simulation.runs import simulate
+from tstore.lab.simulation.scenario import prepare_initial_stores
 
 Line = tuple[str, int]  # a file and the number of the line
 

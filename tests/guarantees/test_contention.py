@@ -15,13 +15,13 @@ import tstore
 import tstore.sync as blocking
 from tests.support.polling import until
 from tstore import cli
-from tstore.conformance.faults import Faults, open_faulty
+from tstore.core.format.objects.records import Record
+from tstore.core.format.tree.changes import Changes
+from tstore.core.log.group_commit import Newer, next_pause
+from tstore.core.storage.objects import Durability
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, InvalidArgument, NotFound
-from tstore.format.objects.records import Record
-from tstore.format.tree.changes import Changes
-from tstore.log.group_commit import Newer, next_pause
-from tstore.storage.objects import Durability
-from tstore.transactions.transaction import staging_of
+from tstore.lab.conformance.faults import Faults, open_faulty
 
 WRITERS = 64
 
@@ -165,8 +165,8 @@ async def test_commits_with_more_metadata_than_a_record_may_have_share_several(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is within the bounds; readers would refuse one record with all of them."""
-    monkeypatch.setattr("tstore.format.objects.encoding.RECORD_VALUES", 1 << 14)
-    monkeypatch.setattr("tstore.log.group_commit._MAX_VALUES", (1 << 14) - 1)
+    monkeypatch.setattr("tstore.core.format.objects.encoding.RECORD_VALUES", 1 << 14)
+    monkeypatch.setattr("tstore.core.log.group_commit._MAX_VALUES", (1 << 14) - 1)
     await make(url, 4)
     store, faults = await open_faulty(url)
     values = [0] * 3_750

@@ -15,13 +15,13 @@ import xxhash
 
 import tstore
 from tests.support import fileservers
+from tstore.core.format.objects.records import Record, Root
+from tstore.core.storage.base import Storage
+from tstore.core.storage.connect import connect
+from tstore.core.storage.objects import Durability
 from tstore.errors import Corrupt, NotAStore, NotFound, TStoreError, UnsupportedFormat
-from tstore.format.objects.records import Record, Root
-from tstore.server.kinds import Kind, kind_of
-from tstore.simulation.scenario import override_constants
-from tstore.storage.base import Storage
-from tstore.storage.connect import connect
-from tstore.storage.objects import Durability
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server.kinds import Kind, kind_of
 
 TREES = {
     0: {

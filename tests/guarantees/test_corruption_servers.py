@@ -15,10 +15,10 @@ import pytest
 
 import tstore
 from tests.support import gcs
+from tstore.core.storage.connect import connect
 from tstore.errors import Corrupt, DeadlineExceeded, NotFound, TStoreError
-from tstore.server import Server
-from tstore.simulation.scenario import override_constants
-from tstore.storage.connect import connect
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server
 
 SMALL = 30
 """The number of small arrays, enough for a separate manifest object with this limit on those in records."""

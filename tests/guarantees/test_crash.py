@@ -132,7 +132,7 @@ DYING = """
     import asyncio, os, signal, sys
     import numpy as np
     import tstore
-    from tstore.conformance.faults import Faults
+    from tstore.lab.conformance.faults import Faults
     url, stage, nth = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
     class Deadly(Faults):

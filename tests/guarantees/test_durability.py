@@ -17,11 +17,11 @@ import pytest
 import tstore
 from tests.support.http_server import MARKER, PACK, WRITE, client_of, everybody
 from tests.support.polling import until
-from tstore.conformance.faults import open_faulty
+from tstore.core.format.layout import commit_key
 from tstore.errors import DeadlineExceeded
-from tstore.format.layout import commit_key
-from tstore.server import Server
-from tstore.simulation.scenario import override_constants
+from tstore.lab.conformance.faults import open_faulty
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server
 
 
 class CallLog:

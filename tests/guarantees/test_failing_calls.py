@@ -23,6 +23,10 @@ import pytest
 
 import tstore
 from tests.support import failing_calls
+from tstore.core.storage.base import Storage
+from tstore.core.storage.remote import as_remote
+from tstore.core.storage.retry import RetryPolicy
+from tstore.core.storage.wrapper import Request, Wrapper
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -36,10 +40,6 @@ from tstore.errors import (
     Unavailable,
     Unreachable,
 )
-from tstore.storage.base import Storage
-from tstore.storage.remote import as_remote
-from tstore.storage.retry import RetryPolicy
-from tstore.storage.wrapper import Request, Wrapper
 
 T = TypeVar("T")
 ERRORS: list[Callable[[str], Exception]] = [

@@ -17,10 +17,10 @@ from tests.support.mutation import Edit
 
 FOUND: dict[str, Edit] = {
     "a tag keeps nothing": Edit(
-        "tstore.format.tree.retention:Keep.select", "not named.isdisjoint(entry.tags)", "False"
+        "tstore.core.format.tree.retention:Keep.select", "not named.isdisjoint(entry.tags)", "False"
     ),
     "values of the wrong place": Edit(
-        "tstore.array:Array.read",
+        "tstore.core.array:Array.read",
         "return read.finished()",
         "return np.flip(read.finished())",
     ),

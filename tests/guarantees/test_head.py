@@ -19,13 +19,13 @@ import tstore
 import tstore.sync as blocking
 from tests.support.http_server import ADMIN, everybody
 from tstore.cli import main
+from tstore.core.storage.connect import storage_at
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.remote import RemoteStorage
+from tstore.core.tags import drop_tag, move_tag, set_tag
 from tstore.errors import Conflict, InvalidArgument, NotFound, SnapshotExpired
-from tstore.server import Server
-from tstore.simulation.scenario import override_constants
-from tstore.storage.connect import storage_at
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.remote import RemoteStorage
-from tstore.tags import drop_tag, move_tag, set_tag
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server
 from tstore.zarr import ZarrStore
 
 Connect = Callable[[], Any]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import tstore
 import tstore.sync as blocking
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import AlreadyExists, Conflict, InvalidArgument, NotFound
-from tstore.transactions.transaction import staging_of
 
 BASE = np.arange(64, dtype="i4").reshape(8, 8)
 

@@ -25,7 +25,7 @@ import tstore.sync as tstore
 from tests.support import forks, http_server
 from tests.support.polling import blocking_until
 from tstore.errors import DeadlineExceeded
-from tstore.simulation.scenario import override_constants
+from tstore.lab.simulation.scenario import override_constants
 
 SLOTS = 3
 HOSTS = 3
@@ -71,7 +71,7 @@ for name in ("open", "mkdir", "posix_fallocate", "pwritev", "ftruncate", "fsync"
 
 import numpy as np
 import tstore.sync as tstore
-from tstore.simulation.scenario import override_constants
+from tstore.lab.simulation.scenario import override_constants
 
 with override_constants(ROOT_EVERY=8, INLINE_MANIFEST_BYTES=1 << 10):
     if job == "small":
@@ -223,7 +223,7 @@ COUNTER = """
 import itertools, os
 import numpy as np
 import tstore.sync as tstore
-from tstore.simulation.scenario import override_constants
+from tstore.lab.simulation.scenario import override_constants
 url, slot = arguments
 with override_constants(ROOT_EVERY=8, INLINE_MANIFEST_BYTES=1 << 10):
     store = tstore.open(url)

@@ -162,28 +162,28 @@ from _pytest.runner import runtestprotocol
 from tests.support.mutation import Edit
 
 NEWFILE, APPEND, TREE = (
-    "tstore.storage.local.atomic_file:StagedFile.",
-    "tstore.log.log:Append.",
-    "tstore.format.tree.changes:Changes.",
+    "tstore.core.storage.local.atomic_file:StagedFile.",
+    "tstore.core.log.log:Append.",
+    "tstore.core.format.tree.changes:Changes.",
 )
-QUEUE = "tstore.log.group_commit:QueuedCommit."
+QUEUE = "tstore.core.log.group_commit:QueuedCommit."
 COOPERATIVE, EXCLUSION, STAGING = (
-    "tstore.transactions.cooperative:CooperativeCommit.",
-    "tstore.transactions.exclusion:Exclusion.",
-    "tstore.transactions.staging:Staging.",
+    "tstore.core.transactions.cooperative:CooperativeCommit.",
+    "tstore.core.transactions.exclusion:Exclusion.",
+    "tstore.core.transactions.staging:Staging.",
 )
-DECISION, WITHDRAWAL = "tstore.transactions.decision:Decision.", "transactions/test_withdrawal.py::"
-ADMISSION, RECORDS = "tstore.server.admission:Admission.", "attacks/test_server_records.py::"
-COMMITS = "tstore.log.commits:CommitObjects."
-CHAIN = "tstore.log.chain:Chain."
-CHUNKS = "tstore.server.chunk_checks:ChunkChecks."
+DECISION, WITHDRAWAL = "tstore.core.transactions.decision:Decision.", "transactions/test_withdrawal.py::"
+ADMISSION, RECORDS = "tstore.service.server.admission:Admission.", "attacks/test_server_records.py::"
+COMMITS = "tstore.core.log.commits:CommitObjects."
+CHAIN = "tstore.core.log.chain:Chain."
+CHUNKS = "tstore.service.server.chunk_checks:ChunkChecks."
 POISONED = "attacks/test_poisoned_chunks.py::"
 PLUGINS = "pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesis_pytestplugin"
 REPAIRS = "maintenance/test_repair_dependents.py::"
-REPLAY = "tstore.maintenance.replay:Replay."
-PLAN, PLANS = "tstore.maintenance.repair_plan:RepairPlan.", "maintenance/test_repair_plan.py::"
-ENCODED, CONFLICTS = "tstore.transactions.encoded:", "tstore.transactions.conflicts:"
-ARRAY = "tstore.transactions.staged_array:StagedArray."
+REPLAY = "tstore.core.maintenance.replay:Replay."
+PLAN, PLANS = "tstore.core.maintenance.repair_plan:RepairPlan.", "maintenance/test_repair_plan.py::"
+ENCODED, CONFLICTS = "tstore.core.transactions.encoded:", "tstore.core.transactions.conflicts:"
+ARRAY = "tstore.core.transactions.staged_array:StagedArray."
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
 MUTATIONS: dict[str, tuple[str, Edit]] = {
@@ -202,7 +202,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a copied record appears before it is synced": (
         "guarantees/test_power.py::test_a_power_failure_after_a_commit_above_two_concurrent_copies",
         Edit(
-            "tstore.copying.destination:Destination.create_records",
+            "tstore.core.copying.destination:Destination.create_records",
             "await together(lambda version: staged[version].write(commit_key(version)), staged)",
             "pass",
         ),
@@ -214,23 +214,23 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "gc deletes before its record exists": (
         "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_exists",
         Edit(
-            "tstore.maintenance.gc:_commit",
+            "tstore.core.maintenance.gc:_commit",
             "return await run_to_end",
             "await _delete(log.reader, None, plan.collection(), plan.listed); return await run_to_end",
         ),
     ),
     "condemned packs are reused": (
         "maintenance/test_collect.py::test_a_commit_that_reuses_condemned_packs_is_refused",
-        Edit("tstore.format.tree.retention:refuse_condemned", "if removed:", "if False:"),
+        Edit("tstore.core.format.tree.retention:refuse_condemned", "if removed:", "if False:"),
     ),
     "an expired version can be opened": (
         "maintenance/test_collect.py::test_an_expired_version_is_reported_as_expired",
-        Edit("tstore.log.expiry:check_alive", "changed not in alive", "False"),
+        Edit("tstore.core.log.expiry:check_alive", "changed not in alive", "False"),
     ),
     "values cut off by a resize come back": (
         "transactions/test_transaction.py::test_values_cut_off_by_a_resize_do_not_come_back",
         Edit(
-            "tstore.format.tree.resizing:shrinking_axes",
+            "tstore.core.format.tree.resizing:shrinking_axes",
             "if length < former and length % chunk",
             "if False",
         ),
@@ -241,16 +241,16 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "moved values are encoded from rounded ones": (
         "transactions/test_append.py::test_a_lossy_codec_encodes_the_original_values",
-        Edit("tstore.transactions.appends:moved", "elif extension.kept:", "elif False:"),
+        Edit("tstore.core.transactions.appends:moved", "elif extension.kept:", "elif False:"),
     ),
     "a region is that of the base": (
         "transactions/test_append.py::test_an_append_at_the_end_of_a_chunk_moves_no_bytes",
-        Edit("tstore.transactions.appends:moved", "extension.start = start", "pass"),
+        Edit("tstore.core.transactions.appends:moved", "extension.start = start", "pass"),
     ),
     "a merge hides rows written since its base": (
         "transactions/test_merges.py::test_a_merge_replaces_all_rows_but_those_written_meanwhile",
         Edit(
-            "tstore.format.objects.merges:Merge.without",
+            "tstore.core.format.objects.merges:Merge.without",
             "np.setdiff1d(self.numbers, numbers, assume_unique=True)",
             "self.numbers",
         ),
@@ -258,22 +258,24 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a merge hides segments written since": (
         "transactions/test_merges.py::test_segments_written_since_the_base_drop_the_merge",
         Edit(
-            "tstore.transactions.staged_array:StagedArray.revise_merge",
+            "tstore.core.transactions.staged_array:StagedArray.revise_merge",
             "newer.replaces_node or newer.has_segments",
             "newer.replaces_node",
         ),
     ),
     "a merge restates rows that were replaced": (
         "transactions/test_merges.py::test_a_row_below_newer_segments_is_not_restated",
-        Edit("tstore.format.objects.merges:MergePlan.rows", "in segments_first(self.tables)", "in self.tables"),
+        Edit(
+            "tstore.core.format.objects.merges:MergePlan.rows", "in segments_first(self.tables)", "in self.tables"
+        ),
     ),
     "a merge fails a commit": (
         "transactions/test_merges.py::test_a_collected_chunk_that_only_a_merge_needs_does_not_fail_the_commit",
-        Edit("tstore.transactions.staged_tree:StagedTree.drop_merges", "array.merge = None", "pass"),
+        Edit("tstore.core.transactions.staged_tree:StagedTree.drop_merges", "array.merge = None", "pass"),
     ),
     "merges are accepted unchecked": (
         "transactions/test_merges.py::test_a_merge_that_changes_chunks_is_noticed",
-        Edit("tstore.format.tree.validation:check_merges", "if differs:", "if False:"),
+        Edit("tstore.core.format.tree.validation:check_merges", "if differs:", "if False:"),
     ),
     "dropping and setting a tag do not conflict": (
         "transactions/test_transaction.py::test_dropped_tags_conflict",
@@ -281,15 +283,15 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "checksums are not compared": (
         "guarantees/test_corruption.py::test_every_flipped_byte_is_detected",
-        Edit("tstore.data.pieces:ChunkPiece._verify", "if checks != self.checks:", "if False:"),
+        Edit("tstore.core.data.pieces:ChunkPiece._verify", "if checks != self.checks:", "if False:"),
     ),
     "a chunk that no host wrote passes": (
         "transactions/test_group.py::test_a_chunk_that_no_host_wrote_is_refused",
-        Edit("tstore.transactions.fragments:check_complete", "if incomplete:", "if False:"),
+        Edit("tstore.core.transactions.fragments:check_complete", "if incomplete:", "if False:"),
     ),
     "a chunk that two hosts wrote passes": (
         "transactions/test_group.py::test_a_chunk_that_two_hosts_wrote_is_refused",
-        Edit("tstore.transactions.fragments:_check_once", "if twice:", "if False:"),
+        Edit("tstore.core.transactions.fragments:_check_once", "if twice:", "if False:"),
     ),
     "a second fragment of a host passes": (
         "transactions/test_group.py::test_a_second_different_fragment_of_a_host_is_refused",
@@ -314,7 +316,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "only the first host's deletions apply": (
         "transactions/test_group.py::test_deletions_of_every_host_are_applied",
         Edit(
-            "tstore.transactions.fragments:merge",
+            "tstore.core.transactions.fragments:merge",
             "deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted))",
             "deleted=first.deleted",
         ),
@@ -322,19 +324,19 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "blocks of hosts are not compared": (
         "transactions/test_group.py::test_values_that_some_hosts_lack_are_compared_between_blocks[known2-True]",
         Edit(
-            "tstore.transactions.fragments:merge",
+            "tstore.core.transactions.fragments:merge",
             "replicated=dict(itertools.islice(replicated.items(), MAX_TAGS_SET))",
             "replicated=first.replicated",
         ),
     ),
     "a redelivered fragment is not synced": (
         "guarantees/test_durability.py::test_a_redelivered_fragment_is_made_durable",
-        Edit("tstore.storage.local.store:LocalStorage._create", "sync_existing(path)", "pass"),
+        Edit("tstore.core.storage.local.store:LocalStorage._create", "sync_existing(path)", "pass"),
     ),
     "a waiting host does not sync the record": (
         "guarantees/test_durability.py::test_a_waiting_host_syncs_the_name_of_the_record",
         Edit(
-            "tstore.transactions.cooperative:_Waiter.wait",
+            "tstore.core.transactions.cooperative:_Waiter.wait",
             "await self._commit.log.make_durable(version, self._commit.durability)",
             "pass",
         ),
@@ -366,7 +368,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "conflicting commits join a group commit": (
         "guarantees/test_contention.py::test_conflicting_commits_do_not_share_a_record[local]",
         Edit(
-            "tstore.log.group_commit:QueuedCommit.may_share_with",
+            "tstore.core.log.group_commit:QueuedCommit.may_share_with",
             "return self._few_chunks.isdisjoint(other._few_chunks)",
             "return True",
         ),
@@ -377,11 +379,13 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "retention sees only the first step tag": (
         "guarantees/test_contention.py::test_retention_sees_every_step_tag_of_one_version",
-        Edit("tstore.format.tree.retention:Keep.select", "for tag in entry.tags)", "for tag in entry.tags[:1])"),
+        Edit(
+            "tstore.core.format.tree.retention:Keep.select", "for tag in entry.tags)", "for tag in entry.tags[:1])"
+        ),
     ),
     "an expired intermediate version is skipped": (
         "transactions/test_reapply.py::test_an_expired_intermediate_version_loses_no_update",
-        Edit("tstore.transactions.conflicts:reapply", "version = newer[-1][0]", "version = newer[0][0]"),
+        Edit("tstore.core.transactions.conflicts:reapply", "version = newer[-1][0]", "version = newer[0][0]"),
     ),
     "reapplied chunks are not synced": (
         "transactions/test_reapply.py::test_reapplied_chunks_are_durable_once_the_commit_is",
@@ -389,11 +393,11 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "deletions and writes of hosts not compared": (
         "transactions/test_group.py::test_conflicting_changes_of_two_hosts_are_refused",
-        Edit("tstore.transactions.fragments:_check_paths", "if colliding:", "if False:"),
+        Edit("tstore.core.transactions.fragments:_check_paths", "if colliding:", "if False:"),
     ),
     "a gc overlooks a step that became the newest": (
         "maintenance/test_collect.py::test_a_step_that_is_the_newest_again_during_a_gc_stays",
-        Edit("tstore.maintenance.gc:_Plan.spare", "or dropped ", ""),
+        Edit("tstore.core.maintenance.gc:_Plan.spare", "or dropped ", ""),
     ),
     "save reuses again after SourceCondemned": (
         "maintenance/test_collect.py::test_a_save_that_rewrites_chunks_reuses_no_others",
@@ -401,15 +405,15 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a commit does not wait for operations": (
         "transactions/test_operations.py::test_a_commit_waits_for_pending_writes",
-        Edit("tstore.transactions.lifecycle:Lifecycle.wait_idle", "while self._under_way:", "while False:"),
+        Edit("tstore.core.transactions.lifecycle:Lifecycle.wait_idle", "while self._under_way:", "while False:"),
     ),
     "handles from before a change are accepted": (
         "transactions/test_operations.py::test_a_handle_from_before_a_resize_is_misuse",
-        Edit("tstore.transactions.staged_tree:StagedTree.check_handle", "if not is_same or", "if"),
+        Edit("tstore.core.transactions.staged_tree:StagedTree.check_handle", "if not is_same or", "if"),
     ),
     "a partial write may change other values": (
         "data/test_lossy_parts.py::test_a_value_that_would_erase_others_is_refused",
-        Edit("tstore.transactions.patches:_reencoded", "if count:", "if False:"),
+        Edit("tstore.core.transactions.patches:_reencoded", "if count:", "if False:"),
     ),
     "a root that the server did not make passes": (
         RECORDS + "test_only_the_correct_root_is_accepted",
@@ -430,7 +434,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "received blocks may have other bytes": (
         POISONED + "test_each_block_of_a_long_chunk_is_verified",
         Edit(
-            "tstore.server.chunk_checks:ReceivedPacks.unverified",
+            "tstore.service.server.chunk_checks:ReceivedPacks.unverified",
             "(checks[starts[hashed] // BLOCK] != expected[hashed]).any(axis=1)",
             "False",
         ),
@@ -438,14 +442,14 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "every chunk of another pack is known": (
         POISONED + "test_a_chunk_of_other_bytes_is_refused",
         Edit(
-            "tstore.format.tree.added_chunks:_equal",
+            "tstore.core.format.tree.added_chunks:_equal",
             "(x.checks != y.checks).any(axis=1)",
             "(x.checks != x.checks).any(axis=1)",
         ),
     ),
     "checks go on from before a collection": (
         POISONED + "test_a_verification_begins_again_after_a_collection[collect]",
-        Edit("tstore.server.log_state:LogState.advance", "self.progress = CheckProgress()", "pass"),
+        Edit("tstore.service.server.log_state:LogState.advance", "self.progress = CheckProgress()", "pass"),
     ),
     "a check goes on where one of others ended": (
         POISONED + "test_a_verification_begins_again_after_a_collection[another]",
@@ -454,43 +458,47 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a chunk written again since is known": (
         "format/test_added_chunks.py::test_only_the_newest_row_of_a_chunk_is_known",
         Edit(
-            "tstore.format.tree.added_chunks:_groups",
+            "tstore.core.format.tree.added_chunks:_groups",
             "table = tables[at][-depth]",
             "table = tables[at][depth - 1]",
         ),
     ),
     "finding new chunks reads whole arrays": (
         "format/test_added_chunks.py::test_the_work_depends_on_the_chunks_of_the_record_alone",
-        Edit("tstore.format.objects.chunk_refs:ChunkTable.take", "columns.number[at]", "(columns.number + 0)[at]"),
+        Edit(
+            "tstore.core.format.objects.chunk_refs:ChunkTable.take",
+            "columns.number[at]",
+            "(columns.number + 0)[at]",
+        ),
     ),
     "the first commit is not the outcome": (
         "log/test_log.py::test_the_outcome_of_a_transaction_is_its_first_commit",
         Edit(
-            "tstore.log.reader:LogReader.find",
+            "tstore.core.log.reader:LogReader.find",
             "first = version if stored.record.commits(transaction) else first",
             "first = first or (version if stored.record.commits(transaction) else None)",
         ),
     ),
     "the values of a record are not counted": (
         "format/test_bounds.py::test_the_metadata_of_all_transactions_is_counted_together",
-        Edit("tstore.format.objects.encoding:_check_size", "if excess:", "if False:"),
+        Edit("tstore.core.format.objects.encoding:_check_size", "if excess:", "if False:"),
     ),
     "a body needs no least rate": (
         "server/test_server.py::test_server_and_client_tolerate_the_same_slowness",
         Edit(
-            "tstore.server.transfers:Transfer._remaining",
+            "tstore.service.server.transfers:Transfer._remaining",
             "return min(stall - (self._waited - self._piece_end[1]), stall + self.moved / rate - self._waited)",
             "return 1e9",
         ),
     ),
     "any Host passes without a token": (
         "attacks/test_server_http.py::test_other_host_names_are_refused_without_a_token",
-        Edit("tstore.server.app:App._names_this_server", "return False", "return True"),
+        Edit("tstore.service.server.app:App._names_this_server", "return False", "return True"),
     ),
     "a zstd frame may declare any size": (
         "attacks/test_frames.py::test_the_declared_size_is_checked_before_anything_is_decoded",
         Edit(
-            "tstore.format.arrays.compressors:_Zstd.decode",
+            "tstore.core.format.arrays.compressors:_Zstd.decode",
             "size > max_size or not is_feasible(size, len(data))",
             "False",
         ),
@@ -498,7 +506,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "reads have no bound by kind of object": (
         "attacks/test_endless_responses.py::test_every_storage_stops_at_the_bound",
         Edit(
-            "tstore.storage.objects:read_limit",
+            "tstore.core.storage.objects:read_limit",
             "MAX_OBJECT_BYTES if limit is None else limit",
             "MAX_OBJECT_BYTES",
         ),
@@ -506,7 +514,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "errors in a document keep their own type": (
         "attacks/test_array_documents.py::test_the_error_of_an_invalid_document_names_its_path",
         Edit(
-            "tstore.format.arrays.array_metadata:ArrayMeta.__init__",
+            "tstore.core.format.arrays.array_metadata:ArrayMeta.__init__",
             "except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)",
             "except LookupError",
         ),
@@ -514,42 +522,48 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a token without a host goes everywhere": (
         "storage/test_http_token.py::test_a_token_without_a_host_is_never_sent",
         Edit(
-            "tstore.storage.http.tokens:_variables",
+            "tstore.core.storage.http.tokens:_variables",
             "if variable != _FILE]",
             "if variable != _FILE] + ['TSTORE_TOKEN']",
         ),
     ),
     "long records are held together": (
         "log/test_log.py::test_long_records_are_held_one_at_a_time",
-        Edit("tstore.log.trees:_drop_if_long", "if stored.is_long", "if False"),
+        Edit("tstore.core.log.trees:_drop_if_long", "if stored.is_long", "if False"),
     ),
     "metadata may be nested without a limit": (
         "format/test_bounds.py::test_values_and_levels_are_counted_exactly",
-        Edit("tstore.format.bounds:packed_excess_message", "if len(remaining) > levels:", "if False:"),
+        Edit("tstore.core.format.bounds:packed_excess_message", "if len(remaining) > levels:", "if False:"),
     ),
     "TLS handshakes are not counted": (
         "attacks/test_server_floods.py::test_the_oldest_handshake_is_closed_for_a_new_connection",
-        Edit("tstore.server.connections:Connections.add", "self._open[Stage.ACCEPTED][new] = None", "pass"),
+        Edit(
+            "tstore.service.server.connections:Connections.add", "self._open[Stage.ACCEPTED][new] = None", "pass"
+        ),
     ),
     "each spelling of a token is a client": (
         "attacks/test_server_floods.py::test_a_token_is_one_client_however_it_is_spelled",
-        Edit("tstore.server.access:Access.match", "match = known, scope", "match = authorization.encode(), scope"),
+        Edit(
+            "tstore.service.server.access:Access.match",
+            "match = known, scope",
+            "match = authorization.encode(), scope",
+        ),
     ),
     "turns go to the oldest request": (
         "attacks/test_server_floods.py::test_equal_clients_are_served_in_turn_however_many_requests_each_has",
-        Edit("tstore.server.limits:Shares._order", "self._served.get(waiter.client, 0)", "0"),
+        Edit("tstore.service.server.limits:Shares._order", "self._served.get(waiter.client, 0)", "0"),
     ),
     "metadata is checked in one step": (
         "attacks/test_server_floods.py::test_large_metadata_is_checked_in_steps",
-        Edit("tstore.format.tree.validation:_check_nodes", "if parsed > _STEP_BYTES:", "if False:"),
+        Edit("tstore.core.format.tree.validation:_check_nodes", "if parsed > _STEP_BYTES:", "if False:"),
     ),
     "a new node may be below an array": (
         "format/test_paths.py::test_a_node_below_an_array_is_refused[0]",
-        Edit("tstore.format.tree.validation:_check_nesting", "nodes[path].is_array", "False"),
+        Edit("tstore.core.format.tree.validation:_check_nesting", "nodes[path].is_array", "False"),
     ),
     "gc does not look for records above a gap": (
         "maintenance/test_collect.py::test_a_gap_in_the_log_prevents_the_collection[lost0-folder]",
-        Edit("tstore.maintenance.gc:collect", "await checked_newest(reader)", "await reader.newest()"),
+        Edit("tstore.core.maintenance.gc:collect", "await checked_newest(reader)", "await reader.newest()"),
     ),
     "a writer does not look for records far above": (
         "log/test_log.py::test_a_gap_in_the_log_is_not_filled[5]",
@@ -557,11 +571,13 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a server lets a gc ignore later records": (
         RECORDS + "test_a_collection_below_later_records_is_refused",
-        Edit("tstore.server.log_state:LogState.ledger_at_end", "missing := await", "missing := () and await"),
+        Edit(
+            "tstore.service.server.log_state:LogState.ledger_at_end", "missing := await", "missing := () and await"
+        ),
     ),
     "a transaction on a voided version commits": (
         REPAIRS + "test_a_transaction_that_has_not_read_the_voided_record_conflicts",
-        Edit("tstore.log.log:refuse_voided", "if voided and", "if False and"),
+        Edit("tstore.core.log.log:refuse_voided", "if voided and", "if False and"),
     ),
     "finish commits what was voided": (
         REPAIRS + "test_finish_never_commits_again_what_was_voided",
@@ -569,27 +585,27 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "writes over other metadata are read": (
         REPAIRS + "test_a_version_that_rests_on_a_damaged_one_is_named",
-        Edit("tstore.format.tree.levels:Layer.check_above", "raise no_foundation(path)", "pass"),
+        Edit("tstore.core.format.tree.levels:Layer.check_above", "raise no_foundation(path)", "pass"),
     ),
     "a repair ignores what rests on a version": (
         REPAIRS + "test_an_intact_version_on_which_a_later_one_rests_is_not_voided_alone",
-        Edit("tstore.maintenance.repair:_check_consequences", "if after:", "if False:"),
+        Edit("tstore.core.maintenance.repair:_check_consequences", "if after:", "if False:"),
     ),
     "trees of voided versions are kept": (
         REPAIRS + "test_an_open_store_forgets_trees_of_voided_versions",
-        Edit("tstore.log.trees:Trees.drop_voided", "self._cached.drop_from(version)", "pass"),
+        Edit("tstore.core.log.trees:Trees.drop_voided", "self._cached.drop_from(version)", "pass"),
     ),
     "a repair drops a tag set meanwhile": (
         REPAIRS + "test_a_tag_set_during_the_repair_is_not_dropped",
-        Edit("tstore.maintenance.repair:_append", "isdisjoint(record.dropped)", "isdisjoint(())"),
+        Edit("tstore.core.maintenance.repair:_append", "isdisjoint(record.dropped)", "isdisjoint(())"),
     ),
     "a voided gc goes on": (
         REPAIRS + "test_a_gc_whose_record_was_damaged_and_voided_ends",
-        Edit("tstore.maintenance.gc:_delete", "if version is not None:", "if False:"),
+        Edit("tstore.core.maintenance.gc:_delete", "if version is not None:", "if False:"),
     ),
     "what a voided gc condemned is alive again": (
         REPAIRS + "test_a_gc_that_is_still_deleting_while_its_record_is_voided",
-        Edit("tstore.maintenance.repair_plan:RepairPlan._needing_revoked", "if gone:", "if False:"),
+        Edit("tstore.core.maintenance.repair_plan:RepairPlan._needing_revoked", "if gone:", "if False:"),
     ),
     "an append passes a cooperative commit": (
         "transactions/test_group.py::test_values_appended_before_the_hosts_commit_are_not_lost",
@@ -597,23 +613,23 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a repair drops a tag of another version": (
         REPAIRS + "test_a_tag_moved_away_before_the_repair_is_not_dropped[3]",
-        Edit("tstore.maintenance.repair:_tags_of", ".tags.items() if version in voided)", ".tags.items())"),
+        Edit("tstore.core.maintenance.repair:_tags_of", ".tags.items() if version in voided)", ".tags.items())"),
     ),
     "a copy replaces manifests of another one": (
         "copying/test_copy_histories.py::test_an_object_of_a_diverged_copy_is_not_replaced[manifest]",
-        Edit("tstore.copying.copy:_Copy._copy_manifests", "await self._check_common_records()", "pass"),
+        Edit("tstore.core.copying.copy:_Copy._copy_manifests", "await self._check_common_records()", "pass"),
     ),
     "pages of another store's root are read": (
         "transactions/test_roots.py::test_a_writer_does_not_read_the_root_that_a_backup_left_in_place_of_its_own",
-        Edit("tstore.log.roots:write_root", "if is_stored:", "if True:"),
+        Edit("tstore.core.log.roots:write_root", "if is_stored:", "if True:"),
     ),
     "an expired version is tagged": (
         "maintenance/test_tags.py::test_a_version_that_expires_during_the_commit_is_not_tagged",
-        Edit("tstore.format.tree.retention:refuse_condemned", "(collection.expired)", "(())"),
+        Edit("tstore.core.format.tree.retention:refuse_condemned", "(collection.expired)", "(())"),
     ),
     "a create does not look for an archive": (
         "log/test_archives.py::test_a_stalled_writer_whose_number_was_archived_commits_another_one",
-        Edit("tstore.storage.base:_StagedInMemory.create", "if unless and", "if False and"),
+        Edit("tstore.core.storage.base:_StagedInMemory.create", "if unless and", "if False and"),
     ),
     "readers prefer an object to its archive": (
         "log/test_archives.py::test_readers_ignore_an_object_beside_the_archive",
@@ -622,7 +638,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "records are deleted as they are archived": (
         "log/test_archives.py::test_nothing_is_deleted_by_the_collection_that_archives",
         Edit(
-            "tstore.maintenance.compaction:compact",
+            "tstore.core.maintenance.compaction:compact",
             "await _archive(log, end)",
             "await _archive(log, end); await _delete(log, end, versions)",
         ),
@@ -661,12 +677,12 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a voided record is known by no other name": (
         "log/test_chain.py::test_a_record_out_of_place_can_be_voided[2-3]",
-        Edit("tstore.maintenance.lost_records:named_checks", "named[link.version].add(link.check)", "pass"),
+        Edit("tstore.core.maintenance.lost_records:named_checks", "named[link.version].add(link.check)", "pass"),
     ),
     "a root continues any other root": (
         "log/test_chain.py::test_copies_merged_below_the_newest_root_are_noticed",
         Edit(
-            "tstore.log.trees:Trees._tree_of_root",
+            "tstore.core.log.trees:Trees._tree_of_root",
             "not self._records.chain.agrees(each.parent, each.parent_check)",
             "False",
         ),
@@ -674,7 +690,9 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a staged record is kept beyond a root": (
         "log/test_chain.py::test_a_record_is_made_again_only_beyond_a_root[6]",
         Edit(
-            "tstore.log.log:_CandidateRecord.prepare", "self._link.version < first_link(link.version + 1)", "False"
+            "tstore.core.log.log:_CandidateRecord.prepare",
+            "self._link.version < first_link(link.version + 1)",
+            "False",
         ),
     ),
     "a server takes any link": (
@@ -683,7 +701,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "records out of place are archived": (
         "log/test_chain.py::test_records_out_of_place_are_not_archived",
-        Edit("tstore.maintenance.compaction:_archive", "chain.add(version, record, data)", "pass"),
+        Edit("tstore.core.maintenance.compaction:_archive", "chain.add(version, record, data)", "pass"),
     ),
     "a repair expires a head that is damaged": (
         PLANS + "test_the_head_of_a_voided_collection_lost_its_pack_in_another_way",
@@ -779,15 +797,15 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a copy replaces packs of another one": (
         "copying/test_copy_histories.py::test_an_object_of_a_diverged_copy_is_not_replaced",
-        Edit("tstore.copying.copy:_Copy._copy_packs", "await self._check_common_records()", "pass"),
+        Edit("tstore.core.copying.copy:_Copy._copy_packs", "await self._check_common_records()", "pass"),
     ),
     "a copy misses a voided record of that length": (
         REPAIRS + "test_a_voided_record_as_long_as_the_one_before_is_noticed_by_a_copy",
-        Edit("tstore.copying.destination:Destination.create_records", "REPAIR.encode() in data", "False"),
+        Edit("tstore.core.copying.destination:Destination.create_records", "REPAIR.encode() in data", "False"),
     ),
     "a repair keeps tags if the head is damaged": (
         REPAIRS + "test_a_tag_of_a_damaged_version_is_dropped_though_the_head_rests_on_that",
-        Edit("tstore.maintenance.repair:_tags_of", "range(voided[0] + 1, base + 1)", "range(0)"),
+        Edit("tstore.core.maintenance.repair:_tags_of", "range(voided[0] + 1, base + 1)", "range(0)"),
     ),
     "a copy needs the manifests of the head": (
         PLANS + "test_what_needs_a_manifest_that_a_voided_collection_still_deletes_is_expired",
@@ -800,22 +818,22 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a gc forgets manifests below the last": (
         PLANS + "test_older_manifests_that_the_newest_state_needs_stay",
         Edit(
-            "tstore.maintenance.gc:_Plan._release",
+            "tstore.core.maintenance.gc:_Plan._release",
             "max((i for i, e in enumerate(entries) if e.standalone), default=0)",
             "len(entries) - 1",
         ),
     ),
     "a gc deletes a root that is needed again": (
         "maintenance/test_repair_archives.py::test_a_root_that_a_voided_collection_did_not_delete_is_kept",
-        Edit("tstore.maintenance.gc:_Plan.make", "*map(root_key, self._needed_roots)", "*()"),
+        Edit("tstore.core.maintenance.gc:_Plan.make", "*map(root_key, self._needed_roots)", "*()"),
     ),
     "a gc deletes what a forged one condemned": (
         "maintenance/test_collect_hostile.py::test_a_forged_gc_condemns_what_living_versions_need",
-        Edit("tstore.maintenance.gc:_Plan.make", "- in_use", "- self.ledger.transactions"),
+        Edit("tstore.core.maintenance.gc:_Plan.make", "- in_use", "- self.ledger.transactions"),
     ),
     "a gc takes a pack that a forged one names": (
         "maintenance/test_collect_hostile.py::test_a_forged_gc_condemns_what_living_versions_need",
-        Edit("tstore.maintenance.gc:_Plan.make", "and owner_of(key) not in self.ledger.transactions", ""),
+        Edit("tstore.core.maintenance.gc:_Plan.make", "and owner_of(key) not in self.ledger.transactions", ""),
     ),
     "a chunk beside fill values is hidden": (
         "zarr/test_fill_values.py::test_fill_values_hide_no_other_chunk_of_their_pack",
@@ -879,7 +897,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a copy lacks the manifest below a root": (
         "maintenance/test_repair_archives.py::test_a_collection_keeps_what_a_lost_record_wrote[True-True]",
-        Edit("tstore.copying.inventory:take_inventory", "inventory.add_base(tree)", "pass"),
+        Edit("tstore.core.copying.inventory:take_inventory", "inventory.add_base(tree)", "pass"),
     ),
 }
 

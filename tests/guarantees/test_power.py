@@ -14,12 +14,12 @@ import pytest
 
 import tstore
 from tests.support import power
-from tstore.copying.copy import copy_to
+from tstore.core.copying.copy import copy_to
+from tstore.core.format.layout import commit_key
+from tstore.core.storage.local.store import LocalStorage
+from tstore.core.storage.objects import Durability
 from tstore.errors import NotAStore, NotFound, Unavailable
-from tstore.format.layout import commit_key
-from tstore.simulation.scenario import override_constants
-from tstore.storage.local.store import LocalStorage
-from tstore.storage.objects import Durability
+from tstore.lab.simulation.scenario import override_constants
 
 ROOT = 8
 """The version with a root."""
@@ -140,7 +140,7 @@ async def test_a_power_failure_at_any_moment(tmp_path: Path, monkeypatch: pytest
             async with store.transaction(durability="none" if number < version - 3 else "fsync"):
                 pass
     with monkeypatch.context() as patch:
-        patch.setattr("tstore.storage.local.pack._EXTENT", 1 << 16)  # otherwise each state has 64 MiB of zeros
+        patch.setattr("tstore.core.storage.local.pack._EXTENT", 1 << 16)  # else each state has 64 MiB
         recorder = power.Recorder(url.parent, patch)
         await act(url)
     assert bool(list(url.glob("txn/*/manifest*"))) == (before == WIDE or not before)

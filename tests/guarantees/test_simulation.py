@@ -84,18 +84,18 @@ import pytest
 
 import tstore
 from tests.support.mutation import Edit
-from tstore.log import log, trees
-from tstore.runtime import pool
-from tstore.simulation import runs
-from tstore.simulation.__main__ import main
-from tstore.simulation.history import Append
-from tstore.simulation.replay import Expected
-from tstore.simulation.runs import simulate, simulate_many
-from tstore.simulation.scenario import override_constants, prepare_initial_stores
-from tstore.simulation.storage import HostStorage, SharedObjects
-from tstore.simulation.virtual import NO_FAULTS, Host, Stuck, VirtualLoop
-from tstore.storage.objects import Durability
-from tstore.transactions.membership import Membership
+from tstore.core.log import log, trees
+from tstore.core.runtime import pool
+from tstore.core.storage.objects import Durability
+from tstore.core.transactions.membership import Membership
+from tstore.lab.simulation import runs
+from tstore.lab.simulation.__main__ import main
+from tstore.lab.simulation.history import Append
+from tstore.lab.simulation.replay import Expected
+from tstore.lab.simulation.runs import simulate, simulate_many
+from tstore.lab.simulation.scenario import override_constants, prepare_initial_stores
+from tstore.lab.simulation.storage import HostStorage, SharedObjects
+from tstore.lab.simulation.virtual import NO_FAULTS, Host, Stuck, VirtualLoop
 
 MOST = 600
 """The number of runs within which the kinds of faults and of work must occur."""
@@ -103,18 +103,21 @@ MOST = 600
 TRIED = 100
 """The number of runs within which a fault must be detected, if the run of its seed no longer detects it."""
 
-APPEND, READER = "tstore.log.log:Append.", "tstore.log.reader:LogReader."
-REAPPLY = "tstore.transactions.conflicts:reapply"
-COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree.changes:Changes."
-STAGING, STORAGE = "tstore.transactions.staging:Staging.", "tstore.simulation.storage:SharedObjects."
-MERGE = "tstore.transactions.fragments:FragmentTree.merge_block"
-GC, QUEUE, ARRAY = (
-    "tstore.maintenance.gc:",
-    "tstore.log.group_commit:",
-    "tstore.transactions.staged_array:StagedArray.",
+APPEND, READER = "tstore.core.log.log:Append.", "tstore.core.log.reader:LogReader."
+REAPPLY = "tstore.core.transactions.conflicts:reapply"
+COOPERATIVE, TREE = (
+    "tstore.core.transactions.cooperative:CooperativeCommit.",
+    "tstore.core.format.tree.changes:Changes.",
 )
-COMMITS = "tstore.log.commits:"
-ENCODED = "tstore.transactions.encoded:EncodedStaging."
+STAGING, STORAGE = "tstore.core.transactions.staging:Staging.", "tstore.lab.simulation.storage:SharedObjects."
+MERGE = "tstore.core.transactions.fragments:FragmentTree.merge_block"
+GC, QUEUE, ARRAY = (
+    "tstore.core.maintenance.gc:",
+    "tstore.core.log.group_commit:",
+    "tstore.core.transactions.staged_array:StagedArray.",
+)
+COMMITS = "tstore.core.log.commits:"
+ENCODED = "tstore.core.transactions.encoded:EncodedStaging."
 DECIDE = "await self._decide(version, error)"
 
 MUTATIONS: dict[str, list[Edit]] = {
@@ -180,40 +183,44 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "finisher scans from the highest base": [
         Edit(
-            "tstore.transactions.fragments:merge",
+            "tstore.core.transactions.fragments:merge",
             "base=min(f.base for f in fragments)",
             "base=max(f.base for f in fragments)",
         )
     ],
     "the attempt is not in the id": [
         Edit(
-            "tstore.transactions.membership:Membership.from_arguments",
+            "tstore.core.transactions.membership:Membership.from_arguments",
             "{slug(name)}.{slug(token)}.{unique}",
             "{slug(name)}",
         )
     ],
     "a withdrawn transaction is committed": [
-        Edit("tstore.transactions.decision:Decision.commit", "self._check(existing)", "pass")
+        Edit("tstore.core.transactions.decision:Decision.commit", "self._check(existing)", "pass")
     ],
     "a condemned transaction commits": [
-        Edit("tstore.log.log:refuse_condemned", "if record.transaction in collection.transactions:", "if False:")
+        Edit(
+            "tstore.core.log.log:refuse_condemned",
+            "if record.transaction in collection.transactions:",
+            "if False:",
+        )
     ],
     "reads are not validated": [
         Edit(
-            "tstore.transactions.conflicts:check_reads",
+            "tstore.core.transactions.conflicts:check_reads",
             "await guard_expiry(log, version, run(staged.reads.changed, base, tree))",
             "[]",
         )
     ],
     "values do not count as read": [
         Edit(
-            "tstore.transactions.read_set:ReadSet.add_values",
+            "tstore.core.transactions.read_set:ReadSet.add_values",
             "self.add_chunks(path, numbers, meta.counts, counts)",
             "pass",
         )
     ],
     "lists of paths do not count as read": [
-        Edit("tstore.transactions.read_set:ReadSet.add_all_arrays", "self._all_arrays = True", "pass")
+        Edit("tstore.core.transactions.read_set:ReadSet.add_all_arrays", "self._all_arrays = True", "pass")
     ],
     "one conflict of several commits passes": [
         Edit(
@@ -232,7 +239,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "appended values are not moved": [Edit(REAPPLY, "for path in sorted(extended):", "for path in ():")],
     "a tag that is taken is set again": [
         Edit(
-            "tstore.transactions.tag_edits:TagEdits.check",
+            "tstore.core.transactions.tag_edits:TagEdits.check",
             "if tag in existing and tag not in self.moved:",
             "if False:",
         )
@@ -243,16 +250,16 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "gc lets the newest version expire": [
         Edit(
-            "tstore.format.tree.retention:Keep.select",
+            "tstore.core.format.tree.retention:Keep.select",
             "max((version for version, entry in alive.items() if not entry.source), default=0)",
             "0",
         )
     ],
     "a tag keeps no version": [
-        Edit("tstore.format.tree.retention:Keep.select", "not named.isdisjoint(entry.tags)", "False")
+        Edit("tstore.core.format.tree.retention:Keep.select", "not named.isdisjoint(entry.tags)", "False")
     ],
     "the best by a metric are off by one": [
-        Edit("tstore.format.tree.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
+        Edit("tstore.core.format.tree.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
     ],
     "dropped tags share a record": [Edit(QUEUE + "QueuedCommit.__init__", " or changes.dropped", "")],
     "gc expires a version just tagged": [
@@ -260,14 +267,14 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "deletions of the first host only": [
         Edit(
-            "tstore.transactions.fragments:merge",
+            "tstore.core.transactions.fragments:merge",
             "tuple(dict.fromkeys(d for f in fragments for d in f.deleted))",
             "first.deleted",
         )
     ],
     "a waiting host syncs no folder": [
         Edit(
-            "tstore.transactions.cooperative:_Waiter.wait",
+            "tstore.core.transactions.cooperative:_Waiter.wait",
             "await self._commit.log.make_durable(version, self._commit.durability)",
             "pass",
         )
@@ -278,21 +285,21 @@ MUTATIONS: dict[str, list[Edit]] = {
     "the commit below is not synced": [Edit(APPEND + "_create", "await self._log.storage.sync()", "pass")],
     "packs are not synced": [
         Edit(
-            "tstore.data.writer:PackSet.flush",
+            "tstore.core.data.writer:PackSet.flush",
             "await self._storage.flush(self._folder, self._durability)",
             "pass",
         )
     ],
     "a copied record is not synced": [
         Edit(
-            "tstore.copying.destination:Destination.create_records",
+            "tstore.core.copying.destination:Destination.create_records",
             "await together(lambda version: staged[version].write(commit_key(version)), staged)",
             "pass",
         )
     ],
     "gc forgets packs of segments": [
         Edit(
-            "tstore.format.tree.retention:packs_of",
+            "tstore.core.format.tree.retention:packs_of",
             "node.packs for node in tree.nodes.values()",
             "node.packs for node in tree.nodes.values() if not node.reads_segments",
         )
@@ -302,21 +309,21 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "a root forgets deletions": [
         Edit(
-            "tstore.format.tree.nodes:Nodes.changes",
+            "tstore.core.format.tree.nodes:Nodes.changes",
             "tuple(path for path, node in nodes.items() if node is None)",
             "()",
         )
     ],
     "a root of another version is read": [
         Edit(
-            "tstore.log.trees:_is_of",
+            "tstore.core.log.trees:_is_of",
             "root.version == version and stored.has_root(root)",
             "True",
         )
     ],
     "a segment is lost": [
         Edit(
-            "tstore.transactions.staged_array:_in_segments",
+            "tstore.core.transactions.staged_array:_in_segments",
             "layers(segments, source)",
             "layers(segments[1:], source)",
         )
@@ -326,7 +333,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "references are merged in the wrong order": [
         Edit(
-            "tstore.format.objects.merges:MergePlan.parts",
+            "tstore.core.format.objects.merges:MergePlan.parts",
             "ChunkTable.overlay([*slab, between(rows, start, stop)])",
             "ChunkTable.overlay([between(rows, start, stop), *slab])",
         )
@@ -338,11 +345,11 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(COMMITS + "CommitObjects.existing", "or archive_key(version) in sizes", "")
     ],
     "a record is deleted without an archive": [
-        Edit("tstore.maintenance.compaction:compact", "if archive_key(end) in archived:", "if True:"),
-        Edit("tstore.maintenance.compaction:_delete", "if archive is not None and", "if True and"),
+        Edit("tstore.core.maintenance.compaction:compact", "if archive_key(end) in archived:", "if True:"),
+        Edit("tstore.core.maintenance.compaction:_delete", "if archive is not None and", "if True and"),
     ],
     "an archive is not synced": [
-        Edit("tstore.maintenance.compaction:_archive", "Durability.FSYNC", "Durability.NONE")
+        Edit("tstore.core.maintenance.compaction:_archive", "Durability.FSYNC", "Durability.NONE")
     ],
     "a late host saves behind a rollback": [
         Edit(TREE + "_step_conflicts", "(self, other), (other, self)", "(other, self),")
@@ -358,18 +365,18 @@ MUTATIONS: dict[str, list[Edit]] = {
     "lists of chunks do not count as read": [Edit(ENCODED + "_numbers", "staged.note_chunk_names(path)", "pass")],
     "a record of another version is read": [
         Edit(
-            "tstore.log.chain:Chain.check",
+            "tstore.core.log.chain:Chain.check",
             "if (other := self._versions.get(check, version)) != version:",
             "if False:",
         )
     ],
     "a record of another store is read": [
         Edit(
-            "tstore.log.chain:Chain.check",
+            "tstore.core.log.chain:Chain.check",
             "if self.log_id is not None and link.log_id != self.log_id:",
             "if False:",
         ),
-        Edit("tstore.log.chain:Chain.agrees", "return check in", "return True or check in"),
+        Edit("tstore.core.log.chain:Chain.agrees", "return check in", "return True or check in"),
     ],
 }
 
@@ -420,7 +427,7 @@ def test_runs_with_every_kind_of_fault_break_no_promise(runs: int) -> None:
         commits += outcome.counts["commits"]
         told = "\n".join(outcome.trace)
         missing = {what for what in missing if what not in told}
-    assert not broken, f"replay with python -m tstore.simulation --seed N --trace: {broken}"
+    assert not broken, f"replay with python -m tstore.lab.simulation --seed N --trace: {broken}"
     assert not missing
     assert commits > 5 * runs
 
@@ -486,7 +493,7 @@ def test_a_seed_replays_exactly_in_any_process() -> None:
     assert mine == fingerprint(seeds)
     code = f"""
 import hashlib
-from tstore.simulation.runs import simulate
+from tstore.lab.simulation.runs import simulate
 outcomes = [simulate(seed) for seed in {seeds}]
 print(hashlib.sha256(repr(outcomes).encode()).hexdigest())
 """

@@ -6,7 +6,7 @@
 Several transactions of both isolation levels are open at once, through two `Store`s. They create, write, read,
 resize and delete, set, move and drop tags, also of earlier versions, and end alone or together. Steps are saved
 and versions collected. Reads of any version, by number, tag or time, must equal the model. A commit must succeed
-or fail as the table at the top of `tstore/format/tree/changes.py` says.
+or fail as the table at the top of `tstore/core/format/tree/changes.py` says.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import tstore
 from tests.support.store_model import Grid, Region, Seen, State, Touch, apart, is_at_or_below, same
 from tstore import Keep
+from tstore.core.runtime import pool, world
+from tstore.core.runtime.world import World, use_world
+from tstore.core.storage.base import Storage
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -39,11 +43,7 @@ from tstore.errors import (
     SnapshotExpired,
     TStoreError,
 )
-from tstore.runtime import pool, world
-from tstore.runtime.world import World, use_world
-from tstore.simulation.virtual import VirtualLoop
-from tstore.storage.base import Storage
-from tstore.transactions.transaction import staging_of
+from tstore.lab.simulation.virtual import VirtualLoop
 
 T = TypeVar("T")
 

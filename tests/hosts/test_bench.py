@@ -11,10 +11,10 @@ import pytest
 import tstore
 from tests.support import moto_server
 from tstore.cli import main
+from tstore.core.storage.connect import connect
 from tstore.errors import InvalidArgument, NotAStore
-from tstore.hosts.benchmark import bench
-from tstore.server import Access, Server
-from tstore.storage.connect import connect
+from tstore.lab.hosts.benchmark import bench
+from tstore.service.server import Access, Server
 
 
 def test_the_report_is_complete_and_nothing_is_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tstore.errors import InvalidArgument
-from tstore.hosts.model import advance, spec_for, transformer
+from tstore.lab.hosts.model import advance, spec_for, transformer
 from tstore.sharding import Mesh, P
 
 SMALL = 2_000_000

@@ -437,7 +437,7 @@ def late(folder: Path) -> None:
             ("restore", lambda: tstore.jax.restore(url)),
         ):
             message = rf"^{name}: hosts \[1\] of 2 did not make this call within 0\.2 s"
-            default = patch("tstore.format.arguments._DEFAULT_TIMEOUT", 0.2)
+            default = patch("tstore.core.format.arguments._DEFAULT_TIMEOUT", 0.2)
             with default, pytest.raises(DeadlineExceeded, match=message) as error:
                 call()
             assert error.value.absent == [1]

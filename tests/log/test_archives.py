@@ -18,21 +18,21 @@ import tstore
 from tests.support.held_commit import held_commit
 from tests.support.http_server import ADMIN, WRITE, client_of, everybody
 from tstore import Keep
-from tstore.conformance.faults import Faults, open_faulty
+from tstore.core.format.frame import link_of, linked
+from tstore.core.format.layout import archive_end, archive_key, commit_key
+from tstore.core.format.objects.archives import Archive
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.records import Record
+from tstore.core.log.commits import CommitObjects
+from tstore.core.log.history import Commit
+from tstore.core.storage.base import Storage
+from tstore.core.storage.connect import connect
+from tstore.core.storage.objects import Durability, Tuning
+from tstore.core.store import Store
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, Unavailable
-from tstore.format.frame import link_of, linked
-from tstore.format.layout import archive_end, archive_key, commit_key
-from tstore.format.objects.archives import Archive
-from tstore.format.objects.encoding import encode
-from tstore.format.objects.records import Record
-from tstore.log.commits import CommitObjects
-from tstore.log.history import Commit
-from tstore.server import Server
-from tstore.simulation.scenario import override_constants
-from tstore.storage.base import Storage
-from tstore.storage.connect import connect
-from tstore.storage.objects import Durability, Tuning
-from tstore.store import Store
+from tstore.lab.conformance.faults import Faults, open_faulty
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server
 
 EVERY = 4
 
@@ -437,7 +437,7 @@ async def test_a_server_looks_for_the_archive_after_it_has_created_a_record(
     folder = str(tmp_path / "store")
     store = await fill(folder, range(1, 4))
     faults = Faults(connect(folder))
-    monkeypatch.setattr("tstore.server.server.connect", lambda *_: faults)
+    monkeypatch.setattr("tstore.service.server.server.connect", lambda *_: faults)
     async with Server(folder, access=everybody()) as server, client_of(server, WRITE) as writer:
         gate = faults.hold("create", commit_key(4))
         record = encode(Record("stalled", 3, 0.0))
@@ -485,7 +485,7 @@ async def test_a_record_that_is_copied_late_is_not_beside_its_archive(tmp_path: 
     store = await fill(source, range(1, 20))
     slow = Faults(connect(target))
     gate = slow.hold("create", commit_key(3))
-    late = asyncio.create_task(tstore.copying.copy.copy_to(store, slow))
+    late = asyncio.create_task(tstore.core.copying.copy.copy_to(store, slow))
     await gate.reached()
     for _ in range(2):
         await tstore.copy(source, target)

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 import tstore
-import tstore.server
 from tests.support.forging import placed_in
 from tests.support.http_server import WRITE, client_of, everybody
-from tstore.conformance.faults import open_faulty
+from tstore.core.format.frame import Link, link_of, linked
+from tstore.core.format.layout import ROOT_EVERY, archive_key, commit_key
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.records import Record
+from tstore.core.maintenance.compaction import compact
 from tstore.errors import Corrupt, TStoreError
-from tstore.format.frame import Link, link_of, linked
-from tstore.format.layout import ROOT_EVERY, archive_key, commit_key
-from tstore.format.objects.encoding import encode
-from tstore.format.objects.records import Record
-from tstore.maintenance.compaction import compact
-from tstore.simulation.scenario import override_constants
+from tstore.lab.conformance.faults import open_faulty
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server
 
 Verb = Callable[[tstore.Store, Path], Awaitable[Any]]
 
@@ -73,7 +73,7 @@ async def committed(store: tstore.Store, _: Path) -> None:
 
 
 async def served(store: tstore.Store, _: Path) -> None:
-    async with tstore.server.Server(store.url) as server:
+    async with Server(store.url) as server:
         await (await tstore.open(server.url)).snapshot()
 
 
@@ -228,7 +228,10 @@ async def test_a_damaged_record_to_which_one_later_record_refers_can_be_voided(
 async def test_a_server_refuses_a_record_that_does_not_follow(ours: Path) -> None:
     right = link_of(placed_in(ours, 7, encode(Record("a", 6, 1.0))))
     data = encode(Record("a", 6, 1.0))
-    async with tstore.server.Server(ours, access=everybody()) as server, client_of(server, WRITE) as client:
+    async with (
+        Server(ours, access=everybody()) as server,
+        client_of(server, WRITE) as client,
+    ):
         for wrong in (
             Link(),
             right._replace(log_id=b"x" * 16),

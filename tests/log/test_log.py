@@ -18,7 +18,18 @@ import pytest
 import tstore
 from tests.support.forging import place
 from tests.support.held_commit import held_commit
-from tstore.conformance.faults import Faults, open_faulty
+from tstore.core.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.records import Record
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.tree.changes import Changes
+from tstore.core.log.group_commit import QueuedCommit
+from tstore.core.log.reader import LogReader
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Durability, Entry
+from tstore.core.storage.remote import as_remote
+from tstore.core.storage.wrapper import Wrapper
 from tstore.errors import (
     CommitOutcomeUnknown,
     Conflict,
@@ -28,19 +39,8 @@ from tstore.errors import (
     StorageFull,
     Unavailable,
 )
-from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.encoding import encode
-from tstore.format.objects.records import Record
-from tstore.format.objects.references import Manifest
-from tstore.format.tree.changes import Changes
-from tstore.log.group_commit import QueuedCommit
-from tstore.log.reader import LogReader
-from tstore.server import Server
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Durability, Entry
-from tstore.storage.remote import as_remote
-from tstore.storage.wrapper import Wrapper
+from tstore.lab.conformance.faults import Faults, open_faulty
+from tstore.service.server import Server
 
 NONE = Durability.NONE
 
@@ -261,7 +261,7 @@ async def test_a_repeated_commit_that_fails_does_not_deny_the_first_one(
     faults.fail("get", commit_key(2), nth=2)
     with pytest.raises(CommitOutcomeUnknown):
         await tx.commit()
-    monkeypatch.setattr("tstore.log.search._RECENTLY", 0.0)  # a second later
+    monkeypatch.setattr("tstore.core.log.search._RECENTLY", 0.0)  # a second later
     faults.fail(operation, "commits/*", error=Unavailable if operation == "get" else StorageFull)
     if exists and operation == "create":
         assert await tx.commit() == 2

@@ -18,17 +18,17 @@ from msgspec.structs import replace
 import tstore
 from tests.support.forging import forged
 from tstore import Keep
+from tstore.core.format.layout import commit_key, root_key
+from tstore.core.format.objects.encoding import decode
+from tstore.core.format.objects.records import Root
+from tstore.core.log.records import VersionCache
+from tstore.core.storage.base import Storage
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Durability
+from tstore.core.storage.remote import RemoteStorage
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import Conflict, TimelineChanged
-from tstore.format.layout import commit_key, root_key
-from tstore.format.objects.encoding import decode
-from tstore.format.objects.records import Root
-from tstore.log.records import VersionCache
-from tstore.simulation.scenario import override_constants
-from tstore.storage.base import Storage
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Durability
-from tstore.storage.remote import RemoteStorage
-from tstore.transactions.transaction import staging_of
+from tstore.lab.simulation.scenario import override_constants
 
 
 async def write(store: tstore.Store, upto: int, offset: int) -> None:

@@ -24,8 +24,16 @@ import tstore
 import tstore.sync as blocking
 from tests.support.held_commit import held_commit
 from tests.support.http_server import ADMIN, everybody
-from tstore import Keep, tags
-from tstore.conformance.faults import Faults, open_faulty
+from tstore import Keep
+from tstore.core import tags
+from tstore.core.format.layout import commit_key
+from tstore.core.format.objects.object_ref import ObjectRef
+from tstore.core.storage.connect import connect
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Buffers, Durability, PutMode
+from tstore.core.storage.remote import as_remote
+from tstore.core.storage.wrapper import Wrapper
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
     Conflict,
     Corrupt,
@@ -36,15 +44,8 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.format.layout import commit_key
-from tstore.format.objects.object_ref import ObjectRef
-from tstore.server import Server
-from tstore.storage.connect import connect
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Buffers, Durability, PutMode
-from tstore.storage.remote import as_remote
-from tstore.storage.wrapper import Wrapper
-from tstore.transactions.transaction import staging_of
+from tstore.lab.conformance.faults import Faults, open_faulty
+from tstore.service.server import Server
 
 NEVER = timedelta(days=10_000)
 NOW = timedelta(0)
@@ -745,7 +746,7 @@ async def test_a_gc_takes_as_many_abandoned_transactions_as_its_record_can_name(
     monkeypatch: pytest.MonkeyPatch, *, dies: bool
 ) -> None:
     """Otherwise a store with millions of them could never be collected again."""
-    monkeypatch.setattr("tstore.maintenance.gc._MAX_ABANDONED", 300)
+    monkeypatch.setattr("tstore.core.maintenance.gc._MAX_ABANDONED", 300)
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     await tstore.save(store, {"w": np.arange(9)}, 0)
     names = [f"{i:0100}" for i in range(8)]
@@ -753,7 +754,7 @@ async def test_a_gc_takes_as_many_abandoned_transactions_as_its_record_can_name(
         await store.log.storage.create(f"txn/{name}/pack-0", b"x", Durability.NONE)
     if dies:
         with monkeypatch.context() as patch:
-            patch.setattr("tstore.maintenance.gc._delete", Mock(side_effect=asyncio.CancelledError))
+            patch.setattr("tstore.core.maintenance.gc._delete", Mock(side_effect=asyncio.CancelledError))
             with pytest.raises(asyncio.CancelledError):
                 await store.collect(abandoned=NOW)
         assert (await store.collect(abandoned=NOW)).abandoned == []  # finishes the deletions only

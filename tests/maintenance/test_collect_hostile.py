@@ -16,11 +16,11 @@ from tests.support.collisions import long_walks
 from tests.support.forging import forged, place
 from tests.support.fuzzing import bounded_time
 from tstore import Keep
-from tstore.conformance.faults import Faults, open_faulty
+from tstore.core.format.layout import commit_key, owner_of
+from tstore.core.format.objects.records import Collection, LivingVersion, Record
 from tstore.errors import Conflict, Corrupt, InvalidArgument, Unavailable
-from tstore.format.layout import commit_key, owner_of
-from tstore.format.objects.records import Collection, LivingVersion, Record
-from tstore.simulation.scenario import override_constants
+from tstore.lab.conformance.faults import Faults, open_faulty
+from tstore.lab.simulation.scenario import override_constants
 
 NOW = timedelta(0)
 

@@ -16,14 +16,14 @@ from tests.maintenance.test_repair import VALUES, check_works, damage
 from tests.support.forging import place
 from tstore import Keep
 from tstore.cli import main
+from tstore.core.format.layout import ROOT_EVERY, commit_key
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.records import Part, Record
+from tstore.core.log.reader import LogReader
+from tstore.core.maintenance.damage import incomplete_versions
+from tstore.core.storage.connect import connect
+from tstore.core.storage.wrapper import Wrapper
 from tstore.errors import Corrupt, InvalidArgument, SnapshotExpired
-from tstore.format.layout import ROOT_EVERY, commit_key
-from tstore.format.objects.encoding import encode
-from tstore.format.objects.records import Part, Record
-from tstore.log.reader import LogReader
-from tstore.maintenance.damage import incomplete_versions
-from tstore.storage.connect import connect
-from tstore.storage.wrapper import Wrapper
 
 
 async def step(store: tstore.Store, number: int) -> None:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tstore.cli import main
-from tstore.conformance.faults import open_faulty
+from tstore.core.format.layout import ROOT_EVERY, is_pack, root_key
+from tstore.core.storage.memory import MemoryStorage
 from tstore.errors import InvalidArgument, NotFound, SnapshotExpired
-from tstore.format.layout import ROOT_EVERY, is_pack, root_key
-from tstore.storage.memory import MemoryStorage
+from tstore.lab.conformance.faults import open_faulty
 
 VALUES = np.random.default_rng(0).standard_normal((8, 8)).astype("f4")
 

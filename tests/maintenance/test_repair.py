@@ -22,14 +22,14 @@ from tests.support.forging import forged, place, placed
 from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.cli import main
+from tstore.core.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.core.format.objects.encoding import decode
+from tstore.core.format.objects.records import Collection, Record
+from tstore.core.maintenance import repair
+from tstore.core.storage.memory import MemoryStorage
 from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, SnapshotExpired, TimelineChanged, TStoreError
-from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.objects.encoding import decode
-from tstore.format.objects.records import Collection, Record
-from tstore.maintenance import repair
-from tstore.server import Server
-from tstore.simulation.scenario import override_constants
-from tstore.storage.memory import MemoryStorage
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server
 
 VALUES = np.arange(4000.0)
 

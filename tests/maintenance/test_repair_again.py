@@ -12,9 +12,9 @@ import pytest
 
 import tstore
 from tstore import Keep
+from tstore.core.format.layout import commit_key
+from tstore.core.maintenance import repair
 from tstore.errors import Conflict, Corrupt, SnapshotExpired, TimelineChanged
-from tstore.format.layout import commit_key
-from tstore.maintenance import repair
 
 
 @pytest.fixture

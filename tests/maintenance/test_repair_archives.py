@@ -22,7 +22,13 @@ import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
 from tstore import Keep
 from tstore.cli import main
-from tstore.conformance.faults import Faults
+from tstore.core.format.layout import archive_key, commit_key, root_key
+from tstore.core.format.objects import pages
+from tstore.core.maintenance.repair import repair_store
+from tstore.core.storage.base import Storage
+from tstore.core.storage.connect import connect
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Durability
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -34,15 +40,9 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.format.layout import archive_key, commit_key, root_key
-from tstore.format.objects import pages
-from tstore.maintenance.repair import repair_store
-from tstore.server import Server
-from tstore.simulation.scenario import override_constants
-from tstore.storage.base import Storage
-from tstore.storage.connect import connect
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Durability
+from tstore.lab.conformance.faults import Faults
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server
 
 
 @pytest.fixture(autouse=True)

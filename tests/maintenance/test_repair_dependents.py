@@ -16,6 +16,10 @@ import pytest
 import tstore
 from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
+from tstore.core.format.layout import commit_key
+from tstore.core.maintenance import repair
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.tags import set_tag
 from tstore.errors import (
     Conflict,
     Corrupt,
@@ -25,11 +29,7 @@ from tstore.errors import (
     TimelineChanged,
     TStoreError,
 )
-from tstore.format.layout import commit_key
-from tstore.maintenance import repair
-from tstore.server import Server
-from tstore.storage.memory import MemoryStorage
-from tstore.tags import set_tag
+from tstore.service.server import Server
 
 VALUES = np.arange(8, dtype="f4")
 Edit = Callable[[tstore.Transaction], Awaitable[object]]
@@ -415,7 +415,7 @@ async def test_a_gc_whose_record_was_damaged_and_voided_ends(monkeypatch: pytest
 
 
 async def test_a_collection_planned_before_a_repair_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tstore.maintenance import gc
+    from tstore.core.maintenance import gc
 
     store = await new_store()
     for step in range(3):

@@ -16,11 +16,11 @@ import pytest
 
 import tstore
 from tstore import Keep
+from tstore.core.storage.base import Storage
+from tstore.core.storage.connect import connect
+from tstore.core.storage.objects import Durability
 from tstore.errors import InvalidArgument, SnapshotExpired, TStoreError
-from tstore.simulation.scenario import override_constants
-from tstore.storage.base import Storage
-from tstore.storage.connect import connect
-from tstore.storage.objects import Durability
+from tstore.lab.simulation.scenario import override_constants
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,12 @@ from tests.maintenance.test_repair_dependents import Paused
 from tests.support.held_commit import held_commit
 from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
-from tstore.conformance.faults import open_faulty
+from tstore.core.format.layout import commit_key
+from tstore.core.tags import remove_step, set_tag
 from tstore.errors import SourceCondemned, TimelineChanged
-from tstore.format.layout import commit_key
-from tstore.server import Server
-from tstore.simulation.scenario import override_constants
-from tstore.tags import remove_step, set_tag
+from tstore.lab.conformance.faults import open_faulty
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server
 
 VALUES = np.arange(4000.0)
 NOW = timedelta(0)

@@ -13,18 +13,18 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.transactions.test_merges import make_small
-from tstore.copying.inventory import PackCheck
+from tstore.core.copying.inventory import PackCheck
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.segments import Segment
+from tstore.core.log.segments import SegmentReader
 from tstore.errors import Corrupt
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.segments import Segment
-from tstore.log.segments import SegmentReader
 
 MANY = 400_000
 
 PEAK = """
 import asyncio, sys
 import tstore
-from tstore.maintenance.contents import detailed_listing
+from tstore.core.maintenance.contents import detailed_listing
 
 async def listed(store):
     return await detailed_listing(store.log.reader, await store.snapshot())
@@ -132,7 +132,7 @@ async def test_each_damaged_chunk_is_reported_once_by_its_first_version(
 ) -> None:
     """Merges and resizes restate references; a chunk counts once, and is named by its first version."""
     make_small(monkeypatch)
-    monkeypatch.setattr("tstore.data.writer._MAX_INLINE", 0)
+    monkeypatch.setattr("tstore.core.data.writer._MAX_INLINE", 0)
     store = await tstore.open(tmp_path)
     states = await random_history(store, seed)
     labels: dict[tuple[str, int], str] = {}
@@ -160,9 +160,9 @@ async def test_a_copy_checks_chunks_in_any_order_and_reads_segments_few_times(
 ) -> None:
     """Each segment has chunks all over the pack, as if columns had been written one after the other."""
     make_small(monkeypatch)
-    monkeypatch.setattr("tstore.data.writer._MAX_INLINE", 0)
-    monkeypatch.setattr("tstore.copying.inventory._STEP", 16)
-    monkeypatch.setattr("tstore.copying.inventory._READ_AHEAD", ahead)
+    monkeypatch.setattr("tstore.core.data.writer._MAX_INLINE", 0)
+    monkeypatch.setattr("tstore.core.copying.inventory._STEP", 16)
+    monkeypatch.setattr("tstore.core.copying.inventory._READ_AHEAD", ahead)
     loads: list[Segment] = []
     load = SegmentReader.load
 

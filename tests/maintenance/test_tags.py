@@ -17,17 +17,17 @@ from tests.support.forging import forged, place, placed_in
 from tests.support.held_commit import held_commit
 from tests.support.http_server import ADMIN, WRITE, client_of, everybody
 from tstore import Keep
-from tstore.conformance.faults import open_faulty
+from tstore.core.format.layout import commit_key
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.records import Record
+from tstore.core.format.tree.nodes import Nodes
+from tstore.core.format.tree.tree import Tree
+from tstore.core.maintenance import gc
+from tstore.core.tags import drop_tag, move_tag, remove_step, set_tag
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import AlreadyExists, Conflict, Corrupt, NotFound, SnapshotExpired
-from tstore.format.layout import commit_key
-from tstore.format.objects.encoding import encode
-from tstore.format.objects.records import Record
-from tstore.format.tree.nodes import Nodes
-from tstore.format.tree.tree import Tree
-from tstore.maintenance import gc
-from tstore.server import Server
-from tstore.tags import drop_tag, move_tag, remove_step, set_tag
-from tstore.transactions.transaction import staging_of
+from tstore.lab.conformance.faults import open_faulty
+from tstore.service.server import Server
 
 VALUES = np.arange(2000.0)
 STEPS = {"step/0": 1, "step/1": 2, "step/2": 3}

@@ -13,12 +13,12 @@ import pytest
 import tstore
 from tests.attacks.forgeries import Known, commit, framed, manifest, record
 from tests.support.forging import placed_in
-from tstore.conformance.faults import open_faulty
+from tstore.core.format.layout import commit_key, root_key
+from tstore.core.format.objects.records import StoredRecord
+from tstore.core.log.records import Records
 from tstore.errors import Corrupt
-from tstore.format.layout import commit_key, root_key
-from tstore.format.objects.records import StoredRecord
-from tstore.log.records import Records
-from tstore.simulation.scenario import override_constants
+from tstore.lab.conformance.faults import open_faulty
+from tstore.lab.simulation.scenario import override_constants
 
 
 @pytest.mark.parametrize(("length", "check"), [(32, b"\7" * 16), (160_000, b"\7" * 16), (32, None)])

@@ -14,8 +14,8 @@ import tstore
 from tests.support.browser import Browser, browser
 from tests.support.http_server import everybody
 from tests.support.processes import run_tstore
-from tstore.page import Site
-from tstore.server import Server
+from tstore.service.page import Site
+from tstore.service.server import Server
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ import pytest
 import tstore
 from tests.support.http_server import READ, client_of
 from tstore.cli import main
-from tstore.page import Site
-from tstore.server import Access, Server
-from tstore.statistics.cache import RESULTS
-from tstore.tags import set_tag
+from tstore.core.tags import set_tag
+from tstore.service.page import Site
+from tstore.service.server import Access, Server
+from tstore.service.statistics.cache import RESULTS
 
 
 @pytest.fixture

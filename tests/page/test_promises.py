@@ -17,10 +17,10 @@ import pytest
 import tstore
 from tests.support.http_server import ADMIN, READ, client_of
 from tstore.errors import NotFound
-from tstore.page.navigation import VIEWS
-from tstore.server import Server
-from tstore.statistics.cache import RESULTS
-from tstore.statistics.reading import Batch, Sample
+from tstore.service.page.navigation import VIEWS
+from tstore.service.server import Server
+from tstore.service.statistics.cache import RESULTS
+from tstore.service.statistics.reading import Batch, Sample
 
 MARKUP = "<img src=x onerror='alert(1)'>\"><script>alert(1)</script>"
 OVERRIDE = "\u202e"
@@ -148,7 +148,7 @@ async def test_a_view_does_not_hold_the_event_loop_of_the_server(
         go_on.wait(30)
         return "drawn"
 
-    monkeypatch.setattr("tstore.page.site.render", slow)
+    monkeypatch.setattr("tstore.service.page.site.render", slow)
     async with client_of(server, READ) as client:
         view = asyncio.create_task(client("GET", "/-/page/", Accept="text/html"))
         assert await asyncio.to_thread(rendering.wait, 30)
@@ -166,7 +166,7 @@ async def test_few_long_responses_wait_for_slow_readers(server: Server, monkeypa
         rendered.release()
         return "x" * (32 << 20)
 
-    monkeypatch.setattr("tstore.page.site.render", long)
+    monkeypatch.setattr("tstore.service.page.site.render", long)
     url = urlsplit(server.url)
     head = (
         f"GET /-/page/ HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {READ}\r\nAccept: text/html\r\n\r\n"

@@ -21,9 +21,9 @@ import tstore
 from tests.support.http_server import READ, Client, client_of, everybody
 from tests.support.processes import line, running, start_tstore
 from tstore.errors import Corrupt
-from tstore.page import Site
-from tstore.page.sessions import Sessions
-from tstore.server import Access, Server
+from tstore.service.page import Site
+from tstore.service.page.sessions import Sessions
+from tstore.service.server import Access, Server
 
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 

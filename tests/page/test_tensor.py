@@ -14,11 +14,11 @@ import pytest
 
 import tstore
 from tests.support.http_server import READ, WRITE, Client, client_of, everybody
-from tstore.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.page import Site
-from tstore.server import Limits, Server
-from tstore.statistics.cache import RESULTS
-from tstore.statistics.heat_map import heat_map
+from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.service.page import Site
+from tstore.service.server import Limits, Server
+from tstore.service.statistics.cache import RESULTS
+from tstore.service.statistics.heat_map import heat_map
 
 VALUES = np.random.default_rng(0).standard_normal((3000, 1000)).astype("f4")
 
@@ -257,7 +257,7 @@ async def test_a_client_whose_views_take_long_leaves_turns_for_others(
         computed += 1
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("tstore.page.tensor.summarize", endless)
+    monkeypatch.setattr("tstore.service.page.tensor.summarize", endless)
     async with client_of(server, READ) as greedy, client_of(server, WRITE) as other:
         views = [asyncio.create_task(greedy("GET", f"/-/page/tensor?path=w&budget={1000 + i}")) for i in range(6)]
         for _ in range(3):
@@ -273,7 +273,7 @@ async def test_views_leave_requests_for_those_who_save(store: Path, monkeypatch:
     async def endless(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("tstore.page.tensor.summarize", endless)
+    monkeypatch.setattr("tstore.service.page.tensor.summarize", endless)
     async with (
         Server(store, access=everybody(), page=Site(), limits=Limits(requests=32)) as server,
         client_of(server, READ) as greedy,
@@ -301,7 +301,7 @@ async def test_the_computation_ends_when_the_client_leaves(
         finally:
             cancelled.set()
 
-    monkeypatch.setattr("tstore.page.tensor.summarize", endless)
+    monkeypatch.setattr("tstore.service.page.tensor.summarize", endless)
     async with Server(store, access=everybody(), page=Site()) as server:
         address = urlsplit(server.url)
         _, writer = await asyncio.open_connection(address.hostname, address.port)

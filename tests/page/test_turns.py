@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tstore.page.results import Results
-from tstore.page.turns import Turns
+from tstore.service.page.results import Results
+from tstore.service.page.turns import Turns
 
 
 async def test_one_client_leaves_a_turn_for_others() -> None:

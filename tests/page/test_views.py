@@ -28,16 +28,16 @@ import tstore
 from tests.support import processes
 from tests.support.forging import forged, placed_in
 from tests.support.http_server import READ, WRITE, client_of, everybody
-from tstore.format.layout import commit_key
-from tstore.maintenance.verify import VerifyReport
-from tstore.page import Site
-from tstore.page.distributions import value_plot
-from tstore.page.plots import bars, line, treemap
-from tstore.page.rendering import format_percent
-from tstore.page.views import choices, shell_command
-from tstore.server import Access, Server
-from tstore.storage.local.store import LocalStorage
-from tstore.tags import drop_tag, set_tag
+from tstore.core.format.layout import commit_key
+from tstore.core.maintenance.verify import VerifyReport
+from tstore.core.storage.local.store import LocalStorage
+from tstore.core.tags import drop_tag, set_tag
+from tstore.service.page import Site
+from tstore.service.page.distributions import value_plot
+from tstore.service.page.plots import bars, line, treemap
+from tstore.service.page.rendering import format_percent
+from tstore.service.page.views import choices, shell_command
+from tstore.service.server import Access, Server
 
 
 async def document(server: Server, view: str, token: str = READ, **parameters: Any) -> dict[str, Any]:
@@ -144,7 +144,7 @@ async def test_a_new_version_reads_only_the_new_records(
         return await short_objects(self, keys)
 
     monkeypatch.setattr(LocalStorage, "short_objects", noted)
-    monkeypatch.setattr("tstore.log.records.CACHED_RECORDS", 1)
+    monkeypatch.setattr("tstore.core.log.records.CACHED_RECORDS", 1)
     w = np.zeros(100)
     for step in range(30, 400, 10):  # more records than are read with the first one
         await tstore.save(store, {"w": w}, step=step)
@@ -158,7 +158,7 @@ async def test_a_new_version_reads_only_the_new_records(
 async def test_a_history_that_changed_is_shown_as_a_new_server_shows_it(
     server: Server, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tstore.log.records.CACHED_RECORDS", 1)  # a repair of a cached one opens it again
+    monkeypatch.setattr("tstore.core.log.records.CACHED_RECORDS", 1)  # a repair of a cached one opens it again
 
     async def shown() -> None:
         async with Server(store, access=everybody(), page=Site()) as other:
@@ -254,7 +254,7 @@ async def test_the_newest_value_of_a_metric_is_told_even_if_it_is_not_finite(ser
 async def test_the_status_of_a_run(server: Server, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await document(server, "")
     now = datetime.datetime.fromisoformat(run["rows"][0]["time"]).timestamp() + 30
-    monkeypatch.setattr("tstore.page.status.time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr("tstore.service.page.status.time", SimpleNamespace(time=lambda: now))
     status = (await document(server, "status"))["status"]
     assert (status["state"], status["look_at"]) == ("good", [])
     assert (status["step"]["state"], status["step"]["step"], status["step"]["age"]) == ("good", 20, 30)
@@ -325,7 +325,7 @@ async def test_the_status_tells_of_hosts(server: Server, store: Path, monkeypatc
     attempt.mkdir()
     (attempt / "part-00000-of-00004").touch()
     seconds = itertools.count()
-    monkeypatch.setattr("tstore.page.hosts.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr("tstore.service.page.hosts.time", SimpleNamespace(monotonic=lambda: next(seconds)))
 
     async def hosts(beat: float) -> dict[str, Any]:
         (attempt / "alive-00001-of-00004").write_text(json.dumps({"name": "step/30", "time": beat}))
@@ -519,7 +519,7 @@ async def test_a_look_for_hosts_reads_no_commits_if_nothing_is_under_way(
     def read(*_: object) -> None:
         raise AssertionError("commits are read")
 
-    monkeypatch.setattr("tstore.log.reader.LogReader.each_record", read)
+    monkeypatch.setattr("tstore.core.log.reader.LogReader.each_record", read)
     assert (await document(server, "hosts"))["pending"] == []
 
 
@@ -583,7 +583,7 @@ async def test_a_damaged_root_group_is_named(
     server: Server, store: Path, monkeypatch: pytest.MonkeyPatch, metadata: bytes
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("tstore.transactions.staged_tree.group_document", lambda *_: metadata)
+        patch.setattr("tstore.core.transactions.staged_tree.group_document", lambda *_: metadata)
         await tstore.save(store, {"w": np.ones(3)}, step=30)
     for view in ("tree", "compare"):
         found = await document(server, view)

@@ -19,9 +19,9 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, SnapshotExpired, Unavailable
 from tstore.quantization.report import plot_report
-from tstore.transactions.transaction import staging_of
 
 RNG = np.random.default_rng(7)
 KINDS = ["float16", "bfloat16", "float32", "float64"]
@@ -211,7 +211,7 @@ class Reads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes: dict[str, int] = {}
         self.calls: Counter[str] = Counter()
-        read_chunks, read_local = tstore.snapshot.read_chunks, tstore.snapshot.read_local
+        read_chunks, read_local = tstore.core.snapshot.read_chunks, tstore.core.snapshot.read_local
 
         def count(job: Any) -> None:
             self.calls[job.path] += 1
@@ -226,9 +226,9 @@ class Reads:
             count(job)
             read_local(storage, job, threads)
 
-        monkeypatch.setattr("tstore.snapshot.read_local", counting_local)
+        monkeypatch.setattr("tstore.core.snapshot.read_local", counting_local)
 
-        for module in ("tstore.snapshot", "tstore.data.shared_reads"):
+        for module in ("tstore.core.snapshot", "tstore.core.data.shared_reads"):
             monkeypatch.setattr(f"{module}.read_chunks", counting)
 
 
@@ -249,7 +249,7 @@ async def test_values_are_read_once_where_memory_allows_and_the_result_is_the_sa
     }
     await tstore.save(tmp_path, tree, 0)
     local = await tstore.quantize(tmp_path, **options, tag="local", memory=1 << 20)
-    monkeypatch.setattr("tstore.snapshot.is_local", lambda storage: False)
+    monkeypatch.setattr("tstore.core.snapshot.is_local", lambda storage: False)
     reads = Reads(monkeypatch)
     roomy = await tstore.quantize(tmp_path, **options, at="step/0", tag="roomy", memory=1 << 20)
     assert reads.bytes == {path: x.nbytes for path, x in tree.items()}
@@ -277,7 +277,7 @@ async def test_large_arrays_are_read_once_if_memory_suffices(
         monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
     x = values(256, 128)
     await tstore.save(tmp_path, {"w": x}, 0)
-    monkeypatch.setattr("tstore.snapshot.is_local", lambda storage: is_local)
+    monkeypatch.setattr("tstore.core.snapshot.is_local", lambda storage: is_local)
     counted = Reads(monkeypatch)
     await tstore.quantize(tmp_path, **options, memory=memory)
     assert counted.bytes == {"w": reads * x.nbytes}

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.runtime.computing import compute
-from tstore.runtime.pool import run
+from tstore.core.runtime.computing import compute
+from tstore.core.runtime.pool import run
 
 
 def total(count: int) -> int:
@@ -100,7 +100,7 @@ def test_a_cancellation_leaves_nothing_pending_in_the_interpreter() -> None:
     code = """
         import asyncio, sys
         from tests.runtime.test_computing import Endless, total
-        from tstore.runtime.computing import compute
+        from tstore.core.runtime.computing import compute
 
         async def cancel(call, *arguments, pause):
             task = asyncio.create_task(compute(call, *arguments))

@@ -39,7 +39,7 @@ def test_a_long_read_in_a_child_is_helped_by_threads_of_its_own(tmp_path: Path) 
 
 def test_memory_that_the_parent_has_claimed_is_free_in_a_child() -> None:
     code = """
-    from tstore.runtime import budget
+    from tstore.core.runtime import budget
     budget.acquire(budget.BUDGET)
 
     def claim():
@@ -54,7 +54,7 @@ def test_memory_that_the_parent_has_claimed_is_free_in_a_child() -> None:
 def test_a_child_takes_no_events_of_its_parent() -> None:
     """A descriptor of inotify that is kept for the next wait is closed in a child."""
     code = """
-    from tstore.storage import watch
+    from tstore.core.storage import watch
     fd, other = os.pipe()
     watch._free_descriptors.append(fd)
 

@@ -13,7 +13,7 @@ import pytest
 import tstore.sync as blocking
 from tests.support import processes
 from tests.support.interrupts import AT_EVERY_MOMENT
-from tstore.runtime.budget import BUDGET, scratch
+from tstore.core.runtime.budget import BUDGET, scratch
 
 LIMIT = 300 << 20
 
@@ -205,7 +205,7 @@ def test_scratch_of_many_threads_stays_within_the_budget() -> None:
 
 SHORT_LIVED_THREADS = """
     from concurrent.futures import ThreadPoolExecutor
-    from tstore.runtime.budget import BUDGET, scratch
+    from tstore.core.runtime.budget import BUDGET, scratch
 
     def keeps_its_scratch():  # whether a second use gets the same memory, which is not zeros as new memory is
         with scratch(20 << 20) as buffer:
@@ -228,7 +228,7 @@ INTERRUPTED_ANYWHERE = (
     AT_EVERY_MOMENT
     + """
     import threading
-    from tstore.runtime.budget import BUDGET, scratch
+    from tstore.core.runtime.budget import BUDGET, scratch
 
     def take(size):
         with scratch(size):

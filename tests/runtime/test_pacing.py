@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tstore.runtime import pacing, pool
-from tstore.runtime.pacing import Pace
+from tstore.core.runtime import pacing, pool
+from tstore.core.runtime.pacing import Pace
 
 
 class Clocks:

@@ -15,6 +15,15 @@ import pytest
 import tstore
 from tests.support.forging import forged, place, rewrite, sealed
 from tstore import Keep
+from tstore.core.format.frame import PLAIN, seal
+from tstore.core.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.core.format.objects.encoding import decode, encode
+from tstore.core.format.objects.records import Collection, Fragment, LivingVersion, Part, Record, Root
+from tstore.core.format.objects.references import Manifest
+from tstore.core.log.expiry import last_collection
+from tstore.core.log.marker import read_marker
+from tstore.core.storage.base import Storage
+from tstore.core.storage.objects import Durability
 from tstore.errors import (
     CommitOutcomeUnknown,
     Conflict,
@@ -24,16 +33,7 @@ from tstore.errors import (
     SnapshotExpired,
     TStoreError,
 )
-from tstore.format.frame import PLAIN, seal
-from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.objects.encoding import decode, encode
-from tstore.format.objects.records import Collection, Fragment, LivingVersion, Part, Record, Root
-from tstore.format.objects.references import Manifest
-from tstore.log.expiry import last_collection
-from tstore.log.marker import read_marker
-from tstore.server.kinds import Kind, parse_metadata
-from tstore.storage.base import Storage
-from tstore.storage.objects import Durability
+from tstore.service.server.kinds import Kind, parse_metadata
 
 VALUES = np.arange(4000.0)
 

@@ -15,14 +15,14 @@ import pytest
 import tstore
 from tests.support.forging import placed_in
 from tstore import Keep
+from tstore.core.format.layout import archive_key, commit_key, version_of
+from tstore.core.format.objects.archives import Archive
+from tstore.core.format.objects.encoding import decode, encode
+from tstore.core.format.objects.records import Record
+from tstore.core.tags import move_tag, set_tag
 from tstore.errors import Denied, TStoreError
-from tstore.format.layout import archive_key, commit_key, version_of
-from tstore.format.objects.archives import Archive
-from tstore.format.objects.encoding import decode, encode
-from tstore.format.objects.records import Record
-from tstore.server import Access, Server
-from tstore.simulation.scenario import override_constants
-from tstore.tags import move_tag, set_tag
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Access, Server
 
 TOKENS = {scope: f"{scope}-token-of-the-test" for scope in ("read", "write", "admin")}
 ACCESS = Access({token: scope for scope, token in TOKENS.items()})

@@ -25,18 +25,18 @@ import xxhash
 import tstore
 from tests.support.http_server import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybody, serving, wire
 from tstore.cli import main
+from tstore.core.format.frame import seal
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.records import Record, Root
+from tstore.core.format.objects.references import Manifest
+from tstore.core.storage.limits import BODY_RATE, IDLE_SECONDS
+from tstore.core.storage.objects import Durability
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
-from tstore.format.frame import seal
-from tstore.format.objects.encoding import encode
-from tstore.format.objects.records import Record, Root
-from tstore.format.objects.references import Manifest
-from tstore.server import Access, Certificate, JsonLines, Limits, Server, logging_to
-from tstore.server.limits import LIMITS, PIECE
-from tstore.server.responses import Refused
-from tstore.server.transfers import Transfers
-from tstore.simulation.virtual import VirtualLoop
-from tstore.storage.limits import BODY_RATE, IDLE_SECONDS
-from tstore.storage.objects import Durability
+from tstore.lab.simulation.virtual import VirtualLoop
+from tstore.service.server import Access, Certificate, JsonLines, Limits, Server, logging_to
+from tstore.service.server.limits import LIMITS, PIECE
+from tstore.service.server.responses import Refused
+from tstore.service.server.transfers import Transfers
 
 NO_CHUNKS = Manifest((), (), (), (), b"", b"", b"", b"", b"", b"", b"", b"")
 

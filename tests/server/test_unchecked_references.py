@@ -18,22 +18,22 @@ import tstore
 from tests.support.forging import forged, place, sealed
 from tests.support.http_server import ADMIN, WRITE, Client, Response, client_of, everybody
 from tests.support.work import CountedText, counted_work
+from tstore.core.format.layout import commit_key, root_key
+from tstore.core.format.objects.encoding import decode, decode_record, encode
+from tstore.core.format.objects.object_ref import reference
+from tstore.core.format.objects.records import Collection, Record
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.tree.changes import Changes, NodeChange
+from tstore.core.format.tree.nodes import Nodes
+from tstore.core.format.tree.retention import Ledger
+from tstore.core.format.tree.tree import Tree
+from tstore.core.log.expiry import ledger_since
+from tstore.core.log.reader import LogReader
+from tstore.core.log.trees import ROOT_EVERY
+from tstore.core.runtime import pool
+from tstore.core.storage.objects import Durability
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.layout import commit_key, root_key
-from tstore.format.objects.encoding import decode, decode_record, encode
-from tstore.format.objects.object_ref import reference
-from tstore.format.objects.records import Collection, Record
-from tstore.format.objects.references import Manifest
-from tstore.format.tree.changes import Changes, NodeChange
-from tstore.format.tree.nodes import Nodes
-from tstore.format.tree.retention import Ledger
-from tstore.format.tree.tree import Tree
-from tstore.log.expiry import ledger_since
-from tstore.log.reader import LogReader
-from tstore.log.trees import ROOT_EVERY
-from tstore.runtime import pool
-from tstore.server import Server
-from tstore.storage.objects import Durability
+from tstore.service.server import Server
 
 
 async def test_no_record_names_the_manifest_of_another_transaction(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ async def test_many_voided_versions_are_forgotten_at_once(monkeypatch: pytest.Mo
     reader = store.log.reader
     reader.records.voided.update(range(1, 2000))
     forgotten: list[str] = []
-    monkeypatch.setattr("tstore.log.trees.forget", lambda _storage, key: forgotten.append(key))
+    monkeypatch.setattr("tstore.core.log.trees.forget", lambda _storage, key: forgotten.append(key))
     with counted_work() as work:
         await reader.trees.drop_voided()
     assert not reader.records.voided
@@ -251,8 +251,8 @@ async def test_a_restarted_server_reads_the_living_versions_once(
         assert (await client.create(f"/{commit_key(21)}", encode(Record("other", 20, 1.0)))).status == 201
         return ledger
 
-    monkeypatch.setattr("tstore.server.admission._MAX_FOLLOWED", 0)
-    monkeypatch.setattr("tstore.server.log_state.ledger_since", counted)
+    monkeypatch.setattr("tstore.service.server.admission._MAX_FOLLOWED", 0)
+    monkeypatch.setattr("tstore.service.server.log_state.ledger_since", counted)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
         assert (
             await client.create(f"/{commit_key(21)}", encode(Record("bad", 20, 1.0, collected=9)))
@@ -270,8 +270,8 @@ async def test_a_restarted_server_reads_the_living_versions_once(
 async def test_tags_count_as_memory_of_the_server(
     earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tstore.server.admission.MAX_MEMORY", 1 << 20)
-    monkeypatch.setattr("tstore.server.manifests.MAX_MEMORY", 1 << 20)
+    monkeypatch.setattr("tstore.service.server.admission.MAX_MEMORY", 1 << 20)
+    monkeypatch.setattr("tstore.service.server.manifests.MAX_MEMORY", 1 << 20)
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:

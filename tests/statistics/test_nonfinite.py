@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 import tstore
-from tstore.statistics.nonfinite import Nonfinite, find_nonfinite
+from tstore.service.statistics.nonfinite import Nonfinite, find_nonfinite
 
 
 async def found(folder: Path) -> Nonfinite:

@@ -20,9 +20,9 @@ from hypothesis.extra import numpy as hnp
 import tstore
 import tstore.sync as blocking
 from tests.support.stored_array import stored
-from tstore.conformance.faults import open_faulty
 from tstore.errors import InvalidArgument, NotFound
-from tstore.statistics.cache import ResultCache
+from tstore.lab.conformance.faults import open_faulty
+from tstore.service.statistics.cache import ResultCache
 
 NUMBERS = np.random.default_rng(0).standard_normal((3000, 1000)).astype("f4")
 

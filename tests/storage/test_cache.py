@@ -15,11 +15,11 @@ import pytest
 import tstore
 from tests.support import processes
 from tstore import Cache, Keep
+from tstore.core.storage.cache import PIECE
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Buffers
+from tstore.core.storage.remote import as_remote
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.storage.cache import PIECE
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Buffers
-from tstore.storage.remote import as_remote
 
 BIG = np.random.default_rng(0).random((3 << 20) // 8 * 4).reshape(-1, 1024)  # 12 MB: several pieces
 MANY = {str(i): np.arange(500) + i for i in range(300)}

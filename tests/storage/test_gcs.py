@@ -16,6 +16,9 @@ import tstore
 from tests.support import gcs, ports
 from tests.support.gcs_endpoint import Endpoint, Fault, Wrong, at
 from tests.support.processes import python
+from tstore.core.storage.gcs.store import GcsStorage
+from tstore.core.storage.objects import Entry, PutMode
+from tstore.core.storage.retry import RetryingStorage
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -29,9 +32,6 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.storage.gcs.store import GcsStorage
-from tstore.storage.objects import Entry, PutMode
-from tstore.storage.retry import RetryingStorage
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
 
@@ -127,7 +127,7 @@ async def test_one_of_many_creators_wins(objects: GcsStorage) -> None:
 
 
 async def test_lists(objects: GcsStorage, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.storage.gcs.store._PAGE", 10)
+    monkeypatch.setattr("tstore.core.storage.gcs.store._PAGE", 10)
     other = GcsStorage(f"{objects.url}-2", endpoint_url=server)
     await other.put("not/ours", [b""], CREATE)
     await other.close()
@@ -327,8 +327,8 @@ async def test_a_web_page_is_not_an_object(endpoint: Endpoint, faulty: GcsStorag
 async def test_a_silent_server_is_given_up(
     endpoint: Endpoint, faulty: GcsStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tstore.storage.limits.IDLE_SECONDS", 0.1)
-    monkeypatch.setattr("tstore.storage.limits.CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr("tstore.core.storage.limits.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("tstore.core.storage.limits.CONNECT_SECONDS", 1.0)
     for method, call in [("POST", faulty.put("k", [b"x"], CREATE)), ("GET", faulty.get("k"))]:
         endpoint.faults = at(Fault(Wrong.SILENT), method)
         with pytest.raises(Unavailable, match="silent"):

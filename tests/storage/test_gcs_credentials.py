@@ -20,6 +20,9 @@ from google.auth.compute_engine import _metadata
 
 from tests.support import web_server
 from tests.support.gcs_endpoint import Endpoint, Fault, Wrong, at
+from tstore.core.storage import limits
+from tstore.core.storage.gcs.store import GcsStorage
+from tstore.core.storage.objects import Entry, PutMode
 from tstore.errors import (
     Denied,
     InvalidArgument,
@@ -27,9 +30,6 @@ from tstore.errors import (
     TStoreError,
     Unreachable,
 )
-from tstore.storage import limits
-from tstore.storage.gcs.store import GcsStorage
-from tstore.storage.objects import Entry, PutMode
 
 CREATE = PutMode.CREATE
 SECRET = "ya29.secret-access-token"

@@ -17,10 +17,10 @@ from aiohttp import web
 import tstore
 from tests.support import forks, gcs
 from tests.support.gcs_endpoint import Endpoint, Fault, Wrong
+from tstore.core.storage.gcs.store import GcsStorage
+from tstore.core.storage.remote import as_remote
+from tstore.core.storage.retry import RetryPolicy
 from tstore.errors import CommitOutcomeUnknown, Conflict, Denied, InvalidArgument, NotAStore, Unavailable
-from tstore.storage.gcs.store import GcsStorage
-from tstore.storage.remote import as_remote
-from tstore.storage.retry import RetryPolicy
 
 HOSTS = 8
 ROWS = 4096

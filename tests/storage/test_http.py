@@ -19,10 +19,10 @@ import tstore
 from tests.support import ports, processes
 from tests.support.fileservers import aiohttp_files, nginx, python_files
 from tests.support.forks import forks
+from tstore.core.storage.http.store import HttpStorage
+from tstore.core.storage.objects import PutMode
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotAStore, NotFound, Unreachable
-from tstore.server import Access, Server
-from tstore.storage.http.store import HttpStorage
-from tstore.storage.objects import PutMode
+from tstore.service.server import Access, Server
 
 DATA = bytes(range(256)) * 1000
 TOKENS = {scope: f"token-of-scope-{scope}" for scope in ("read", "write", "admin")}
@@ -344,7 +344,7 @@ def run_with_server(code: str, folder: Path) -> str:
     server = processes.start(
         """
         import asyncio, sys
-        from tstore.server import Server
+        from tstore.service.server import Server
         async def main():
             async with Server(sys.argv[1]) as server:
                 print(server.url, flush=True)

@@ -19,14 +19,14 @@ import trustme
 
 from tests.support.polling import until
 from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok, part, reset, serving, then
+from tstore.core.storage import limits
+from tstore.core.storage.http.body import Sink, fill
+from tstore.core.storage.http.passes import Passes, Stream
+from tstore.core.storage.http.session import tls_context
+from tstore.core.storage.http.store import HttpStorage
+from tstore.core.storage.limits import Deadline
+from tstore.core.storage.remote import as_remote
 from tstore.errors import Corrupt, TStoreError, Unavailable
-from tstore.storage import limits
-from tstore.storage.http.body import Sink, fill
-from tstore.storage.http.passes import Passes, Stream
-from tstore.storage.http.session import tls_context
-from tstore.storage.http.store import HttpStorage
-from tstore.storage.limits import Deadline
-from tstore.storage.remote import as_remote
 
 SIZE = 3 << 20
 BODY = (

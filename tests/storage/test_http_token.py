@@ -15,13 +15,13 @@ from yarl import URL
 
 import tstore
 from tests.support.raw_http import RawResponse, Request, Server, ok, serving
+from tstore.core.storage.gcs.store import GcsStorage
+from tstore.core.storage.http.store import HttpStorage
+from tstore.core.storage.http.tokens import find_token, warn_if_cleartext
+from tstore.core.storage.objects import PutMode
 from tstore.errors import Denied, InvalidArgument, TStoreError
-from tstore.server import Access
-from tstore.server import Server as StoreServer
-from tstore.storage.gcs.store import GcsStorage
-from tstore.storage.http.store import HttpStorage
-from tstore.storage.http.tokens import find_token, warn_if_cleartext
-from tstore.storage.objects import PutMode
+from tstore.service.server import Access
+from tstore.service.server import Server as StoreServer
 
 SECRET = "s3cr3t-t0ken-0123456789"
 OTHER = "0ther-t0ken-0123456789"

@@ -22,13 +22,13 @@ import pytest
 
 import tstore
 from tests.support import processes
-from tstore import conformance
+from tstore.core.format import kernels
+from tstore.core.format.bounds import ROOT_BYTES
+from tstore.core.storage.local.store import LocalStorage
+from tstore.core.storage.objects import Durability
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument
-from tstore.format import kernels
-from tstore.format.bounds import ROOT_BYTES
-from tstore.server.folder import ConfinedStorage
-from tstore.storage.local.store import LocalStorage
-from tstore.storage.objects import Durability
+from tstore.lab import conformance
+from tstore.service.server.folder import ConfinedStorage
 
 TREE = {"a": np.arange(1000.0), "b": {"c": np.ones((3, 4), np.float32)}}
 IN_PROCESS = [check for check in conformance.CHECKS if check.name != "one_winner_among_processes"]
@@ -101,7 +101,7 @@ async def test_a_read_only_folder_can_be_read(public: Path) -> None:
         import numpy as np
         import tstore.sync as tstore
         from tstore.cli import main
-        from tstore import conformance  # imported before the permissions are dropped
+        from tstore.lab import conformance  # imported before the permissions are dropped
         if os.getuid() == 0:
             os.setuid(65534)  # root is never denied
         where = sys.argv[1]
@@ -204,7 +204,7 @@ def test_a_long_object_takes_its_size_of_memory_or_none(tmp_path: Path, size: in
     code = """
         import asyncio, resource, sys
         from tstore.errors import Corrupt
-        from tstore.storage.local.store import LocalStorage
+        from tstore.core.storage.local.store import LocalStorage
         def peak():
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         async def size():
@@ -258,8 +258,8 @@ def test_concurrent_writers_of_one_object_do_not_interfere(tmp_path: Path) -> No
 def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path, locks: bool) -> None:
     code = """
 import os, sys
-from tstore.storage.objects import Durability
-from tstore.storage.local.store import LocalStorage
+from tstore.core.storage.objects import Durability
+from tstore.core.storage.local.store import LocalStorage
 LocalStorage(sys.argv[1]).upload("txn/a/pack-0", 4, Durability.FSYNC)
 os.kill(os.getpid(), 9)
 """
@@ -310,7 +310,7 @@ async def test_short_objects_read_in_one_call_are_those_read_one_by_one(
         for make in (LocalStorage, ConfinedStorage):
             at_once = await leading_of(make(folder), keys[:drawn], unless)
             with monkeypatch.context() as patch:
-                patch.setattr("tstore.storage.local.store.read_leading", lambda *_: ([], []))
+                patch.setattr("tstore.core.storage.local.store.read_leading", lambda *_: ([], []))
                 one_by_one = await leading_of(make(folder), keys[:drawn], unless)
             assert at_once == one_by_one
     assert kernels.read_leading(os.path.join, str(tmp_path), iter(["no", "such"])) == ([], None)

@@ -15,9 +15,9 @@ import tstore
 from tests.support import gcs_endpoint, http_server, s3_endpoint
 from tests.support.file_systems import Exclusive, register
 from tstore import Keep
+from tstore.core.storage.connect import connect
 from tstore.errors import InvalidArgument, NotAStore
-from tstore.server import Server
-from tstore.storage.connect import connect
+from tstore.service.server import Server
 
 
 async def test_a_store_inside_a_store_of_a_file_system_is_refused(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from tests.support.gcs_endpoint import Endpoint as GcsEndpoint
 from tests.support.gcs_endpoint import Fault, Wrong
 from tests.support.s3_endpoint import Endpoint as S3Endpoint
 from tests.support.s3_endpoint import error as s3_error
+from tstore.core.storage.objects import Durability
 from tstore.errors import Denied, InvalidArgument, NotFound, TStoreError
-from tstore.storage.objects import Durability
 
 
 class Public:

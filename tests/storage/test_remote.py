@@ -21,7 +21,15 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support import processes
-from tstore.conformance.faults import Chances, Faults
+from tstore.core.runtime import budget, event_loops
+from tstore.core.storage.base import Storage
+from tstore.core.storage.connect import connect
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Buffers, Durability, PutMode
+from tstore.core.storage.packs import PACK
+from tstore.core.storage.remote import RemoteStorage, as_remote
+from tstore.core.storage.retry import RetryPolicy
+from tstore.core.storage.wrapper import Request, Wrapper
 from tstore.errors import (
     CommitOutcomeUnknown,
     Corrupt,
@@ -34,15 +42,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.runtime import budget, event_loops
-from tstore.storage.base import Storage
-from tstore.storage.connect import connect
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Buffers, Durability, PutMode
-from tstore.storage.packs import PACK
-from tstore.storage.remote import RemoteStorage, as_remote
-from tstore.storage.retry import RetryPolicy
-from tstore.storage.wrapper import Request, Wrapper
+from tstore.lab.conformance.faults import Chances, Faults
 
 BRISK = RetryPolicy(min_pause=0.001, max_pause=0.02, deadline=30.0)
 
@@ -101,7 +101,7 @@ async def small_commit(store: tstore.Store, path: str) -> None:
 
 
 async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.log.search._RECENTLY", 60)  # so that a slow machine makes no difference
+    monkeypatch.setattr("tstore.core.log.search._RECENTLY", 60)  # so that a slow machine makes no difference
     name = anew()
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)
@@ -361,9 +361,9 @@ FLAT = """
     import asyncio, json
     import numpy as np
     import tstore
-    from tstore.storage.memory import MemoryStorage
-    from tstore.storage.remote import as_remote
-    from tstore.storage.wrapper import Wrapper
+    from tstore.core.storage.memory import MemoryStorage
+    from tstore.core.storage.remote import as_remote
+    from tstore.core.storage.wrapper import Wrapper
 
     class Sink(Wrapper):
         async def put(self, key, data, mode, durability):

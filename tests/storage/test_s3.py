@@ -15,11 +15,11 @@ import tstore
 from tests.support import moto_server, processes
 from tests.support.moto_server import BUCKET, S3Server
 from tests.support.relay import Relay
-from tstore import conformance
+from tstore.core.runtime.event_loops import on_io
+from tstore.core.storage.objects import Page, PutMode
+from tstore.core.storage.s3.store import S3Storage
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotAStore, TStoreError, Unavailable
-from tstore.runtime.event_loops import on_io
-from tstore.storage.objects import Page, PutMode
-from tstore.storage.s3.store import S3Storage
+from tstore.lab import conformance
 
 CHECKS = {check.name: check for check in conformance.CHECKS}
 

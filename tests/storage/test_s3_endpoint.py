@@ -17,11 +17,11 @@ from aiohttp import web
 
 import tstore
 from tests.support.s3_endpoint import BUCKET, Endpoint, error
+from tstore.core.runtime.event_loops import on_io
+from tstore.core.storage.objects import PutMode
+from tstore.core.storage.s3.responses import mapped_error
+from tstore.core.storage.s3.store import S3Storage
 from tstore.errors import Corrupt, Denied, InvalidArgument, TemporaryFailure, Throttled, Unavailable
-from tstore.runtime.event_loops import on_io
-from tstore.storage.objects import PutMode
-from tstore.storage.s3.responses import mapped_error
-from tstore.storage.s3.store import S3Storage
 
 URL = f"s3://{BUCKET}/run"
 

@@ -9,6 +9,12 @@ import pytest
 from aiohttp import web
 
 from tests.support import web_server
+from tstore.core.storage.base import Storage
+from tstore.core.storage.gcs.store import GcsStorage
+from tstore.core.storage.http.store import HttpStorage
+from tstore.core.storage.objects import PutMode
+from tstore.core.storage.retry import RetryingStorage, RetryPolicy
+from tstore.core.storage.s3.store import S3Storage
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -20,12 +26,6 @@ from tstore.errors import (
     Throttled,
     TStoreError,
 )
-from tstore.storage.base import Storage
-from tstore.storage.gcs.store import GcsStorage
-from tstore.storage.http.store import HttpStorage
-from tstore.storage.objects import PutMode
-from tstore.storage.retry import RetryingStorage, RetryPolicy
-from tstore.storage.s3.store import S3Storage
 
 TEMPORARY = [408, 409, 421, 425, 499, 500, 502, 503, 504, 506, 508, 509, 520, 522, 524, 529, 530, 598, 599]
 DENIED = [401, 402, 403, 405, 407, 451, 501, 505, 511]

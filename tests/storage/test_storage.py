@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from tests.support import forks
-from tstore.conformance.faults import Faults
+from tstore.core.storage.base import Leading, Storage
+from tstore.core.storage.connect import connect
+from tstore.core.storage.local.store import LocalStorage
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import SHORT_OBJECT, Durability
+from tstore.core.storage.remote import RemoteStorage
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull
-from tstore.storage.base import Leading, Storage
-from tstore.storage.connect import connect
-from tstore.storage.local.store import LocalStorage
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import SHORT_OBJECT, Durability
-from tstore.storage.remote import RemoteStorage
+from tstore.lab.conformance.faults import Faults
 
 FSYNC, NONE = Durability.FSYNC, Durability.NONE
 MARKS = [b"", b"x", bytes(range(256)) * 100]
@@ -68,7 +68,7 @@ async def test_missing_objects_are_not_found(storage: Storage) -> None:
 async def test_short_objects_are_read_in_the_order_of_their_keys(
     storage: Storage, monkeypatch: pytest.MonkeyPatch, quick: float
 ) -> None:
-    monkeypatch.setattr("tstore.storage.local.store._QUICK_READS", quick)
+    monkeypatch.setattr("tstore.core.storage.local.store._QUICK_READS", quick)
     keys = [f"a/{number:03}" for number in range(200)]
     for key in keys:
         await storage.create(key, key.encode() if key != "a/017" else bytes(SHORT_OBJECT + 1), NONE)
@@ -224,8 +224,8 @@ def test_a_create_has_one_winner_among_processes(tmp_path: Path) -> None:
     code = """
         import asyncio, os
         from tstore.errors import AlreadyExists
-        from tstore.storage.connect import connect
-        from tstore.storage.objects import Durability
+        from tstore.core.storage.connect import connect
+        from tstore.core.storage.objects import Durability
         folder, me = arguments
         async def main():
             storage = connect(folder)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tstore.storage.local.store import LocalStorage
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Durability
-from tstore.storage.watch import Watch
+from tstore.core.storage.local.store import LocalStorage
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Durability
+from tstore.core.storage.watch import Watch
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what appears in a folder")
 

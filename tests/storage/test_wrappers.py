@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from tstore.conformance.faults import LATE, Chances, Faults
+from tstore.core.runtime import world
+from tstore.core.storage.base import Storage
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Page, PutMode
+from tstore.core.storage.remote import LimitedStorage, TracedStorage
+from tstore.core.storage.retry import RETRY_POLICY, RetryingStorage, RetryPolicy
+from tstore.core.storage.wrapper import Request, Wrapper
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -24,14 +30,8 @@ from tstore.errors import (
     Unavailable,
     Unreachable,
 )
-from tstore.runtime import world
-from tstore.simulation.virtual import VirtualLoop
-from tstore.storage.base import Storage
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Page, PutMode
-from tstore.storage.remote import LimitedStorage, TracedStorage
-from tstore.storage.retry import RETRY_POLICY, RetryingStorage, RetryPolicy
-from tstore.storage.wrapper import Request, Wrapper
+from tstore.lab.conformance.faults import LATE, Chances, Faults
+from tstore.lab.simulation.virtual import VirtualLoop
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
 

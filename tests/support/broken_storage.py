@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from typing import ClassVar
 
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Buffers, Durability, PutMode
 from tstore.errors import AlreadyExists
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Buffers, Durability, PutMode
 
 __all__ = ["LATENCY", "LastOneStays", "LooksThenWrites", "Overwrites"]
 

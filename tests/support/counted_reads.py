@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tstore.storage.base import PackReader
-from tstore.storage.local.store import LocalStorage
+from tstore.core.storage.base import PackReader
+from tstore.core.storage.local.store import LocalStorage
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:

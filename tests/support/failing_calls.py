@@ -19,7 +19,7 @@ import numpy as np
 
 import tstore
 from tstore.errors import CommitOutcomeUnknown, TStoreError
-from tstore.simulation.scenario import override_constants
+from tstore.lab.simulation.scenario import override_constants
 
 SOURCE = Path(__file__).with_suffix(".c")
 SCENARIOS = ("append", "root", "hosts")

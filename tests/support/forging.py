@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import xxhash
 
+from tstore.core.format.frame import LINK_SIZE, NO_RECORD, Link, check_of, linked
+from tstore.core.format.layout import MARKER, commit_key
+from tstore.core.format.objects.records import Fragment, Record, Root
+from tstore.core.format.objects.references import Manifest
+from tstore.core.log.marker import Marker
+from tstore.core.storage.base import Storage
+from tstore.core.storage.objects import Durability
 from tstore.errors import NotFound
-from tstore.format.frame import LINK_SIZE, NO_RECORD, Link, check_of, linked
-from tstore.format.layout import MARKER, commit_key
-from tstore.format.objects.records import Fragment, Record, Root
-from tstore.format.objects.references import Manifest
-from tstore.log.marker import Marker
-from tstore.storage.base import Storage
-from tstore.storage.objects import Durability
 
 KINDS = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 

@@ -13,8 +13,8 @@ from tests.support import processes
 
 _SERVER = """
     import importlib, json, os, signal, sys
-    import numpy, tstore, tstore.sync, tstore.conformance.faults
-    import tstore.cli.demo  # imports that are lazy elsewhere
+    import numpy, tstore, tstore.sync, tstore.lab.conformance.faults
+    import tstore.lab.demo  # imports that are lazy elsewhere
     for name in tstore.__all__:
         getattr(tstore, name), getattr(tstore.sync, name)
     code = compile(sys.argv[1], "job", "exec")

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from tstore.conformance.faults import Faults
+from tstore.lab.conformance.faults import Faults
 
 __all__ = ["held_commit"]
 

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from tests.support.template import Forked
-from tstore.format.frame import NO_RECORD, Link, check_of, link_of, linked
-from tstore.format.layout import commit_key
-from tstore.log.marker import Marker
-from tstore.server import Access, Server
+from tstore.core.format.frame import NO_RECORD, Link, check_of, link_of, linked
+from tstore.core.format.layout import commit_key
+from tstore.core.log.marker import Marker
+from tstore.service.server import Access, Server
 
 MARKER = b'{"format": 1, "uuid": "00000000-0000-4000-8000-000000000000"}'
 PACK = "/txn/abc/pack-0-0"

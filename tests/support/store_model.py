@@ -1,6 +1,6 @@
 """A model of a store in memory: dicts of NumPy arrays, and the rules for conflicts between transactions.
 
-It implements the table at the top of `tstore/format/tree/changes.py` literally, without manifests or packs.
+It implements the table at the top of `tstore/core/format/tree/changes.py` literally, without manifests or packs.
 """
 
 from __future__ import annotations

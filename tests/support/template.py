@@ -22,7 +22,8 @@ __all__ = ["Forked"]
 _LOOP = """
 import os, signal, socket, sys
 import msgspec
-import numpy, tstore, tstore.sync, tstore.server, tstore.cli.commands, tstore.cli.demo, tstore.conformance.faults
+import numpy, tstore, tstore.sync, tstore.service.server, tstore.cli.commands
+import tstore.lab.demo, tstore.lab.conformance.faults
 
 for name in tstore.__all__:  # which are imported when they are first used
     getattr(tstore, name), getattr(tstore.sync, name)

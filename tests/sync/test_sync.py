@@ -27,8 +27,8 @@ import tstore.sync as blocking
 from tests.support import http_server, processes
 from tests.support.interrupts import AT_EVERY_MOMENT
 from tests.support.sync_stub import MODULES, stub_path, sync_stub
-from tstore.runtime.background_loop import BACKGROUND
-from tstore.storage.local.store import LocalStorage
+from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.storage.local.store import LocalStorage
 
 CLASSES = ["Array", "Checkpointer", "Snapshot", "Store", "Transaction"]
 
@@ -403,7 +403,7 @@ INTERRUPTED = """
     import sys, time
     import numpy as np
     import tstore.sync as tstore
-    from tstore.storage.local.store import LocalStorage
+    from tstore.core.storage.local.store import LocalStorage
     url, stage = sys.argv[1:]
     store = tstore.open(url)
     tree = {f"x{i}": np.random.default_rng(i).random(4_000_000) for i in range(8)}

@@ -269,7 +269,7 @@ def series(folder: Path) -> None:
         latest = patch("tstore.checkpoint.checkpointer.Checkpointer.latest", lost)
         with latest if dist.get_rank() == 1 else nullcontext(), pytest.raises(TStoreError, match="no network"):
             checkpoints.restore_latest(target)  # raises in every process
-        with patch("tstore.store.Store.collect", lost):  # only the first process collects
+        with patch("tstore.core.store.Store.collect", lost):  # only the first process collects
             futures.wait([completion(checkpoints.save(8, state))])
         with pytest.raises(TStoreError, match="no network"):  # again in every process
             checkpoints.save(10, state) if checkpoints.should_save(10) else None

@@ -11,8 +11,8 @@ from typing import Any
 import tstore
 from tests.support.fuzzing import ABSURD, changed, fuzz
 from tests.support.lazy import lazy
+from tstore.core.format.objects.documents import Document
 from tstore.errors import TStoreError
-from tstore.format.objects.documents import Document
 
 torch = lazy("torch")
 nn = lazy("torch.nn")

@@ -20,13 +20,13 @@ import tstore
 import tstore.sync as blocking
 from tests.support import forks, http_server
 from tests.support.polling import blocking_until
-from tstore.conformance.faults import Chances, Faults
-from tstore.data import writer
+from tstore.core.data import writer
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.remote import RemoteStorage, as_remote
+from tstore.core.storage.retry import RetryPolicy
+from tstore.core.transactions import appends, staging
 from tstore.errors import Conflict, InvalidArgument, Misuse
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.remote import RemoteStorage, as_remote
-from tstore.storage.retry import RetryPolicy
-from tstore.transactions import appends, staging
+from tstore.lab.conformance.faults import Chances, Faults
 
 
 async def made(url: str, length: int, chunk: int = 4, **options: Any) -> tstore.Store:

@@ -16,9 +16,9 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
+from tstore.core.transactions import attempts
+from tstore.core.transactions.attempts import detected_attempt
 from tstore.errors import InvalidArgument
-from tstore.transactions import attempts
-from tstore.transactions.attempts import detected_attempt
 
 STEP = {
     "SLURM_JOB_ID": "12",

@@ -19,10 +19,10 @@ import tstore.sync as blocking
 from tests.support import http_server
 from tests.support.fuzzing import bounded_time
 from tstore.convert.zarr_export import export_zarr
+from tstore.core.format.arrays.codecs import Chain
+from tstore.core.format.arrays.views import whole_view
+from tstore.core.transactions import copies
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, Misuse, NotFound
-from tstore.format.arrays.codecs import Chain
-from tstore.format.arrays.views import whole_view
-from tstore.transactions import copies
 
 MIB = 1 << 20
 

@@ -13,15 +13,15 @@ import pytest
 
 import tstore
 from tests.support.forging import sealed
-from tstore.data import writer
+from tstore.core.data import writer
+from tstore.core.format.layout import commit_key
+from tstore.core.format.objects.encoding import decode
+from tstore.core.format.objects.merges import MergeEntry
+from tstore.core.format.objects.records import Fragment
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.objects.segments import SEGMENT_ROW
 from tstore.errors import Corrupt, NotFound, TStoreError
-from tstore.format.layout import commit_key
-from tstore.format.objects.encoding import decode
-from tstore.format.objects.merges import MergeEntry
-from tstore.format.objects.records import Fragment
-from tstore.format.objects.references import Manifest
-from tstore.format.objects.segments import SEGMENT_ROW
-from tstore.simulation.scenario import override_constants
+from tstore.lab.simulation.scenario import override_constants
 
 CHUNKS = 40
 OF_HOST_0 = CHUNKS // 2

@@ -18,7 +18,9 @@ from tests.support.polling import delivered, until
 from tstore.checkpoint import save as save_module
 from tstore.checkpoint.replicated import checksums
 from tstore.checkpoint.structure import flatten
-from tstore.conformance.faults import open_faulty
+from tstore.core.transactions import cooperative
+from tstore.core.transactions.agreement import check_replicated
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -30,10 +32,8 @@ from tstore.errors import (
     StorageFull,
     TStoreError,
 )
-from tstore.simulation.scenario import override_constants
-from tstore.transactions import cooperative
-from tstore.transactions.agreement import check_replicated
-from tstore.transactions.transaction import staging_of
+from tstore.lab.conformance.faults import open_faulty
+from tstore.lab.simulation.scenario import override_constants
 
 HOSTS = 8
 ROWS = 16
@@ -634,7 +634,7 @@ tree = {"w": w, "b": np.full(3, value), "step": value, "layers": {3: {"x": np.fu
 if host == killed:  # after its fragment
     async def die(self, level, block):
         os.kill(os.getpid(), signal.SIGKILL)
-    from tstore.transactions.fragments import FragmentTree
+    from tstore.core.transactions.fragments import FragmentTree
     FragmentTree._present_members = die
 ready()
 try:

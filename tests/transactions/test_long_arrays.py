@@ -21,20 +21,20 @@ from zarr.core.buffer import cpu, default_buffer_prototype
 
 import tstore
 from tests.transactions.test_merges import make_small
-from tstore.data import write_job, writer
-from tstore.data.pieces import ReadJob
+from tstore.core.data import write_job, writer
+from tstore.core.data.pieces import ReadJob
+from tstore.core.format.layout import root_key
+from tstore.core.format.objects import segments
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.layers import segments_of
+from tstore.core.format.objects.references import Manifest
+from tstore.core.log import ranges
+from tstore.core.log.segments import SegmentReader
+from tstore.core.storage.base import Storage
+from tstore.core.transactions import encoded, patches, staged_array
 from tstore.errors import Conflict, Corrupt, Inconsistent, Misuse
-from tstore.format.layout import root_key
-from tstore.format.objects import segments
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.encoding import encode
-from tstore.format.objects.layers import segments_of
-from tstore.format.objects.references import Manifest
-from tstore.log import ranges
-from tstore.log.segments import SegmentReader
-from tstore.simulation.scenario import override_constants
-from tstore.storage.base import Storage
-from tstore.transactions import encoded, patches, staged_array
+from tstore.lab.simulation.scenario import override_constants
 from tstore.zarr import ZarrStore
 
 T = TypeVar("T")

@@ -15,21 +15,21 @@ from msgspec.structs import replace
 
 import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.layout import root_key
+from tstore.core.format.objects import pages
+from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.object_ref import ObjectRef, Page
+from tstore.core.format.objects.records import Root
+from tstore.core.format.tree import nodes
+from tstore.core.format.tree.node import Node
+from tstore.core.format.tree.stored_nodes import ManifestNodes
+from tstore.core.log import ranges
+from tstore.core.log.pages import PageReader
+from tstore.core.maintenance.contents import contents
+from tstore.core.transactions import cooperative, staging
 from tstore.errors import AlreadyExists, Conflict, Corrupt, DeadlineExceeded, NotFound, SnapshotExpired
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.layout import root_key
-from tstore.format.objects import pages
-from tstore.format.objects.encoding import encode
-from tstore.format.objects.object_ref import ObjectRef, Page
-from tstore.format.objects.records import Root
-from tstore.format.tree import nodes
-from tstore.format.tree.node import Node
-from tstore.format.tree.stored_nodes import ManifestNodes
-from tstore.log import ranges
-from tstore.log.pages import PageReader
-from tstore.maintenance.contents import contents
-from tstore.server import Server
-from tstore.transactions import cooperative, staging
+from tstore.service.server import Server
 
 
 @pytest.fixture

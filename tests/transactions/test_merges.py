@@ -12,18 +12,18 @@ import pytest
 
 import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
-from tstore.data import write_job, writer
+from tstore.core.data import write_job, writer
+from tstore.core.format.objects import merges, pages, segments
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.object_ref import ObjectRef
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.objects.segments import SegmentedTable
+from tstore.core.runtime import world
+from tstore.core.transactions import merging, staging
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import Conflict, InvalidArgument, SnapshotExpired
-from tstore.format.objects import merges, pages, segments
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.object_ref import ObjectRef
-from tstore.format.objects.references import Manifest
-from tstore.format.objects.segments import SegmentedTable
-from tstore.runtime import world
-from tstore.server import Server
-from tstore.simulation.scenario import override_constants
-from tstore.transactions import merging, staging
-from tstore.transactions.transaction import staging_of
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server
 
 CHUNKS = 60
 

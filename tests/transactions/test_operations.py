@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.conformance.faults import Faults, open_faulty
+from tstore.core.storage.base import PackWriter
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import BufferStream, Durability
+from tstore.core.storage.remote import as_remote
+from tstore.core.transactions import staged_array
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import Misuse, NotFound, StorageFull
-from tstore.storage.base import PackWriter
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import BufferStream, Durability
-from tstore.storage.remote import as_remote
-from tstore.transactions import staged_array
-from tstore.transactions.transaction import staging_of
+from tstore.lab.conformance.faults import Faults, open_faulty
 
 BIG = 200_000
 """Number of values of an array that takes several threads and more than one request."""

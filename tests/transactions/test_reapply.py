@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.conformance.faults import Faults, open_faulty
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.remote import as_remote
+from tstore.core.store import Store
 from tstore.errors import Corrupt, SnapshotExpired
-from tstore.storage.memory import MemoryStorage
-from tstore.storage.remote import as_remote
-from tstore.store import Store
+from tstore.lab.conformance.faults import Faults, open_faulty
 
 CHUNK = 2000  # float64, so that a chunk lies in a pack and not in its manifest
 

@@ -20,18 +20,18 @@ import tstore
 from tests.support.counted_reads import count_reads
 from tests.support.http_server import ADMIN, everybody
 from tests.transactions.test_merges import make_small
-from tstore.format.layout import root_chain, root_key
-from tstore.format.objects import pages
-from tstore.format.objects.object_ref import ObjectRef
-from tstore.format.objects.roots import StoredRoot
-from tstore.format.tree import nodes
-from tstore.format.tree.levels import Change, Level
-from tstore.log import objects
-from tstore.log.pages import PageReader
-from tstore.server import Server
-from tstore.simulation.scenario import override_constants
-from tstore.storage.local.store import LocalStorage
-from tstore.storage.remote import as_remote
+from tstore.core.format.layout import root_chain, root_key
+from tstore.core.format.objects import pages
+from tstore.core.format.objects.object_ref import ObjectRef
+from tstore.core.format.objects.roots import StoredRoot
+from tstore.core.format.tree import nodes
+from tstore.core.format.tree.levels import Change, Level
+from tstore.core.log import objects
+from tstore.core.log.pages import PageReader
+from tstore.core.storage.local.store import LocalStorage
+from tstore.core.storage.remote import as_remote
+from tstore.lab.simulation.scenario import override_constants
+from tstore.service.server import Server
 
 EVERY = 4
 

@@ -16,18 +16,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tstore
-from tstore.data.writer import PackSet
+from tstore.core.data.writer import PackSet
+from tstore.core.format.frame import Link, linked
+from tstore.core.format.layout import is_record
+from tstore.core.format.objects import references
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.references import Manifest
+from tstore.core.format.objects.short_manifests import short_manifest
+from tstore.core.format.tree.nodes import Nodes
+from tstore.core.runtime.pool import Workers
+from tstore.core.runtime.world import World, use_world
 from tstore.errors import Corrupt
-from tstore.format.frame import Link, linked
-from tstore.format.layout import is_record
-from tstore.format.objects import references
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.objects.references import Manifest
-from tstore.format.objects.short_manifests import short_manifest
-from tstore.format.tree.nodes import Nodes
-from tstore.runtime.pool import Workers
-from tstore.runtime.world import World, use_world
 
 MAX_CALLS = 422
 """Python calls of a commit of one chunk, from `Store.transaction` to the end of the block."""
@@ -102,7 +102,7 @@ def test_the_quick_check_of_a_short_manifest_accepts_nothing_that_the_other_refu
     forged = msgspec.structs.replace(one, **fields)
     with pytest.MonkeyPatch.context() as patch:
         quick = table_of(forged)
-        patch.setattr("tstore.format.objects.references.surely_valid_rows", lambda *_: None)
+        patch.setattr("tstore.core.format.objects.references.surely_valid_rows", lambda *_: None)
         slow = table_of(msgspec.structs.replace(forged))
         if quick is None or slow is None:
             assert quick is slow
@@ -158,14 +158,14 @@ async def test_the_short_way_writes_the_bytes_of_the_general_one(
 ) -> None:
     short = await objects(tmp_path / "short")
     monkeypatch.setattr(PackSet, "write_inline", lambda *_: None)
-    monkeypatch.setattr("tstore.transactions.staged_manifest.SHORT_COLUMN", -1)
+    monkeypatch.setattr("tstore.core.transactions.staged_manifest.SHORT_COLUMN", -1)
     general = await objects(tmp_path / "general")
     assert short == general
     assert any(name.startswith("txn/") for name in short)
 
 
 async def test_a_small_commit_makes_few_calls_and_no_hops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.runtime.quick_calls._QUICK", float("inf"))  # whatever the disk of this machine
+    monkeypatch.setattr("tstore.core.runtime.quick_calls._QUICK", float("inf"))  # on any disk
     store = await tstore.open(tmp_path / "store", "x")
     async with store.transaction() as tx:
         await tx.create_array("a", (1000,), "int64", (1,), sparse=True)

@@ -16,7 +16,6 @@ import pytest
 import tstore
 from tests.support.dying import Dead, Dying
 from tests.support.polling import delivered, until
-from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import (
     CommitOutcomeUnknown,
     Conflict,
@@ -26,7 +25,8 @@ from tstore.errors import (
     InvalidArgument,
     NotFound,
 )
-from tstore.simulation.scenario import override_constants
+from tstore.lab.conformance.faults import Faults, open_faulty
+from tstore.lab.simulation.scenario import override_constants
 
 BLOCK = 10
 """The number of hosts in a block: a tenth of the usual, so that few hosts merge as many do."""
@@ -268,8 +268,8 @@ async def test_the_next_attempt_may_have_another_size(url: str) -> None:
 
 
 async def test_a_waiting_host_is_listed_as_alive(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.transactions.pending._FIRST_DELAY", 0.0)
-    monkeypatch.setattr("tstore.transactions.pending._INTERVAL", 0.02)
+    monkeypatch.setattr("tstore.core.transactions.pending._FIRST_DELAY", 0.0)
+    monkeypatch.setattr("tstore.core.transactions.pending._INTERVAL", 0.02)
     store = await tstore.open(url)
     waiting = asyncio.create_task(host(store, 1, 3))
 
@@ -287,7 +287,7 @@ async def test_a_waiting_host_is_listed_as_alive(url: str, monkeypatch: pytest.M
 
 
 async def test_heartbeats_that_fail_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.transactions.pending._FIRST_DELAY", 0.0)
+    monkeypatch.setattr("tstore.core.transactions.pending._FIRST_DELAY", 0.0)
     store, faults = await open_faulty(url)
     faults.fail("replace", "*/alive-*", times=100)
     faults.fail("delete", "*/alive-*", times=100)

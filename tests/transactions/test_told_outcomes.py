@@ -17,10 +17,10 @@ import pytest
 
 import tstore
 from tests.support.polling import until
+from tstore.core.tags import remove_steps_after
+from tstore.core.transactions.membership import Membership
+from tstore.core.transactions.transaction import Transaction, withdraw
 from tstore.errors import Conflict, DeadlineExceeded, NotFound, TimelineChanged, TStoreError
-from tstore.tags import remove_steps_after
-from tstore.transactions.membership import Membership
-from tstore.transactions.transaction import Transaction, withdraw
 
 NAME = "step/30"
 ID = Membership.from_arguments(NAME, 0, 2, "a").transaction

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import tstore
 from tests.support import forks
-from tstore.conformance.faults import open_faulty
+from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -32,7 +32,7 @@ from tstore.errors import (
     StorageFull,
     TStoreError,
 )
-from tstore.transactions.transaction import staging_of
+from tstore.lab.conformance.faults import open_faulty
 
 
 @pytest.fixture

@@ -16,19 +16,19 @@ import pytest
 import tstore
 from tests.support.dying import Dead, Dying
 from tstore import Checkpointer, Shards
-from tstore.conformance.faults import open_faulty
+from tstore.core.format.objects.encoding import encode
+from tstore.core.storage.objects import Durability
+from tstore.core.transactions import cooperative
+from tstore.core.transactions.decision import Decision
+from tstore.core.transactions.fragments import FragmentTree
+from tstore.core.transactions.membership import Membership
+from tstore.core.transactions.transaction import Transaction, withdraw
 from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded, Unavailable
-from tstore.format.objects.encoding import encode
-from tstore.server import Access, Server
-from tstore.simulation.scenario import override_constants
-from tstore.simulation.storage import HostStorage, SharedObjects
-from tstore.simulation.virtual import NO_FAULTS, Host
-from tstore.storage.objects import Durability
-from tstore.transactions import cooperative
-from tstore.transactions.decision import Decision
-from tstore.transactions.fragments import FragmentTree
-from tstore.transactions.membership import Membership
-from tstore.transactions.transaction import Transaction, withdraw
+from tstore.lab.conformance.faults import open_faulty
+from tstore.lab.simulation.scenario import override_constants
+from tstore.lab.simulation.storage import HostStorage, SharedObjects
+from tstore.lab.simulation.virtual import NO_FAULTS, Host
+from tstore.service.server import Access, Server
 
 TOKEN = "write-token-of-the-test"
 

@@ -22,11 +22,11 @@ import tstore
 import tstore.sync
 from tests.support.counted_reads import count_reads
 from tests.support.lazy import lazy
-from tstore.data.writer import PackSet
+from tstore.core.data.writer import PackSet
+from tstore.core.format.objects import pages
+from tstore.core.log.pages import PageReader
+from tstore.core.transactions import staging
 from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
-from tstore.format.objects import pages
-from tstore.log.pages import PageReader
-from tstore.transactions import staging
 from tstore.zarr import ZarrStore
 from tstore.zarr.keys import ChunkKeys
 

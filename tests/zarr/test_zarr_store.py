@@ -12,7 +12,7 @@ from zarr.core.buffer import Buffer, cpu
 from zarr.testing.store import StoreTests
 
 import tstore
-from tstore.transactions.transaction import staging_of
+from tstore.core.transactions.transaction import staging_of
 from tstore.zarr import ZarrStore
 
 

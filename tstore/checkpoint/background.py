@@ -23,14 +23,14 @@ from tstore.checkpoint.background_store import BackgroundStore
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.save import checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
+from tstore.core.format.arguments import quote
+from tstore.core.pickling import refusal
+from tstore.core.runtime.background_loop import BACKGROUND, SIGNAL_CHECK
+from tstore.core.runtime.event_loops import LoopCall, PerLoop
+from tstore.core.runtime.pool import low_priority, wait_all
+from tstore.core.store import Store
 from tstore.errors import DeadlineExceeded, InvalidArgument, Misuse
-from tstore.format.arguments import quote
-from tstore.pickling import refusal
 from tstore.quantization.policy import QuantizeRules, Target
-from tstore.runtime.background_loop import BACKGROUND, SIGNAL_CHECK
-from tstore.runtime.event_loops import LoopCall, PerLoop
-from tstore.runtime.pool import low_priority, wait_all
-from tstore.store import Store
 
 __all__ = [
     "BackgroundSave",

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from tstore.checkpoint.checkpoint import Checkpoint
+from tstore.core.storage.connect import storage_at
+from tstore.core.store import Store, close_after, open
 from tstore.errors import Denied, TimelineChanged, TStoreError
-from tstore.storage.connect import storage_at
-from tstore.store import Store, close_after, open
 
 __all__ = ["BackgroundStore"]
 

@@ -11,7 +11,19 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tstore.data.writer import WriteJob
+from tstore.core.data.writer import WriteJob
+from tstore.core.format.objects.records import Fragment
+from tstore.core.format.tree.tree import group_document
+from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.pool import give_way, run_to_end, wait_all
+from tstore.core.snapshot import Snapshot, snapshot_of
+from tstore.core.steps import step_tag, step_tags, steps_of
+from tstore.core.storage.objects import checked_durability
+from tstore.core.store import Store
+from tstore.core.transactions.attempts import detected_attempt
+from tstore.core.transactions.membership import Membership
+from tstore.core.transactions.staging import Staging
+from tstore.core.transactions.transaction import Transaction, check_undelivered, staging_of, withdraw
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -25,18 +37,6 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.format.objects.records import Fragment
-from tstore.format.tree.tree import group_document
-from tstore.runtime.background_loop import BACKGROUND
-from tstore.runtime.pool import give_way, run_to_end, wait_all
-from tstore.saved_steps import step_tag, step_tags, steps_of
-from tstore.snapshot import Snapshot, snapshot_of
-from tstore.storage.objects import checked_durability
-from tstore.store import Store
-from tstore.transactions.attempts import detected_attempt
-from tstore.transactions.membership import Membership
-from tstore.transactions.staging import Staging
-from tstore.transactions.transaction import Transaction, check_undelivered, staging_of, withdraw
 
 __all__ = ["Checkpoint"]
 

@@ -29,16 +29,16 @@ from tstore.checkpoint.restore import restore
 from tstore.checkpoint.rollback import check_newest, check_order, next_attempt, roll_back
 from tstore.checkpoint.save import checked_order, checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
+from tstore.core.format.arguments import checked_commit_timeout, checked_index, checked_step, quote
+from tstore.core.format.tree.retention import Keep, checked_keep
+from tstore.core.hints import hinting
+from tstore.core.pickling import refusal
+from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.steps import Step, saved_steps, steps
+from tstore.core.store import Store, opened
+from tstore.core.transactions.attempts import detected_attempt
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
-from tstore.format.arguments import checked_commit_timeout, checked_index, checked_step, quote
-from tstore.format.tree.retention import Keep, checked_keep
-from tstore.hints import hinting
-from tstore.pickling import refusal
 from tstore.quantization.policy import QuantizeRules, Target
-from tstore.runtime.background_loop import BACKGROUND
-from tstore.saved_steps import Step, saved_steps, steps
-from tstore.store import Store, opened
-from tstore.transactions.attempts import detected_attempt
 
 __all__ = ["Checkpointer"]
 _T = TypeVar("_T")

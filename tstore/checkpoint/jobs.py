@@ -11,12 +11,18 @@ import xxhash
 
 from tstore.checkpoint.leaves import ShardLayout, Shards
 from tstore.checkpoint.streamed import StreamedArray, StreamedRegions
-from tstore.data.writer import WriteJob
+from tstore.core.data.writer import WriteJob
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.codecs import Codecs
+from tstore.core.format.arrays.dtypes import dtype_named
+from tstore.core.format.arrays.grid import (
+    chunk_coordinates,
+    chunk_counts,
+    chunk_numbers,
+    default_chunks,
+    region_text,
+)
 from tstore.errors import InvalidArgument
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.codecs import Codecs
-from tstore.format.arrays.dtypes import dtype_named
-from tstore.format.arrays.grid import chunk_coordinates, chunk_counts, chunk_numbers, default_chunks, region_text
 from tstore.quantization.policy import Rules
 
 __all__ = ["write_jobs"]

@@ -10,9 +10,9 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
+from tstore.core.format.arguments import quote
+from tstore.core.format.arrays.array_metadata import dtype_named
 from tstore.errors import InvalidArgument
-from tstore.format.arguments import quote
-from tstore.format.arrays.array_metadata import dtype_named
 from tstore.sharding import Halo, Index, Mesh, ReplicaSplit, with_halo
 
 __all__ = ["Destination", "PackedShards", "PerHost", "ShardLayout", "Shards", "as_values", "dtype_of"]

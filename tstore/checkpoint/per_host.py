@@ -1,7 +1,7 @@
 """The value of one host as bytes, and the values of a restore from their bytes; pure, no I/O.
 
 Each host stores its value as an array of bytes: a msgpack map with the `structure` of the value, as
-`tstore.format.tree_document` describes it, and its `arrays`: for each path, the data type as in a `zarr.json`, the
+`tree_document` of the format describes it, and its `arrays`: for each path, the data type as in a `zarr.json`, the
 shape, and the bytes in C order. So the values of hosts may differ in their structure.
 """
 
@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from tstore.checkpoint.leaves import PerHost, Shards, as_values
 from tstore.checkpoint.structure import flatten, unflatten
+from tstore.core.format.arrays.dtypes import dtype_named, dtype_to_json, stored_dtype
+from tstore.core.format.bounds import NODE_METADATA_LEVELS, NODE_METADATA_VALUES, packed_excess_message
+from tstore.core.format.tree_document import is_document, paths_in
 from tstore.errors import InvalidArgument, parsing
-from tstore.format.arrays.dtypes import dtype_named, dtype_to_json, stored_dtype
-from tstore.format.bounds import NODE_METADATA_LEVELS, NODE_METADATA_VALUES, packed_excess_message
-from tstore.format.tree_document import is_document, paths_in
 
 __all__ = ["encoded", "with_values"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
+from tstore.core.format.arguments import quote
 from tstore.errors import InvalidArgument, Misuse
-from tstore.format.arguments import quote
 
 __all__ = ["EverySeconds", "EverySteps", "Moment", "OnPreemption", "Policy", "PreemptionSignal", "checked_policy"]
 

@@ -13,10 +13,10 @@ from tstore.checkpoint.leaves import Destination, ShardLayout, Shards, dtype_of
 from tstore.checkpoint.per_host import with_values
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
-from tstore.data.pieces import ReadJob, StackJob
+from tstore.core.data.pieces import ReadJob, StackJob
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.grid import Selection, chunk_number, may_overlap, whole
 from tstore.errors import InvalidArgument
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.grid import Selection, chunk_number, may_overlap, whole
 from tstore.sharding import Index
 
 __all__ = ["Reading", "RestorePlan", "unallocated"]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from tstore.checkpoint.structure import scalars_in
-from tstore.format.tree_document import TreeDocument, scalar_node
+from tstore.core.format.tree_document import TreeDocument, scalar_node
 
 __all__ = ["array_checksums", "checksums"]
 

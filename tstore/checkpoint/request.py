@@ -10,12 +10,12 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
+from tstore.core.format.arguments import checked_index, quote
+from tstore.core.format.arrays.array_metadata import dtype_named
+from tstore.core.format.arrays.dtypes import has_nonfinite, is_float
+from tstore.core.format.patterns import Extent, compile_patterns, compile_renames, extent_of
+from tstore.core.format.tree_document import host_path
 from tstore.errors import InvalidArgument, NotFound
-from tstore.format.arguments import checked_index, quote
-from tstore.format.arrays.array_metadata import dtype_named
-from tstore.format.arrays.dtypes import has_nonfinite, is_float
-from tstore.format.patterns import Extent, compile_patterns, compile_renames, extent_of
-from tstore.format.tree_document import host_path
 
 __all__ = ["Cast", "Missing", "PerHostRule", "Request"]
 

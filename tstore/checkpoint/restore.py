@@ -13,14 +13,14 @@ from tstore.checkpoint.reading import Reading, RestorePlan, unallocated
 from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
 from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import unflatten_like
-from tstore.data.exmy_chunks import is_packed
-from tstore.data.reader import new_values
+from tstore.core.data.exmy_chunks import is_packed
+from tstore.core.data.reader import new_values
+from tstore.core.log.expiry import guard_expiry
+from tstore.core.runtime.pool import run
+from tstore.core.snapshot import Snapshot
+from tstore.core.steps import check_one_version, chosen_snapshot
+from tstore.core.store import Store, opened
 from tstore.errors import SnapshotExpired, parsing
-from tstore.log.expiry import guard_expiry
-from tstore.runtime.pool import run
-from tstore.saved_steps import check_one_version, chosen_snapshot
-from tstore.snapshot import Snapshot
-from tstore.store import Store, opened
 
 __all__ = ["explain", "restore"]
 

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from tstore.core.steps import chosen_snapshot, step_tag, steps_of
+from tstore.core.storage.watch import Watch
+from tstore.core.store import Store, opened
+from tstore.core.tags import last_removal, later_steps, remove_steps_after
 from tstore.errors import DeadlineExceeded, InvalidArgument, NotAStore, Unavailable
-from tstore.saved_steps import chosen_snapshot, step_tag, steps_of
-from tstore.storage.watch import Watch
-from tstore.store import Store, opened
-from tstore.tags import last_removal, later_steps, remove_steps_after
 
 __all__ = ["Rollback", "check_newest", "check_order", "next_attempt", "roll_back"]
 

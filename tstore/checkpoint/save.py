@@ -16,10 +16,7 @@ from tstore.checkpoint.per_host import encoded
 from tstore.checkpoint.replicated import checksums
 from tstore.checkpoint.streamed import StreamedArray
 from tstore.checkpoint.structure import flatten
-from tstore.errors import (
-    InvalidArgument,
-)
-from tstore.format.arguments import (
+from tstore.core.format.arguments import (
     checked_attributes,
     checked_commit_timeout,
     checked_index,
@@ -29,15 +26,18 @@ from tstore.format.arguments import (
     checked_text,
     quote,
 )
-from tstore.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.format.tree_document import host_path
+from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.core.format.tree_document import host_path
+from tstore.core.runtime.pool import run
+from tstore.core.steps import step_tag
+from tstore.core.storage.objects import checked_durability
+from tstore.core.store import Store, opened
+from tstore.core.transactions.membership import Membership
+from tstore.errors import (
+    InvalidArgument,
+)
 from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
 from tstore.quantization.studied_plan import rules_for
-from tstore.runtime.pool import run
-from tstore.saved_steps import step_tag
-from tstore.storage.objects import checked_durability
-from tstore.store import Store, opened
-from tstore.transactions.membership import Membership
 
 __all__ = ["checked_order", "checkpoint_from_arguments", "save"]
 

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 from tstore.checkpoint.leaves import PerHost, dtype_of
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten
-from tstore.errors import InvalidArgument, NotFound, StructureMismatch, bullet_list, parsing
-from tstore.format.arrays.dtypes import is_float
-from tstore.format.paths import parents
-from tstore.format.tree.node import Node
-from tstore.format.tree_document import (
+from tstore.core.format.arrays.dtypes import is_float
+from tstore.core.format.paths import parents
+from tstore.core.format.tree.node import Node
+from tstore.core.format.tree_document import (
     TreeDocument,
     host_path,
     host_places,
@@ -27,9 +26,10 @@ from tstore.format.tree_document import (
     stored_document,
     value_path,
 )
-from tstore.format.tree_parts import part_of
-from tstore.runtime.computing import compute
-from tstore.snapshot import Snapshot
+from tstore.core.format.tree_parts import part_of
+from tstore.core.runtime.computing import compute
+from tstore.core.snapshot import Snapshot
+from tstore.errors import InvalidArgument, NotFound, StructureMismatch, bullet_list, parsing
 
 __all__ = ["Source"]
 

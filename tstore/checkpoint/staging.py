@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.write_job import StagedChunks
-from tstore.data.writer import WriteJob
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.grid import chunk_numbers, view_as_chunks
-from tstore.format.checksums import BLOCK
-from tstore.runtime.budget import aligned_offset, returnable_buffer
-from tstore.runtime.pool import each
+from tstore.core.data.write_job import StagedChunks
+from tstore.core.data.writer import WriteJob
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.grid import chunk_numbers, view_as_chunks
+from tstore.core.format.checksums import BLOCK
+from tstore.core.runtime.budget import aligned_offset, returnable_buffer
+from tstore.core.runtime.pool import each
 
 __all__ = ["StagingMemory"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.errors import Corrupt
-from tstore.format.arrays.array_metadata import ArrayMeta
 
 __all__ = ["StreamedArray", "StreamedRegions"]
 

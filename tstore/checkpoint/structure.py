@@ -1,6 +1,6 @@
 """Splitting a tree into a document of its structure and its arrays by path, and the reverse, without I/O.
 
-`tstore.format.tree_document` describes the document. A path is the keys joined by "/".
+`tstore.core.format.tree_document` describes the document. A path is the keys joined by "/".
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import numpy as np
 
 from tstore.checkpoint.keys import are_names, join, named_items
 from tstore.checkpoint.leaves import PerHost
-from tstore.errors import InvalidArgument
-from tstore.format.bounds import PATH_LEVELS, path_excess_message
-from tstore.format.number_keys import NumberKeys
-from tstore.format.tree_document import (
+from tstore.core.format.bounds import PATH_LEVELS, path_excess_message
+from tstore.core.format.number_keys import NumberKeys
+from tstore.core.format.tree_document import (
     MAX_LEVELS,
     SCALARS,
     TreeDocument,
@@ -30,6 +29,7 @@ from tstore.format.tree_document import (
     scalar_node,
     scalar_value,
 )
+from tstore.errors import InvalidArgument
 
 __all__ = ["IMPL", "flatten", "scalars_in", "unflatten", "unflatten_like"]
 

@@ -19,8 +19,7 @@ from tstore.checkpoint.keys import path_part
 from tstore.checkpoint.leaves import PerHost, Shards
 from tstore.checkpoint.replicated import array_checksums
 from tstore.checkpoint.structure import flatten, unflatten
-from tstore.errors import Inconsistent
-from tstore.format.tree_document import (
+from tstore.core.format.tree_document import (
     TreeDocument,
     expanded,
     paths_in,
@@ -28,7 +27,8 @@ from tstore.format.tree_document import (
     scalar_value,
     value_path,
 )
-from tstore.transactions.agreement import check_replicated
+from tstore.core.transactions.agreement import check_replicated
+from tstore.errors import Inconsistent
 
 __all__ = ["Outline", "united"]
 

@@ -112,7 +112,7 @@ def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int
     therefore has no effect. The job restarts and saves that step, three other processes restore it, and it is
     quantized.
     """
-    from tstore.cli.demo import demo  # slow to import; no other command needs it
+    from tstore.lab.demo import demo  # slow to import; no other command needs it
 
     async def work(progress: Progress) -> Document:
         return await demo(store, model=model, size=size * 1_000_000, progress=progress)

@@ -22,9 +22,9 @@ from rich.status import Status
 from rich.text import Text
 
 from tstore.cli.text import escape
+from tstore.core.format.arguments import checked_step
+from tstore.core.steps import step_tag
 from tstore.errors import InvalidArgument, TStoreError
-from tstore.format.arguments import checked_step
-from tstore.saved_steps import step_tag
 
 __all__ = [
     "FAILED",

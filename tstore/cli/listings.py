@@ -20,9 +20,9 @@ from tstore.cli.text import (
     print_rows,
     print_table,
 )
-from tstore.format.objects.records import REPAIR, VOIDED
-from tstore.format.plain_text import pluralize
-from tstore.maintenance.diff import change_order
+from tstore.core.format.objects.records import REPAIR, VOIDED
+from tstore.core.format.plain_text import pluralize
+from tstore.core.maintenance.diff import change_order
 
 __all__ = ["show_diff", "show_log", "show_ls", "show_pending", "show_removed", "show_tagged", "show_tags"]
 

@@ -20,14 +20,14 @@ from tstore.cli.tables import (
     show_verified,
 )
 from tstore.cli.text import format_size
+from tstore.core.format.tree.retention import Best, Keep
+from tstore.core.log.marker import read_marker
+from tstore.core.maintenance.gc import ABANDONED_AFTER
+from tstore.core.maintenance.verify import VerifyProgress
+from tstore.core.storage.connect import connect
+from tstore.core.storage.local.store import LocalStorage
+from tstore.core.storage.objects import Durability
 from tstore.errors import InvalidArgument
-from tstore.format.tree.retention import Best, Keep
-from tstore.log.marker import read_marker
-from tstore.maintenance.gc import ABANDONED_AFTER
-from tstore.maintenance.verify import VerifyProgress
-from tstore.storage.connect import connect
-from tstore.storage.local.store import LocalStorage
-from tstore.storage.objects import Durability
 
 __all__ = ["bench", "finish", "gc", "probe", "repair", "verify"]
 
@@ -228,7 +228,7 @@ def probe(url: str, as_json: bool) -> int:
     requests, about 50 MB) and removes them; a store at URL is not changed. The exit status is 1 if a promise is
     broken, or could not be tested because the storage was full or did not respond.
     """
-    from tstore.conformance import Subject, run_checks
+    from tstore.lab.conformance import Subject, run_checks
 
     async def work(progress: Progress) -> Document:
         storage = connect(url)
@@ -281,7 +281,7 @@ def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durabili
     checkpoint together, then each makes small commits. This needs space for ROUNDS times SIZE. Restores
     are usually served from the system's file cache.
     """
-    from tstore.hosts.benchmark import bench as measure
+    from tstore.lab.hosts.benchmark import bench as measure
 
     async def work(progress: Progress) -> Document:
         return await measure(

@@ -11,10 +11,10 @@ from tstore.cli.console import Document, Progress, at_options, json_option, run,
 from tstore.cli.listings import show_diff, show_log, show_ls, show_pending
 from tstore.cli.statistics import budget_option
 from tstore.cli.tree import show_tree
-from tstore.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.maintenance.contents import detailed_listing, glob_of, listing, selected_by
-from tstore.runtime import pool
-from tstore.snapshot import Snapshot
+from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.core.maintenance.contents import detailed_listing, glob_of, listing, selected_by
+from tstore.core.runtime import pool
+from tstore.core.snapshot import Snapshot
 
 __all__ = ["diff", "log", "ls", "show"]
 

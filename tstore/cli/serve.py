@@ -21,13 +21,13 @@ import click
 
 import tstore
 from tstore.cli.console import Progress, json_option, number_option, path_or_url, print_now, run, store_argument
+from tstore.core.runtime.budget import return_large_buffers
+from tstore.core.storage.connect import connect
 from tstore.errors import InvalidArgument, NotAStore, TStoreError
-from tstore.runtime.budget import return_large_buffers
-from tstore.storage.connect import connect
 
 if TYPE_CHECKING:
-    from tstore.page import Site
-    from tstore.server import Access, Server
+    from tstore.service.page import Site
+    from tstore.service.server import Access, Server
 
 __all__ = ["serve", "view"]
 
@@ -119,7 +119,12 @@ def serve(
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key belong together; pass both or none")
 
-    from tstore.server import Certificate, Limits, Server, logging_to  # imports aiohttp.web, so not at the top
+    from tstore.service.server import (  # imports aiohttp.web, so not at the top
+        Certificate,
+        Limits,
+        Server,
+        logging_to,
+    )
 
     async def work(progress: Progress) -> None:
         _raise_file_limit(2 * connections + 64)  # a socket and a file for each connection
@@ -161,7 +166,7 @@ def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
     serves it to this machine alone, until SIGTERM or Ctrl-C. It prints an address that works once, for one
     browser, within ten minutes, and starts a browser if there is one.
     """
-    from tstore.server import Access, Server
+    from tstore.service.server import Access, Server
 
     async def work(progress: Progress) -> None:
         progress.doing(f"opening {store}")
@@ -187,7 +192,7 @@ def view(store: str, port: int, no_browser: bool, as_json: bool) -> int:
 def _page(address: str | None = None) -> Site:
     """Return the page; raise `InvalidArgument` if a package that it needs is missing or broken."""
     try:
-        from tstore.page import Site
+        from tstore.service.page import Site
     except Exception as error:  # the import of a broken package may raise anything
         reason = f"the page can't be shown ({error}); to install what it needs: pip install jinja2"
         raise InvalidArgument(reason) from error
@@ -241,7 +246,7 @@ def _raise_file_limit(count: int) -> None:
 
 def _access(token_file: str | None, anonymous: str | None) -> Access | None:
     """Return the tokens and the scope of requests without a token; None if no option or variable sets them."""
-    from tstore.server import Access
+    from tstore.service.server import Access
 
     if token_file is not None:
         return Access.read(token_file, anonymous or "none")
@@ -252,7 +257,7 @@ def _access(token_file: str | None, anonymous: str | None) -> Access | None:
 
 def _reload_tokens(server: Server, token_file: str, anonymous: str | None) -> None:
     """Reload the token file; keep the current tokens if it cannot be read."""
-    from tstore.server import Access
+    from tstore.service.server import Access
 
     try:
         access = Access.read(token_file, anonymous or "none")

@@ -19,7 +19,7 @@ from tstore.cli.text import (
     print_rows,
     print_table,
 )
-from tstore.statistics.reading import BUDGET
+from tstore.service.statistics.reading import BUDGET
 
 __all__ = ["budget_option", "stats"]
 

@@ -25,8 +25,8 @@ from tstore.cli.text import (
     print_table,
 )
 from tstore.convert.references import reader_options
-from tstore.format.layout import ARCHIVE_EVERY, archive_end, commit_key
-from tstore.format.plain_text import pluralize
+from tstore.core.format.layout import ARCHIVE_EVERY, archive_end, commit_key
+from tstore.core.format.plain_text import pluralize
 
 __all__ = [
     "show_benched",

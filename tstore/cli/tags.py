@@ -9,10 +9,10 @@ import click
 import tstore
 from tstore.cli.console import STEP, Document, Progress, at_options, json_option, run, store_argument
 from tstore.cli.listings import show_removed, show_tagged, show_tags
+from tstore.core.steps import chosen_snapshot, step_tag
+from tstore.core.store import Store
+from tstore.core.tags import drop_tag, later_steps, move_tag, remove_step, remove_steps_after, set_tag
 from tstore.errors import AlreadyExists
-from tstore.saved_steps import chosen_snapshot, step_tag
-from tstore.store import Store
-from tstore.tags import drop_tag, later_steps, move_tag, remove_step, remove_steps_after, set_tag
 
 __all__ = ["remove", "tag"]
 

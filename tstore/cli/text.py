@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rich.cells import cell_len, chop_cells
 
-from tstore.format.plain_text import format_ranges, format_size
+from tstore.core.format.plain_text import format_ranges, format_size
 
 __all__ = [
     "PATH_COLUMN",

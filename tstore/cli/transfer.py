@@ -31,8 +31,8 @@ from tstore.convert.layouts import LAYOUTS, Layout
 from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
+from tstore.core.storage.connect import connect
 from tstore.errors import AlreadyExists, InvalidArgument
-from tstore.storage.connect import connect
 
 __all__ = ["copy", "export", "import_checkpoint"]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tstore.cli.console import Document
 from tstore.cli.text import Column, Table, abbreviate, escape, format_shape, format_size, print_rows
-from tstore.format.plain_text import pluralize
+from tstore.core.format.plain_text import pluralize
 
 __all__ = ["show_tree"]
 

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.array import Array
 from tstore.checkpoint.structure import unflatten
 from tstore.convert.exporting import ExportReport, ProgressCallback, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
 from tstore.convert.names import attributes_in, below, subtree_of
+from tstore.core.array import Array
+from tstore.core.format.arrays.tensors import TORCH_DTYPES
+from tstore.core.format.tree_document import TreeDocument
+from tstore.core.runtime.pool import run
+from tstore.core.snapshot import Snapshot
+from tstore.core.storage.local.atomic_file import mapped_errors, new_folder
+from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument, parsing
-from tstore.format.arrays.tensors import TORCH_DTYPES
-from tstore.format.tree_document import TreeDocument
-from tstore.runtime.pool import run
-from tstore.snapshot import Snapshot
-from tstore.storage.local.atomic_file import mapped_errors, new_folder
-from tstore.store import Store, opened
 
 __all__ = ["export_dcp"]
 

@@ -19,21 +19,21 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tstore.array import Array
 from tstore.convert.files import StrPath, exported_file, refuse_existing
 from tstore.convert.layouts import Layout, checked_layout
 from tstore.convert.low_bits import ExportedArray, LowBits
 from tstore.convert.names import file_metadata, paths_by_name
 from tstore.convert.safetensors import Writer
 from tstore.convert.safetensors_header import Spec, bits_of, sort_tensors
-from tstore.data.reader import new_values
+from tstore.core.array import Array
+from tstore.core.data.reader import new_values
+from tstore.core.format.arguments import checked_index
+from tstore.core.runtime.pool import run
+from tstore.core.snapshot import Snapshot
+from tstore.core.steps import check_one_version, chosen_snapshot
+from tstore.core.storage.local.atomic_file import mapped_errors, new_folder, write_all
+from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument
-from tstore.format.arguments import checked_index
-from tstore.runtime.pool import run
-from tstore.saved_steps import check_one_version, chosen_snapshot
-from tstore.snapshot import Snapshot
-from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all
-from tstore.store import Store, opened
 
 __all__ = [
     "MAX_SHARD_SIZE",

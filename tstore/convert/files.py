@@ -11,10 +11,10 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tstore.core.storage.local.atomic_file import fsync_folder, mapped_errors, new_file
+from tstore.core.storage.local.linking import NO_LINKS
+from tstore.core.storage.objects import Durability
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument
-from tstore.storage.local.atomic_file import fsync_folder, mapped_errors, new_file
-from tstore.storage.local.linking import NO_LINKS
-from tstore.storage.objects import Durability
 
 __all__ = [
     "StrPath",

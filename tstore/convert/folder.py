@@ -8,11 +8,11 @@ from typing import Any
 
 from tstore.convert.files import open_file
 from tstore.convert.redirects import without_leaks
+from tstore.core.format.arguments import checked_text, quote
+from tstore.core.runtime.pool import WORKERS
+from tstore.core.storage.http.responses import sanitize
+from tstore.core.storage.local.atomic_file import mapped_errors
 from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, TStoreError, Unavailable, UnsupportedFormat
-from tstore.format.arguments import checked_text, quote
-from tstore.runtime.pool import WORKERS
-from tstore.storage.http.responses import sanitize
-from tstore.storage.local.atomic_file import mapped_errors
 
 __all__ = ["Folder"]
 

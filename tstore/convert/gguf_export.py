@@ -28,18 +28,18 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tstore.array import Array
 from tstore.convert.dense_bits import pack_bits
 from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
 from tstore.convert.files import StrPath, exported_file, refuse_existing
 from tstore.convert.low_bits import ExportedArray, quantized_arrays, read_quantized
 from tstore.convert.names import paths_by_name
 from tstore.convert.narrow import NoCounterpart, Scaled, as_floats, as_integers
+from tstore.core.array import Array
+from tstore.core.format.arguments import quote
+from tstore.core.runtime.pool import run
+from tstore.core.snapshot import Snapshot
+from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument, bullet_list
-from tstore.format.arguments import quote
-from tstore.runtime.pool import run
-from tstore.snapshot import Snapshot
-from tstore.store import Store, opened
 
 __all__ = ["GgufType", "export_gguf"]
 

@@ -23,13 +23,13 @@ from tstore.convert.huggingface import INDEX_SUFFIX, TORCH_INDEX_SUFFIX, open_fi
 from tstore.convert.names import ATTRIBUTE
 from tstore.convert.skipping import pruned
 from tstore.convert.torch_file import open_state_dict, open_trusted
+from tstore.core.format.arguments import quote
+from tstore.core.format.plain_text import pluralize
+from tstore.core.runtime.computing import compute
+from tstore.core.storage.local.atomic_file import mapped_errors
+from tstore.core.store import Store
 from tstore.errors import InvalidArgument, TStoreError, UnsupportedFormat, bullet_list, name_list
-from tstore.format.arguments import quote
-from tstore.format.plain_text import pluralize
 from tstore.quantization.policy import CodecRules
-from tstore.runtime.computing import compute
-from tstore.storage.local.atomic_file import mapped_errors
-from tstore.store import Store
 
 __all__ = ["ImportReport", "SourceKind", "import_checkpoint", "import_torch_file", "recognize"]
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from tstore.convert.dense_bits import pack_bits
 from tstore.convert.narrow import NoCounterpart, Scaled, as_floats, as_integers
+from tstore.core.format.arguments import quote
 from tstore.errors import InvalidArgument
-from tstore.format.arguments import quote
 
 __all__ = ["LAYOUTS", "Encoded", "Layout", "checked_layout", "encoder", "quantization_config", "requantized"]
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import exmy
 import numpy as np
 
-from tstore.array import Array
 from tstore.convert.layouts import Encoded, Layout, encoder, quantization_config, requantized
 from tstore.convert.narrow import NoCounterpart
 from tstore.convert.safetensors_header import Spec
+from tstore.core.array import Array
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.runtime.pool import run
+from tstore.core.snapshot import Snapshot
 from tstore.errors import InvalidArgument, bullet_list
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.runtime.pool import run
-from tstore.snapshot import Snapshot
 
 __all__ = ["ExportedArray", "LowBits", "quantized_arrays", "read_quantized"]
 

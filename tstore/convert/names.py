@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tstore.checkpoint.keys import path_part
+from tstore.core.format.arguments import quote
+from tstore.core.format.paths import is_at_or_below
+from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.core.format.tree_document import TreeDocument, expanded, paths_in, stored_document
+from tstore.core.snapshot import Snapshot
 from tstore.errors import InvalidArgument, bullet_list, name_list, parsing
-from tstore.format.arguments import quote
-from tstore.format.paths import is_at_or_below
-from tstore.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.format.tree_document import TreeDocument, expanded, paths_in, stored_document
-from tstore.snapshot import Snapshot
 
 __all__ = ["ATTRIBUTE", "attributes_in", "below", "file_metadata", "paths_by_name", "subtree_of", "values_beside"]
 

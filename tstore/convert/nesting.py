@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from tstore.core.format.tree_document import MAX_LEVELS
 from tstore.errors import Corrupt
-from tstore.format.tree_document import MAX_LEVELS
 
 __all__ = ["Keys", "nested"]
 

@@ -16,8 +16,8 @@ import pickletools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from tstore.core.format.number_keys import NumberKeys
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.format.number_keys import NumberKeys
 
 __all__ = ["Instance", "Name", "PersistentId", "Unreadable", "Visits", "check_key", "parse_pickle"]
 

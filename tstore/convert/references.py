@@ -18,7 +18,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from tstore.array import Array
 from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
 from tstore.convert.files import StrPath, exported_file, refuse_existing
 from tstore.convert.names import below, subtree_of, values_beside
@@ -29,14 +28,15 @@ from tstore.convert.zarr_export import (
     unlisted_elsewhere,
     unreadable_elsewhere,
 )
+from tstore.core.array import Array
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.checksums import block_checks
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.runtime.pool import run
+from tstore.core.snapshot import Snapshot
+from tstore.core.storage.local.atomic_file import mapped_errors, new_folder, write_all
+from tstore.core.store import Store, opened
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.checksums import block_checks
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.runtime.pool import run
-from tstore.snapshot import Snapshot
-from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all
-from tstore.store import Store, opened
 
 __all__ = ["export_references", "is_parquet", "reader_options"]
 

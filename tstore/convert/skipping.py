@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tstore.checkpoint.keys import path_part
 from tstore.convert.pickled import Unreadable
-from tstore.format.patterns import compile_patterns
+from tstore.core.format.patterns import compile_patterns
 
 __all__ = ["Pruned", "pruned"]
 

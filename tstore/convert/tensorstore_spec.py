@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tstore.array import Array
 from tstore.convert.folder import Folder
 from tstore.convert.zarr_folder import read_array
+from tstore.core.array import Array
+from tstore.core.format.arguments import quote
+from tstore.core.format.arrays.dtypes import dtype_named
 from tstore.errors import InvalidArgument
-from tstore.format.arguments import quote
-from tstore.format.arrays.dtypes import dtype_named
 
 __all__ = ["open_spec"]
 

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.convert.pickled import Instance, Name, PersistentId, Unreadable, Visits, check_key, parse_pickle
+from tstore.core.format.arrays.tensors import TORCH_DTYPES
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.format.arrays.tensors import TORCH_DTYPES
 
 __all__ = ["read_archive"]
 

@@ -17,24 +17,24 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.array import Array
 from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
 from tstore.convert.names import below, subtree_of, values_beside
+from tstore.core.array import Array
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.chunk_names import ChunkNames
+from tstore.core.format.arrays.codecs import chain_documents
+from tstore.core.format.arrays.dtypes import has_ml_dtype
+from tstore.core.format.arrays.grid import boxes, chunk_coordinates, part_of
+from tstore.core.format.arrays.numcodecs_classes import misread_by_zarr
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.paths import is_at_or_below, parents
+from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.core.runtime.pool import each, run
+from tstore.core.snapshot import Snapshot
+from tstore.core.storage.local.atomic_file import mapped_errors, new_folder, write_all
+from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.chunk_names import ChunkNames
-from tstore.format.arrays.codecs import chain_documents
-from tstore.format.arrays.dtypes import has_ml_dtype
-from tstore.format.arrays.grid import boxes, chunk_coordinates, part_of
-from tstore.format.arrays.numcodecs_classes import misread_by_zarr
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.format.paths import is_at_or_below, parents
-from tstore.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.runtime.pool import each, run
-from tstore.snapshot import Snapshot
-from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all
-from tstore.store import Store, opened
 
 __all__ = ["chunk_name", "consolidate", "export_zarr", "plain_nodes", "unlisted_elsewhere", "unreadable_elsewhere"]
 

@@ -17,17 +17,17 @@ from tstore.convert.files import StrPath
 from tstore.convert.folder import Folder
 from tstore.convert.importing import ImportReport, SourceKind
 from tstore.convert.zarr_folder import ZarrArray, left_out, read_nodes
-from tstore.format.arrays.grid import chunk_coordinates
-from tstore.format.checksums import block_checks
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
-from tstore.runtime.computing import compute
-from tstore.runtime.pool import each
-from tstore.store import Store, opened
-from tstore.transactions.encoded import EncodedStaging
-from tstore.transactions.handles import create_array
-from tstore.transactions.staging import Staging
-from tstore.transactions.transaction import staging_of
+from tstore.core.format.arrays.grid import chunk_coordinates
+from tstore.core.format.checksums import block_checks
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.runtime.computing import compute
+from tstore.core.runtime.pool import each
+from tstore.core.store import Store, opened
+from tstore.core.transactions.encoded import EncodedStaging
+from tstore.core.transactions.handles import create_array
+from tstore.core.transactions.staging import Staging
+from tstore.core.transactions.transaction import staging_of
 
 __all__ = ["import_zarr"]
 

@@ -21,8 +21,8 @@ import xxhash
 
 from tstore.checkpoint.leaves import PerHost, Shards
 from tstore.checkpoint.structure import IMPL, flatten, unflatten_like
+from tstore.core.format.tree_document import SCALARS
 from tstore.errors import InvalidArgument
-from tstore.format.tree_document import SCALARS
 from tstore.sharding import Index, ReplicaSplit, common_shard_shape
 
 __all__ = [

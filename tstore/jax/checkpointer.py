@@ -11,14 +11,14 @@ import jax
 from tstore.checkpoint import checkpointer
 from tstore.checkpoint.background import BackgroundSave, InFlight
 from tstore.checkpoint.policies import Policy
-from tstore.format.arguments import checked_step
-from tstore.format.tree.retention import Keep
-from tstore.hints import hinting
+from tstore.core.format.arguments import checked_step
+from tstore.core.format.tree.retention import Keep
+from tstore.core.hints import hinting
+from tstore.core.store import Store
 from tstore.jax.processes import Processes, agreed_number, any_process
 from tstore.jax.restore import PlacedTarget, restore
 from tstore.jax.save import unchanging_values
 from tstore.quantization.policy import QuantizeRules, Target
-from tstore.store import Store
 
 __all__ = ["Checkpointer"]
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import multihost_utils
 
+from tstore.core.format.arguments import checked_commit_timeout
+from tstore.core.runtime import pool
+from tstore.core.snapshot import Snapshot
+from tstore.core.steps import chosen_snapshot
+from tstore.core.store import Store, opened
 from tstore.errors import DeadlineExceeded, Misuse, Unavailable
-from tstore.format.arguments import checked_commit_timeout
-from tstore.runtime import pool
-from tstore.saved_steps import chosen_snapshot
-from tstore.snapshot import Snapshot
-from tstore.store import Store, opened
 
 __all__ = ["Processes", "agreed_number", "agreed_snapshot", "any_process"]
 

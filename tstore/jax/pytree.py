@@ -9,8 +9,8 @@ from typing import Any
 from jax import tree_util
 
 from tstore.checkpoint.keys import path_part
+from tstore.core.format.tree_document import MAX_LEVELS
 from tstore.errors import InvalidArgument
-from tstore.format.tree_document import MAX_LEVELS
 
 __all__ = ["Pytree"]
 

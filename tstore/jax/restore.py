@@ -15,15 +15,15 @@ from tstore.checkpoint.leaves import PerHost
 from tstore.checkpoint.reading import Allocate, Reading, RestorePlan, unallocated
 from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
 from tstore.checkpoint.source import Source
-from tstore.data.reader import new_values
+from tstore.core.data.reader import new_values
+from tstore.core.runtime import pool
+from tstore.core.steps import check_one_version, chosen_snapshot
+from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument, StructureMismatch
 from tstore.jax.arrays import FORMS, decoded, is_value, split_impl
 from tstore.jax.processes import agreed_snapshot
 from tstore.jax.pytree import Pytree
 from tstore.jax.targets import target_leaf
-from tstore.runtime import pool
-from tstore.saved_steps import check_one_version, chosen_snapshot
-from tstore.store import Store, opened
 
 __all__ = ["PlacedTarget", "explain", "restore"]
 

@@ -13,12 +13,12 @@ from tstore.checkpoint import background
 from tstore.checkpoint import save as core
 from tstore.checkpoint.background import BackgroundSave, InFlight
 from tstore.checkpoint.leaves import Shards, as_values
+from tstore.core.runtime import pool
+from tstore.core.store import Store
 from tstore.jax.arrays import begin_copy, checked_leaf
 from tstore.jax.processes import Processes
 from tstore.jax.pytree import Pytree
 from tstore.quantization.policy import QuantizeRules, Target
-from tstore.runtime import pool
-from tstore.store import Store
 
 __all__ = ["save", "save_async", "unchanging_values"]
 

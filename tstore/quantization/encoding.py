@@ -22,17 +22,20 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.exmy_chunks import codes_meta, is_packed
-from tstore.data.pieces import ReadJob
-from tstore.data.reader import read_chunks
-from tstore.data.write_job import StagedChunks
-from tstore.data.writer import PackSet, WriteJob
+from tstore.core.data.exmy_chunks import codes_meta, is_packed
+from tstore.core.data.pieces import ReadJob
+from tstore.core.data.reader import read_chunks
+from tstore.core.data.write_job import StagedChunks
+from tstore.core.data.writer import PackSet, WriteJob
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.codecs import Codecs, as_configuration, is_exmy, with_configuration
+from tstore.core.format.arrays.grid import Selection, boxes, part_of
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.runtime.budget import scratch
+from tstore.core.runtime.pool import each
+from tstore.core.storage.base import Storage
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.codecs import Codecs, as_configuration, is_exmy, with_configuration
-from tstore.format.arrays.grid import Selection, boxes, part_of
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.quantization.study import (
     Configuration,
     Profile,
@@ -43,9 +46,6 @@ from tstore.quantization.study import (
     profile,
 )
 from tstore.quantization.values import SLAB, Region, ReusedMemory, Values, in_threads
-from tstore.runtime.budget import scratch
-from tstore.runtime.pool import each
-from tstore.storage.base import Storage
 
 __all__ = ["MIN_VALUES", "CodecChoice", "EncodedArray", "encode_batch"]
 

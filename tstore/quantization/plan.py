@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.codecs import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
 from tstore.errors import InvalidArgument
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.codecs import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
 from tstore.quantization.allocation import Point, allocate
 from tstore.quantization.encoding import MIN_VALUES, CodecChoice, fits_importance
 from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Match, MinSqnr, Target

@@ -18,11 +18,11 @@ import exmy
 import msgspec
 import numpy as np
 
+from tstore.core.format.arguments import checked_attributes
+from tstore.core.format.arrays.bytes_codecs import is_bytes_codec
+from tstore.core.format.arrays.codecs import FLOATS, Codecs, as_configuration, is_exmy
+from tstore.core.format.patterns import compile_patterns
 from tstore.errors import InvalidArgument, bullet_list
-from tstore.format.arguments import checked_attributes
-from tstore.format.arrays.bytes_codecs import is_bytes_codec
-from tstore.format.arrays.codecs import FLOATS, Codecs, as_configuration, is_exmy
-from tstore.format.patterns import compile_patterns
 
 __all__ = [
     "DEFAULT_BITS",

@@ -22,11 +22,16 @@ from typing import Any, Literal, NamedTuple
 import exmy
 import numpy as np
 
+from tstore.core.format.arguments import checked_index, checked_tag, checked_text, quote
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.core.snapshot import Snapshot
+from tstore.core.steps import copy_snapshot, source_snapshot, steps_of
+from tstore.core.storage.objects import Durability
+from tstore.core.store import Store, opened
+from tstore.core.transactions.transaction import Transaction, staging_of
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
-from tstore.format.arguments import checked_index, checked_tag, checked_text, quote
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.objects.chunk_refs import ChunkTable
-from tstore.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.encoding import EncodedArray
 from tstore.quantization.plan import (
     Plan,
@@ -43,11 +48,6 @@ from tstore.quantization.sensitivity import Importance, Sensitivity, measured_im
 from tstore.quantization.studied_plan import StudiedPlan
 from tstore.quantization.values import MEMORY
 from tstore.quantization.work import BatchWork, ProgressCallback
-from tstore.saved_steps import copy_snapshot, source_snapshot, steps_of
-from tstore.snapshot import Snapshot
-from tstore.storage.objects import Durability
-from tstore.store import Store, opened
-from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["quantize", "quantize_report"]
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 import exmy
 import msgspec
 
+from tstore.core.format.arguments import quote
+from tstore.core.format.json_numbers import finite_or_none
+from tstore.core.format.plain_text import text_table
+from tstore.core.snapshot import Snapshot
 from tstore.errors import InvalidArgument, NotFound, parsing
-from tstore.format.arguments import quote
-from tstore.format.json_numbers import finite_or_none
-from tstore.format.plain_text import text_table
-from tstore.snapshot import Snapshot
 
 __all__ = ["QuantizeReport", "QuantizedArray", "check_plot", "plot_report", "read_report", "stored_document"]
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 import exmy
 
+from tstore.core.format.arrays.codecs import Codecs, as_configuration, is_exmy
 from tstore.errors import InvalidArgument
-from tstore.format.arrays.codecs import Codecs, as_configuration, is_exmy
 from tstore.quantization.policy import (
     DEFAULT_BITS,
     Bits,

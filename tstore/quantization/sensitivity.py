@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.pieces import ReadJob
+from tstore.core.data.pieces import ReadJob
+from tstore.core.format.arguments import quote
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.codecs import FLOATS
+from tstore.core.runtime.pool import run
+from tstore.core.snapshot import Snapshot
 from tstore.errors import InvalidArgument, bullet_list
-from tstore.format.arguments import quote
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.codecs import FLOATS
-from tstore.runtime.pool import run
-from tstore.snapshot import Snapshot
 
 __all__ = ["Importance", "Loss", "Sensitivity", "measured_importance", "parsed_importance"]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy.typing as npt
 
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.grid import default_chunks
 from tstore.errors import InvalidArgument
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.grid import default_chunks
 from tstore.quantization.plan import Plan, SourceArray, TargetedArrays, decide, plan_by_rules, planned_bytes
 from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
 from tstore.quantization.request import Request

@@ -19,9 +19,9 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.codecs import Codecs, as_configuration, is_exmy
-from tstore.format.arrays.grid import default_chunks
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.codecs import Codecs, as_configuration, is_exmy
+from tstore.core.format.arrays.grid import default_chunks
 from tstore.quantization.entropy import entropy_chunks, entropy_points, is_entropy_coded
 from tstore.quantization.policy import Coding
 from tstore.quantization.report import NONFINITE

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.pieces import ReadJob
-from tstore.data.reader import new_values
-from tstore.format.arrays.array_metadata import ArrayMeta
-from tstore.format.arrays.grid import boxes, part_of
-from tstore.runtime.budget import page_aligned, prefer_huge_pages, returnable_buffer
-from tstore.runtime.pool import each, run
-from tstore.snapshot import Snapshot
+from tstore.core.data.pieces import ReadJob
+from tstore.core.data.reader import new_values
+from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.grid import boxes, part_of
+from tstore.core.runtime.budget import page_aligned, prefer_huge_pages, returnable_buffer
+from tstore.core.runtime.pool import each, run
+from tstore.core.snapshot import Snapshot
 
 __all__ = ["MEMORY", "SLAB", "Region", "ReusedMemory", "Sample", "ValueCache", "Values", "batches", "in_threads"]
 

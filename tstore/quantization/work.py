@@ -21,16 +21,16 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from tstore.data.encoded_chunks import read_encoded
-from tstore.data.writer import PackSet
+from tstore.core.data.encoded_chunks import read_encoded
+from tstore.core.data.writer import PackSet
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.snapshot import Snapshot
+from tstore.core.storage.objects import Durability
+from tstore.core.store import Store, open
 from tstore.errors import InvalidArgument, Unavailable
-from tstore.format.objects.chunk_rows import ChunkRow
 from tstore.quantization.encoding import CodecChoice, EncodedArray, encode_batch
 from tstore.quantization.study import Profile, Study, Undecided, study
 from tstore.quantization.values import ValueCache, batches, in_threads
-from tstore.snapshot import Snapshot
-from tstore.storage.objects import Durability
-from tstore.store import Store, open
 
 __all__ = ["BatchWork", "ProgressCallback"]
 

@@ -22,13 +22,13 @@ import numpy as np
 
 import tstore as _async
 from tstore import Commit, Retry
-from tstore.array import parts_of
-from tstore.data.casting import Casting
-from tstore.format.arrays.indices import Index, Indexer
-from tstore.hints import no_such_name
-from tstore.runtime.background_loop import BACKGROUND
-from tstore.runtime.pool import WORKERS
-from tstore.store import Mode
+from tstore.core.array import parts_of
+from tstore.core.data.casting import Casting
+from tstore.core.format.arrays.indices import Index, Indexer
+from tstore.core.hints import no_such_name
+from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.pool import WORKERS
+from tstore.core.store import Mode
 from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped, unwrapped, wraps
 
 __all__ = _async.__all__

@@ -44,22 +44,22 @@ from tstore import zarr as zarr
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
-from tstore.copying.copy import At
-from tstore.data.casting import Casting
-from tstore.data.planning import ReadPlan
-from tstore.format.arrays.codecs import Codecs
-from tstore.format.arrays.indices import Index, Indexer, IndexItem
-from tstore.maintenance.repair import RepairReport
-from tstore.maintenance.verify import VerifyProgress, VerifyReport
+from tstore.core.copying.copy import At
+from tstore.core.data.casting import Casting
+from tstore.core.data.planning import ReadPlan
+from tstore.core.format.arrays.codecs import Codecs
+from tstore.core.format.arrays.indices import Index, Indexer, IndexItem
+from tstore.core.maintenance.repair import RepairReport
+from tstore.core.maintenance.verify import VerifyProgress, VerifyReport
+from tstore.core.storage.base import Storage
+from tstore.core.storage.objects import Traffic
+from tstore.core.store import Mode, Moment
+from tstore.core.transactions.staging import Isolation
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.quantization.sensitivity import Sensitivity
 from tstore.quantization.work import ProgressCallback
-from tstore.storage.base import Storage
-from tstore.storage.objects import Traffic
-from tstore.store import Mode, Moment
 from tstore.sync import jax as jax
 from tstore.sync import torch as torch
-from tstore.transactions.staging import Isolation
 
 __all__ = [
     "Appended",

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from tstore.checkpoint import checkpointer
 from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
+from tstore.core.format.arguments import checked_step
+from tstore.core.format.tree.retention import Keep
+from tstore.core.hints import hinting
+from tstore.core.runtime import pool
+from tstore.core.store import Store
 from tstore.errors import Unavailable
-from tstore.format.arguments import checked_step
-from tstore.format.tree.retention import Keep
-from tstore.hints import hinting
 from tstore.quantization.policy import QuantizeRules, Target
-from tstore.runtime import pool
-from tstore.store import Store
 from tstore.torch.processes import Processes
 from tstore.torch.restore import restore_among
 from tstore.torch.save import plan_save

@@ -10,8 +10,8 @@ import torch
 
 from tstore.checkpoint.leaves import Destination, PerHost, Shards
 from tstore.checkpoint.structure import flatten, unflatten_like
+from tstore.core.runtime.budget import prefer_huge_pages
 from tstore.errors import InvalidArgument
-from tstore.runtime.budget import prefer_huge_pages
 from tstore.sharding import Index
 from tstore.torch.dtensors import is_dtensor, layout_of, local_tensor
 from tstore.torch.tensors import (

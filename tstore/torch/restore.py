@@ -17,12 +17,12 @@ from tstore.checkpoint.reading import Reading
 from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
 from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten
-from tstore.data.reader import new_values
+from tstore.core.data.reader import new_values
+from tstore.core.runtime import pool
+from tstore.core.snapshot import Snapshot
+from tstore.core.steps import check_one_version, chosen_snapshot
+from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument, SnapshotExpired, TStoreError, parsing
-from tstore.runtime import pool
-from tstore.saved_steps import check_one_version, chosen_snapshot
-from tstore.snapshot import Snapshot
-from tstore.store import Store, opened
 from tstore.torch.leaves import Target, from_values
 from tstore.torch.memory import Stored
 from tstore.torch.processes import ALONE, Processes

@@ -12,11 +12,11 @@ from tstore.checkpoint import background
 from tstore.checkpoint import save as core
 from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
 from tstore.checkpoint.union import Outline, united
+from tstore.core.format.arguments import quote
+from tstore.core.runtime import world
+from tstore.core.store import Store
 from tstore.errors import InvalidArgument
-from tstore.format.arguments import quote
 from tstore.quantization.policy import QuantizeRules, Target
-from tstore.runtime import world
-from tstore.store import Store
 from tstore.torch.leaves import to_values
 from tstore.torch.processes import Processes
 from tstore.torch.stateful import state_tree

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tstore.core.format.arrays.grid import may_overlap
+from tstore.core.format.arrays.tensors import TORCH_DTYPES, tensor_values
 from tstore.errors import InvalidArgument
-from tstore.format.arrays.grid import may_overlap
-from tstore.format.arrays.tensors import TORCH_DTYPES, tensor_values
 
 __all__ = [
     "check_not_nested",

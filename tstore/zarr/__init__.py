@@ -8,7 +8,7 @@
     # one commit, once the block ends without an exception
 
 1. `hierarchy`: the groups, arrays and encoded chunks of a snapshot; those of a transaction are
-   `tstore.transactions.encoded`.
+   `tstore.core.transactions.encoded`.
 2. `keys`: which of them a key of Zarr names.
 3. `store`: `ZarrStore`.
 """

@@ -9,15 +9,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.encoded_chunks import read_part
+from tstore.core.data.encoded_chunks import read_part
+from tstore.core.format.arrays.dtypes import has_ml_dtype
+from tstore.core.format.arrays.grid import chunk_coordinates
+from tstore.core.format.tree.node import Node
+from tstore.core.log.expiry import guard_expiry
+from tstore.core.runtime.pool import run
+from tstore.core.snapshot import Snapshot, log_of
+from tstore.core.transactions.encoded import Extent
 from tstore.errors import NotFound, name_list
-from tstore.format.arrays.dtypes import has_ml_dtype
-from tstore.format.arrays.grid import chunk_coordinates
-from tstore.format.tree.node import Node
-from tstore.log.expiry import guard_expiry
-from tstore.runtime.pool import run
-from tstore.snapshot import Snapshot, log_of
-from tstore.transactions.encoded import Extent
 from tstore.zarr.keys import enclosing_folders
 
 __all__ = ["Hierarchy", "SnapshotHierarchy", "listed_nodes"]

@@ -24,16 +24,16 @@ from weakref import WeakValueDictionary
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
+from tstore.core.format.arguments import quote
+from tstore.core.format.arrays.chunk_names import ChunkNames
+from tstore.core.format.tree.node import Node
+from tstore.core.pickling import raises_when_used
+from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.pool import run, wait_all
+from tstore.core.snapshot import Snapshot
+from tstore.core.transactions.encoded import EncodedStaging, Extent
+from tstore.core.transactions.transaction import Transaction, staging_of
 from tstore.errors import InvalidArgument, Misuse
-from tstore.format.arguments import quote
-from tstore.format.arrays.chunk_names import ChunkNames
-from tstore.format.tree.node import Node
-from tstore.pickling import raises_when_used
-from tstore.runtime.background_loop import BACKGROUND
-from tstore.runtime.pool import run, wait_all
-from tstore.snapshot import Snapshot
-from tstore.transactions.encoded import EncodedStaging, Extent
-from tstore.transactions.transaction import Transaction, staging_of
 from tstore.zarr.hierarchy import Hierarchy, SnapshotHierarchy, listed_nodes
 from tstore.zarr.keys import (
     ChunkKeys,

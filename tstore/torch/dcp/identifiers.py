@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from tstore.core.format.arguments import quote
 from tstore.errors import InvalidArgument
-from tstore.format.arguments import quote
 
 __all__ = ["is_step", "step_from"]
 

@@ -13,9 +13,9 @@ import xxhash
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from tstore.checkpoint.structure import flatten
+from tstore.core.format.tree_document import TreeDocument, expanded
+from tstore.core.runtime import world
 from tstore.errors import InvalidArgument
-from tstore.format.tree_document import TreeDocument, expanded
-from tstore.runtime import world
 from tstore.sharding import Index, common_shard_shape
 from tstore.torch.tensors import numpy_dtype
 

@@ -26,15 +26,15 @@ from torch.torch_version import TorchVersion
 
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
-from tstore.data.pieces import ReadJob
-from tstore.data.reader import new_values
+from tstore.core.data.pieces import ReadJob
+from tstore.core.data.reader import new_values
+from tstore.core.format.arguments import quote
+from tstore.core.format.arrays.grid import Selection
+from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.snapshot import Snapshot
+from tstore.core.steps import check_one_version, chosen_snapshot
+from tstore.core.store import open
 from tstore.errors import InvalidArgument, Unavailable, bullet_list
-from tstore.format.arguments import quote
-from tstore.format.arrays.grid import Selection
-from tstore.runtime.background_loop import BACKGROUND
-from tstore.saved_steps import check_one_version, chosen_snapshot
-from tstore.snapshot import Snapshot
-from tstore.store import open
 from tstore.torch.dcp.identifiers import is_step, step_from
 from tstore.torch.restore import pickled_paths
 from tstore.torch.tensors import numpy_dtype, overlapping, shares_elements, torch_dtype, values_of

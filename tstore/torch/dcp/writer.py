@@ -20,8 +20,7 @@ from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.jobs import write_jobs
 from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.structure import flatten, scalars_in
-from tstore.errors import InvalidArgument, Misuse
-from tstore.format.arguments import (
+from tstore.core.format.arguments import (
     checked_attributes,
     checked_commit_timeout,
     checked_metadata,
@@ -30,16 +29,17 @@ from tstore.format.arguments import (
     checked_text,
     quote,
 )
-from tstore.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, nested_document
+from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.core.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, nested_document
+from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.storage.objects import checked_durability
+from tstore.core.store import Store, open
+from tstore.core.transactions.transaction import Transaction, staging_of
+from tstore.errors import InvalidArgument, Misuse
 from tstore.quantization.policy import CodecRules, Rules
-from tstore.runtime.background_loop import BACKGROUND
-from tstore.storage.objects import checked_durability
-from tstore.store import Store, open
 from tstore.torch.dcp.identifiers import is_step, step_from
 from tstore.torch.dcp.plans import Assignment, index_of, with_assignments, with_documents
 from tstore.torch.tensors import host_values
-from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["Writer"]
 

@@ -1,0 +1,247 @@
+"""Reading from packs: bytes are verified and decoded to values.
+
+The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. Bytes that
+several pieces need are read once, for example if regions of one array share a chunk. An unencoded chunk is read
+straight into the result where the chunk's part of the result is contiguous. Of a long unencoded chunk, only the
+blocks with selected values are read. Every block is verified while it is in the CPU's caches, before any value is
+decoded.
+
+A blocking read of local chunks is made in the calling thread (`read_local`), which others help if it is long.
+
+The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
+with a few threads, a remote server with many requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tstore.core.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
+from tstore.core.data.planning import batches_of, parts_of, pieces_of
+from tstore.core.format.arrays.variable import is_variable
+from tstore.core.runtime.budget import aligned_offset, page_aligned, populate, scratch
+from tstore.core.runtime.pool import each, run
+from tstore.core.runtime.with_caller import each_with_caller
+from tstore.core.storage.base import PackReader, Storage
+from tstore.core.storage.cache import forget
+from tstore.errors import Corrupt, InvalidArgument, NotFound
+
+__all__ = ["is_local", "new_values", "pack_reader", "read_chunks", "read_local", "values_to_plan"]
+
+_WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
+_MIN_ALIGNED = 64 << 10  # bytes of a result that begins at a page
+
+
+def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
+    """Return an uninitialized array to read into; raise `InvalidArgument` if it does not fit in memory."""
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        if size < _MIN_ALIGNED or is_variable(dtype):
+            return np.empty(shape, dtype)
+        return page_aligned(size).view(dtype).reshape(shape)
+    except (MemoryError, ValueError, OverflowError) as error:  # of sizes that no memory has
+        raise InvalidArgument(f"{path} does not fit in memory ({error}); read a part of it") from error
+
+
+def values_to_plan(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
+    """Return an array to plan a read into, which may be larger than memory: it can't be written."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _MIN_ALIGNED or is_variable(dtype):
+        return new_values(path, shape, dtype)
+    try:
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    except (OSError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"{path} is too large to explain ({error}); explain a part of it") from error
+    return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
+
+
+async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> None:
+    """Fill the `out` of every job.
+
+    Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt` for a damaged chunk or a missing pack, or
+    `InvalidArgument` if memory is short.
+    """
+    listed = list(jobs)
+    if any(job.source.reads_segments for job in listed):
+        pieces = await run(pieces_of, listed, storage.url)
+    else:
+        pieces = pieces_of(listed, storage.url)
+    if not pieces:
+        return
+    tuning = storage.tuning
+    batches = batches_of(pieces, tuning)
+    first = list(itertools.islice(batches, tuning.streams))
+    workers = len(first)
+    if not tuning.latency_bound:
+        workers = min(workers, -(-sum(piece.size for piece in pieces) // _WORKER_SHARE))
+
+    def read(batch: list[Piece]) -> None:
+        _read_again_if_cached(storage, batch)
+
+    await each(read, itertools.chain(first, batches), workers)
+
+
+def is_local(storage: Storage) -> bool:
+    """Return whether reading takes little more time than copying memory."""
+    return storage.capabilities.native_io and not storage.tuning.latency_bound
+
+
+def read_local(storage: Storage, job: ReadJob, threads: int) -> None:
+    """Fill the `out` of a job in the calling thread and others, `threads` at most, if that pays off. Blocking.
+
+    Raise what `read_chunks` raises.
+    """
+    pieces = pieces_of([job], storage.url)
+    batches = batches_of(pieces, storage.tuning)
+    workers = min(threads, -(-sum(piece.size for piece in pieces) // _WORKER_SHARE))
+    if workers <= 1:
+        populate(job.out)
+        for batch in batches:
+            _read_again_if_cached(storage, batch)
+        return
+
+    def read(batch: list[Piece] | None) -> None:
+        if batch is None:
+            populate(job.out)
+        else:
+            _read_again_if_cached(storage, batch)
+
+    each_with_caller(read, itertools.chain([None], batches), workers)
+
+
+def _read_again_if_cached(storage: Storage, batch: list[Piece]) -> None:
+    """Read a batch, and once more if its bytes are damaged and may have come from a cache."""
+    try:
+        _read_batch(storage, batch)
+    except MemoryError as error:
+        raise InvalidArgument(f"{batch[0].label}: too little memory to read it ({error})") from error
+    except Corrupt:
+        pack = batch[0].pack
+        if isinstance(pack, bytes) or not forget(storage, pack):
+            raise
+        _read_batch(storage, batch)  # the damage may have been in a cached copy, which is deleted now
+
+
+def _read_batch(storage: Storage, batch: list[Piece]) -> None:
+    """Read the pieces of a batch, with the gaps between them, in one call, and deliver them."""
+    first = batch[0]
+    try:
+        reader = pack_reader(storage, first.pack)
+    except Corrupt as error:
+        raise Corrupt(f"{first.label}: {error}") from error
+    parts = parts_of(batch, storage.tuning)
+    if parts is not None:
+        _read_into(reader, parts, storage)
+        return
+    targets = [piece.destination() for piece in batch]
+    if any(after.offset < before.offset + before.size for before, after in itertools.pairwise(batch)):
+        _read_overlapping(reader, batch, targets, storage)
+        return
+    size = sum(aligned_offset(piece.size) for piece, target in zip(batch, targets, strict=True) if target is None)
+    gap = max((b.offset - a.offset - a.size for a, b in itertools.pairwise(batch)), default=0)
+    with scratch(size + gap) as memory:
+        buffers: list[Any] = []
+        data: list[Any] = []
+        at, end = 0, first.offset
+        for piece, target in zip(batch, targets, strict=True):
+            if piece.offset > end:  # all gaps are read into the same memory, and ignored
+                buffers.append(memory[size : size + piece.offset - end])
+            if target is None:
+                target = memory[at : at + piece.size]
+                at += aligned_offset(piece.size)
+            buffers.append(target)
+            data.append(target)
+            end = piece.offset + piece.size
+        try:
+            if end > first.offset:
+                reader.read_into(first.offset, buffers, end - first.offset)
+        except Corrupt as error:
+            others = f" (or one of the {len(batch) - 1} after it)" if len(batch) > 1 else ""
+            raise Corrupt(f"{first.label}{others}: {error}") from error
+        for piece, buffer in zip(batch, data, strict=True):
+            piece.deliver(buffer, storage.url)
+
+
+def _read_overlapping(
+    reader: PackReader, batch: list[Piece], targets: list[Bytes | None], storage: Storage
+) -> None:
+    """Read all bytes from the first piece to the last once, and deliver each piece from there."""
+    begin, end = batch[0].offset, max(piece.offset + piece.size for piece in batch)
+    with scratch(end - begin) as memory:
+        read = memory[: end - begin]
+        try:
+            reader.read_into(begin, [read], end - begin)
+        except Corrupt as error:
+            raise Corrupt(f"{batch[0].label} (or one of the {len(batch) - 1} after it): {error}") from error
+        for piece, target in zip(batch, targets, strict=True):
+            data = read[piece.offset - begin : piece.offset - begin + piece.size]
+            if target is not None:
+                target[:] = data
+                data = target
+            piece.deliver(data, storage.url)
+
+
+def _read_into(reader: PackReader, parts: Iterable[Piece], storage: Storage) -> None:
+    """Read parts of a piece straight into the result; each is verified while it is in the CPU's caches."""
+    for part in parts:
+        target = part.destination()
+        assert target is not None
+        try:
+            reader.read_into(part.offset, [target], part.size)
+        except Corrupt as error:
+            raise Corrupt(f"{part.label}: {error}") from error
+        part.deliver(target, storage.url)
+
+
+def pack_reader(storage: Storage, pack: str | bytes) -> PackReader:
+    """Return the reader of a pack; raise `Corrupt` if the pack does not exist.
+
+    With some storages, the first read raises the error instead.
+    """
+    if isinstance(pack, bytes):
+        return _InlinePack(pack)
+    try:
+        return _RequiredPack(storage.reader(pack), pack, storage.url)
+    except NotFound as error:
+        raise Corrupt(_missing_message(pack, storage.url)) from error
+
+
+def _missing_message(pack: str, url: str) -> str:
+    return f"its pack {pack} is missing in {url}; restore it from a copy, or read another version"
+
+
+class _InlinePack:
+    """A pack stored inline in a manifest."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read_into(self, offset: int, buffers: Sequence[Any], size: int) -> None:
+        if offset + size > len(self._data):
+            raise Corrupt(
+                f"an inline pack of {len(self._data)} bytes ends before byte {offset + size}, where a chunk ends"
+            )
+        for buffer in buffers:
+            buffer[:] = np.frombuffer(self._data, np.uint8, len(buffer), offset)
+            offset += len(buffer)
+
+
+class _RequiredPack:
+    """A pack to which chunks refer: if it is missing, reading raises `Corrupt`."""
+
+    def __init__(self, reader: PackReader, pack: str, url: str) -> None:
+        self._reader = reader
+        self._pack = pack
+        self._url = url
+
+    def read_into(self, offset: int, buffers: Sequence[Any], size: int) -> None:
+        try:
+            self._reader.read_into(offset, buffers, size)
+        except NotFound as error:
+            raise Corrupt(_missing_message(self._pack, self._url)) from error

@@ -1,0 +1,253 @@
+"""The records of a log as bytes, by version, wherever they lie: in objects of their own, or old ones in archives.
+
+1. An archive has the records of `ARCHIVE_EVERY` consecutive versions, byte for byte. A garbage collection creates
+   it, if it is absent (`maintenance.compaction`). All collections write the same bytes, so a race is harmless.
+2. A later collection, one that has found the archive, deletes these records' own objects. So where such an object
+   was deleted, its archive exists; and no archive is ever deleted.
+3. A number is never used again, although its object is gone. A writer may stand still after it has found a number
+   absent, for as long as others take to commit that version, archive it and delete its object; then the create of
+   the writer succeeds. So after every create the writer looks for the archive. If there is one, the version was
+   somebody else's: the create has failed (`AlreadyExists`), and what it left beside the archive is no commit.
+4. So a record has two places, and the archive is the one that counts. Whoever reads a record looks for its archive
+   as well: a version does not exist if it is in neither place, and an object beside the archive is ignored until
+   the next collection deletes it.
+5. On a disk the look follows the reading, so it misses nothing: whatever had been deleted by then has an archive.
+   Over a network both requests are sent at once, so that the look takes no longer. A reader is then deceived only
+   if two collections, that which archives and that which deletes, take place while its request is under way. So a
+   search for the newest version that took long is repeated. Writers never rely on it, because of step 3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import TypeVar
+
+from tstore.core.format.layout import ARCHIVE_EVERY, archive_end, archive_key, commit_key
+from tstore.core.format.objects.archives import Archive, ArchiveEnd
+from tstore.core.format.objects.encoding import decode
+from tstore.core.runtime.event_loops import PerLoop
+from tstore.core.storage.base import LEADING_BYTES, Leading, Objects, Storage
+from tstore.core.storage.objects import SHORT_OBJECT, Durability, overlong
+from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
+
+__all__ = ["CommitObjects", "places_of"]
+
+A = TypeVar("A", bound=ArchiveEnd)
+
+_LOADED = 2  # archives in memory
+
+
+class CommitObjects:
+    """The records of one store as bytes; the event loops of several threads may share it."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._existing: set[int] = set()  # the last versions of archives that are known to exist
+        self._loaded: dict[int, Archive] = {}
+        self._looks: PerLoop[dict[int, asyncio.Task[Archive | None]]] = PerLoop(
+            dict
+        )  # which begin in the next turn
+
+    @property
+    def advice(self) -> str:
+        """The advice for a damaged or missing record or archive."""
+        return f"restore it from a copy of the store, or run tstore repair {self.storage.url}"
+
+    async def get(self, version: int, max_size: int | None = None) -> bytes:
+        """Return the record of a version; raise `NotFound`, or `Corrupt` if it or its archive is damaged.
+
+        Raise `Corrupt` also if it is longer than `max_size` bytes.
+        """
+        end = archive_end(version)
+        if end in self._existing:
+            if (archive := await self.archive(end)) is None:
+                return await self.get(version, max_size)
+            own = None
+        elif self.storage.tuning.latency_bound:
+            archive, own = await asyncio.gather(self._shared_look(end), self._own(version, max_size))
+        else:
+            own = await self._own(version, max_size)
+            archive = await self.archive(end)
+        if archive is not None:
+            data = archive.record(version)
+            if max_size is not None and len(data) > max_size:
+                raise overlong(f"{self.storage.url}: {commit_key(version)}", max_size)
+            return data
+        if isinstance(own, bytes):
+            return own
+        raise own or NotFound(f"{self.storage.url}: {commit_key(version)} does not exist")
+
+    async def short_objects(self, versions: Iterable[int]) -> Objects:
+        """Do for the records of versions, in their order, what `Storage.short_objects` does."""
+        versions = list(versions)
+        blocks: dict[int, list[int]] = {}
+        for version in versions:
+            blocks.setdefault(archive_end(version), []).append(version)
+        single = [version for end in blocks if end not in self._existing for version in blocks[end]]
+        reading = self.storage.short_objects(map(commit_key, single))
+        if self.storage.tuning.latency_bound:
+            looking = asyncio.gather(*map(self._archive_or_error, blocks))
+            objects, archives = await asyncio.gather(reading, looking)
+        else:
+            objects = await reading
+            archives = [await self._archive_or_error(end) for end in blocks]
+        found = dict(zip(single, objects, strict=True))
+        for archive, block in zip(archives, blocks.values(), strict=True):
+            if isinstance(archive, Archive):
+                records = [archive.record(version) for version in block]
+                found |= {v: r if len(r) <= SHORT_OBJECT else None for v, r in zip(block, records, strict=True)}
+            elif archive is not None:
+                found |= dict.fromkeys(block)  # their archive is damaged
+            elif block[0] not in found:
+                return await self.short_objects(versions)
+        return [found[version] for version in versions]
+
+    async def leading(self, first: int, stop: int) -> Leading:
+        """Do for the records from version `first` on, up to `stop` - 1, what `Storage.leading` does."""
+        objects: list[bytes] = []
+        size = 0
+        while first < stop:
+            end = archive_end(first)
+            if end in self._existing:
+                if (archive := await self.archive(end)) is None:
+                    continue
+                added = [archive.record(version) for version in range(first, min(end + 1, stop))]
+            else:
+                keys = map(commit_key, range(first, stop))
+                if self.storage.tuning.latency_bound:
+                    reading = self.storage.leading(keys)
+                    (added, hole, truncated, _), archive = await asyncio.gather(reading, self._shared_look(end))
+                else:
+                    leading = await self.storage.leading(keys, archive_key(first))
+                    if not leading.superseded and first + len(leading.objects) <= end and not objects:
+                        return leading  # as for most commits
+                    added, hole, truncated, superseded = leading
+                    archive = await self.archive(end) if superseded else None
+                archived = [] if archive is None else [end]
+                while not archived and end < archive_end(first + len(added)):  # then the next block may be
+                    end += ARCHIVE_EVERY
+                    archived = [] if await self.archive(end) is None else [end]
+                if not archived:
+                    return Leading(objects + added, hole, truncated)
+                added = added[: max(0, archived[0] - ARCHIVE_EVERY + 1 - first)]
+            objects += added
+            first += len(added)
+            size += sum(map(len, added))
+            if size > LEADING_BYTES:
+                break
+        return Leading(objects, hole=False, truncated=first < stop)
+
+    async def existing(self, versions: Iterable[int]) -> set[int]:
+        """Return which versions exist."""
+        versions = list(versions)
+        unknown = [version for version in versions if archive_end(version) not in self._existing]
+        archives = [archive_key(version) for version in unknown]
+        keys = dict.fromkeys([*map(commit_key, unknown), *archives])
+        sizes = await self.storage.sizes(keys) if keys else {}
+        return {
+            version
+            for version in versions
+            if archive_end(version) in self._existing
+            or commit_key(version) in sizes
+            or archive_key(version) in sizes
+        }
+
+    def forget(self, version: int) -> None:
+        """Read the archive of a version again when it is needed next, since a repair may have replaced it."""
+        self._loaded.pop(archive_end(version), None)
+
+    @property
+    def last_archived(self) -> int:
+        """The last version in an archive that has been read, 0 without any."""
+        return max(self._existing, default=0)
+
+    def is_archived(self, version: int) -> bool:
+        """Return whether an archive that has been read has the record of a version."""
+        return archive_end(version) in self._existing
+
+    async def create(self, version: int, data: bytes, durability: Durability) -> None:
+        """Create a record; raise `AlreadyExists` if the version exists, be it in an archive."""
+        await self.storage.create(commit_key(version), data, durability)
+        await self.check_not_archived(version)
+
+    async def check_not_archived(self, version: int) -> None:
+        """Raise `AlreadyExists` if the record of a version is in an archive."""
+        if await self.archive(archive_end(version)) is not None:
+            raise AlreadyExists(f"{self.storage.url}: {commit_key(version)} exists, in an archive")
+
+    async def archive(self, end: int) -> Archive | None:
+        """Return the archive that ends at a version, None if there is none; raise `Corrupt` if it is damaged.
+
+        None if it has been deleted, too, as an administrator may do while its records have objects of their own.
+        """
+        if (loaded := self._loaded.get(end)) is not None:
+            return loaded
+        archive = await self._read_archive(end, Archive)
+        if archive is not None:
+            self._loaded[end] = archive
+            for old in list(self._loaded)[:-_LOADED]:
+                self._loaded.pop(old, None)
+        return archive
+
+    async def check_archive(self, end: int) -> bool:
+        """Return whether the archive that ends at a version exists; raise `Corrupt` if its checksum is wrong.
+
+        Its records are not decoded: that takes ten times as long as the checksum.
+        """
+        return await self._read_archive(end, ArchiveEnd) is not None
+
+    async def _read_archive(self, end: int, kind: type[A]) -> A | None:
+        key = archive_key(end)
+        objects = (await self.storage.leading([key])).objects  # one quick read, which is never stale
+        if not objects:
+            if end in self._existing and await self.storage.size(commit_key(end)) is None:
+                raise Corrupt(f"{self.storage.url}: {key} is missing; {self.advice}")
+            self._existing.discard(end)
+            return None
+        try:
+            archive = decode(objects[0], kind)
+            if archive.end != end:
+                raise Corrupt(f"it is the archive up to version {archive.end}")
+        except (Corrupt, UnsupportedFormat) as error:
+            advice = f"; {self.advice}" if isinstance(error, Corrupt) else ""
+            raise type(error)(f"{self.storage.url}: {key}: {error}{advice}") from error
+        self._existing.add(end)
+        return archive
+
+    async def _shared_look(self, end: int) -> Archive | None:
+        """Do what `archive` does, in one request for all calls of this turn of the event loop."""
+        looks = self._looks.get()
+
+        async def look() -> Archive | None:
+            del looks[end]
+            return await self.archive(end)
+
+        if end not in looks:
+            looks[end] = asyncio.get_running_loop().create_task(look())
+            looks[end].add_done_callback(_retrieve)  # all calls may have been cancelled
+        return await asyncio.shield(looks[end])
+
+    async def _archive_or_error(self, end: int) -> Archive | Corrupt | UnsupportedFormat | None:
+        try:
+            return await self.archive(end)
+        except (Corrupt, UnsupportedFormat) as error:
+            return error
+
+    async def _own(self, version: int, max_size: int | None) -> bytes | Corrupt | NotFound:
+        """Return the object of a record, or the error if it can't be read."""
+        try:
+            return await self.storage.get(commit_key(version), max_size)
+        except (Corrupt, NotFound) as error:
+            return error
+
+
+def _retrieve(task: asyncio.Task[Archive | None]) -> None:
+    """Take the error of a task, so that asyncio does not log it as lost."""
+    if not task.cancelled():
+        task.exception()
+
+
+def places_of(version: int) -> tuple[str, str]:
+    """Return the key of a record, and the key of its archive, as `StagedObject.create` takes them."""
+    return commit_key(version), archive_key(version)

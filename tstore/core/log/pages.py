@@ -1,0 +1,109 @@
+"""The pages of a store's manifests: read when a lookup needs them, verified, and cached up to a bound."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+
+from tstore.core.format.layout import is_root
+from tstore.core.format.objects.object_ref import ObjectRef, Page, PagePlace
+from tstore.core.format.objects.pages import decode_page
+from tstore.core.format.objects.segments import SegmentSource
+from tstore.core.format.tree.node import Node
+from tstore.core.format.tree.nodes import Nodes
+from tstore.core.format.tree.stored_nodes import DerivedNodes, ManifestNodes, PageNodes
+from tstore.core.log.ranges import Ranges, read_range
+from tstore.core.runtime.pool import run
+from tstore.core.storage.base import Storage
+from tstore.errors import Corrupt, NotFound
+
+__all__ = ["PageReader", "nodes_in_pages", "read_pages"]
+
+_Key = tuple[str, int, Page, str | None]  # of the object, and the place of the page: all that is verified
+
+
+class PageReader:
+    """Reads the pages of manifests of one store, whose segments `segments` reads; threads may share it.
+
+    `derive` returns the nodes of each page in a root as the records determine them, None if that fails: roots only
+    save time.
+    """
+
+    derive: Callable[[ObjectRef], Sequence[PageNodes] | None] = staticmethod(lambda reference: None)
+
+    def __init__(self, storage: Storage, segments: SegmentSource) -> None:
+        self._storage = storage
+        self._segments = segments
+        self._cached: Ranges[_Key, ManifestNodes] = Ranges()
+        self._derived: dict[tuple[str, bytes], Sequence[PageNodes]] = {}  # of damaged and missing roots
+
+    def has(self, reference: ObjectRef, at: int) -> bool:
+        """Return whether a page is cached, so that loading it does not block."""
+        derived = (reference.key, reference.check) in self._derived
+        return derived or _key(reference.key, reference.place(at)) in self._cached
+
+    def load(self, reference: ObjectRef, start: int, stop: int) -> Sequence[PageNodes]:
+        """Return the nodes of the pages from `start` up to `stop`; blocking.
+
+        Consecutive pages that are not cached are read together. Raise `Corrupt`, or `NotFound` if the object is
+        missing.
+        """
+        root = reference.key, reference.check
+        if root in self._derived:
+            return self._derived[root][start:stop]
+        try:
+            return self._load(reference, start, stop)
+        except (Corrupt, NotFound):
+            if not is_root(reference.key):
+                raise
+            derived = self.derive(reference)
+            if derived is None:
+                raise
+            return self._derived.setdefault(root, derived)[start:stop]
+
+    def _load(self, reference: ObjectRef, start: int, stop: int) -> list[ManifestNodes]:
+        places = [reference.place(at) for at in range(start, stop)]
+        loaded = [self._cached.get(_key(reference.key, place)) for place in places]
+        nodes: list[ManifestNodes] = []
+        for is_cached, positions in itertools.groupby(range(len(places)), lambda at: loaded[at] is not None):
+            at = list(positions)
+            if is_cached:
+                nodes += [cached for cached in loaded[at[0] : at[-1] + 1] if cached is not None]
+            else:
+                nodes += self._read(reference.key, places[at[0] : at[-1] + 1])
+        return nodes
+
+    def _read(self, key: str, places: list[PagePlace]) -> list[ManifestNodes]:
+        """Return the nodes of consecutive pages, read by one request."""
+        begin, length = places[0].offset, places[-1].offset + places[-1].page.length - places[0].offset
+
+        def decoded(data: bytes) -> list[ManifestNodes]:
+            view = memoryview(data)
+            parts = [view[p.offset - begin : p.offset - begin + p.page.length] for p in places]
+            manifests = [decode_page(bytes(part), key, p) for part, p in zip(parts, places, strict=True)]
+            return [ManifestNodes(manifest.attach(self._segments)) for manifest in manifests]
+
+        nodes = read_range(self._storage, key, begin, length, decoded)
+        return [
+            self._cached.put(_key(key, place), page, place.page.length)
+            for place, page in zip(places, nodes, strict=True)
+        ]
+
+
+async def read_pages(nodes: Nodes, paths: Collection[str] | None = None) -> None:
+    """Read the pages that have these paths, or all pages, in a thread, so that later lookups do not block."""
+    if nodes.is_paged and (paths is None or nodes.reads(paths)):
+        await run(nodes.load, paths)
+
+
+def _key(key: str, place: PagePlace) -> _Key:
+    return key, place.offset, place.page, place.stop
+
+
+def nodes_in_pages(reference: ObjectRef, nodes: dict[str, Node]) -> list[DerivedNodes] | None:
+    """Return nodes, whose paths ascend, in the pages of a reference, None if this has others."""
+    if sum(page.nodes for page in reference.pages) != len(nodes):
+        return None
+    items = iter(nodes.items())
+    pages = [DerivedNodes(dict(itertools.islice(items, page.nodes))) for page in reference.pages]
+    return pages if [page.paths[0] for page in pages] == [page.first for page in reference.pages] else None

@@ -1,0 +1,378 @@
+"""Store: everything under one URL, with its snapshots, transactions, history and maintenance."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import os
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from tstore.core.format.arguments import checked_indices, checked_metadata, checked_text, quote
+from tstore.core.format.tree.retention import Keep
+from tstore.core.log.expiry import check_tag_alive
+from tstore.core.log.history import Commit, history, version_at, version_named
+from tstore.core.log.log import Log
+from tstore.core.log.marker import Marker, create_marker, marker_for
+from tstore.core.log.reader import LogReader, read_hint
+from tstore.core.maintenance.diff import Diff, diff_snapshots
+from tstore.core.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
+from tstore.core.maintenance.repair import RepairReport, repair_store
+from tstore.core.maintenance.verify import VerifyProgress, VerifyReport, verify_store
+from tstore.core.snapshot import Snapshot, SnapshotCall, head_snapshot, snapshot_of
+from tstore.core.storage.base import Storage
+from tstore.core.storage.cache import Cache, CachedStorage, without_cache
+from tstore.core.storage.connect import Address, storage_at
+from tstore.core.storage.objects import Durability, Traffic, checked_durability
+from tstore.core.storage.reading import only_reading
+from tstore.core.transactions.cooperative import CooperativeCommit
+from tstore.core.transactions.membership import membership
+from tstore.core.transactions.pending import PendingTransaction, find_pending, pending
+from tstore.core.transactions.staging import Isolation
+from tstore.core.transactions.tag_edits import TagEdits
+from tstore.core.transactions.transaction import Transaction
+from tstore.errors import Denied, InvalidArgument, Misuse, NotAStore, NotFound, TStoreError
+
+__all__ = ["Mode", "Moment", "Store", "close_after", "open", "opened"]
+
+Mode = Literal["r", "r+", "a", "x"]
+"""How to open a store: "r" reads, "r+" reads and writes, "a" also creates a missing store, "x" only creates."""
+
+Moment = int | str | datetime.datetime  # of a version: its number, a tag, or the time of its commit
+
+
+async def open(
+    url: str | os.PathLike[str] | Storage,
+    mode: Mode = "a",
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: Cache | str | os.PathLike[str] | None = None,
+) -> Store:
+    """Open the store at a URL or path, or on a `Storage`.
+
+    URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
+    `storage_options` are options of that storage, such as a `token`; they are never shown. `cache` is a local
+    folder of at most 10 GiB for objects read from a server; pass a `Cache` for another limit.
+
+    The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
+    for reading and writing; if it is missing, its first transaction creates it. "x" creates a store and fails if
+    there is one. Raise `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
+    `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or a test found that the storage does
+    not create objects exclusively), `InvalidArgument` (a wrong URL, option or mode).
+    """
+    if not isinstance(mode, str) or mode not in get_args(Mode):
+        raise InvalidArgument(
+            f"mode={quote(mode)}: expected 'r' (read), 'r+' (read and write), 'a' (read and write, create if "
+            "missing) or 'x' (create)"
+        )
+    if isinstance(url, Store):
+        raise InvalidArgument(f"{url!r} is already open; use it, or pass its url to open it once more")
+    storage = storage_at(url, storage_options)
+    hint = asyncio.ensure_future(_prefetch_hint(storage))
+    try:
+        local = cache if cache is None or isinstance(cache, Cache) else Cache(cache)
+        marker, writable = await marker_for(storage, mode, deferred=local is None)
+        used = storage if writable else only_reading(storage)
+        if local is not None and marker is not None:
+            used = CachedStorage(used, local, str(marker.uuid))
+        return Store(used, marker, mode, await hint, Address.of(url, storage_options, local))
+    except BaseException:
+        hint.cancel()
+        await asyncio.wait([hint])
+        if storage is not url:
+            await storage.close()
+        raise
+
+
+async def _prefetch_hint(storage: Storage) -> int | None:
+    """Return the hint to the newest version, read concurrently with the marker where requests wait for a server.
+
+    Return None if the hint can't be read, and for other storage, where `Store` reads the hint when it needs it.
+    """
+    if not storage.tuning.latency_bound:
+        return None
+    try:
+        return await read_hint(storage)
+    except TStoreError:
+        return None
+
+
+@contextlib.asynccontextmanager
+async def opened(store: str | os.PathLike[str] | Store, mode: Mode) -> AsyncIterator[Store]:
+    """Yield an open `Store` unchanged, or open the store at a URL in this mode and close it afterwards."""
+    if isinstance(store, Store):
+        yield store
+        return
+    async with await open(store, mode) as new:
+        yield new
+
+
+def close_after(store: Store, work: Future[None]) -> None:
+    """Make `store.close` wait for work in the background, which uses the same storage."""
+    store._background.add(work)
+    work.add_done_callback(store._background.discard)
+
+
+class Store:
+    """Everything under one URL. Readers never block; writers can conflict only when they commit."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        marker: Marker | None,
+        mode: Mode,
+        hint: int | None = None,
+        address: Address | None = None,
+    ) -> None:
+        log_id = None if marker is None else marker.log_id
+        reader = LogReader(storage, hint, log_id=log_id, address=address)
+        self._log = Log(reader, self._create if marker is None else None)
+        self._cooperating: weakref.WeakValueDictionary[tuple[str, int], Transaction] = (
+            weakref.WeakValueDictionary()
+        )
+        """The cooperative transactions opened here, by id and host."""
+        self._background: set[Future[None]] = set()
+        self.marker = marker
+        """None until the first transaction creates the store."""
+        self.mode = mode
+
+    @property
+    def url(self) -> str:
+        """The URL or path of the store."""
+        return self._log.storage.url
+
+    @property
+    def uuid(self) -> str:
+        """The identity of the store, chosen at random at its creation; raises `NotAStore` before it."""
+        if self.marker is None:
+            raise NotAStore(f"{self.url} does not exist yet; its first transaction creates it")
+        return str(self.marker.uuid)
+
+    async def _create(self) -> None:
+        """Create the store, or read the marker of another process that did."""
+        self.marker, _ = await create_marker(self._log.storage, 2)
+        self._log.reader.records.chain.log_id = self.marker.log_id
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """The requests to the server since the store was opened; None for a store without a server."""
+        return without_cache(self._log.storage).traffic
+
+    @property
+    def _log_id(self) -> bytes | None:
+        return None if self.marker is None else self.marker.log_id
+
+    @property
+    def log(self) -> Log:
+        """The log of commits."""
+        return self._log
+
+    def transaction(
+        self,
+        message: str = "",
+        tag: str | None = None,
+        isolation: Isolation = "snapshot",
+        durability: Literal["fsync", "none"] = "fsync",
+        *,
+        move_tag: str | None = None,
+        drop_tag: str | Sequence[str] | None = None,
+        name: str | None = None,
+        host: int = 0,
+        hosts: int = 1,
+        attempt: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Transaction:
+        """Return a new transaction; `async with` commits it on exit and aborts it on an exception.
+
+        Parameters
+        ----------
+        message, metadata
+            A text and a JSON object, which `history` shows.
+        tag, move_tag, drop_tag
+            `tag` is a new tag for the new version; if it is in use, the first use of the transaction raises
+            `AlreadyExists`. `move_tag` is a tag for the new version; if it is in use, it moves there. `drop_tag`
+            is a tag to remove, or a list of them; if one does not exist, the first use raises `NotFound`.
+        isolation
+            With "serializable" the commit also raises `Conflict` if anything read through the transaction has
+            changed.
+        durability
+            With "none" a power failure may undo the commit.
+        name, host, hosts, attempt
+            The transaction is one host's part of a cooperative transaction, which is committed once all hosts
+            have called `commit`. `attempt` is a token that all hosts share and no other start of the job uses.
+
+        Raises
+        ------
+        `Denied` on a store opened with mode "r", `InvalidArgument` if the arguments contradict each other,
+        `Misuse` if this host already has the same transaction open in this `Store`.
+        """
+        self._check_writable()
+        if not isinstance(isolation, str) or isolation not in ("snapshot", "serializable"):
+            raise InvalidArgument(f"isolation={quote(isolation)}: expected 'snapshot' or 'serializable'")
+        member = membership(name, host, hosts, attempt, isolation, drop_tag)
+        if member is not None:
+            earlier = self._cooperating.get((member.transaction, host))
+            if earlier is not None and not earlier.ended:
+                raise Misuse(
+                    f"{self.url}: host {host} already has transaction {name!r} open; use that one, or end it first"
+                )
+        transaction = Transaction(
+            self._log,
+            message=checked_text("message", message),
+            tags=TagEdits.from_arguments(tag, move_tag, drop_tag),
+            isolation=isolation,
+            durability=checked_durability(durability),
+            member=member,
+            metadata=None if metadata is None else checked_metadata(metadata),
+        )
+        if member is not None:
+            self._cooperating[member.transaction, host] = transaction
+        return transaction
+
+    def snapshot(self, at: Moment | None = None) -> SnapshotCall:
+        """Return the state at a version, a tag or a time; by default the head, the newest version that is no copy.
+
+        A time names the head of that time. Raise `NotFound` if there is no such version or tag, or nothing was
+        committed by that time, and its subclass `SnapshotExpired` if garbage collection removed the version.
+        """
+        return SnapshotCall(self._snapshot(at))
+
+    async def _snapshot(self, at: Moment | None) -> Snapshot:
+        if at is None:
+            return await head_snapshot(self._log.reader)
+        if isinstance(at, np.integer):  # a version taken from an array
+            at = int(at)
+        if not isinstance(at, int | str | datetime.datetime) or isinstance(at, bool):
+            raise InvalidArgument(f"at={quote(at)}: expected a version, a tag, a datetime, or None for the head")
+        newest = await self._log.reader.newest()
+        if isinstance(at, datetime.datetime):
+            version = await version_at(self._log.reader, at, newest)
+        else:
+            version = await self._resolve(at, newest)
+        return await snapshot_of(self._log.reader, version, newest)
+
+    async def _resolve(self, at: int | str, newest: int) -> int:
+        try:
+            return await version_named(self._log.reader, at, newest)
+        except NotFound:
+            if isinstance(at, str):
+                await check_tag_alive(self._log.reader, at)
+            raise
+
+    async def diff(self, before: Moment, after: Moment | None = None, *, budget: int | None = None) -> Diff:
+        """Return how the arrays of two versions differ; `before` and `after` take what `snapshot` takes as `at`.
+
+        Only chunks of float arrays that differ are read; with a budget, about as many bytes of their values: small
+        arrays whole, and samples of others. Raise `NotFound` as `snapshot` does.
+        """
+        snapshots = await self.snapshot(before), await self.snapshot(after)
+        return await diff_snapshots(self._log.reader, *snapshots, budget)
+
+    def history(self) -> AsyncIterator[Commit]:
+        """Iterate over the commits, newest first, including those whose version has expired.
+
+        Transactions that were committed together share a version.
+        """
+        return history(self._log.reader)
+
+    async def tags(self) -> dict[str, int]:
+        """Return every tag with the version that it names."""
+        return (await self.snapshot()).tags
+
+    async def outcome(self, transaction: str) -> int | None:
+        """Return the version that a transaction was committed as, or None if it is not committed.
+
+        If the store is open for writing, the version is durable on return, unless it was committed with durability
+        "none". The cost grows with the number of commits.
+        """
+        version = await self._log.reader.find(checked_text("transaction", transaction))
+        if version is not None and self.mode != "r":
+            durable = (await self._log.reader.record(version)).durable
+            await self._log.make_durable(version, Durability.FSYNC if durable else Durability.NONE)
+        return version
+
+    async def pending(self) -> list[PendingTransaction]:
+        """Return the cooperative transactions that are not committed, with the hosts that are absent.
+
+        The cost grows with the number of commits.
+        """
+        return await pending(self._log.reader)
+
+    async def finish(self, transaction: str) -> int:
+        """Commit a cooperative transaction whose hosts have all delivered their fragments, and return its version.
+
+        Use it when hosts died between their fragments and the commit; any process may call it, at any time.
+        `transaction` is an id, or a name with only one attempt under way; it may already be committed.
+        Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts, or if a host of a
+        `Checkpointer` gave up and withdrew the transaction. Also raise `NotFound`, `InvalidArgument` (several
+        attempts have that name), `Inconsistent`, `Conflict` or `Denied`.
+        """
+        self._check_writable()
+        member = await find_pending(self._log.reader, transaction)
+        return await CooperativeCommit(self._log, member, Durability.FSYNC).finish()
+
+    async def verify(self, progress: Callable[[VerifyProgress], object] | None = None) -> VerifyReport:
+        """Read and check every record, manifest and chunk of every version; report each fault.
+
+        The cache is bypassed. `progress` is called with the work done, often and from any thread.
+        """
+        return await verify_store(LogReader.strict(without_cache(self._log.storage), self._log_id), progress)
+
+    async def repair(self, void: Sequence[int] = (), *, void_intact: Sequence[int] = ()) -> RepairReport:
+        """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
+
+        To void a version is to replace its record by one without changes: what the version changed is lost, and
+        readers and commits continue with the other versions. Without arguments nothing is changed. `void` lists
+        versions whose record is damaged or missing. Versions in `void_intact` are voided even if their record is
+        intact, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
+        Processes that have the store open must open it again (`TimelineChanged`). Raise `Denied` on a store opened
+        with mode "r" or through a server, `InvalidArgument` for a version that does not exist, an intact one in
+        `void`, or one on which other versions rest.
+        """
+        damaged, intact = checked_indices("void", void), checked_indices("void_intact", void_intact)
+        if damaged or intact:
+            self._check_writable()
+        return await repair_store(self._log.storage, self._log_id, damaged, intact)
+
+    async def collect(
+        self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ABANDONED_AFTER, dry_run: bool = False
+    ) -> CollectReport:
+        """Remove the versions that `keep` does not keep, and the data of abandoned transactions; report both.
+
+        Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
+        written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
+        nothing. A collection is safe while others write, read and collect. Raise `Denied` on a store opened with
+        mode "r" (unless `dry_run`), `NotFound` if no living version has a tag or metric that `keep` names, and
+        `InvalidArgument` for other bad values.
+        """
+        if self.mode == "r" and not dry_run:
+            raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+', or pass dry_run=True")
+        if keep is not None and not isinstance(keep, Keep):
+            raise InvalidArgument(f"keep={quote(keep)}: expected a tstore.Keep, such as Keep(last=5), or None")
+        return await collect(self._log, keep, abandoned, dry_run=dry_run)
+
+    def _check_writable(self) -> None:
+        if self.mode == "r":
+            raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+' to write")
+
+    async def close(self) -> None:
+        """Wait for saves in the background, and release open files and connections.
+
+        Further use of the store opens them again.
+        """
+        await asyncio.gather(*map(asyncio.wrap_future, self._background), return_exceptions=True)
+        await self._log.storage.close()
+
+    async def __aenter__(self) -> Store:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<tstore.Store {self.url} mode={self.mode!r}>"

@@ -1,0 +1,132 @@
+"""Whether newer commits conflict with a transaction, and how its changes are applied again over them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.core.data.writer import PackSet
+from tstore.core.format.tree.changes import Changes, Overlap
+from tstore.core.log.expiry import guard_expiry
+from tstore.core.log.group_commit import Newer, Retry
+from tstore.core.log.pages import read_pages
+from tstore.core.log.reader import LogReader
+from tstore.core.runtime.pool import run
+from tstore.core.transactions.appends import moved
+from tstore.core.transactions.read_set import differing_chunks
+from tstore.core.transactions.staged_tree import StagedTree
+from tstore.core.transactions.tag_edits import TagEdits
+from tstore.errors import Conflict
+
+__all__ = ["check_reads", "overlap_of", "reapply", "revise_merges"]
+
+
+async def check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer: Newer) -> None:
+    """Raise `Conflict` if newer commits changed what a serializable transaction has read."""
+    base = staged.base
+    for version, _ in newer:
+        tree = await guard_expiry(log, version, log.head(version))
+        changed = await guard_expiry(log, version, run(staged.reads.changed, base, tree))
+        changed += tags.changed(base.tags, tree.tags)
+        if changed:
+            raise Conflict(
+                f"{staged.origin}: version {version}, committed since then, changed what this serializable "
+                "transaction has read, so it is not committed; read again and repeat it",
+                changed,
+            )
+
+
+async def overlap_of(changes: Changes, newer: Changes) -> Overlap:
+    """Return the overlap of changes with those of a newer commit, reading segments in a thread."""
+    in_segments = changes.in_segments or newer.in_segments
+    return await run(changes.overlap, newer) if in_segments else changes.overlap(newer)
+
+
+class _Touched(NamedTuple):
+    """What newer commits also changed: chunks that this transaction wrote in part, and arrays to move, by path."""
+
+    chunks: dict[str, set[int]]
+    extended: set[str]
+
+
+async def _touched(log: LogReader, staged: StagedTree, changes: Changes, newer: Newer) -> _Touched:
+    """Return which changes of a transaction must be applied again over newer commits.
+
+    Raise `Conflict` if the changes of this transaction overlap with a newer commit in any other way.
+    """
+    touched = _Touched({}, set())
+    for version, other in newer:
+        overlap = await overlap_of(changes, await log.trees.changes(version, other))
+        patched, whole = await run(staged.split_overlap, overlap.chunks) if overlap.chunks else ({}, {})
+        conflicts = overlap.conflicts
+        if whole:
+            conflicts += await _changed(log, staged, whole, newer[-1][0])
+        if conflicts:
+            raise Conflict(
+                f"{staged.origin}: version {version}, committed since then, and this transaction changed the same "
+                "chunks or metadata, so the transaction is not committed; read again and repeat it",
+                conflicts,
+            )
+        touched.extended.update(overlap.extended)
+        for path, numbers in patched.items():
+            touched.chunks.setdefault(path, set()).update(numbers)
+    return touched
+
+
+async def _changed(
+    log: LogReader, staged: StagedTree, chunks: Mapping[str, npt.NDArray[np.uint64]], version: int
+) -> list[str]:
+    """Describe the chunks whose bytes in a version differ from those in the base.
+
+    Equal bytes prove nothing: both may have incremented the same value.
+    """
+    nodes = (await guard_expiry(log, version, log.head(version))).nodes
+    await guard_expiry(log, version, read_pages(nodes, chunks))
+
+    def changed() -> list[str]:
+        base = staged.base.nodes
+        differing = (differing_chunks(base[path], nodes.get(path), n) for path, n in chunks.items())
+        return list(itertools.chain.from_iterable(differing))
+
+    return await guard_expiry(log, version, run(changed))
+
+
+async def reapply(
+    log: LogReader, packs: PackSet, staged: StagedTree, changes: Changes, newer: Newer
+) -> Retry | None:
+    """Apply patches again, and move appended values, on top of the newest of newer commits.
+
+    Return why the manifest has changed, or None if it has not. Raise `Conflict` if the changes conflict.
+    """
+    chunks, extended = await _touched(log, staged, changes, newer)
+    if not chunks and not extended:
+        return None
+    version = newer[-1][0]  # older ones may have expired; if this one has too, the caller validates again
+    nodes = (await guard_expiry(log, version, log.head(version))).nodes
+    await guard_expiry(log, version, read_pages(nodes, chunks.keys() | extended))
+    for path in sorted(extended):
+        work = moved(staged.arrays[path], nodes[path], log.storage, packs, log.objects.segments)
+        staged.arrays[path] = await guard_expiry(log, version, work)
+    for path, numbers in chunks.items():
+        patches = staged.arrays[path].apply_patches(log.storage, packs, nodes[path], numbers)
+        await guard_expiry(log, version, patches)
+    reasons = [f"it changed chunks that this transaction wrote in part: {', '.join(chunks)}"] if chunks else []
+    reasons += (
+        [f"it changed arrays that one of the two extended: {', '.join(sorted(extended))}"] if extended else []
+    )
+    return Retry(version, "; ".join(reasons))
+
+
+async def revise_merges(log: LogReader, staged: StagedTree, newer: Newer) -> bool:
+    """Adapt the merges of references to newer commits; return whether this changes the manifest."""
+    merging = [array for array in staged.arrays.values() if array.merge is not None]
+    revised = False
+    for version, other in newer if merging else ():
+        nodes = (await log.trees.changes(version, other)).nodes
+        for array in merging:
+            revised |= array.path in nodes and array.revise_merge(nodes[array.path])
+    return revised
