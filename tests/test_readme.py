@@ -79,7 +79,7 @@ def commands(document: Document) -> list[tuple[str, str]]:
 
 def test_every_document_is_tested() -> None:
     listed = {document.path for document in DOCUMENTS}
-    folders = ("tests", "codecs", "examples", "bench", "tstore")
+    folders = (".github", "tests", "codecs", "examples", "bench", "tstore")
     assert {path for folder in folders for path in (ROOT / folder).rglob("*.md")} <= listed
 
 

