@@ -135,6 +135,7 @@ class StructureMismatch(InvalidArgument):
         self.missing = list(missing)
         self.unexpected = list(unexpected)
         self.mismatched = list(mismatched)
+        self.arguments = list(arguments)
         lines = [f"missing in the checkpoint: {p or 'the whole target, a single value'}" for p in missing]
         lines += [f"unexpected, not in the target: {p}" for p in unexpected]
         lines += [f"does not match: {m}" for m in mismatched]

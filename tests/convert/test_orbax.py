@@ -40,8 +40,8 @@ EXPECTED: dict[str, Any] = {
         "i4": np.arange(-4, 4).astype(ml_dtypes.int4),
     },
     "opt": [{"mean": np.full(3, 2, np.float32), "count": np.array(4, np.int32)}, {}, [np.ones(2, np.float32)]],
-    "step": np.int64(7),
-    "lr": np.float64(0.5),
+    "step": 7,
+    "lr": 0.5,
     "none": None,
     "np": np.arange(3),
     "flag": np.float32(3),
@@ -76,12 +76,20 @@ async def test_every_layout_is_imported_bit_for_bit(peers: Path, tmp_path: Path)
             assert (report.kind, report.version) == (SourceKind.ORBAX, step + 1)
             tree = await tstore.restore(store, step)
             assert bits(tree) == bits({**EXPECTED, "name": "run"})
-            assert isinstance(tree["step"], np.int64)
+            assert (type(tree["step"]), type(tree["lr"]), type(tree["flag"])) == (int, float, np.float32)
         added = [c.bytes_added async for c in store.history()]
         assert added[:3] == [0, 0, 0]  # the same chunks, whatever the layout: also of arrays that are streamed
     tree = open_orbax(str(peers / "zarr"))
     assert isinstance(tree["params"]["w"], StreamedArray)
     assert tree["params"]["w"].region_shape == (1024, 512)
+
+
+async def test_numbers_of_a_state_are_restored_into_its_abstract_tree(peers: Path, tmp_path: Path) -> None:
+    jax = pytest.importorskip("jax")
+    await import_checkpoint(peers / "zarr", tmp_path, 0)
+    target = jax.eval_shape(lambda: {"step": 0, "lr": 1.0})  # of int32 and float32
+    state = await tstore.jax.restore(tmp_path, target=target, only=["step", "lr"])
+    assert (int(state["step"]), float(state["lr"]), state["step"].weak_type) == (7, 0.5, True)
 
 
 async def test_regions_are_whole_pieces_of_the_source(

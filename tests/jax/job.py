@@ -267,6 +267,10 @@ def unusual_targets(folder: Path) -> None:
             tstore.jax.restore(url, target=odd, only="w")
     same(tree, tstore.jax.restore(url, target=tree))
 
+    tstore.save("memory://doubles", {"d": np.ones(2)}, 1)
+    with pytest.raises(StructureMismatch, match=r"dtype='target', which casts floats.*\n.*d: stored float64\[2\]"):
+        tstore.jax.restore("memory://doubles", target={"d": jnp.ones(2)})
+
     columns = Format(Layout(major_to_minor=(1, 0)), tree["w"].sharding)
     for form in (
         jax.device_put(w, columns),

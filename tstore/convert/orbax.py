@@ -252,6 +252,12 @@ def _value(leaf: _Leaf, arrays: Mapping[str, Any], strings: Mapping[str, str], f
     return text
 
 
+def _number(values: npt.NDArray[Any]) -> Any:
+    """Return the Python number that Orbax stored as this array, or a NumPy scalar if none has its dtype."""
+    number = values.item()
+    return number if np.asarray(number).dtype == values.dtype else values[()]
+
+
 def _parse(path: str, document_type: type[_T]) -> _T:
     data = read_whole(path, _MAX_DOCUMENT)
     try:
@@ -288,7 +294,7 @@ class _Source:
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
 
     def open(self, leaves: list[_Leaf]) -> Iterator[Any]:
-        """Yield the arrays of these leaves: NumPy arrays and scalars, and longer ones as `StreamedArray`."""
+        """Yield the arrays of these leaves: numbers, arrays of NumPy, and longer ones as `StreamedArray`."""
         for start in range(0, len(leaves), _MAX_OPENING):
             batch = leaves[start : start + _MAX_OPENING]
             futures = [self._open(leaf) for leaf in batch]
@@ -303,7 +309,7 @@ class _Source:
                     yield self._streamed(leaf, array, dtype)
                     continue
                 values: npt.NDArray[Any] = np.asarray(self._result(leaf, read), dtype)
-                yield values[()] if leaf.kind == "scalar" else values
+                yield _number(values) if leaf.kind == "scalar" else values
 
     def _open(self, leaf: _Leaf) -> Any:
         if self._ocdbt:

@@ -203,6 +203,8 @@ def _with_keys_compared(error: StructureMismatch, checkpoint: str) -> StructureM
     forms = [
         (path, stored[path], wanted[path]) for path in wanted if path in stored and stored[path] != wanted[path]
     ]
+    if not forms:
+        return error
     compared = {path for path, _, _ in forms}
     return StructureMismatch(
         checkpoint,
