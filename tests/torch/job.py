@@ -317,6 +317,20 @@ def dcp_save(folder: Path) -> None:
         assert tstore.open(url).verify().ok
     with pytest.raises(CheckpointException, match="step 5 is already saved"):
         dcp.save(state, storage_writer=tstore.torch.Writer(url, 5))
+    values = np.random.default_rng(rank).standard_normal((600, 600))
+    for odd, path in (
+        ({"rng": torch.full((5,), rank, dtype=torch.uint8)}, "rng: hosts"),
+        ({"a": {"long": torch.from_numpy(values).T}}, "a/long: hosts"),  # of which samples are compared
+        ({"a": {"n": [rank, 1]}}, "a/n/0: hosts"),
+        ({"own": tstore.PerHost(rank)}, r"own: .* another key in each process, such as f'rank\{rank\}'"),
+    ):
+        with pytest.raises(CheckpointException, match=path):
+            dcp.save({**odd, "w": torch.ones(2)}, storage_writer=tstore.torch.Writer(folder / "dcp-odd", 1))
+    own = {f"rank{rank}": {"n": rank, "t": torch.full((2,), rank)}, "long": torch.ones(600, 600)}
+    dcp.save(own, storage_writer=tstore.torch.Writer(folder / "dcp-odd", 1))
+    own[f"rank{rank}"] = {"n": -1, "t": torch.zeros(2, dtype=torch.int64)}
+    dcp.load(own, storage_reader=tstore.torch.Reader(folder / "dcp-odd"))
+    assert own[f"rank{rank}"]["n"] == own[f"rank{rank}"]["t"][1] == rank
     writer = tstore.torch.Writer(url, 6)
     save_state_dict: Any = dcp.save_state_dict  # deprecated, so without types
     save_state_dict(state, writer, coordinator_rank=1)

@@ -13,7 +13,7 @@ import xxhash
 from tstore.checkpoint.structure import scalars_in
 from tstore.core.format.tree_document import TreeDocument, scalar_node
 
-__all__ = ["array_checksums", "checksums"]
+__all__ = ["array_checksums", "checksums", "sampled", "value_checksums"]
 
 _WHOLE = 1 << 20
 """Up to this many bytes, all of an array is hashed; of a longer one, samples."""
@@ -25,13 +25,18 @@ _MAX_BYTES = 1 << 18
 
 
 def checksums(document: TreeDocument, leaves: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the checksums of the NumPy arrays among the leaves of a tree, and of its Python scalars, by path.
+    """Return the checksums of the NumPy arrays among the leaves of a tree, and of its Python scalars, by path."""
+    return value_checksums(leaves, scalars_in(document))
+
+
+def value_checksums(leaves: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the checksums of the NumPy arrays among the leaves, and of Python scalars, by path.
 
     If there are too many, those of the largest groups are combined, under the path of the group.
     """
     result = array_checksums(leaves)
-    scalars = {path: scalar_node(value) for path, value in scalars_in(document).items()}
-    result |= {path: xxhash.xxh3_64_digest("\0".join(node).encode()) for path, node in scalars.items()}
+    nodes = {path: scalar_node(value) for path, value in scalars.items()}
+    result |= {path: xxhash.xxh3_64_digest("\0".join(node).encode()) for path, node in nodes.items()}
     sizes = _group_sizes(result)
     while (excess := sizes.total() - _MAX_BYTES) > 0:
         combined = set()
@@ -54,6 +59,14 @@ def array_checksums(leaves: Mapping[str, Any]) -> dict[str, bytes]:
     return {path: _of_array(leaf) for path, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
 
 
+def sampled(size: int, itemsize: int) -> tuple[int, list[int]] | None:
+    """Return the length of each sample of an array, and where they begin; None if all of it is hashed."""
+    if size * itemsize <= _WHOLE:
+        return None
+    count = _SAMPLE_BYTES // itemsize or 1
+    return count, np.linspace(0, size - count, _SAMPLES).astype(int).tolist()
+
+
 def _group_sizes(result: Mapping[str, bytes]) -> Counter[str]:
     """Return how many bytes the entries of each group take."""
     sizes: Counter[str] = Counter()
@@ -63,9 +76,8 @@ def _group_sizes(result: Mapping[str, bytes]) -> Counter[str]:
 
 
 def _of_array(values: npt.NDArray[Any]) -> bytes:
-    if values.nbytes > _WHOLE:
-        count = _SAMPLE_BYTES // values.itemsize or 1
-        starts = np.linspace(0, values.size - count, _SAMPLES).astype(int).tolist()
+    if (samples := sampled(values.size, values.itemsize)) is not None:
+        count, starts = samples
         flat: Any = values.reshape(-1) if values.flags.c_contiguous else values.flat  # neither copies all values
         values = np.concatenate([flat[start : start + count] for start in starts])
     values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))  # as they are stored

@@ -96,8 +96,10 @@ class Writer(Any):  # type: ignore[misc]
     `checkpoint_id=step` in the calls of `dcp.save`. `version` is the version of the last save; it is None in every
     process but the coordinator.
 
-    The coordinator commits when all processes have written. Its errors, such as `AlreadyExists`, are in the
-    `CheckpointException` that DCP raises in all processes."""
+    Ordinary tensors and Python scalars must be equal in every process that has their key, because DCP saves those
+    of one; what a process has for itself needs another key, such as f"rank{rank}". The coordinator commits when
+    all processes have written. Its errors, such as `AlreadyExists`, are in the `CheckpointException` that DCP
+    raises in all processes."""
 
     def __init__(
         self,

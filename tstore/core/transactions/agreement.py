@@ -56,7 +56,8 @@ def check_replicated(
     if differing:
         raise Inconsistent(
             f"{subject}hosts have different values at the same path, and only one of them would be stored; make "
-            "them equal on all hosts, or pass tstore.PerHost(value) to save the value of each host",
+            "them equal on all hosts, or pass tstore.PerHost(value) to save the value of each host (with DCP, "
+            "pass a key for each)",
             [f"{p or 'the tree'}: hosts {hosts} differ from host {first[p][1]}" for p, hosts in differing.items()],
         )
     return {path: checksum for path, (checksum, _) in first.items()}

@@ -39,6 +39,7 @@ from tstore.errors import InvalidArgument, Misuse
 from tstore.quantization.policy import CodecRules, Rules
 from tstore.torch.dcp.identifiers import is_step, step_from
 from tstore.torch.dcp.plans import Assignment, index_of, with_assignments, with_documents
+from tstore.torch.dcp.replicated import checksums_of
 from tstore.torch.tensors import host_values
 
 __all__ = ["Writer"]
@@ -65,8 +66,10 @@ class Writer(StorageWriter):
     `checkpoint_id=step` in the calls of `dcp.save`. `version` is the version of the last save; it is None in every
     process but the coordinator.
 
-    The coordinator commits when all processes have written. Its errors, such as `AlreadyExists`, are in the
-    `CheckpointException` that DCP raises in all processes.
+    Ordinary tensors and Python scalars must be equal in every process that has their key, because DCP saves those
+    of one; what a process has for itself needs another key, such as f"rank{rank}". The coordinator commits when
+    all processes have written. Its errors, such as `AlreadyExists`, are in the `CheckpointException` that DCP
+    raises in all processes.
     """
 
     def __init__(
@@ -146,8 +149,10 @@ class Writer(StorageWriter):
         if not isinstance(assignment, Assignment):
             raise Misuse("the plan was not prepared by a Writer in the coordinator; use one in all processes")
         assignment = self._with_new_attempt(assignment)
+        replicated = checksums_of(planner, assignment.hosts)
         leaves, documents = _leaves_and_documents(plan, planner, assignment)
-        staged = BACKGROUND.run(self._write(self._checkpoint(assignment, leaves)))
+        checkpoint = self._checkpoint(assignment, leaves, replicated)
+        staged = BACKGROUND.run(self._write(checkpoint))
         if staged is not None:
             self._staged[threading.get_ident()] = staged
         results = [
@@ -183,7 +188,9 @@ class Writer(StorageWriter):
         assert step is not None
         return step
 
-    def _checkpoint(self, assignment: Assignment, leaves: Mapping[str, Shards]) -> Checkpoint:
+    def _checkpoint(
+        self, assignment: Assignment, leaves: Mapping[str, Shards], replicated: Mapping[str, bytes]
+    ) -> Checkpoint:
         step = self._current_step()
         host, hosts = assignment.host, assignment.hosts
         jobs = write_jobs(leaves, self._rules, host, hosts)
@@ -202,6 +209,7 @@ class Writer(StorageWriter):
             assignment.attempt,
             self._timeout,
             self._overwrite,
+            replicated=replicated,
         )
 
     async def _write(self, checkpoint: Checkpoint) -> _Staged | None:

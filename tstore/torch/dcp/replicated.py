@@ -1,0 +1,66 @@
+"""Checksums of what several processes of a DCP save have, of which one process writes each value."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from tstore.checkpoint.keys import join, path_part
+from tstore.checkpoint.leaves import PerHost
+from tstore.checkpoint.replicated import sampled, value_checksums
+from tstore.checkpoint.structure import flatten, scalars_in
+from tstore.core.format.tree_document import SCALARS
+from tstore.errors import InvalidArgument
+from tstore.torch.tensors import host_values
+
+__all__ = ["checksums_of"]
+
+_PLAIN = torch.Tensor, torch.nn.Parameter
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # which every device can index
+
+
+def checksums_of(planner: SavePlanner, hosts: int) -> dict[str, bytes]:
+    """Return the checksums of the ordinary tensors and Python scalars in a process's state dict, by path.
+
+    The samples of a long tensor are taken on its device. A single process has no checksums, and nor has a planner
+    without the `state_dict` of `DefaultSavePlanner`. Raise `InvalidArgument` for a `PerHost`, since DCP would save
+    that of one process.
+    """
+    keys = getattr(planner, "mappings", {})
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for name, value in getattr(planner, "state_dict", {}).items():
+        path = "/".join(map(path_part, keys.get(name, (name,))))
+        if _has_per_host(value):
+            raise InvalidArgument(
+                f"{path}: DCP would save the PerHost of one process; save its value under another key in each "
+                "process, such as f'rank{rank}', or save with tstore.torch.save"
+            )
+        if type(value) in _PLAIN:
+            tensors[path] = value.detach()
+        elif type(value) in (*SCALARS, list, tuple):
+            with contextlib.suppress(InvalidArgument):  # an object that DCP pickles
+                scalars |= {join(path, below).strip("/"): s for below, s in scalars_in(flatten(value)[0]).items()}
+    if hosts == 1:
+        return {}
+    return value_checksums(host_values({path: _samples(tensor) for path, tensor in tensors.items()}), scalars)
+
+
+def _has_per_host(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_per_host, value))
+    return isinstance(value, PerHost)
+
+
+def _samples(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or samples of a long one in one dimension."""
+    samples = sampled(tensor.numel(), tensor.itemsize)
+    if samples is None or tensor.itemsize not in _BITS or tensor.layout != torch.strided:
+        return tensor
+    count, starts = samples
+    numbers = torch.cat([torch.arange(start, start + count, device=tensor.device) for start in starts])
+    values = tensor.resolve_conj().resolve_neg().view(_BITS[tensor.itemsize])
+    return values[torch.unravel_index(numbers, tensor.shape)]
