@@ -273,6 +273,7 @@ def test_a_wheel_of_the_sdist_has_every_file_of_both_packages(clone: Clone) -> N
         "tstore/sync/__init__.pyi",
         "exmy/py.typed",
         "exmy/_kernels.c",
+        "tstore/core/format/FORMAT.md",
         "tstore/core/format/kernels.c",
         "exmy/FORMAT.md",
         "exmy/README.md",

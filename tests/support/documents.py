@@ -71,5 +71,6 @@ DOCUMENTS = [
     Document("tests/README.md"),
     Document("codecs/exmy/README.md"),
     Document("codecs/exmy/FORMAT.md"),
+    Document("tstore/core/format/FORMAT.md"),
     *(Document(str(path.relative_to(ROOT))) for path in sorted((ROOT / "examples" / "guides").glob("*.md"))),
 ]
