@@ -14,7 +14,6 @@ import xxhash
 from msgspec import msgpack, structs
 
 import tstore.sync as tstore
-from tstore.errors import UnsupportedFormat
 from tstore.core.format import layout
 from tstore.core.format.bounds import max_object_size
 from tstore.core.format.checksums import digest
@@ -31,6 +30,7 @@ from tstore.core.format.objects.references import Manifest
 from tstore.core.format.objects.segments import SEGMENT_ROW
 from tstore.core.format.objects.short_manifests import short_manifest
 from tstore.core.log.marker import Marker
+from tstore.errors import UnsupportedFormat
 
 TEXT = Path(layout.__file__).with_name("FORMAT.md").read_text()
 LOG = UUID("00112233-4455-6677-8899-aabbccddeeff")
