@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 import tstore
-from tests.attacks.forgeries import framed
+from tests.support.forging import forged
 from tests.support.http_server import ADMIN, WRITE, Client, client_of, everybody
 from tstore import Keep
 from tstore.core.format.arrays.array_metadata import ArrayMeta
@@ -113,7 +113,7 @@ def record_of(
     record = Record(
         "forged", version - 1, 1.0, manifests=(manifest,), reused=manifest.reused("forged"), collected=gc
     )
-    return framed(b"R", record)
+    return forged(record)
 
 
 async def refusal(place: Place, rows: list[ChunkRow], **fields: Any) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -18,6 +20,7 @@ import pytest
 import trustme
 
 import tstore
+from tests.support.forging import forged
 from tests.support.http_server import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.checksums import block_checks
@@ -349,6 +352,72 @@ async def test_endless_handshakes_are_bounded(
     said = [line for line in lines if line["log"] != "tstore.server.access"]
     assert len(said) < 30, said[:3]
     assert not [line for line in said if line["level"] == "error"], said
+
+
+Flood = Callable[[Wire, int], Awaitable[Any]]
+
+
+async def silent(raw: Wire, number: int) -> None:
+    await raw.rest()
+
+
+async def asking(raw: Wire, number: int) -> None:
+    while not raw.reader.at_eof():
+        await raw.send(b"GET /tstore.json HTTP/1.1\r\n" + HEAD + b"\r\n")
+        await raw.response()
+
+
+async def slow_pack(raw: Wire, number: int) -> None:
+    await raw.send(put(f"/txn/slow{number}/pack-0", 64 << 20))
+    while not raw.reader.at_eof():
+        await raw.send(b"x" * 10)
+        await asyncio.sleep(0.5)
+
+
+async def heavy_manifest(raw: Wire, number: int) -> None:
+    """Send a manifest that takes a second to check, and is refused for its last node."""
+    body = many_nodes(200_000)
+    await raw.send(put(f"/txn/heavy{number}/manifest", len(body)) + body)
+    assert (await raw.response())[0] in (0, 422, 503)
+
+
+@functools.cache
+def many_nodes(count: int) -> bytes:
+    """Return the frame of a manifest whose last node is listed twice."""
+    names = [f"n{i:06}" for i in range(count)]
+    return forged(Manifest.from_nodes([(n, b"%d" % i, True, ()) for i, n in enumerate([*names, names[-1]])]))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("flood", "count"), [(silent, 1500), (asking, 400), (slow_pack, 128), (heavy_manifest, 24)]
+)
+async def test_honest_clients_go_on_beside_a_flood(tmp_path: Path, flood: Flood, count: int) -> None:
+    """Of a server process, whose memory and open files are bounded."""
+    with serving(tmp_path / "store", tokens=f"write {WRITE}\nwrite honest-0123456789") as served:
+        store = await tstore.open(served.url, storage_options={"token": "honest-0123456789"})
+        await tstore.save(store, TREE, 0)
+
+        async def again(number: int) -> None:
+            while True:
+                with contextlib.suppress(ConnectionError):
+                    async with wire(served) as raw:
+                        await flood(raw, number)
+                await asyncio.sleep(0.02)
+
+        flooding = [asyncio.ensure_future(again(number)) for number in range(count)]
+        for step in range(1, 4):
+            await asyncio.sleep(1)
+            async with asyncio.timeout(60):
+                await tstore.save(store, TREE, step)
+                assert (np.asarray((await tstore.restore(store, step))["w"]) == TREE["w"]).all()
+        assert not any(task.done() for task in flooding)
+        assert memory(served.process.pid) < 640 << 20
+        assert open_files(served.process.pid) < 1536
+        for task in flooding:
+            task.cancel()
+        await asyncio.wait(flooding)
+        await store.close()
 
 
 async def test_the_oldest_handshake_is_closed_for_a_new_connection(

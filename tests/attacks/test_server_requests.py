@@ -8,9 +8,9 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 import tstore
 from tests.attacks import paths, requests
-from tests.attacks.case import Case
 from tests.attacks.requests import HEAD, put
 from tests.attacks.target import Target, files, lay_out
 from tests.support.http_server import (
@@ -63,10 +62,11 @@ async def still_well(server: Server) -> None:
         assert (await client("GET", "/txn/old/pack-0")).body == b"committed"
 
 
-@pytest.mark.parametrize("case", requests.CASES, ids=[case.name for case in requests.CASES])
-async def test_hostile_requests_are_refused(target: Target, case: Case) -> None:
-    """The cases that `python -m tests.attacks` sends to a server process."""
-    await case.run(target)
+@pytest.mark.parametrize(("run", "argument"), requests.CASES)
+async def test_hostile_requests_are_refused(
+    target: Target, run: Callable[[Target, Any], Awaitable[None]], argument: Any
+) -> None:
+    await run(target, argument)
 
 
 async def test_no_path_leads_out_of_a_server_of_any_name(place: Path) -> None:

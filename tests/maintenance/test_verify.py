@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,13 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.attacks.forgeries import Known, commit, framed, manifest, record
-from tests.support.forging import placed_in
+from tests.support.forging import forged, placed_in
+from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.layout import commit_key, root_key
-from tstore.core.format.objects.records import StoredRecord
+from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.records import Record, StoredRecord
+from tstore.core.format.objects.references import Manifest
 from tstore.core.log.records import Records
 from tstore.errors import Corrupt
 from tstore.lab.conformance.faults import open_faulty
@@ -32,11 +34,10 @@ async def test_another_reference_to_the_same_place_is_verified_too(
         store = await tstore.open(tmp_path)
         [table] = (await store.snapshot()).tree.nodes["w"].tables
         check = next(iter(table.rows)).checks
-    forged = manifest(
-        packs=[pack], inline=[], offset=struct.pack("<Q", 0), length=struct.pack("<Q", length), checks=check
-    )
-    body = record(Known(1, 0, {}, (), (), tmp_path), manifests=[forged], reused=[pack], bytes_added=0)
-    (tmp_path / commit(2)).write_bytes(placed_in(tmp_path, 2, framed(b"R", body)))
+    table = ChunkTable.from_rows([ChunkRow(0, pack, 0, length, check)])
+    manifest = Manifest.from_nodes([("forged", ArrayMeta.new((8,), "f4", (8,)).document, True, [table])])
+    record = Record("forged", 1, 1.0, manifests=(manifest,), reused=(pack,))
+    (tmp_path / commit_key(2)).write_bytes(placed_in(tmp_path, 2, forged(record)))
     store = await tstore.open(tmp_path)
     with pytest.raises(Corrupt):
         await (await (await store.snapshot()).array("forged")).read()

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import signal
-import ssl
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -113,18 +112,15 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def wire(
-    server: Server | Process, trusting: ssl.SSLContext | None = None, source: str | None = None
-) -> AsyncIterator[Wire]:
-    """Connect to the server, with TLS if its URL is https, and from the local address `source` if given."""
+async def wire(server: Server | Process) -> AsyncIterator[Wire]:
+    """Connect to the server."""
     to = urlsplit(server.url)
-    local = None if source is None else (source, 0)
-    reader, writer = await asyncio.open_connection(to.hostname, to.port, ssl=trusting, local_addr=local)
+    reader, writer = await asyncio.open_connection(to.hostname, to.port)
     try:
         yield Wire(reader, writer)
     finally:
         writer.close()
-        with contextlib.suppress(ConnectionError, ssl.SSLError):
+        with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
 
 
@@ -143,10 +139,6 @@ class Process(NamedTuple):
     def logged(self) -> str:
         """Return the log so far."""
         return os.pread(self.log.fileno(), 1 << 20, 0).decode()
-
-    def logged_after(self, offset: int) -> bytes:
-        """Return the log after this many bytes, up to the last complete line."""
-        return os.pread(self.log.fileno(), 16 << 20, offset).rpartition(b"\n")[0] + b"\n"
 
     def end(self) -> list[dict[str, Any]]:
         """Stop the process as a service manager does, and return its log entries."""
