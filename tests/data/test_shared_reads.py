@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.core.data import shared_reads
+from tstore.core.data import reader
 from tstore.core.format.arrays.codecs import Chain
 from tstore.errors import Corrupt, NotFound
 
@@ -21,14 +21,14 @@ VALUES = np.arange(64 * 4096, dtype="i4").reshape(64, 4096)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of jobs of each call that reads."""
     counts: list[int] = []
-    read_chunks = shared_reads.read_chunks
+    read_chunks = reader.read_chunks
 
     async def counted(storage: Any, jobs: Any) -> None:
         listed = list(jobs)
         counts.append(len(listed))
         await read_chunks(storage, listed)
 
-    monkeypatch.setattr(shared_reads, "read_chunks", counted)
+    monkeypatch.setattr(reader, "read_chunks", counted)
     return counts
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.indices import numpy_indices, orthogonal_indices, select_orthogonally, select_points, slices
-from tstore.core.format.arrays import view_chunks
+from tstore.core.format.arrays import views
 from tstore.core.format.arrays.grid import chunk_coordinates, chunk_counts, chunk_number, part_of, projections
 from tstore.core.format.arrays.points import PointSelection, point_projections, touched_chunks
 from tstore.core.format.arrays.views import View, whole_view
@@ -188,6 +188,6 @@ def test_the_chunks_of_a_view_with_elements_of_chunks_of_its_array(
             wanted.add(chunk_number(cell, chunk_counts(view.shape, own)))
     together = data.draw(st.sampled_from([1, 3, 1 << 20]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(view_chunks, "_TOGETHER", together)
-        parts = list(view_chunks.view_chunks(view, shape, chunks, np.array(numbers, np.int64), own))
+        patch.setattr(views, "_TOGETHER", together)
+        parts = list(views.view_chunks(view, shape, chunks, np.array(numbers, np.int64), own))
     assert set().union(*(part.tolist() for part in parts)) == wanted

@@ -169,13 +169,13 @@ NEWFILE, APPEND, TREE = (
 QUEUE = "tstore.core.log.group_commit:QueuedCommit."
 COOPERATIVE, EXCLUSION, STAGING = (
     "tstore.core.transactions.cooperative:CooperativeCommit.",
-    "tstore.core.transactions.exclusion:Exclusion.",
+    "tstore.core.transactions.conflicts:Exclusion.",
     "tstore.core.transactions.staging:Staging.",
 )
 DECISION, WITHDRAWAL = "tstore.core.transactions.decision:Decision.", "transactions/test_withdrawal.py::"
 ADMISSION, RECORDS = "tstore.service.server.admission:Admission.", "attacks/test_server_records.py::"
 COMMITS = "tstore.core.log.commits:CommitObjects."
-CHAIN = "tstore.core.log.chain:Chain."
+CHAIN = "tstore.core.log.records:Chain."
 CHUNKS = "tstore.service.server.chunk_checks:ChunkChecks."
 POISONED = "attacks/test_poisoned_chunks.py::"
 PLUGINS = "pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesis_pytestplugin"
@@ -585,7 +585,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "writes over other metadata are read": (
         REPAIRS + "test_a_version_that_rests_on_a_damaged_one_is_named",
-        Edit("tstore.core.format.tree.levels:Layer.check_above", "raise no_foundation(path)", "pass"),
+        Edit("tstore.core.format.tree.stored_nodes:Layer.check_above", "raise no_foundation(path)", "pass"),
     ),
     "a repair ignores what rests on a version": (
         REPAIRS + "test_an_intact_version_on_which_a_later_one_rests_is_not_voided_alone",

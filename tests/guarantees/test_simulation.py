@@ -365,18 +365,18 @@ MUTATIONS: dict[str, list[Edit]] = {
     "lists of chunks do not count as read": [Edit(ENCODED + "_numbers", "staged.note_chunk_names(path)", "pass")],
     "a record of another version is read": [
         Edit(
-            "tstore.core.log.chain:Chain.check",
+            "tstore.core.log.records:Chain.check",
             "if (other := self._versions.get(check, version)) != version:",
             "if False:",
         )
     ],
     "a record of another store is read": [
         Edit(
-            "tstore.core.log.chain:Chain.check",
+            "tstore.core.log.records:Chain.check",
             "if self.log_id is not None and link.log_id != self.log_id:",
             "if False:",
         ),
-        Edit("tstore.core.log.chain:Chain.agrees", "return check in", "return True or check in"),
+        Edit("tstore.core.log.records:Chain.agrees", "return check in", "return True or check in"),
     ],
 }
 

@@ -261,7 +261,7 @@ async def test_a_repeated_commit_that_fails_does_not_deny_the_first_one(
     faults.fail("get", commit_key(2), nth=2)
     with pytest.raises(CommitOutcomeUnknown):
         await tx.commit()
-    monkeypatch.setattr("tstore.core.log.search._RECENTLY", 0.0)  # a second later
+    monkeypatch.setattr("tstore.core.log.commits._RECENTLY", 0.0)  # a second later
     faults.fail(operation, "commits/*", error=Unavailable if operation == "get" else StorageFull)
     if exists and operation == "create":
         assert await tx.commit() == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tstore.core.log.ranges import Ranges
+from tstore.core.log.pages import Ranges
 
 
 def test_the_most_recently_used_ranges_stay_up_to_a_bound() -> None:

@@ -66,7 +66,7 @@ async def test_a_patch_over_a_version_that_is_voided_is_not_committed(
 ) -> None:
     """It is applied over that version, or is about to be, and has read only the record of the repair anew."""
     if applied:
-        monkeypatch.setattr("tstore.core.log.search._RECENTLY", 0.0)  # the commit reads newer records first
+        monkeypatch.setattr("tstore.core.log.commits._RECENTLY", 0.0)  # the commit reads newer records first
     store, faults = await new_store()
     tx, other = await write(store, 0), await tstore.open(store.url)
     await (await write(other, 1)).commit()
@@ -140,7 +140,7 @@ async def test_a_commit_that_exists_is_not_denied_because_another_was_voided(
     tx = await create_group(store, "g")
     await unknown(faults, tx)
     await void(store, 2)
-    monkeypatch.setattr("tstore.core.log.search._RECENTLY", 0.0)
+    monkeypatch.setattr("tstore.core.log.commits._RECENTLY", 0.0)
     with pytest.raises(CommitOutcomeUnknown):
         await tx.commit()
     other = await tstore.open(store.url)

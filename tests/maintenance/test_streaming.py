@@ -16,7 +16,7 @@ from tests.transactions.test_merges import make_small
 from tstore.core.copying.inventory import PackCheck
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.segments import Segment
-from tstore.core.log.segments import SegmentReader
+from tstore.core.log.pages import SegmentReader
 from tstore.errors import Corrupt
 
 MANY = 400_000

@@ -228,7 +228,7 @@ class Reads:
 
         monkeypatch.setattr("tstore.core.snapshot.read_local", counting_local)
 
-        for module in ("tstore.core.snapshot", "tstore.core.data.shared_reads"):
+        for module in ("tstore.core.snapshot", "tstore.core.data.reader"):
             monkeypatch.setattr(f"{module}.read_chunks", counting)
 
 

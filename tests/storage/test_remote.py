@@ -101,7 +101,7 @@ async def small_commit(store: tstore.Store, path: str) -> None:
 
 
 async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.core.log.search._RECENTLY", 60)  # so that a slow machine makes no difference
+    monkeypatch.setattr("tstore.core.log.commits._RECENTLY", 60)  # so that a slow machine makes no difference
     name = anew()
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)

@@ -29,8 +29,8 @@ from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.encoding import encode
 from tstore.core.format.objects.layers import segments_of
 from tstore.core.format.objects.references import Manifest
-from tstore.core.log import ranges
-from tstore.core.log.segments import SegmentReader
+from tstore.core.log import pages as log_pages
+from tstore.core.log.pages import SegmentReader
 from tstore.core.storage.base import Storage
 from tstore.core.transactions import encoded, patches, staged_array
 from tstore.errors import Conflict, Corrupt, Inconsistent, Misuse
@@ -677,7 +677,7 @@ async def test_a_conflict_check_reads_only_segments_whose_ranges_meet(
 async def test_segments_in_memory_have_a_bound(
     url: str, loaded: list[segments.Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "_CACHED_BYTES", 500)
+    monkeypatch.setattr(log_pages, "_CACHED_BYTES", 500)
     await create(await tstore.open(url), np.arange(60 * CHUNK))
     array = await (await (await tstore.open(url)).snapshot()).array("w")
     for _ in range(2):

@@ -24,7 +24,7 @@ from tstore.core.format.objects.records import Root
 from tstore.core.format.tree import nodes
 from tstore.core.format.tree.node import Node
 from tstore.core.format.tree.stored_nodes import ManifestNodes
-from tstore.core.log import ranges
+from tstore.core.log import pages as log_pages
 from tstore.core.log.pages import PageReader
 from tstore.core.maintenance.contents import contents
 from tstore.core.transactions import cooperative, staging
@@ -392,7 +392,7 @@ async def test_calls_that_look_up_many_pages_do_not_block_the_event_loop(
     tmp_path: Path, loaded: list[Page], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even if the pages are more than are cached."""
-    monkeypatch.setattr(ranges, "_CACHED_BYTES", 500)
+    monkeypatch.setattr(log_pages, "_CACHED_BYTES", 500)
     async with asyncio.timeout(60), Server(str(tmp_path / "store"), access=everybody()) as server:
 
         async def opened() -> tstore.Store:

@@ -25,7 +25,7 @@ from tstore.core.format.objects import pages
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.roots import StoredRoot
 from tstore.core.format.tree import nodes
-from tstore.core.format.tree.levels import Change, Level
+from tstore.core.format.tree.stored_nodes import Change, Level
 from tstore.core.log import objects
 from tstore.core.log.pages import PageReader
 from tstore.core.storage.local.store import LocalStorage

@@ -11,8 +11,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.storage.local.atomic_file import fsync_folder, mapped_errors, new_file
-from tstore.core.storage.local.linking import NO_LINKS
+from tstore.core.storage.local.atomic_file import NO_LINKS, fsync_folder, mapped_errors, new_file
 from tstore.core.storage.objects import Durability
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument
 

@@ -21,8 +21,7 @@ from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, 
 from tstore.convert.files import StrPath, refuse_existing
 from tstore.convert.names import below, subtree_of, values_beside
 from tstore.core.array import Array
-from tstore.core.format.arrays.array_metadata import ArrayMeta
-from tstore.core.format.arrays.chunk_names import ChunkNames
+from tstore.core.format.arrays.array_metadata import ArrayMeta, ChunkNames
 from tstore.core.format.arrays.codecs import chain_documents
 from tstore.core.format.arrays.dtypes import has_ml_dtype
 from tstore.core.format.arrays.grid import boxes, chunk_coordinates, part_of

@@ -15,7 +15,7 @@ import numpy as np
 
 from tstore.core.format.arrays.dtypes import array_dtype, dtype_named, dtype_to_json, fill_to_json
 from tstore.core.format.arrays.variable import is_variable, variable_dtype
-from tstore.core.format.json_numbers import with_json_numbers
+from tstore.core.format.plain_text import with_json_numbers
 from tstore.errors import UnsupportedFormat
 
 __all__ = ["v3_array"]

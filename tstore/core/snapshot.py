@@ -19,8 +19,7 @@ from tstore.core.data.encoded_chunks import Deliver, read_encoded
 from tstore.core.data.exmy_chunks import PackedRegion, read_packed
 from tstore.core.data.pieces import ReadJob, StackJob
 from tstore.core.data.planning import ReadPlan, planned_bytes, read_plan
-from tstore.core.data.reader import is_local, read_chunks, read_local
-from tstore.core.data.shared_reads import SharedReads
+from tstore.core.data.reader import SharedReads, is_local, read_chunks, read_local
 from tstore.core.format.arguments import quote
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import Selection, chunk_coordinates

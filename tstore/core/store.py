@@ -29,7 +29,7 @@ from tstore.core.storage.base import Storage
 from tstore.core.storage.cache import Cache, CachedStorage, without_cache
 from tstore.core.storage.connect import Address, storage_at
 from tstore.core.storage.objects import Durability, Traffic, checked_durability
-from tstore.core.storage.reading import only_reading
+from tstore.core.storage.wrapper import only_reading
 from tstore.core.transactions.cooperative import CooperativeCommit
 from tstore.core.transactions.membership import membership
 from tstore.core.transactions.pending import PendingTransaction, find_pending, pending

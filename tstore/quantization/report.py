@@ -12,8 +12,7 @@ import exmy
 import msgspec
 
 from tstore.core.format.arguments import quote
-from tstore.core.format.json_numbers import finite_or_none
-from tstore.core.format.plain_text import text_table
+from tstore.core.format.plain_text import finite_or_none, text_table
 from tstore.core.snapshot import Snapshot
 from tstore.errors import InvalidArgument, NotFound, parsing
 

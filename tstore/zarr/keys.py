@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.format.arrays.array_metadata import ArrayMeta
-from tstore.core.format.arrays.chunk_names import ChunkNames
+from tstore.core.format.arrays.array_metadata import ArrayMeta, ChunkNames
 from tstore.core.format.arrays.grid import chunk_coordinates, chunk_number
 from tstore.core.format.arrays.numcodecs_classes import misread_by_zarr
-from tstore.core.format.json_numbers import with_json_numbers
+from tstore.core.format.plain_text import with_json_numbers
 from tstore.core.format.tree.node import Node
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.errors import UnsupportedFormat

@@ -25,7 +25,7 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
 from tstore.core.format.arguments import quote
-from tstore.core.format.arrays.chunk_names import ChunkNames
+from tstore.core.format.arrays.array_metadata import ChunkNames
 from tstore.core.format.tree.node import Node
 from tstore.core.pickling import raises_when_used
 from tstore.core.runtime.background_loop import BACKGROUND

@@ -16,8 +16,8 @@ from tstore.core.format.frame import NO_RECORD, Link, check_of, link_of, linked
 from tstore.core.format.layout import commit_key
 from tstore.core.format.objects.encoding import decode, encode
 from tstore.core.format.objects.records import Record
-from tstore.core.log.chain import Chain
 from tstore.core.log.commits import CommitObjects
+from tstore.core.log.records import Chain
 from tstore.core.runtime.concurrency import batched, together
 from tstore.core.storage.base import Storage
 from tstore.core.storage.objects import SHORT_OBJECT

@@ -9,13 +9,14 @@ The objects that describe a chunk on its way from `save` to disk and back:
                                 of long arrays: segments --> SegmentedTable --> ChunkTable, when looked up
     restore   pieces, reader    ChunkTable --> ChunkRow --> Piece, which delivers its values
 
-1. `write_job`: what to write, and the references to it. `batches`: copy, encode, checksum; `long_chunks`: block by
-   block. `writer`: compare with the previous version, write.
-2. `pieces`: the byte ranges of packs to read (a chunk, some of its blocks). `runs`: those of many chunks at
-   once, and in `small_arrays` of many arrays; `point_pieces`: those from which index arrays select elements;
+1. `write_job`: what to write, and the references to it. `batches`: copy, encode, checksum. `writer`: compare with
+   the previous version, write; long chunks block by block.
+2. `pieces`: the byte ranges of packs to read (a chunk, some of its blocks). `runs`: those of many chunks at once,
+   and in `small_arrays` of many arrays; `point_pieces`: those from which index arrays select elements;
    `tile_pieces`: tiles of eXmY codes. Each piece delivers its values. `planning`: the pieces of a read, in
-   batches. `reader`: read these, verify, decode, store the values in the result.
+   batches. `reader`: read these, verify, decode, store the values in the result; small reads of one loop turn
+   together.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value. `joined_codes`: the codes of a region of
-   an array. `casting`: values that a caller passes. `shared_reads`: small reads of one loop turn.
-   `encoded_chunks`: the encoded bytes of any chunks. `chunk_memory`: memory for the values of one.
+   an array. `casting`: values that a caller passes. `encoded_chunks`: the encoded bytes of any chunks.
+   `chunk_memory`: memory for the values of one.
 """

@@ -10,10 +10,19 @@ A blocking read of local chunks is made in the calling thread (`read_local`), wh
 
 The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
 with a few threads, a remote server with many requests.
+
+Small reads that begin in the same turn of an event loop, such as those of `asyncio.gather`, are shared:
+
+1. The first read of a turn runs by itself, so a read that is alone is not delayed. The others become one call, in
+   which neighbours in a pack are read together, and which crosses to threads once.
+2. If that call fails, each read is made again alone, and raises its own error.
+3. A cancelled read ends with the call, which writes its result until then; if all are cancelled, so is the call.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import math
 import mmap
@@ -26,13 +35,14 @@ from tstore.core.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.core.data.planning import batches_of, parts_of, pieces_of
 from tstore.core.format.arrays.variable import is_variable
 from tstore.core.runtime.budget import aligned_offset, page_aligned, populate, scratch
+from tstore.core.runtime.event_loops import PerLoop
 from tstore.core.runtime.pool import each, run
 from tstore.core.runtime.with_caller import each_with_caller
 from tstore.core.storage.base import PackReader, Storage
 from tstore.core.storage.cache import forget
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 
-__all__ = ["is_local", "new_values", "pack_reader", "read_chunks", "read_local", "values_to_plan"]
+__all__ = ["SharedReads", "is_local", "new_values", "pack_reader", "read_chunks", "read_local", "values_to_plan"]
 
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 _MIN_ALIGNED = 64 << 10  # bytes of a result that begins at a page
@@ -245,3 +255,75 @@ class _RequiredPack:
             self._reader.read_into(offset, buffers, size)
         except NotFound as error:
             raise Corrupt(_missing_message(self._pack, self._url)) from error
+
+
+_SMALL = 1 << 20  # bytes of values; a read of more does not wait for others
+
+
+class _Call:
+    """A call for several reads; `waiting` of them are not cancelled."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._jobs: list[ReadJob] = []
+        self._waiting = 0
+        self._task = asyncio.get_running_loop().create_task(self._read())
+        self._task.add_done_callback(_note_error)
+
+    async def _read(self) -> None:
+        await read_chunks(self._storage, self._jobs)
+
+    async def read(self, job: ReadJob) -> bool:
+        """Read a job with the others; return whether that succeeded. The call must not have begun."""
+        self._jobs.append(job)
+        self._waiting += 1
+        try:
+            await asyncio.wait([self._task])
+        except asyncio.CancelledError:
+            self._waiting -= 1
+            if not self._waiting:
+                self._task.cancel()
+            while not self._task.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([self._task])
+            raise
+        return not self._task.cancelled() and self._task.exception() is None
+
+
+def _note_error(task: asyncio.Task[None]) -> None:
+    """Retrieve the error of a call, which asyncio would log if all reads were cancelled."""
+    if not task.cancelled():
+        task.exception()
+
+
+class _Turn:
+    """Whether a read has begun in the current turn of a loop, and the call for the reads after it."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self.call: _Call | None = None
+
+    def end(self) -> None:
+        """Begin the next turn."""
+        self.has_begun, self.call = False, None
+
+
+class SharedReads:
+    """The reads of one snapshot."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._turns = PerLoop(_Turn)
+
+    async def read(self, job: ReadJob) -> None:
+        """Fill the `out` of a job; raise what `read_chunks` raises."""
+        if job.out.nbytes <= _SMALL:
+            turn = self._turns.get()
+            if turn.has_begun:
+                turn.call = turn.call or _Call(self._storage)
+                if await turn.call.read(job):
+                    return
+            else:
+                turn.has_begun = True
+                asyncio.get_running_loop().call_soon(turn.end)  # before the tasks that are created from now on run
+        await read_chunks(self._storage, [job])

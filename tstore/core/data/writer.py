@@ -3,7 +3,8 @@
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: values are
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
 caches. Short chunks are written in batches, each of which one call gathers and hashes (`batches`). A long
-unencoded chunk is copied, hashed and written block by block. A save in the background takes the interpreter's
+unencoded chunk, with any strides, is copied, hashed and written block by block: a copy of the whole chunk would
+leave the caches. A save in the background takes the interpreter's
 lock less often: its batches are longer than the caches, and long chunks are among them. Staged chunks, which
 nothing can change, are not copied. If a chunk has the same checksums as in the earlier version, the new version
 refers to the old bytes, and none are written.
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +38,6 @@ from tstore.core.data.batches import (
     box_numbers,
     encoded_chunks,
 )
-from tstore.core.data.long_chunks import blocks_of, blocks_to_compare
 from tstore.core.data.write_job import EncodedRun, Values, WriteJob, joined_checks
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE, digest
@@ -48,7 +50,64 @@ from tstore.core.runtime.pool import WORKERS, each, give_way_in_worker, has_low_
 from tstore.core.storage.base import PackWriter, Storage
 from tstore.core.storage.objects import BufferStream, Durability
 
-__all__ = ["PackSet", "WriteJob"]
+__all__ = ["PackSet", "WriteJob", "blocks_of", "blocks_to_compare"]
+
+
+def blocks_of(
+    values: Values, dtype: np.dtype[Any], buffer: npt.NDArray[np.uint8]
+) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield copies of the blocks of values in C order, cast to a dtype; each is valid until the next one.
+
+    `buffer` has the size of a block. A block may end within a value.
+    """
+    size = values.size * dtype.itemsize
+    per_block = BLOCK // dtype.itemsize
+    if BLOCK % dtype.itemsize:
+        data = np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
+        for start in range(0, size, BLOCK):
+            block = buffer[: size - start]
+            np.copyto(block, data[start : start + BLOCK])
+            yield block
+        return
+    for start in range(0, values.size, per_block):
+        stop = min(start + per_block, values.size)
+        block = buffer[: (stop - start) * dtype.itemsize]
+        _copy_elements(values, start, stop, block.view(dtype))
+        yield block
+
+
+def blocks_to_compare(
+    values: Values, dtype: np.dtype[Any], buffer: npt.NDArray[np.uint8]
+) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the blocks as `blocks_of` does, but without a copy where the values are contiguous.
+
+    They are for a comparison alone: the caller of a save may change its values before they could be written.
+    """
+    if values.dtype != dtype or not values.flags.c_contiguous:
+        yield from blocks_of(values, dtype, buffer)
+        return
+    data = values.reshape(-1).view(np.uint8)
+    yield from (data[start : start + BLOCK] for start in range(0, len(data), BLOCK))
+
+
+def _copy_elements(values: Values, start: int, stop: int, out: Values) -> None:
+    """Copy the elements with the C-order numbers from `start` up to `stop`: whole rows, and parts of others."""
+    if values.ndim < 2 or values.flags.c_contiguous:
+        np.copyto(out, values.reshape(-1)[start:stop], casting="same_kind")
+        return
+    row = math.prod(values.shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # a part of one row
+        _copy_elements(values[last], start - last * row, stop - last * row, out)
+        return
+    before, inside = first * row - start, (last - first) * row
+    if before:
+        _copy_elements(values[first - 1], row - before, row, out[:before])
+    target = out[before : before + inside].reshape(last - first, *values.shape[1:])
+    np.copyto(target, values[first:last], casting="same_kind")
+    if stop > last * row:
+        _copy_elements(values[last], 0, stop - last * row, out[before + inside :])
+
 
 _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
 _BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # time with the interpreter's lock held, per batch and per chunk

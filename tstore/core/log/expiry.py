@@ -1,4 +1,4 @@
-"""Whether a version is still alive, or was removed by a garbage collection.
+"""Whether a version is still alive, or was removed by a garbage collection or voided by a repair.
 
 Every record names the newest garbage collection before it, and the record of a collection lists all versions that
 stay alive. So three reads are enough, however long the log is. A garbage collection is identified by its version,
@@ -8,7 +8,7 @@ than the record before it, which then tells. So no later record repeats its clai
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from typing import TypeVar
 
 from tstore.core.format.layout import ARCHIVE_EVERY
@@ -17,12 +17,13 @@ from tstore.core.format.tree.retention import Ledger
 from tstore.core.format.tree.tree import Tree
 from tstore.core.format.wellformed import date_of
 from tstore.core.log.reader import LogReader
-from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable, UnsupportedFormat
+from tstore.errors import Conflict, Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable, UnsupportedFormat
 
 __all__ = [
     "changes_nothing",
     "check_alive",
     "check_tag_alive",
+    "check_unaffected",
     "collections",
     "existing_collection",
     "guard_expiry",
@@ -34,6 +35,7 @@ __all__ = [
     "named_collection",
     "names_falsely",
     "newest_tree",
+    "refuse_voided",
     "state_of",
 ]
 
@@ -217,3 +219,42 @@ async def _expiry_error(log: LogReader, what: str, collection: int) -> SnapshotE
         f"{collection} at {when:%Y-%m-%d %H:%M:%S} UTC; open a newer version (tstore log "
         "lists those that are alive)"
     )
+
+
+def refuse_voided(url: str, record: Record, voided: Sequence[int]) -> None:
+    """Raise `Conflict` if a repair voided versions that a record may depend on, or be.
+
+    A garbage collection, and another repair, begin again by themselves.
+    """
+    if voided and record.collection is None and not record.voids:
+        raise Conflict(
+            f"{url}: a repair voided version {min(voided)}, on which transaction {record.transaction} is based or "
+            "which it had become, so it is not committed; read again and repeat it",
+            [],
+        )
+
+
+async def check_unaffected(log: LogReader, record: Record, version: int, repair: Record) -> None:
+    """Raise `Conflict` if a repair voided a version that the record names, or if data of the record is gone.
+
+    Data is gone if the repair voided the garbage collection that had deleted it.
+    """
+    if voided := record.named_versions.intersection(repair.voids):
+        raise Conflict(
+            f"{log.storage.url}: the repair recorded as version {version} voided version {min(voided)}, which "
+            "therefore cannot be tagged or copied; choose another version",
+            [],
+        )
+    try:
+        manifests = await log.objects.manifests(version, record)
+        packs = {pack for manifest in manifests for pack in manifest.packs if pack}
+        missing = len(await log.storage.sizes(packs)) < len(packs)
+    except NotFound:
+        missing = True
+    if missing:
+        raise Conflict(
+            f"{log.storage.url}: data of transaction {record.transaction} was deleted, probably by a garbage "
+            f"collection whose record was voided by the repair in version {version}, so the transaction cannot be "
+            "committed; repeat it as a new transaction (if it is cooperative, with a new attempt)",
+            [],
+        )

@@ -53,12 +53,11 @@ from tstore.core.format.objects.encoding import encode
 from tstore.core.format.objects.records import VOID, Record
 from tstore.core.format.tree.changes import Changes
 from tstore.core.format.tree.retention import refuse_condemned
-from tstore.core.log.chain import OtherHistory
 from tstore.core.log.commits import places_of
-from tstore.core.log.expiry import named_collection
+from tstore.core.log.expiry import check_unaffected, named_collection, refuse_voided
 from tstore.core.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.core.log.reader import LogReader
-from tstore.core.log.repaired import check_unaffected, refuse_voided
+from tstore.core.log.records import OtherHistory
 from tstore.core.log.roots import write_root
 from tstore.core.storage.base import StagedObject, Storage
 from tstore.core.storage.objects import Durability

@@ -1,23 +1,91 @@
-"""The pages of a store's manifests: read when a lookup needs them, verified, and cached up to a bound."""
+"""The pages and segments of a store's manifests: read when needed, verified, and cached up to a bound."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from tstore.core.format.layout import is_root
+from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.object_ref import ObjectRef, Page, PagePlace
 from tstore.core.format.objects.pages import decode_page
-from tstore.core.format.objects.segments import SegmentSource
+from tstore.core.format.objects.segments import Segment, SegmentSource, decode_segment
 from tstore.core.format.tree.node import Node
 from tstore.core.format.tree.nodes import Nodes
 from tstore.core.format.tree.stored_nodes import DerivedNodes, ManifestNodes, PageNodes
-from tstore.core.log.ranges import Ranges, read_range
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage
+from tstore.core.storage.cache import forget
 from tstore.errors import Corrupt, NotFound
 
-__all__ = ["PageReader", "nodes_in_pages", "read_pages"]
+__all__ = ["PageReader", "Ranges", "SegmentReader", "nodes_in_pages", "read_pages", "read_range"]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+_CACHED_BYTES = 32 << 20
+
+
+class Ranges(Generic[K, V]):
+    """A cache of decoded ranges, which threads may share; the most recently used one always stays."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[K, tuple[V, int]] = OrderedDict()  # with their lengths
+        self._size = 0
+
+    def get(self, key: K) -> V | None:
+        """Return what is cached for a key, or None."""
+        with self._lock:
+            if key not in self._cached:
+                return None
+            self._cached.move_to_end(key)
+            return self._cached[key][0]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._cached
+
+    def put(self, key: K, value: V, length: int) -> V:
+        """Cache a decoded range of this length, and return it, or what another thread has cached meanwhile."""
+        with self._lock:
+            cached, _ = self._cached.setdefault(key, (value, length))
+            if cached is value:
+                self._size += length
+            while self._size > _CACHED_BYTES and len(self._cached) > 1:
+                _, (_, evicted) = self._cached.popitem(last=False)
+                self._size -= evicted
+        return cached
+
+
+def read_range(storage: Storage, key: str, offset: int, length: int, decode: Callable[[bytes], V]) -> V:
+    """Return what `decode` makes of a range of an object; blocking.
+
+    Raise `NotFound` if the object is missing, or `Corrupt` with the URL if it is damaged.
+    """
+    try:
+        try:
+            return decode(_read(storage, key, offset, length))
+        except Corrupt:
+            if not forget(storage, key):
+                raise
+            return decode(_read(storage, key, offset, length))  # the damage may have been in a cached copy
+    except NotFound as error:
+        raise NotFound(f"{storage.url}: {key} is missing; restore it from a copy of the store") from error
+    except Corrupt as error:
+        raise Corrupt(f"{storage.url}: {error}") from error
+
+
+def _read(storage: Storage, key: str, offset: int, length: int) -> bytes:
+    data = np.empty(length, np.uint8)  # takes no memory until it is filled, should the object be shorter
+    storage.reader(key).read_into(offset, [data.data], length)
+    return data.tobytes()
+
 
 _Key = tuple[str, int, Page, str | None]  # of the object, and the place of the page: all that is verified
 
@@ -107,3 +175,25 @@ def nodes_in_pages(reference: ObjectRef, nodes: dict[str, Node]) -> list[Derived
     items = iter(nodes.items())
     pages = [DerivedNodes(dict(itertools.islice(items, page.nodes))) for page in reference.pages]
     return pages if [page.paths[0] for page in pages] == [page.first for page in reference.pages] else None
+
+
+class SegmentReader:
+    """Reads the segments of one store; threads may share it."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._cached: Ranges[Segment, ChunkTable] = Ranges()
+
+    def load(self, segments: Sequence[Segment]) -> list[ChunkTable]:
+        """Return the rows of each segment; blocking. Raise `Corrupt`, or `NotFound` if a pack is missing."""
+        return [self._load(segment) for segment in segments]
+
+    def _load(self, segment: Segment) -> ChunkTable:
+        table = self._cached.get(segment)
+        if table is None:
+            table = self._cached.put(segment, self._read(segment), segment.length)
+        return table
+
+    def _read(self, segment: Segment) -> ChunkTable:
+        decode = functools.partial(decode_segment, segment=segment)
+        return read_range(self._storage, segment.pack, segment.offset, segment.length, decode)

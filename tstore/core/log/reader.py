@@ -30,9 +30,9 @@ from tstore.core.format.objects.encoding import decode
 from tstore.core.format.objects.records import Collection, Record, StoredRecord
 from tstore.core.format.objects.roots import StoredRoot
 from tstore.core.format.tree.tree import Tree
+from tstore.core.log.commits import NEVER, Bounds, Search
 from tstore.core.log.objects import MetadataObjects
 from tstore.core.log.records import Records
-from tstore.core.log.search import NEVER, Bounds, Search
 from tstore.core.log.trees import Trees
 from tstore.core.runtime.concurrency import Prefetch, batched, together
 from tstore.core.runtime.pool import run

@@ -33,9 +33,9 @@ from tstore.core.format.layout import (
 )
 from tstore.core.format.objects.archives import Archive
 from tstore.core.format.objects.encoding import encode
-from tstore.core.log.chain import Chain
 from tstore.core.log.commits import CommitObjects
 from tstore.core.log.reader import LogReader
+from tstore.core.log.records import Chain
 from tstore.core.runtime.concurrency import batched, together
 from tstore.core.runtime.pool import run
 from tstore.core.storage.objects import Durability

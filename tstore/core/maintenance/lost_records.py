@@ -22,9 +22,9 @@ from tstore.core.format.frame import SHORTEST_FRAME, check_of, link_of, unseal
 from tstore.core.format.layout import ROOT_EVERY, first_link
 from tstore.core.format.objects.encoding import decode
 from tstore.core.format.objects.records import Record, Root
-from tstore.core.log.chain import OtherHistory
 from tstore.core.log.expiry import changes_nothing
 from tstore.core.log.reader import LogReader
+from tstore.core.log.records import OtherHistory
 from tstore.core.maintenance.replay import UNREADABLE
 from tstore.core.runtime.concurrency import batched, together
 

@@ -37,8 +37,7 @@ from tstore.core.format.objects.segments import SegmentSource
 from tstore.core.format.tree.node import Node
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage
-from tstore.core.transactions.extension import Extension
-from tstore.core.transactions.staged_array import StagedArray
+from tstore.core.transactions.staged_array import Extension, StagedArray
 from tstore.errors import Conflict, InvalidArgument, Misuse
 
 __all__ = ["append", "handle", "moved"]

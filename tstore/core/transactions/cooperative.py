@@ -63,10 +63,10 @@ from tstore.core.runtime import world
 from tstore.core.runtime.pool import run, run_to_end
 from tstore.core.storage.objects import Durability
 from tstore.core.storage.watch import Watch
-from tstore.core.transactions.exclusion import Exclusion
+from tstore.core.transactions.agreement import NumberOfHosts
+from tstore.core.transactions.conflicts import Exclusion
 from tstore.core.transactions.fragments import FragmentTree, check_complete, have_same_values, record_from_fragment
 from tstore.core.transactions.membership import FAN_IN, Membership
-from tstore.core.transactions.number_of_hosts import NumberOfHosts
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,

@@ -26,7 +26,7 @@ from tstore.core.data.reader import read_chunks
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.codecs import Codecs
 from tstore.core.format.arrays.grid import chunk_coordinates, whole
-from tstore.core.format.arrays.view_chunks import view_chunks
+from tstore.core.format.arrays.views import view_chunks
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow
 from tstore.core.format.tree.node import Node

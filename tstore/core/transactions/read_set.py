@@ -19,10 +19,11 @@ from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import Selection, chunk_coordinates, renumbered
 from tstore.core.format.arrays.points import PointSelection, touched_chunks
 from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.paths import parents
 from tstore.core.format.tree.node import Node, same_metadata
 from tstore.core.format.tree.tree import Tree
 
-__all__ = ["ReadSet", "differing_chunks"]
+__all__ = ["Deletions", "ReadSet", "differing_chunks"]
 
 
 class ReadSet:
@@ -138,3 +139,20 @@ def differing_chunks(before: Node, after: Node | None, numbers: npt.NDArray[np.u
     newer = ChunkTable.from_rows([]) if after is None else after.select(numbers)
     differing = before.select(numbers).differing_numbers(newer).tolist()
     return [f"{before.path}, chunk {chunk_coordinates(number, before.meta.counts)}" for number in differing]
+
+
+class Deletions:
+    """The number of deletions so far, and that of the last one at each path."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: dict[str, int] = {}
+
+    def add(self, top: str) -> None:
+        """Note that everything at and below a path is deleted, "" for all."""
+        self.count += 1
+        self._last[top] = self.count
+
+    def include(self, path: str, after: int) -> bool:
+        """Return whether what was at a path after so many deletions was deleted later."""
+        return any(self._last.get(p, 0) > after for p in ("", path, *parents(path)))

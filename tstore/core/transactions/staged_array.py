@@ -41,12 +41,27 @@ from tstore.core.format.tree.node import Node, check_in_grid
 from tstore.core.format.tree.resizing import chunks_at_edge, resized, shrinking_axes
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage
-from tstore.core.transactions.extension import Extension
 from tstore.core.transactions.merging import merge_references
 from tstore.core.transactions.patches import Patch, Region, whole_chunk, write_patched
 from tstore.errors import Corrupt, Misuse, NotFound
 
-__all__ = ["StagedArray"]
+__all__ = ["Extension", "StagedArray"]
+
+
+class Extension:
+    """The appended part of an array: on `axis`, from `start` to the end.
+
+    The commit moves it behind the end of the newest version, and changes `start`. `kept` are the values, one array
+    for each append, if the array's codecs are lossy: only these can be encoded again in other chunks.
+    """
+
+    __slots__ = ("axis", "kept", "start")
+
+    def __init__(self, axis: int, start: int) -> None:
+        self.axis = axis
+        self.start = start
+        self.kept: list[npt.NDArray[Any]] = []
+
 
 _NO_PATCHES: Any = MappingProxyType({})  # which all arrays without patches share: there may be many
 _ROUND_BYTES = 64 << 20  # of chunks in memory while patches are applied

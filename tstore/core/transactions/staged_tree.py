@@ -23,8 +23,7 @@ from tstore.core.format.tree.changes import NO_NUMBERS, Changes, NodeChange, sam
 from tstore.core.format.tree.node import Node
 from tstore.core.format.tree.tree import Tree, group_document
 from tstore.core.snapshot import array_node
-from tstore.core.transactions.deletions import Deletions
-from tstore.core.transactions.read_set import ReadSet
+from tstore.core.transactions.read_set import Deletions, ReadSet
 from tstore.core.transactions.staged_array import StagedArray
 from tstore.core.transactions.staged_manifest import any_segments, staged_manifest
 from tstore.core.transactions.tag_edits import TagEdits

@@ -19,11 +19,11 @@ from tstore.core.format.objects.records import LivingVersion, Record
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.tree.retention import Condemned, Ledger
 from tstore.core.format.tree.tree import Tree
-from tstore.core.log.chain import Chain
 from tstore.core.log.commits import CommitObjects
 from tstore.core.log.expiry import collections, existing_collection, ledger_since, named_collection
 from tstore.core.log.marker import read_marker
 from tstore.core.log.reader import LogReader
+from tstore.core.log.records import Chain
 from tstore.core.maintenance.damage import missing_records
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage

@@ -13,7 +13,7 @@ from tstore.core.format.objects.records import Record
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.objects.segments import Segment
 from tstore.core.format.tree.tree import Tree
-from tstore.core.log.segments import SegmentReader
+from tstore.core.log.pages import SegmentReader
 from tstore.core.storage.base import Storage
 from tstore.errors import Corrupt
 from tstore.service.server.chunk_checks import ChunkChecks

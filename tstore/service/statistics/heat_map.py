@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tstore.core.array import Array
 from tstore.core.format.arguments import checked_budget, quote
-from tstore.core.format.json_numbers import finite_or_none
+from tstore.core.format.plain_text import finite_or_none
 from tstore.core.runtime.pool import run
 from tstore.errors import InvalidArgument
 from tstore.service.statistics.cache import RESULTS

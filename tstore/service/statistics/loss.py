@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from tstore.core.array import Array
 from tstore.core.format.arguments import checked_budget, quote
-from tstore.core.format.json_numbers import finite_or_none
 from tstore.core.format.paths import checked_path
-from tstore.core.format.plain_text import text_table
+from tstore.core.format.plain_text import finite_or_none, text_table
 from tstore.core.runtime.pool import run
 from tstore.core.steps import copy_snapshot
 from tstore.core.store import Store, opened

@@ -13,7 +13,7 @@ import numpy as np
 from tstore.core.data.exmy_chunks import PackedRead, read_packed_chunks
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.dtypes import is_integer
-from tstore.core.format.json_numbers import finite_or_none
+from tstore.core.format.plain_text import finite_or_none
 from tstore.core.format.tree.node import Node
 from tstore.core.snapshot import Snapshot, log_of
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.format.json_numbers import finite_or_none
-from tstore.core.format.plain_text import pluralize
+from tstore.core.format.plain_text import finite_or_none, pluralize
 from tstore.service.statistics.moments import Sums, wide
 from tstore.service.statistics.numbers import Floats
 

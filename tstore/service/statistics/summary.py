@@ -14,8 +14,7 @@ from tstore.core.array import Array
 from tstore.core.format.arguments import checked_budget, quote
 from tstore.core.format.arrays.dtypes import dtype_text, is_integer
 from tstore.core.format.arrays.samples import Tiling
-from tstore.core.format.json_numbers import finite_or_none
-from tstore.core.format.plain_text import text_table
+from tstore.core.format.plain_text import finite_or_none, text_table
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
 from tstore.errors import InvalidArgument

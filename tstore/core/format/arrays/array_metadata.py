@@ -1,11 +1,11 @@
-"""Array metadata: the Zarr v3 `zarr.json` of an array, parsed and written; pure, no I/O."""
+"""Array metadata: the Zarr v3 `zarr.json` of an array, with the names of its chunks; pure, no I/O."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,8 +25,7 @@ from tstore.core.format.arrays.grid import chunk_counts, default_chunks
 from tstore.core.format.arrays.variable import NOMINAL_BYTES, is_variable
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
-__all__ = ["SHORT_DOCUMENT", "ArrayMeta", "Codecs", "dtype_named", "short_meta"]
-
+__all__ = ["SHORT_DOCUMENT", "ArrayMeta", "ChunkNames", "Codecs", "dtype_named", "short_meta"]
 
 _MAX_DIMENSIONS = 32
 """Half of NumPy's limit: a write views its values as a grid of chunks, which has two axes for each array axis."""
@@ -329,3 +328,53 @@ def _check_bytes(what: str, lengths: tuple[int, ...], dtype: np.dtype[Any]) -> N
     """Raise `InvalidArgument` for more bytes than NumPy can address, even if an axis has a length of zero."""
     if math.prod(n or 1 for n in lengths) * dtype.itemsize >= _MAX_BYTES:
         raise InvalidArgument(f"{what} {lengths} of {dtype} is too large: expected fewer than 2^62 bytes")
+
+
+_SEPARATORS = {"default": "/", "v2": "."}  # where the metadata has none
+
+_MAX_DIGITS = 19  # of a coordinate; Python refuses to parse thousands
+
+
+class ChunkNames(NamedTuple):
+    """The names of an array's chunks, below the array's path.
+
+    With the encoding "default" they begin with "c", with "v2" they do not.
+    """
+
+    first: str
+    separator: str
+
+    @staticmethod
+    def parse(encoding: Any) -> ChunkNames:
+        """Parse a `chunk_key_encoding`; raise `UnsupportedFormat` for one that is not in the core of Zarr v3."""
+        document = encoding if isinstance(encoding, Mapping) else {"name": encoding}
+        name, settings = document.get("name"), document.get("configuration") or {}
+        if not isinstance(name, str) or name not in _SEPARATORS or not isinstance(settings, Mapping):
+            raise UnsupportedFormat(
+                f"chunk keys of the kind {encoding!r:.100} are not supported: expected 'default' or 'v2'"
+            )
+        separator = settings.get("separator", _SEPARATORS[name])
+        if separator not in ("/", "."):
+            raise UnsupportedFormat(
+                f"the separator {separator!r:.40} of chunk keys is not supported: use '/' or '.'"
+            )
+        return ChunkNames("c" if name == "default" else "", separator)
+
+    def name(self, coordinates: Sequence[int]) -> str:
+        """Return the name of the chunk at these coordinates of the grid."""
+        parts = [*([self.first] if self.first else ()), *map(str, coordinates)]
+        return self.separator.join(parts) or "0"
+
+    def coordinates(self, name: str, dimensions: int) -> tuple[int, ...] | None:
+        """Return the coordinates of the chunk with this name in a grid, or None if no chunk has this name."""
+        parts = name.split(self.separator)
+        if self.first:
+            if parts.pop(0) != self.first:
+                return None
+        elif not dimensions:
+            return () if name == "0" else None
+        digits = (part.isascii() and part.isdigit() and len(part) <= _MAX_DIGITS for part in parts)
+        if len(parts) != dimensions or not all(digits):
+            return None
+        coordinates = tuple(map(int, parts))
+        return coordinates if parts == list(map(str, coordinates)) else None  # not 01

@@ -21,8 +21,7 @@ from tstore.core.format.arguments import quote
 from tstore.core.format.arrays.array_codecs import FLOATS, ArrayCodec, ExmyCodec, TileRange, Tiles, as_array_codec
 from tstore.core.format.arrays.bytes_codecs import as_bytes_codec, is_bytes_codec
 from tstore.core.format.arrays.compressors import Bytes, Compressor, max_encoded_size
-from tstore.core.format.arrays.filters import Filter, Transpose, as_filter
-from tstore.core.format.arrays.numcodecs_classes import settings_of, unsupported
+from tstore.core.format.arrays.numcodecs_classes import Filter, Transpose, as_filter, settings_of, unsupported
 from tstore.core.format.arrays.sharded import Sharded, inner_counts
 from tstore.core.format.arrays.variable import is_variable
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat

@@ -1,7 +1,7 @@
 """The tree of a version, and the rules by which a commit may change it; pure, no I/O.
 
-1. `node`: a group or array with its chunks; `nodes`: those of a version; `stored_nodes`: those of manifests;
-   `levels`: stored nodes, and what changed after them.
+1. `node`: a group or array with its chunks; `nodes`: those of a version; `stored_nodes`: those of manifests, and
+   what changed after them.
 2. `tree`: the nodes and tags, and what a commit makes of them. `changes`: what it changes, and when two commits
    conflict. `validation`: whether a record can be the next commit. `added_chunks`: the chunks that it adds.
    `resizing`: the chunks of an array of another shape.

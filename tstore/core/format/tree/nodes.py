@@ -20,18 +20,23 @@ from tstore.core.format.objects.documents import Document
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.references import EXTENDS, REPLACES, Manifest
 from tstore.core.format.paths import parents
-from tstore.core.format.tree.levels import (
+from tstore.core.format.tree.node import Node, is_array
+from tstore.core.format.tree.stored_nodes import (
+    AHEAD,
     NO_DOCUMENT,
     OPEN,
     Change,
+    InMemory,
     Layer,
     Level,
     Overlay,
+    Paged,
+    PageNodes,
+    PageSource,
+    StoredNodes,
     no_foundation,
     resolved,
 )
-from tstore.core.format.tree.node import Node, is_array
-from tstore.core.format.tree.stored_nodes import AHEAD, InMemory, Paged, PageNodes, PageSource, StoredNodes
 
 __all__ = ["Nodes"]
 

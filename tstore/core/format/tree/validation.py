@@ -35,9 +35,9 @@ from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.records import Record
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.paths import depth_first_order, parents
-from tstore.core.format.tree.levels import no_foundation
 from tstore.core.format.tree.node import Node, follows
 from tstore.core.format.tree.nodes import Nodes
+from tstore.core.format.tree.stored_nodes import no_foundation
 from tstore.core.format.tree.tree import Tree
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 

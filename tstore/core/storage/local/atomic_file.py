@@ -35,15 +35,16 @@ from typing import NoReturn, Self
 
 from tstore.core.runtime.pool import run
 from tstore.core.runtime.quick_calls import QuickCalls
-from tstore.core.storage.local.linking import give_name
 from tstore.core.storage.objects import Buffers, BufferStream, Durability, Entry, PutMode
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 
 __all__ = [
     "IOV_MAX",
+    "NO_LINKS",
     "LocalStagedObject",
     "StagedFile",
     "fsync_folder",
+    "give_name",
     "mapped_errors",
     "name_digest",
     "new_file",
@@ -55,6 +56,57 @@ __all__ = [
     "sync_existing",
     "write_all",
 ]
+
+NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}
+"""The errors of link(2) where files can't be linked."""
+
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}  # errors of stat(2)
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+
+
+def give_name(fd: int, temporary: str, path: str) -> None:
+    """Give a file that is open under a temporary name its name; raise OSError only if it does not get it."""
+    try:
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS or _is_name_of(fd, path):
+                raise
+            _rename_no_replace(temporary, path)
+    except OSError:
+        if not _is_name_of(fd, path):
+            raise
+
+
+def _is_name_of(fd: int, path: str) -> bool:
+    """Return whether the path is a name of an open file; raise `Unavailable` if that can't be determined."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return False
+        raise Unavailable(
+            f"whether {path} was created is unknown: can't stat it: {error.strerror or error}; try again, or "
+            "check the disk"
+        ) from error
+
+
+def _rename_no_replace(temporary: str, path: str) -> None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    error_number = errno.ENOSYS
+    if renameat2 is not None:
+        source, target = os.fsencode(temporary), os.fsencode(path)
+        if not renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_NOREPLACE):
+            return
+        error_number = ctypes.get_errno()
+    if error_number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise Denied(
+            f"{path}: the file system supports neither link(2) nor renaming without replacing, so files can't be "
+            "created atomically; use another file system"
+        )
+    raise OSError(error_number, os.strerror(error_number), path)
+
 
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only

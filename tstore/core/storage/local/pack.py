@@ -1,11 +1,12 @@
-"""Local files: packs, which are written in place, and uploads, which appear when they are finished."""
+"""Local files: packs, written in place; uploads, which appear when finished; and files that are read whole."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 from tstore.core.storage.local.atomic_file import (
     IOV_MAX,
@@ -18,10 +19,10 @@ from tstore.core.storage.local.atomic_file import (
     sync_existing,
     write_all,
 )
-from tstore.core.storage.objects import Buffers, BufferStream, Durability, PutMode, too_short
+from tstore.core.storage.objects import Buffers, BufferStream, Durability, PutMode, overlong, read_limit, too_short
 from tstore.errors import StorageFull, Unavailable
 
-__all__ = ["LocalPack", "LocalReader", "LocalUpload"]
+__all__ = ["LocalPack", "LocalReader", "LocalUpload", "read_leading", "read_whole"]
 
 _EXTENT = 16 << 20  # bytes to preallocate at a time
 _WRITEBACK = 4 << 20  # after this many appended bytes, the system is asked to start writing them to the disk
@@ -191,3 +192,39 @@ class LocalReader:
                     if done == 0:
                         raise too_short(self._path, offset, offset + remaining, offset)
                 offset += done
+
+
+try:
+    from tstore.core.format import kernels
+except ImportError:  # installed without a C compiler
+    kernels = None  # type: ignore[assignment]
+
+
+_FIRST_READ = 64 << 10  # bytes
+
+
+def read_whole(key: str, path: str, max_size: int | None) -> bytes:
+    """Return the bytes of an object's file; raise `Corrupt` if it is longer than `read_limit`, or OSError."""
+    fd, status = open_regular(path)
+    try:
+        data = os.read(fd, _FIRST_READ)  # usually the whole object
+        max_size = read_limit(key, max_size, data)
+        if _FIRST_READ <= len(data) < status.st_size <= max_size:
+            data = os.pread(fd, status.st_size, 0)  # whole: joining two parts takes twice the memory
+    finally:
+        os.close(fd)
+    if max(len(data), status.st_size) > max_size:
+        raise overlong(path, max_size)
+    return data
+
+
+def read_leading(
+    path_of: Callable[[str, str], str], root: str, keys: Iterator[str], unless: str
+) -> tuple[list[bytes], list[str] | None]:
+    """Return the first objects, if they are short, and the keys drawn from `keys` that come next.
+
+    Return None in place of these keys if neither the next object, the one after it, nor `unless` exists.
+    """
+    if kernels is None or sys.platform == "win32":
+        return [], []
+    return kernels.read_leading(path_of, root, keys, unless)

@@ -54,8 +54,7 @@ from tstore.core.storage.local.atomic_file import (
     write_all,
 )
 from tstore.core.storage.local.listing import Listing
-from tstore.core.storage.local.pack import LocalPack, LocalReader, LocalUpload
-from tstore.core.storage.local.whole_files import read_leading, read_whole
+from tstore.core.storage.local.pack import LocalPack, LocalReader, LocalUpload, read_leading, read_whole
 from tstore.core.storage.objects import (
     SHORT_OBJECT,
     Buffers,
