@@ -303,7 +303,7 @@ async def test_a_root_that_can_not_be_read_costs_only_time(
     for path in expected:
         assert (await (await (await follower.snapshot()).array(path)).read())[0] == expected[path]
     assert (await follower.snapshot()).paths() == sorted(expected)  # without reading the nodes before
-    if damage != "missing":
+    if damage not in ("missing", "empty"):  # an empty one takes the place of a missing one
         [fault] = (await follower.verify()).faults
         assert root_key(version) in fault
         file.unlink()
@@ -610,7 +610,7 @@ async def test_roots_after_a_repair_are_those_of_the_new_history(tmp_path: Path)
     store, expected = await filled(tmp_path / "store", 58)
     voided = [path for path in expected if path.startswith("g34/")]
     await (await tstore.open(store.url)).repair(void_intact=[34])
-    assert roots_in(tmp_path / "store") == list(range(EVERY, 33, EVERY))
+    assert roots_in(tmp_path / "store") == list(range(EVERY, 58, EVERY))
     opened = await tstore.open(store.url)
     assert not await _existing(opened, voided)
     await create(opened, ["new"], 3)

@@ -110,7 +110,7 @@ class MetadataObjects:
         """
         key = root_key(version)
         try:
-            data = await self.storage.get(key, _SHORT_ROOT)
+            data = self._present(key, await self.storage.get(key, _SHORT_ROOT))
         except Corrupt:  # longer than `_SHORT_ROOT`, or damaged
             data = b""
         try:
@@ -124,11 +124,17 @@ class MetadataObjects:
     async def whole_root(self, version: int) -> Root:
         """Do what `root` does, but read and check the pages too."""
         key = root_key(version)
-        data = await self.storage.get(key)
+        data = self._present(key, await self.storage.get(key))
         try:
             return self._attached(await compute(decode_root, data))
         except (Corrupt, UnsupportedFormat) as error:
             raise self.with_key(key, error) from error
+
+    def _present(self, key: str, data: bytes) -> bytes:
+        """Return the bytes of a root; raise `NotFound` for an empty object, which repairs put in place of one."""
+        if not data:
+            raise NotFound(f"{self.storage.url}: {key} is missing")
+        return data
 
     def _attached(self, root: Root) -> Root:
         if isinstance(root.manifest, Manifest):

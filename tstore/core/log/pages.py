@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -11,20 +12,21 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from tstore.core.format.frame import NO_RECORD
 from tstore.core.format.layout import is_root
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.object_ref import ObjectRef, Page, PagePlace
 from tstore.core.format.objects.pages import decode_page
 from tstore.core.format.objects.segments import Segment, SegmentSource, decode_segment
-from tstore.core.format.tree.node import Node
 from tstore.core.format.tree.nodes import Nodes
 from tstore.core.format.tree.stored_nodes import DerivedNodes, ManifestNodes, PageNodes
+from tstore.core.format.tree.tree import Tree
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage
 from tstore.core.storage.cache import forget
-from tstore.errors import Corrupt, NotFound
+from tstore.errors import Corrupt, NotFound, TimelineChanged
 
-__all__ = ["PageReader", "Ranges", "SegmentReader", "nodes_in_pages", "read_pages", "read_range"]
+__all__ = ["PageReader", "Ranges", "SegmentReader", "pages_of_root", "read_pages", "read_range"]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -168,13 +170,22 @@ def _key(key: str, place: PagePlace) -> _Key:
     return key, place.offset, place.page, place.stop
 
 
-def nodes_in_pages(reference: ObjectRef, nodes: dict[str, Node]) -> list[DerivedNodes] | None:
-    """Return nodes, whose paths ascend, in the pages of a reference, None if this has others."""
-    if sum(page.nodes for page in reference.pages) != len(nodes):
-        return None
-    items = iter(nodes.items())
+def pages_of_root(reference: ObjectRef, tree: Tree, url: str) -> list[DerivedNodes]:
+    """Return the nodes of a tree in the pages of its root; raise `TimelineChanged` if the root has others."""
+    changed = tree.nodes.changed(tree.nodes.parent_of(tree.version))
+    known = {path: node for path, node in changed.items() if node is not None}
+    items = iter(known.items())
     pages = [DerivedNodes(dict(itertools.islice(items, page.nodes))) for page in reference.pages]
-    return pages if [page.paths[0] for page in pages] == [page.first for page in reference.pages] else None
+    firsts = [page.paths[0] if page.paths else "" for page in pages]
+    same = len(known) == sum(p.nodes for p in reference.pages) and firsts == [p.first for p in reference.pages]
+    with contextlib.suppress(Corrupt, NotFound):  # its bytes can't be made if segments have expired
+        same = same and reference.matches(tree.root(NO_RECORD).data[: reference.length])
+    if not same:
+        raise TimelineChanged(
+            f"{url}: {reference.key} is missing or damaged, and the records determine another tree than it had, "
+            "as if a repair had voided a version while the store was open; open it again"
+        )
+    return pages
 
 
 class SegmentReader:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from tstore.core.format.layout import HINT, parent_root, root_chain, root_key
 from tstore.core.format.objects.records import Root
 from tstore.core.format.objects.roots import StoredRoot
 from tstore.core.format.tree.tree import Tree
 from tstore.core.log.reader import LogReader
-from tstore.core.runtime.concurrency import together
+from tstore.core.runtime.concurrency import batched, together
 from tstore.core.storage.base import Storage
 from tstore.core.storage.objects import Durability
 from tstore.errors import (
@@ -23,7 +23,14 @@ from tstore.errors import (
     UnsupportedFormat,
 )
 
-__all__ = ["are_usable", "create_missing", "has_lost_changes", "write_root"]
+__all__ = [
+    "are_usable",
+    "create_missing",
+    "empty_roots",
+    "has_lost_changes",
+    "renew_roots",
+    "write_root",
+]
 
 
 async def write_root(log: LogReader, version: int) -> None:
@@ -37,8 +44,6 @@ async def write_root(log: LogReader, version: int) -> None:
         if not await create_missing(log, filter(tree.nodes.knows, root_chain(stored.root.parent))):
             return
         is_stored = await _create_root(log, stored)
-        if not await _remain(log, [version]):
-            return
     except TStoreError:
         return
     # the new tree has one chunk table per array, not one per commit; its pages may be those of the root
@@ -59,7 +64,32 @@ async def create_missing(log: LogReader, versions: Iterable[int]) -> bool:
             await _create_root(log, await log.root(await log.head(version)))
         except (NotFound, Corrupt, Denied, StorageFull):
             complete = False
-    return complete and (not missing or await _remain(log, missing))
+    return complete
+
+
+async def empty_roots(storage: Storage, versions: Iterable[int]) -> None:
+    """Put empty objects in place of the roots of versions, durably.
+
+    Readers ignore them, and no store can create a root there any more: one that does not know of a repair yet
+    would create a root that has voided changes.
+    """
+    for some in batched(versions):
+        await together(lambda version: storage.replace(root_key(version), b""), some)
+    await storage.sync()
+
+
+async def renew_roots(log: LogReader, versions: Iterable[int], needed: Set[int]) -> None:
+    """Write the roots of versions in place of empty ones; delete those that are not `needed`.
+
+    One that can't be made stays empty: it only saves time.
+    """
+    for version in sorted(versions):
+        if version not in needed:
+            await log.storage.delete(root_key(version))
+            continue
+        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
+            root = await log.root(await log.head(version))
+            await log.storage.replace(root_key(version), root.data)
 
 
 async def are_usable(log: LogReader, versions: Iterable[int]) -> bool:
@@ -92,20 +122,6 @@ async def _can_be_made(log: LogReader, version: int) -> bool:
     except (NotFound, Corrupt, UnsupportedFormat):
         return False
     return True
-
-
-async def _remain(log: LogReader, created: Iterable[int]) -> bool:
-    """Delete the roots just created and return False if a repair has voided versions since their trees were read.
-
-    A repair deletes the roots that have voided changes, but may have done so before these were created. If it is
-    unknown whether there was one, delete them too.
-    """
-    with contextlib.suppress(TStoreError):
-        await log.newest()
-        if not log.records.voided:
-            return True
-    await together(lambda version: log.storage.delete(root_key(version)), created)
-    return False
 
 
 async def _create_root(log: LogReader, root: StoredRoot) -> bool:

@@ -39,7 +39,7 @@ from tstore.core.format.tree.nodes import Nodes
 from tstore.core.format.tree.stored_nodes import DerivedNodes
 from tstore.core.format.tree.tree import Tree
 from tstore.core.log.objects import LostRoot, MetadataObjects
-from tstore.core.log.pages import nodes_in_pages
+from tstore.core.log.pages import pages_of_root
 from tstore.core.log.records import CACHED_RECORDS, Records, VersionCache
 from tstore.core.runtime.event_loops import PerLoop, run_apart
 from tstore.core.runtime.pool import run, uses_threads
@@ -345,7 +345,8 @@ class Trees:
     def derived_pages(self, reference: ObjectRef) -> list[DerivedNodes] | None:
         """Return the nodes of each page in a root as the records before it determine them; blocking.
 
-        Use this if the object is damaged or missing. Return None if that fails.
+        Use this if the object is damaged or missing. Return None if that fails. Raise `TimelineChanged` if the
+        records determine other pages.
         """
         if not uses_threads():
             return None
@@ -358,10 +359,9 @@ class Trees:
         firsts = {root_chain(ROOT_EVERY << i)[0] for i in range(version.bit_length())}
         for lost in (set[int](), firsts):
             with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
-                nodes = (await self._built(version, version, lost)).nodes
-                changed = nodes.changed(nodes.parent_of(version))
-                known = {path: node for path, node in changed.items() if node is not None}
-                return nodes_in_pages(reference, known)
+                return pages_of_root(
+                    reference, await self._built(version, version, lost), self._objects.storage.url
+                )
         return None
 
 

@@ -8,12 +8,13 @@ a record that is not void, a backup has probably restored it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Set
 
 from tstore.core.format.layout import commit_key, is_object, version_of
 from tstore.core.format.objects.records import Record
 from tstore.core.log.reader import LogReader
 from tstore.core.maintenance.replay import UNREADABLE
+from tstore.core.runtime.concurrency import batched
 from tstore.errors import Corrupt
 
 __all__ = ["PastRepairs", "check_repairs_ended", "interrupted_message"]
@@ -28,11 +29,18 @@ class PastRepairs:
         self._listed: dict[int, int] = {}  # by version, the commit of the last repair that lists it as void
 
     @staticmethod
-    async def up_to(log: LogReader, newest: int) -> PastRepairs:
-        """Return the repairs that all records up to a version show."""
+    async def up_to(log: LogReader, newest: int, without: Container[int] = ()) -> PastRepairs:
+        """Return the repairs that all records up to a version show which can be read.
+
+        Commits of repairs in `without` do not count: they are to be voided.
+        """
         repairs = PastRepairs(log)
-        async for version, record in log.each_record(range(1, newest + 1)):
-            repairs.add(version, record)
+        for batch in batched(range(1, newest + 1)):
+            for version, short in zip(batch, await log.records.short_records(batch), strict=True):
+                with contextlib.suppress(*UNREADABLE):
+                    record = await log.record(version) if short is None else short.record
+                    if record.was_voided or version not in without:
+                        repairs.add(version, record)
         return repairs
 
     def add(self, version: int, record: Record) -> None:
@@ -45,6 +53,11 @@ class PastRepairs:
     def unlisted(self) -> list[int]:
         """The void versions that no repair's commit lists, in order."""
         return sorted(self._void - self._listed.keys())
+
+    @property
+    def ended(self) -> Set[int]:
+        """The void versions that a repair's commit lists."""
+        return self._void & self._listed.keys()
 
     async def restored(self) -> dict[int, str]:
         """Return the listed versions that have a record again, with a sentence about each."""

@@ -11,14 +11,17 @@ storage. A version N is voided in the following steps, which can be repeated aft
    as damaged after it.
    Every refusal comes before the first change (but a collection may archive an intact record first).
 1. Save the bytes of N's record as `damaged/<N>-<their checksum>`, none if it is missing. By this name a garbage
-   collection notices a repair that was interrupted before step 4, and refuses to begin.
+   collection notices a repair that was interrupted before step 5, and refuses to begin.
 2. Delete the roots (saved trees) of version N and later ones, which may contain the changes of N. But if there is
    a version R, keep its root and later ones, which have to contain these changes.
 3. Replace N's record by a void record, durably, alone or in an archive (`void_records`). It has the checksums by
    which later records may refer to N (`lost_records.named_checks`), and names R. Readers make the trees of
-   versions from R on from the root of R or a later one, and those of versions below R without N. Delete the roots
-   that other processes wrote in the meantime.
-4. Commit a record of the repair, so that the history shows it and open stores notice. It also lists the versions
+   versions from R on from the root of R or a later one, and those of versions below R without N.
+4. Put empty objects in place of the roots of step 2, durably: until they read the commit of step 5, open stores
+   may write stale roots, which have the changes of N. Readers ignore empty roots, and no store can create a root
+   where an object is. If a version that has such a root is committed before step 5, begin this step again. The
+   roots that open stores write from R on are not stale: they have the changes of N too.
+5. Commit a record of the repair, so that the history shows it and open stores notice. It also lists the versions
    voided by earlier repairs whose own commits do not exist: they were interrupted or voided. It drops the tags
    that name N. If the newest garbage collection lists N as living, this commit is itself a collection that
    expires N: the objects that N wrote or needed become dependencies of the next living version, so that nothing
@@ -26,17 +29,15 @@ storage. A version N is voided in the following steps, which can be repeated aft
    expired. Unless it lacks data, that version is alive again, with the objects that it needs as dependencies.
    If there is a version R, and no record names N's transaction, the objects of this transaction that the tree of
    R needs become dependencies of the next living version too (`RepairPlan.protect`).
-5. Delete the roots of step 2 again: until that commit, open stores may have written stale roots. A store that
-   writes one later notices the repair, and deletes it (`log.roots`). The roots that open stores write from R on
-   are not stale: they have the changes of N too.
+6. Write the roots of step 4 that living versions need; delete the others.
 
-The data of N is collected a week later, like that of any transaction that did not commit. After step 4, no
+The data of N is collected a week later, like that of any transaction that did not commit. After step 5, no
 transaction that is based on N or a later version can be committed any more, nor one that may be N itself
-(`log.log`, `cooperative`). One that is committed between steps 3 and 4 is checked like any later version, and is
+(`log.log`, `cooperative`). One that is committed between steps 3 and 5 is checked like any later version, and is
 listed as damaged if it needs the changes of N.
 
 If N was a garbage collection, or its record is too damaged to tell, its list of expired versions is lost. Then the
-commit of step 4 expires the versions below N that lack an object, which N may have deleted. Other versions that N
+commit of step 5 expires the versions below N that lack an object, which N may have deleted. Other versions that N
 had expired are alive again. If the record can be read, versions that need an object that N had condemned stay
 expired too, since the collection may still be deleting (`repair_plan`). Otherwise the collection ends when it
 notices that its record is void (`gc`).
@@ -50,7 +51,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tstore.core.format.layout import commit_key, folder_of
+from tstore.core.format.layout import ROOT_EVERY, commit_key, folder_of, roots_for
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.pages import stored
 from tstore.core.format.objects.records import INLINE_MANIFEST_BYTES, REPAIR, VOIDED, Record
@@ -58,9 +59,11 @@ from tstore.core.format.objects.references import Manifest
 from tstore.core.format.plain_text import pluralize
 from tstore.core.format.tree.retention import Condemned
 from tstore.core.format.tree.tree import Tree
+from tstore.core.log.expiry import ledger_at
 from tstore.core.log.group_commit import Newer
 from tstore.core.log.log import Log
 from tstore.core.log.reader import LogReader
+from tstore.core.log.roots import empty_roots, renew_roots
 from tstore.core.maintenance.damage import DamagedVersion, damaged_versions, newest_beyond_gaps
 from tstore.core.maintenance.gc import Overtaken
 from tstore.core.maintenance.past_repairs import PastRepairs
@@ -73,6 +76,7 @@ from tstore.core.maintenance.void_records import (
     is_voided,
     lost_with,
     resumed_without,
+    stale_roots,
 )
 from tstore.core.runtime import world
 from tstore.core.runtime.pool import run
@@ -141,30 +145,29 @@ async def repair_store(
     wanted = sorted((requested - (unreadable - lost)) | lost_with(requested, lost, archives))
     # `log.newest` ends at a gap in the log, but later commits decide what is lost
     newest = await newest_beyond_gaps(log)
+    repairs = await PastRepairs.up_to(log.anew(), newest, wanted)
     await _check_voidable(log, wanted, newest, lost, void_intact)
     named = {damage.version for damage in damaged}
+    to_void = sorted({*wanted, *repairs.unlisted} - (repairs.ended - lost))
     records = await VoidRecords.make(
-        storage, LogReader.strict(reading, log_id), wanted, lost, named, newest, archives
+        storage, LogReader.strict(reading, log_id), to_void, lost, named, newest, archives
     )
     await _check_consequences(log, records.resumes, lost, damaged)
     # the newest voided version whose list of expired versions is lost
-    gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
-    if not records.replaces_any and not (await PastRepairs.up_to(log, newest)).unlisted:
-        await records.delete_needless_roots()  # perhaps the repair was interrupted in step 5
+    gc = max([version for version in to_void if await _may_have_collected(log, version)], default=0)
+    if not records.replaces_any and not repairs.unlisted:
         return RepairReport(damaged, [], [], None, [])
     saved = await records.write()
     log = LogReader.strict(storage, log_id)  # a new reader, whose cache has none of the replaced records
     if not wanted:  # the records of a damaged archive had objects of their own, all of them
         return RepairReport(await damaged_versions(log), [], saved, None, [])
-    repairs = await PastRepairs.up_to(log, await log.newest())
-    unlisted = [version for version in repairs.unlisted if version not in wanted]
-    voided = sorted({*wanted, *unlisted})
-    condemned = await condemned_by(storage, voided)
-    resumed = set(records.resumes.values()) - {0}
-    commit, restated = await _commit_repair(Log(log), voided, saved, max(gc, *unlisted, 0), condemned, resumed)
-    await records.delete_roots(commit)  # writers that missed the commit may have left stale roots
+    condemned = await condemned_by(storage, to_void)
+    commit, restated = await _commit_repair(log, records.resumes, saved, gc, condemned)
+    log = log.anew()
+    ledger, _ = await ledger_at(log, commit)
+    await renew_roots(log, stale_roots(records.resumes, commit - 1), roots_for(ledger.alive))
     collection = await log.collection(commit)
-    expired = [] if collection is None else [version for version in collection.expired if version not in voided]
+    expired = [] if collection is None else [version for version in collection.expired if version not in to_void]
     repaired = [d for d in damaged if d.version in wanted]
     remaining = [d for d in await damaged_versions(LogReader.strict(storage, log_id)) if d.version not in wanted]
     return RepairReport(sorted([*repaired, *remaining]), wanted, saved, commit, expired, restated)
@@ -244,16 +247,18 @@ async def _may_have_collected(log: LogReader, version: int) -> bool:
 
 
 async def _commit_repair(
-    log: Log, voided: Sequence[int], saved: Sequence[str], gc: int, condemned: Condemned, resumed: Set[int]
+    reader: LogReader, resumes: Mapping[int, int], saved: Sequence[str], gc: int, condemned: Condemned
 ) -> tuple[int, int | None]:
     """Commit the record of the repair and return its version, and the version that it restated, if any.
 
-    `gc` is the newest voided version that may have been a gc, 0 for none; `condemned` is what those had condemned.
-    `resumed` are the versions whose roots have the changes of lost records.
+    `resumes` maps the voided versions to those whose roots have their changes, 0 for none. `gc` is the newest
+    voided version that may have been a gc, 0 for none; `condemned` is what those had condemned.
     """
-    restated = None
+    restated, voided = None, sorted(resumes)
     while True:
-        base = await log.reader.newest()
+        base = await reader.newest()
+        await empty_roots(reader.storage, stale_roots(resumes, base))
+        log = Log(reader := reader.anew())  # the one before may have read a stale root
         record = Record(
             REPAIR + world.token(12),
             base,
@@ -261,8 +266,8 @@ async def _commit_repair(
             f"repair: voided version{'' if len(voided) == 1 else 's'} {', '.join(map(str, voided))}"[:1000],
             metadata={VOIDED: list(voided), "saved": list(saved)},
         )
-        plan = await RepairPlan.make(log.reader, base, voided, gc, condemned)
-        for version in sorted(resumed):
+        plan = await RepairPlan.make(reader, base, voided, gc, condemned)
+        for version in sorted({*resumes.values()} - {0}):
             await plan.protect(version)
         with contextlib.suppress(Overtaken):
             if plan.lacks_newest:
@@ -277,7 +282,8 @@ async def _append(log: Log, record: Record, voided: Sequence[int], plan: RepairP
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
-            if not {*other.tags, *other.dropped, *other.tagged}.isdisjoint(record.dropped):
+            retags = not {*other.tags, *other.dropped, *other.tagged}.isdisjoint(record.dropped)
+            if retags or version % ROOT_EVERY == 0:  # its writer may write a stale root
                 raise Overtaken
             plan.add(version, other)
         return msgspec.structs.replace(record, collection=plan.collection()) if plan.collects else record

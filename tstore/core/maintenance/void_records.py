@@ -49,6 +49,7 @@ __all__ = [
     "is_voided",
     "lost_with",
     "resumed_without",
+    "stale_roots",
 ]
 
 
@@ -158,15 +159,19 @@ class VoidRecords:
         It also vouches for a damaged version that rests on one that was lost before.
         """
         self._named = await named_checks(self._log, self._former)
-        earlier = {v: root for v, root in (await self._resumed()).items() if v not in self._former}
+        earlier = {
+            v: root
+            for v, root in (await self._resumed()).items()
+            if v not in self._former and v not in self.resumes
+        }
         for version in self._former:
             if version not in lost:
                 roots = [root for v, root in earlier.items() if v < version < root and version in damaged]
                 self.resumes[version] = max(roots, default=0)
-        stop = min((v for v in self._former if not self.resumes.get(v, 1)), default=self._newest + 1)
+        stop = min((v for v, resumes in self.resumes.items() if not resumes), default=self._newest + 1)
         gone = {version: self._named[version] for version in self._former if version in lost}
         self.resumes |= await resumptions(self._log, gone, stop, self._newest)
-        first = min((v for v in self._former if not self.resumes[v]), default=self._newest + 1)
+        first = min((v for v, resumes in self.resumes.items() if not resumes), default=self._newest + 1)
         for version, resumes in earlier.items():
             if (root := await self._first_root(resumes)) >= first:
                 raise InvalidArgument(
@@ -271,7 +276,8 @@ class VoidRecords:
                     f"{storage.url}: a garbage collection has archived the versions up to {end} meanwhile; "
                     "repeat the repair"
                 ) from None
-        await self.delete_roots(self._newest)
+        for versions in batched(stale_roots(self.resumes, self._newest)):
+            await together(storage.delete, map(root_key, versions))
         for end in self._replaced:
             await storage.replace(archive_key(end), self._archives[end])
         for version, data in self._records.items():
@@ -280,7 +286,6 @@ class VoidRecords:
         await storage.sync()
         for versions in batched(self._records):
             await together(self._check_in_force, versions)
-        await self.delete_roots(self._newest)
         return [key for key, data in saved if data]
 
     async def _check_in_force(self, version: int) -> None:
@@ -291,19 +296,16 @@ class VoidRecords:
                 "repair"
             )
 
-    async def delete_roots(self, newest: int) -> None:
-        """Delete the roots that may have changes of voided versions, unless they vouch for lost records."""
-        last = max(newest, await LogReader.strict(self._storage).newest())
-        numbers = set[int]()
-        for version, resumes in self.resumes.items():
-            numbers.update(range(-(-version // ROOT_EVERY) * ROOT_EVERY, resumes or last + 1, ROOT_EVERY))
-        for some in batched(sorted(numbers)):
-            await together(self._storage.delete, map(root_key, some))
 
-    async def delete_needless_roots(self) -> None:
-        """Do what `delete_roots` does, unless a root vouches for the lost record of another version."""
-        if not await self._resumed():
-            await self.delete_roots(self._newest)
+def stale_roots(resumes: Mapping[int, int], newest: int) -> list[int]:
+    """Return the versions up to `newest` whose roots may have changes of voided versions, and vouch for none.
+
+    `resumes` maps each voided version to the one whose root vouches for its changes, 0 for none.
+    """
+    versions = set[int]()
+    for version, resumed in resumes.items():
+        versions.update(range(-(-version // ROOT_EVERY) * ROOT_EVERY, resumed or newest + 1, ROOT_EVERY))
+    return sorted(versions)
 
 
 def saved_key(version: int, data: bytes) -> str:
