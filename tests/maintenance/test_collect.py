@@ -336,7 +336,7 @@ async def test_an_expired_state_behind_void_commits_and_gcs(url: str) -> None:
 @given(st.data())
 async def test_random_commits_and_gcs(data: st.DataObject) -> None:
     """Every living version equals the model after random writes and collections."""
-    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    store = await tstore.open(f"memory://{uuid.uuid4()}", "x")
     model: dict[int, dict[str, Any]] = {}
     state: dict[str, Any] = {}
     rng = np.random.default_rng(0)

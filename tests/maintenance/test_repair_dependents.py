@@ -396,6 +396,35 @@ async def test_a_gc_that_is_still_deleting_while_its_record_is_voided(
         assert (await tstore.restore(store, step))["w"][0] in (0, 1)
 
 
+@pytest.mark.parametrize("damaged", [True, False])
+async def test_a_gc_that_is_still_deleting_what_a_version_needs_after_a_repair(
+    monkeypatch: pytest.MonkeyPatch, *, damaged: bool
+) -> None:
+    """The save that is voided had replaced the tree of the first one, which a later write needs without it."""
+    store = await new_store()
+    for step in (1, 2):
+        await save(store, step)
+    async with store.transaction() as tx:
+        await (await tx.array("w0"))[0:1].write(np.array([5]))
+    paused = Paused(monkeypatch)
+    collecting = asyncio.create_task((await tstore.open(store.url)).collect(Keep(last=1), abandoned=timedelta(0)))
+    await paused.begun.wait()
+    if damaged:
+        await store.log.storage.replace(commit_key(2), b"garbage")
+        report = await (await tstore.open(store.url)).repair([2])
+        assert (report.ok, [damage.version for damage in report.damaged]) == (False, [2, 3])
+        report = await (await tstore.open(store.url)).repair()
+        assert [damage.version for damage in report.damaged] == [3]
+    else:
+        with pytest.raises(InvalidArgument, match=r"void_intact=\[2, 3\]"):
+            await (await tstore.open(store.url)).repair(void_intact=[2])
+    paused.go.set()
+    await collecting
+    report = await (await tstore.open(store.url)).repair(void_intact=[3] if damaged else [2, 3])
+    assert (report.ok, report.restated) == (True, 0)
+    await check_works(store.url)
+
+
 async def test_a_gc_whose_record_was_damaged_and_voided_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     store = await new_store()
     for step in range(70):  # more than are deleted at once

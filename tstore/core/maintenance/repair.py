@@ -4,7 +4,8 @@ Records are never rewritten, with this one exception: an explicit act of an admi
 storage. A version N is voided in the following steps, which can be repeated after a failure at any of them.
 0. If the record can be read, find out which later versions would be damaged if N were void (`damaged_versions`),
    and refuse unless they are to be voided too. They may have written chunks to an array that N created or
-   resized, or need objects of versions before N that were collected because N had replaced the whole tree.
+   resized, or need objects of versions before N that were collected because N had replaced the whole tree. What
+   the last collection condemned counts as missing, since it may still be deleting.
    If the record can't be read, find out which later root vouches for its changes (`lost_records`). From the
    version R of that root on, the state of the store is known, although the record is lost. The versions between N
    and R, or all later ones if there is no such root, can't be read before the repair; those that need N are listed
@@ -51,7 +52,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tstore.core.format.layout import ROOT_EVERY, commit_key, folder_of, roots_for
+from tstore.core.format.layout import ROOT_EVERY, archive_key, commit_key, folder_of, roots_for
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.pages import stored
 from tstore.core.format.objects.records import INLINE_MANIFEST_BYTES, REPAIR, VOIDED, Record
@@ -64,14 +65,19 @@ from tstore.core.log.group_commit import Newer
 from tstore.core.log.log import Log
 from tstore.core.log.reader import LogReader
 from tstore.core.log.roots import empty_roots, renew_roots
-from tstore.core.maintenance.damage import DamagedVersion, damaged_versions, newest_beyond_gaps
+from tstore.core.maintenance.damage import (
+    DamagedVersion,
+    damaged_versions,
+    last_readable_collection,
+    newest_beyond_gaps,
+)
 from tstore.core.maintenance.gc import Overtaken
 from tstore.core.maintenance.past_repairs import PastRepairs
 from tstore.core.maintenance.repair_plan import RepairPlan, condemned_by
 from tstore.core.maintenance.replay import UNREADABLE
 from tstore.core.maintenance.void_records import (
     VoidRecords,
-    WithoutArchives,
+    Without,
     damaged_archives,
     is_voided,
     lost_with,
@@ -129,36 +135,38 @@ async def repair_store(
     """
     storage = without_cache(storage)
     log = LogReader.strict(storage, log_id)
-    damaged = await damaged_versions(log)
-    lost = {damage.version for damage in damaged if not damage.record_intact}
     requested = {*void, *void_intact}
+    damaged = await damaged_versions(log)
+    # `log.newest` ends at a gap in the log, but later commits decide what is lost
+    newest = await newest_beyond_gaps(log)
+    doomed = await _doomed(log.anew(), newest, requested)
+    if any(doomed):
+        log = LogReader.strict(Without(storage, doomed.includes), log_id)
+        damaged = await damaged_versions(log)
+    lost = {damage.version for damage in damaged if not damage.record_intact}
     if not requested:
         known = await resumed_without(LogReader.strict(storage, log_id), lost)
         return RepairReport([_with_consequence(one, known) for one in damaged], [], [], None, [])
     archives = await damaged_archives(storage, lost)
-    unreadable, reading = lost, storage
+    unreadable = lost
     if archives:
-        reading = WithoutArchives(storage, archives)
-        log = LogReader.strict(reading, log_id)
+        log = LogReader.strict(Without(log.storage, {*map(archive_key, archives)}.__contains__), log_id)
         damaged = await damaged_versions(log)
         lost = {damage.version for damage in damaged if not damage.record_intact}
     wanted = sorted((requested - (unreadable - lost)) | lost_with(requested, lost, archives))
-    # `log.newest` ends at a gap in the log, but later commits decide what is lost
-    newest = await newest_beyond_gaps(log)
     repairs = await PastRepairs.up_to(log.anew(), newest, wanted)
     await _check_voidable(log, wanted, newest, lost, void_intact)
     named = {damage.version for damage in damaged}
     to_void = sorted({*wanted, *repairs.unlisted} - (repairs.ended - lost))
-    records = await VoidRecords.make(
-        storage, LogReader.strict(reading, log_id), to_void, lost, named, newest, archives
-    )
+    records = await VoidRecords.make(storage, log.anew(), to_void, lost, named, newest, archives)
     await _check_consequences(log, records.resumes, lost, damaged)
     # the newest voided version whose list of expired versions is lost
     gc = max([version for version in to_void if await _may_have_collected(log, version)], default=0)
     if not records.replaces_any and not repairs.unlisted:
         return RepairReport(damaged, [], [], None, [])
     saved = await records.write()
-    log = LogReader.strict(storage, log_id)  # a new reader, whose cache has none of the replaced records
+    # a new reader, whose cache has none of the replaced records
+    log = LogReader.strict(Without(storage, doomed.includes), log_id)
     if not wanted:  # the records of a damaged archive had objects of their own, all of them
         return RepairReport(await damaged_versions(log), [], saved, None, [])
     condemned = await condemned_by(storage, to_void)
@@ -169,8 +177,22 @@ async def repair_store(
     collection = await log.collection(commit)
     expired = [] if collection is None else [version for version in collection.expired if version not in to_void]
     repaired = [d for d in damaged if d.version in wanted]
-    remaining = [d for d in await damaged_versions(LogReader.strict(storage, log_id)) if d.version not in wanted]
+    remaining = [d for d in await damaged_versions(log.anew()) if d.version not in wanted]
     return RepairReport(sorted([*repaired, *remaining]), wanted, saved, commit, expired, restated)
+
+
+async def _doomed(log: LogReader, newest: int, requested: Set[int]) -> Condemned:
+    """Return what the last collection that is not to be voided condemned, unless all void versions are above it.
+
+    It may still be deleting what no version needed while those below it were not void.
+    """
+    repairs = await PastRepairs.up_to(log, newest, requested)
+    last, _ = await last_readable_collection(log, newest)
+    while last in requested:
+        last, _ = await last_readable_collection(log, last - 1)
+    void = {*requested, *repairs.ended, *repairs.unlisted}
+    collection = await log.collection(last) if min(void, default=last) < last else None
+    return Condemned(frozenset(), frozenset()) if collection is None else Condemned.from_collection(collection)
 
 
 def _with_consequence(damage: DamagedVersion, known: Mapping[int, int]) -> DamagedVersion:

@@ -11,7 +11,7 @@ A record is voided in one of two ways.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 
 import xxhash
 
@@ -44,7 +44,7 @@ from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound
 
 __all__ = [
     "VoidRecords",
-    "WithoutArchives",
+    "Without",
     "damaged_archives",
     "is_voided",
     "lost_with",
@@ -53,28 +53,28 @@ __all__ = [
 ]
 
 
-class WithoutArchives(Wrapper):
-    """A storage that seems not to have some archives, which can be replaced."""
+class Without(Wrapper):
+    """A storage that seems not to have the objects for which `hides(key)` is true, except in listings."""
 
-    def __init__(self, inner: Storage, ends: Iterable[int]) -> None:
+    def __init__(self, inner: Storage, hides: Callable[[str], bool]) -> None:
         super().__init__(inner)
-        self._hidden = set(map(archive_key, ends))
+        self._hides = hides
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        """Return an object; raise `NotFound` for one of the archives."""
-        if key in self._hidden:
-            raise NotFound(f"{self.url}: {key} is damaged")
+        """Return an object; raise `NotFound` for a hidden one."""
+        if self._hides(key):
+            raise NotFound(f"{self.url}: {key} is damaged, or a garbage collection is deleting it")
         return await super().get(key, max_size)
 
     async def head(self, key: str) -> Entry | None:
-        """Return the entry of an object, None for one of the archives."""
-        return None if key in self._hidden else await super().head(key)
+        """Return the entry of an object, None for a hidden one."""
+        return None if self._hides(key) else await super().head(key)
 
 
 async def damaged_archives(storage: Storage, lost: Set[int]) -> dict[int, bytes]:
     """Return the bytes of the damaged archives, by their last versions; `lost` are the unreadable versions.
 
-    Some of their records may still have objects of their own; only the others are lost (`WithoutArchives`).
+    Some of their records may still have objects of their own; only the others are lost.
     """
     damaged = {}
     for end in {archive_end(version) for version in lost}:
