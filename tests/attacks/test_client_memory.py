@@ -39,8 +39,8 @@ CLIENT = """
         from tstore.core.storage.s3.store import S3Storage
         return S3Storage(f"s3://bucket/{path}", endpoint_url=url, key="k", secret="s")
 
-    async def many(call):
-        return await asyncio.gather(*[call(number) for number in range(16)], return_exceptions=True)
+    async def many(call, count=4):
+        return await asyncio.gather(*[call(number) for number in range(count)], return_exceptions=True)
 
     async def main():
         peak = {}
@@ -61,7 +61,7 @@ CLIENT = """
             storage = as_remote(objects(path), policy)
             await refused(f"{path} marker", storage.get("tstore.json"))
             await refused(f"{path} records", many(lambda n: storage.get(f"commits/{n:020d}")))
-            await refused(f"{path} gc records", many(lambda n: storage.get(f"commits/{n + 100:020d}")))
+            await refused(f"{path} gc records", many(lambda n: storage.get(f"commits/{n + 100:020d}"), 16))
             await refused(f"{path} manifests", many(lambda n: storage.get(f"txn/a/manifest-{n}", 1 << 20)))
             await refused(f"{path} ranges", many(lambda n: storage.read(
                 f"txn/a/pack-{n}", 0, [bytearray(1 << 16)], 1 << 16)))

@@ -201,7 +201,8 @@ async def attack(good: Objects, choice: random.Random) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_every_verb_works_or_raises_an_error_of_tstore() -> None:
+@pytest.mark.parametrize("cases", [15, pytest.param(400, marks=pytest.mark.deep)])
+def test_every_verb_works_or_raises_an_error_of_tstore(cases: int) -> None:
     with override_constants(**CONSTANTS):
         good = asyncio.run(make())
-        fuzz("forged archives", lambda choice: asyncio.run(attack(good, choice)), 40)
+        fuzz("forged archives", lambda choice: asyncio.run(attack(good, choice)), cases)

@@ -260,11 +260,12 @@ async def attack(storage: Storage, key: str, data: bytes) -> None:
     assert not [f.version for f in (await store.repair()).damaged if not f.record_intact]
 
 
+@pytest.mark.parametrize("most", [5, pytest.param(100, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("name", ["record", "tags", "collection", "parts", "reference"])
-async def test_every_verb_works_or_raises_an_error_of_tstore(name: str) -> None:
+async def test_every_verb_works_or_raises_an_error_of_tstore(name: str, most: int) -> None:
     read = survivors(name)
     rng = np.random.default_rng(0)
-    for at in rng.choice(len(read), min(12, len(read)), replace=False).tolist():
+    for at in rng.choice(len(read), min(most, len(read)), replace=False).tolist():
         store = await small()
         storage = store.log.storage
         await attack(storage, commit_key(6), await placed(storage, 6, read[at][0]))

@@ -11,7 +11,6 @@ import asyncio
 import datetime
 import json
 import math
-import os
 import random
 import resource
 import signal
@@ -32,8 +31,7 @@ from tstore.core.log.marker import Marker
 from tstore.core.storage.connect import connect
 from tstore.errors import TStoreError
 
-COUNT = int(os.environ.get("TSTORE_FORGERIES", "30"))
-SEEDS = [int(os.environ["TSTORE_FORGERY"])] if "TSTORE_FORGERY" in os.environ else range(COUNT)
+SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(12, 200))]
 SECONDS = 20
 MEMORY = 3 << 30
 NOW = datetime.timedelta(0)

@@ -51,11 +51,13 @@ INDICES: list[Any] = [
 
 async def test_parts_are_those_of_numpy(array: tstore.Array) -> None:
     whole = await array.read()
-    for index in INDICES:
-        np.testing.assert_array_equal(await array[index].read(), whole[index], strict=True)
-        out = np.zeros(whole[index].shape, "f8")
-        await array[index].read(out=out)
-        np.testing.assert_array_equal(out, whole[index].astype("f8"))
+    for number, index in enumerate(INDICES):
+        if number % 2:
+            np.testing.assert_array_equal(await array[index].read(), whole[index], strict=True)
+        else:
+            out = np.zeros(whole[index].shape, "f8")
+            await array[index].read(out=out)
+            np.testing.assert_array_equal(out, whole[index].astype("f8"))
     wide = np.zeros((*SHAPE[:2], SHAPE[2] * 2), "f4")[:, :, ::2]
     await array.read(out=wide)
     np.testing.assert_array_equal(wide, whole)

@@ -9,12 +9,12 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import tstore.sync as blocking
 from tests.support import forks, processes
 from tests.support.polling import blocking_until
 
-KILLS = 20
 SIZE = 40_000
 """The number of values of an array: enough for several chunks in a pack."""
 
@@ -51,7 +51,8 @@ def check(url: Path, acknowledged: int) -> int:
     return newest
 
 
-def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [8, pytest.param(80, marks=pytest.mark.deep)])
+def test_a_writer_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
     """Each writer continues where the previous one was killed, while a reader checks all the time."""
     rng = random.Random(int(os.environ.get("TSTORE_CRASH_SEED", "0")))
     url = tmp_path / "s"
@@ -79,7 +80,7 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
     hit = 0
     try:
         with forks.forks(WRITER) as server:
-            for number in range(KILLS):
+            for number in range(kills):
                 out = tmp_path / f"out-{number}"
                 os.mkfifo(out)
                 # the kill happens between two acknowledgements, at any point of the save

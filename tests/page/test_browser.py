@@ -55,7 +55,7 @@ def test_every_view_of_the_demo(window: Browser, demo: Path) -> None:
     """In the light theme, and then dark and narrow."""
     with viewing(demo) as entrance:
         window.show(entrance)
-        for view in VIEWS:
+        for view in VIEWS[::2] + VIEWS[-1:]:
             window.show(urljoin(entrance, f"/-/page/{view}"))
             if view == "none":
                 window.sees("Not found")

@@ -109,14 +109,12 @@ async def test_head_returns_length_and_age(files: tuple[HttpStorage, Path, str])
     assert await store.head("missing") is None
 
 
-@pytest.mark.parametrize(
-    "key", ["with space", "ünïcödé/日本", "a%2fb", "*?[x]", "-", "~", "a:b", "a+b&c=d", "a;b"]
-)
-async def test_odd_names_are_read(files: tuple[HttpStorage, Path, str], key: str) -> None:
+async def test_odd_names_are_read(files: tuple[HttpStorage, Path, str]) -> None:
     store, folder, _ = files
-    (folder / key).parent.mkdir(exist_ok=True)
-    (folder / key).write_bytes(key.encode())
-    assert await store.get(key) == key.encode()
+    for key in ("with space", "ünïcödé/日本", "a%2fb", "*?[x]", "-", "~", "a:b", "a+b&c=d", "a;b"):
+        (folder / key).parent.mkdir(exist_ok=True)
+        (folder / key).write_bytes(key.encode())
+        assert await store.get(key) == key.encode(), key
 
 
 async def test_a_server_that_ignores_ranges_is_read_with_one_warning(tmp_path: Path) -> None:

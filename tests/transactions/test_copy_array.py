@@ -195,7 +195,7 @@ def test_a_sparse_copy_of_trillions_of_chunks_looks_at_those_that_exist(tmp_path
         writing = store.transaction()
         source = writing.array("a")
         source[5, 5, 5].write(13)  # is a patch until it is read
-    for index, chunks in VIEWS:
+    for index, chunks in VIEWS if kind == "snapshot" else VIEWS[::3]:
         view = whole_view(source.shape).narrow(index)
         places, values = [], []
         for value, point in enumerate(points.tolist(), 10):
