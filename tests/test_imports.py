@@ -47,6 +47,14 @@ def test_stores_and_checkpoints_load_no_converter_and_no_statistics(code: str, t
     assert [name for name in names if name.startswith(NEEDLESS)] == []
 
 
+def test_a_save_loads_little_more_than_it_uses(tmp_path: Path) -> None:
+    save = "import asyncio, tstore; asyncio.run(tstore.save(sys.argv[1], {'w': [1.0]}, 0))"
+    names = [name.removeprefix("tstore.") for name in loaded(save, tmp_path / "s")]
+    unused = ("core.maintenance.", "core.transactions.cooperative", "quantization.study", "sharding.")
+    assert [name for name in names if f"{name}.".startswith((*NEEDLESS, *unused))] == []
+    assert len(names) <= 140
+
+
 def test_each_name_is_that_which_type_checkers_see() -> None:
     """The imports for type checkers, and the table from which names are loaded, are the same."""
     syntax = ast.parse(Path(tstore.__file__).read_text())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -163,7 +164,9 @@ def _origins(file: str) -> dict[str, ast.stmt]:
     path = Path(file)
     module = ".".join(("tstore", *path.relative_to(PACKAGE).with_suffix("").parts))
     origins: dict[str, ast.stmt] = {"Iterator": ast.ImportFrom("collections.abc", [ast.alias("Iterator")], 0)}
-    for statement in ast.parse(path.read_text()).body:
+    statements = ast.parse(path.read_text()).body
+    for_checkers = [s.body for s in statements if isinstance(s, ast.If) and ast.unparse(s.test) == "TYPE_CHECKING"]
+    for statement in itertools.chain(statements, *for_checkers):
         match statement:
             case ast.Import(names):
                 for alias in names:

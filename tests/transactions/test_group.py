@@ -15,7 +15,6 @@ import pytest
 import tstore
 from tests.support import forks
 from tests.support.polling import delivered, until
-from tstore.checkpoint import save as save_module
 from tstore.checkpoint.replicated import checksums
 from tstore.checkpoint.structure import flatten
 from tstore.core.transactions import cooperative
@@ -466,7 +465,7 @@ def test_values_that_the_first_host_lacks_are_compared_among_the_others() -> Non
 
 
 async def test_a_host_alone_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_module, "checksums", None)
+    monkeypatch.setattr("tstore.checkpoint.replicated.checksums", None)
     assert await tstore.save("memory://a-host-alone", {"x": 1, "y": np.ones(2)}, step=1) == 1
 
 

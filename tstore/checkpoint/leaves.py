@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import exmy
 import numpy as np
@@ -13,7 +13,9 @@ import numpy.typing as npt
 from tstore.core.format.arguments import quote
 from tstore.core.format.arrays.array_metadata import dtype_named
 from tstore.errors import InvalidArgument
-from tstore.sharding import Halo, Index, Mesh, ReplicaSplit, with_halo
+
+if TYPE_CHECKING:  # the arithmetic of meshes is imported when one is used
+    from tstore.sharding import Halo, Index
 
 __all__ = ["Destination", "PackedShards", "PerHost", "ShardLayout", "Shards", "as_values", "dtype_of"]
 
@@ -99,6 +101,8 @@ class Shards:
         `min_bytes` or more, at most one for each replica. On a host that holds no shard, `values` may be anything
         with a shape and a dtype.
         """
+        from tstore.sharding import Mesh, ReplicaSplit
+
         mesh = Mesh.of(mesh)
         if not (hasattr(values, "shape") and hasattr(values, "dtype")):
             raise InvalidArgument(
@@ -126,6 +130,8 @@ class Shards:
         The mesh and the spec are as for `of`. A halo has a width for each dimension; each region is extended by
         that width into the neighboring regions.
         """
+        from tstore.sharding import Mesh, with_halo
+
         mesh = Mesh.of(mesh)
         indices = [shard.index for shard in mesh.shards(shape, spec, host)]
         if halo is not None:

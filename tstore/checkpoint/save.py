@@ -12,8 +12,6 @@ import xxhash
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.jobs import write_jobs
 from tstore.checkpoint.leaves import PerHost, Shards, as_values
-from tstore.checkpoint.per_host import encoded
-from tstore.checkpoint.replicated import checksums
 from tstore.checkpoint.streamed import StreamedArray
 from tstore.checkpoint.structure import flatten
 from tstore.core.format.arguments import (
@@ -37,7 +35,6 @@ from tstore.errors import (
     InvalidArgument,
 )
 from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
-from tstore.quantization.studied_plan import rules_for
 
 __all__ = ["checked_order", "checkpoint_from_arguments", "save"]
 
@@ -151,6 +148,11 @@ async def checkpoint_from_arguments(
     rules = await _rules(codecs, leaves, hosts)
     jobs = write_jobs(leaves, rules, host, hosts)  # raises for an invalid leaf; there is no store yet
     reserved = {"structure": document}
+    replicated: Mapping[str, bytes] = {}
+    if hosts > 1:
+        from tstore.checkpoint.replicated import checksums
+
+        replicated = await run(checksums, document, leaves)
     return Checkpoint(
         step,
         jobs,
@@ -165,7 +167,7 @@ async def checkpoint_from_arguments(
         attempt,
         timeout,
         overwrite,
-        replicated=await run(checksums, document, leaves) if hosts > 1 else {},
+        replicated=replicated,
     )
 
 
@@ -173,6 +175,8 @@ def _of_host(path: str, leaf: Any, host: int, hosts: int) -> tuple[str, Any]:
     """Return what this host saves of a leaf, and its path: of a `PerHost`, the bytes of its value."""
     if not isinstance(leaf, PerHost):
         return path, leaf
+    from tstore.checkpoint.per_host import encoded
+
     data = encoded(path, leaf.value)
     values = data if hosts == 1 else Shards(data.shape, data.dtype, [((slice(0, len(data)),), data)])
     return host_path(path, host), values
@@ -204,4 +208,6 @@ async def _rules(codecs: QuantizeRules | Target, leaves: Mapping[str, Any], host
             f"codecs={codecs}: the choice depends on all values of an array, but one of several hosts has "
             "only its own part; save with rules or without codecs, and then call tstore.quantize"
         )
+    from tstore.quantization.studied_plan import rules_for
+
     return await rules_for(codecs, dict(leaves))

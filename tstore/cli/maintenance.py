@@ -20,9 +20,8 @@ from tstore.cli.tables import (
     show_verified,
 )
 from tstore.cli.text import format_size
-from tstore.core.format.tree.retention import Best, Keep
+from tstore.core.format.tree.retention import ABANDONED_AFTER, Best, Keep
 from tstore.core.log.marker import read_marker
-from tstore.core.maintenance.gc import ABANDONED_AFTER
 from tstore.core.maintenance.verify import VerifyProgress
 from tstore.core.storage.connect import connect
 from tstore.core.storage.local.store import LocalStorage

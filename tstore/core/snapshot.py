@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import exmy
 import numpy as np
@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from tstore.core.array import Appended, Array, parts_of, read_of
 from tstore.core.calls import ArrayCall, Call
-from tstore.core.data.encoded_chunks import Deliver, read_encoded
-from tstore.core.data.exmy_chunks import PackedRegion, read_packed
 from tstore.core.data.pieces import ReadJob, StackJob
 from tstore.core.data.planning import ReadPlan, planned_bytes, read_plan
 from tstore.core.data.reader import SharedReads, is_local, read_chunks, read_local
@@ -35,6 +33,9 @@ from tstore.core.log.reader import LogReader
 from tstore.core.runtime.pool import run
 from tstore.core.storage.local.store import LocalStorage
 from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired, TStoreError
+
+if TYPE_CHECKING:  # imported for reads of encoded chunks
+    from tstore.core.data.encoded_chunks import Deliver
 
 __all__ = ["Snapshot", "SnapshotCall", "array_node", "head_snapshot", "log_of", "snapshot_of"]
 
@@ -237,6 +238,8 @@ class Snapshot:
     async def read_packed_regions(self, regions: Sequence[tuple[str, tuple[slice, ...]]]) -> list[exmy.Quantized]:
         """Return the eXmY codes of regions of arrays whose nodes were read; raise one error for all of them."""
         nodes = [(array_node(self._tree, path, self.location), region) for path, region in regions]
+        from tstore.core.data.exmy_chunks import PackedRegion, read_packed
+
         requests = [PackedRegion(node.path, node.meta, node, region) for node, region in nodes]
         return await guard_expiry(self._log, self.version, read_packed(self._log.storage, requests))
 
@@ -274,6 +277,8 @@ class Snapshot:
 
     async def read_encoded(self, path: str, references: ChunkTable, deliver: Deliver) -> None:
         """Call `deliver` with the verified bytes of chunks of an array; raise `Corrupt`."""
+        from tstore.core.data.encoded_chunks import read_encoded
+
         work = read_encoded(self._log.storage, path, references.rows, deliver)
         await guard_expiry(self._log, self.version, work)
 

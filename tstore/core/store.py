@@ -9,34 +9,35 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from tstore.core.format.arguments import checked_indices, checked_metadata, checked_text, quote
-from tstore.core.format.tree.retention import Keep
+from tstore.core.format.tree.retention import ABANDONED_AFTER, Keep
 from tstore.core.log.expiry import check_tag_alive
 from tstore.core.log.history import Commit, history, version_at, version_named
 from tstore.core.log.log import Log
 from tstore.core.log.marker import Marker, create_marker, marker_for
 from tstore.core.log.reader import LogReader, read_hint
-from tstore.core.maintenance.diff import Diff, diff_snapshots
-from tstore.core.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
-from tstore.core.maintenance.repair import RepairReport, repair_store
-from tstore.core.maintenance.verify import VerifyProgress, VerifyReport, verify_store
 from tstore.core.snapshot import Snapshot, SnapshotCall, head_snapshot, snapshot_of
 from tstore.core.storage.base import Storage
 from tstore.core.storage.cache import Cache, CachedStorage, without_cache
 from tstore.core.storage.connect import Address, storage_at
 from tstore.core.storage.objects import Durability, Traffic, checked_durability
 from tstore.core.storage.wrapper import only_reading
-from tstore.core.transactions.cooperative import CooperativeCommit
 from tstore.core.transactions.membership import membership
-from tstore.core.transactions.pending import PendingTransaction, find_pending, pending
 from tstore.core.transactions.staging import Isolation
 from tstore.core.transactions.tag_edits import TagEdits
 from tstore.core.transactions.transaction import Transaction
 from tstore.errors import Denied, InvalidArgument, Misuse, NotAStore, NotFound, TStoreError
+
+if TYPE_CHECKING:  # what few programs use is imported when it is used
+    from tstore.core.maintenance.diff import Diff
+    from tstore.core.maintenance.gc import CollectReport
+    from tstore.core.maintenance.repair import RepairReport
+    from tstore.core.maintenance.verify import VerifyProgress, VerifyReport
+    from tstore.core.transactions.pending import PendingTransaction
 
 __all__ = ["Mode", "Moment", "Store", "close_after", "open", "opened"]
 
@@ -270,6 +271,8 @@ class Store:
         Only chunks of float arrays that differ are read; with a budget, about as many bytes of their values: small
         arrays whole, and samples of others. Raise `NotFound` as `snapshot` does.
         """
+        from tstore.core.maintenance.diff import diff_snapshots
+
         snapshots = await self.snapshot(before), await self.snapshot(after)
         return await diff_snapshots(self._log.reader, *snapshots, budget)
 
@@ -301,6 +304,8 @@ class Store:
 
         The cost grows with the number of commits.
         """
+        from tstore.core.transactions.pending import pending
+
         return await pending(self._log.reader)
 
     async def finish(self, transaction: str) -> int:
@@ -312,6 +317,9 @@ class Store:
         `Checkpointer` gave up and withdrew the transaction. Also raise `NotFound`, `InvalidArgument` (several
         attempts have that name), `Inconsistent`, `Conflict` or `Denied`.
         """
+        from tstore.core.transactions.cooperative import CooperativeCommit
+        from tstore.core.transactions.pending import find_pending
+
         self._check_writable()
         member = await find_pending(self._log.reader, transaction)
         return await CooperativeCommit(self._log, member, Durability.FSYNC).finish()
@@ -321,6 +329,8 @@ class Store:
 
         The cache is bypassed. `progress` is called with the work done, often and from any thread.
         """
+        from tstore.core.maintenance.verify import verify_store
+
         return await verify_store(LogReader.strict(without_cache(self._log.storage), self._log_id), progress)
 
     async def repair(self, void: Sequence[int] = (), *, void_intact: Sequence[int] = ()) -> RepairReport:
@@ -334,6 +344,8 @@ class Store:
         with mode "r" or through a server, `InvalidArgument` for a version that does not exist, an intact one in
         `void`, or one on which other versions rest.
         """
+        from tstore.core.maintenance.repair import repair_store
+
         damaged, intact = checked_indices("void", void), checked_indices("void_intact", void_intact)
         if damaged or intact:
             self._check_writable()
@@ -350,6 +362,8 @@ class Store:
         mode "r" (unless `dry_run`), `NotFound` if no living version has a tag or metric that `keep` names, and
         `InvalidArgument` for other bad values.
         """
+        from tstore.core.maintenance.gc import collect
+
         if self.mode == "r" and not dry_run:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+', or pass dry_run=True")
         if keep is not None and not isinstance(keep, Keep):

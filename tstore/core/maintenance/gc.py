@@ -73,9 +73,8 @@ from tstore.core.runtime.pool import run, run_to_end
 from tstore.core.storage.objects import Durability
 from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 
-__all__ = ["ABANDONED_AFTER", "CollectReport", "Overtaken", "collect"]
+__all__ = ["CollectReport", "Overtaken", "collect"]
 
-ABANDONED_AFTER = datetime.timedelta(days=7)
 _MAX_PLANS = 8  # how often newer commits may overtake a plan by tagging expiring versions, or by dropping tags
 _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions that a record condemns
 

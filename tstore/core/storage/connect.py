@@ -7,18 +7,17 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from tstore.core.format.arguments import quote
 from tstore.core.storage.base import Storage
-from tstore.core.storage.cache import Cache
 from tstore.core.storage.environment import VARIABLE, options_for
 from tstore.core.storage.local.store import LocalStorage
-from tstore.core.storage.memory import MemoryStorage
-from tstore.core.storage.remote import as_remote
-from tstore.core.storage.retry import RETRY_POLICY, RetryPolicy
 from tstore.errors import InvalidArgument
+
+if TYPE_CHECKING:  # each kind of storage is imported when it is used
+    from tstore.core.storage.cache import Cache
 
 __all__ = ["Address", "connect", "storage_at"]
 
@@ -104,10 +103,12 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
         )
     options = {**options_for(text), **(storage_options or {})}
     seconds = options.pop(_RETRY_TIMEOUT, None)
-    policy = RETRY_POLICY if seconds is None else RetryPolicy.lasting(seconds)
     remote = _remote(scheme, text, options)
     if remote is not None:
-        return as_remote(remote, policy)
+        from tstore.core.storage.remote import as_remote
+        from tstore.core.storage.retry import RETRY_POLICY, RetryPolicy
+
+        return as_remote(remote, RETRY_POLICY if seconds is None else RetryPolicy.lasting(seconds))
     if seconds is not None:
         options[_RETRY_TIMEOUT] = seconds
     if options:
@@ -119,6 +120,8 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
         if parts.netloc not in ("", "localhost"):
             raise InvalidArgument(f"{text}: a file URL names a path on this machine, such as file:///path")
         return LocalStorage(unquote(parts.path))
+    from tstore.core.storage.memory import MemoryStorage
+
     return MemoryStorage(text.partition("://")[2].strip("/"))
 
 

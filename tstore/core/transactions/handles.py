@@ -25,7 +25,6 @@ from tstore.core.format.arrays.points import PointSelection
 from tstore.core.format.paths import checked_path
 from tstore.core.format.tree.node import Node
 from tstore.core.runtime.pool import run, run_to_end
-from tstore.core.transactions.appends import append, handle
 from tstore.core.transactions.staged_tree import StagedTree
 from tstore.core.transactions.staging import Staging
 from tstore.errors import InvalidArgument, Misuse, NotFound
@@ -182,6 +181,8 @@ class HandleSource:
 
         Appends run one after the other, so that concurrent ones do not disturb each other.
         """
+        from tstore.core.transactions.appends import append, handle
+
         staging = self.staging
         if staging.is_cooperative:
             raise Misuse(

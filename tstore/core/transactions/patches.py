@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.data.encoded_chunks import read_encoded
 from tstore.core.data.pieces import ReadJob
 from tstore.core.data.reader import read_chunks
 from tstore.core.data.writer import PackSet, WriteJob
@@ -70,6 +69,8 @@ async def write_patched(
     """
     if meta.chain.lossless:
         return await _write_exact(storage, packs, path, meta, patches, rows)
+    from tstore.core.data.encoded_chunks import read_encoded
+
     encoded = dict.fromkeys(patches, b"")
 
     def encode(number: int, previous: memoryview | None) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tstore.core.data.writer import PackSet, WriteJob
 from tstore.core.format.arrays.array_metadata import ArrayMeta
@@ -32,15 +32,16 @@ from tstore.core.log.pages import read_pages
 from tstore.core.runtime import world
 from tstore.core.runtime.pool import give_way, run
 from tstore.core.storage.objects import Durability
-from tstore.core.transactions.conflicts import check_reads, reapply
 from tstore.core.transactions.lifecycle import Lifecycle, Operation
 from tstore.core.transactions.membership import Membership
-from tstore.core.transactions.pending import HeartbeatWriter
 from tstore.core.transactions.reused import ReusedPacks
 from tstore.core.transactions.staged_array import StagedArray
 from tstore.core.transactions.staged_tree import StagedTree
 from tstore.core.transactions.tag_edits import TagEdits
 from tstore.errors import Conflict, Corrupt, NotFound
+
+if TYPE_CHECKING:  # imported when a transaction of several hosts begins
+    from tstore.core.transactions.pending import HeartbeatWriter
 
 __all__ = ["Isolation", "Staging"]
 
@@ -82,7 +83,11 @@ class Staging:
         self.packs = PackSet(log.storage, folder_of(self.transaction), durability)
         # so that the merged manifest of all hosts is as short as that of one
         self._max_rows = MIN_SEGMENTED if member is None else max(MIN_HOST_ROWS, MIN_SEGMENTED // member.hosts)
-        self._heartbeat = None if member is None else HeartbeatWriter(log.storage, member)
+        self._heartbeat: HeartbeatWriter | None = None
+        if member is not None:
+            from tstore.core.transactions.pending import HeartbeatWriter
+
+            self._heartbeat = HeartbeatWriter(log.storage, member)
 
     # ---- staging changes
 
@@ -289,6 +294,8 @@ class Staging:
 
         Return a `Retry` if changes were applied again on top of the newest version, which changes the manifest.
         """
+        from tstore.core.transactions.conflicts import check_reads, reapply
+
         staged = self.tree
         if self.isolation == "serializable":
             await check_reads(self.reader, staged, self.tags, newer)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tstore.core.array import Array
 from tstore.core.calls import ArrayCall
@@ -34,10 +34,6 @@ from tstore.core.log.log import Log
 from tstore.core.runtime import world
 from tstore.core.runtime.pool import give_way, run_to_end
 from tstore.core.storage.objects import Durability
-from tstore.core.transactions.conflicts import revise_merges
-from tstore.core.transactions.cooperative import CooperativeCommit
-from tstore.core.transactions.copies import copy_array
-from tstore.core.transactions.fragments import fragment_from_record
 from tstore.core.transactions.handles import array_of, new_array
 from tstore.core.transactions.membership import Membership
 from tstore.core.transactions.staging import Isolation, Staging
@@ -54,11 +50,14 @@ from tstore.errors import (
     TStoreError,
 )
 
+if TYPE_CHECKING:  # what few transactions use is imported when it is used
+    from tstore.core.transactions.cooperative import CooperativeCommit
+
 __all__ = ["Isolation", "Transaction", "check_undelivered", "staging_of", "withdraw"]
 
 _NO_EDITS = TagEdits()
 
-Deliver = Callable[[CooperativeCommit, Fragment], Awaitable[int | None]]
+Deliver = Callable[["CooperativeCommit", Fragment], Awaitable[int | None]]
 """Delivers the fragment of one host of a cooperative transaction; returns the version if it is committed."""
 
 
@@ -175,6 +174,8 @@ class Transaction:
         (unless the copy refers to chunks, of which it then lacks the same), `Corrupt` if one is damaged,
         `InvalidArgument` for chunks or codecs that do not fit.
         """
+        from tstore.core.transactions.copies import copy_array
+
         same = codecs == "same"
         return await copy_array(self._staging, source, path, chunks, None if same else codecs, same_codecs=same)
 
@@ -282,10 +283,13 @@ class Transaction:
             if self._member is None:
                 await self._append(record, repeated)
                 return
+            from tstore.core.transactions.fragments import fragment_from_record
+
             member = self._member
             checks = self._staging.structure_check, self._staging.replicated
             fragment = fragment_from_record(record, member.host, member.hosts, *checks)
-            commit = CooperativeCommit(self._log, member, self._durability)
+            commit = _cooperative(self)
+            assert commit is not None
             self.version = await deliver(commit, fragment)
             self._lifecycle.state = "delivered"
         except NotFound:
@@ -322,7 +326,11 @@ class Transaction:
 
         async def validate(newer: Newer) -> Record:
             nonlocal record
-            retry = await self._staging.validate(changes, newer) if newer else None
+            if not newer:
+                return record
+            from tstore.core.transactions.conflicts import revise_merges
+
+            retry = await self._staging.validate(changes, newer)
             revised = await revise_merges(self._log.reader, self._staging.tree, newer)
             if retry is not None:
                 self.retries.append(retry)
@@ -391,7 +399,11 @@ async def check_undelivered(transaction: Transaction, failure: TStoreError) -> N
 
 def _cooperative(transaction: Transaction) -> CooperativeCommit | None:
     member = transaction._member
-    return member and CooperativeCommit(transaction._log, member, transaction._durability)
+    if member is None:
+        return None
+    from tstore.core.transactions.cooperative import CooperativeCommit
+
+    return CooperativeCommit(transaction._log, member, transaction._durability)
 
 
 def staging_of(transaction: Transaction) -> Staging:

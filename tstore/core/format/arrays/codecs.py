@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import exmy
 import numpy as np
@@ -19,12 +19,13 @@ import numpy.typing as npt
 
 from tstore.core.format.arguments import quote
 from tstore.core.format.arrays.array_codecs import FLOATS, ArrayCodec, ExmyCodec, TileRange, Tiles, as_array_codec
-from tstore.core.format.arrays.bytes_codecs import as_bytes_codec, is_bytes_codec
-from tstore.core.format.arrays.compressors import Bytes, Compressor, max_encoded_size
 from tstore.core.format.arrays.numcodecs_classes import Filter, Transpose, as_filter, settings_of, unsupported
-from tstore.core.format.arrays.sharded import Sharded, inner_counts
 from tstore.core.format.arrays.variable import is_variable
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
+
+if TYPE_CHECKING:  # imported with the first chain that has one
+    from tstore.core.format.arrays.compressors import Bytes, Compressor
+    from tstore.core.format.arrays.sharded import Sharded
 
 __all__ = [
     "FLOATS",
@@ -83,7 +84,11 @@ class Chain:
             self._array = _sharded(first, stage, shape, fill_value, max_nested)
         else:
             self._array = as_array_codec(first, stage, shape)
-        self._compressors = [as_bytes_codec(document, dtype.itemsize) for document in rest]
+        self._compressors: list[Compressor] = []
+        if rest:
+            from tstore.core.format.arrays.bytes_codecs import as_bytes_codec
+
+            self._compressors = [as_bytes_codec(document, dtype.itemsize) for document in rest]
         codecs: list[Filter | ArrayCodec | Compressor] = [*self._filters, self._array, *self._compressors]
         self.documents = [codec.document for codec in codecs]
         self.plain = self._array.plain and not self._filters
@@ -114,6 +119,8 @@ class Chain:
         for compressor in self._compressors:
             compressor.check_input(least if exact else 0, most)
             if compressor.overhead is None:
+                from tstore.core.format.arrays.compressors import max_encoded_size
+
                 exact, most = False, max_encoded_size(most)
             else:
                 least, most = least + compressor.overhead, most + compressor.overhead
@@ -223,6 +230,8 @@ class Chain:
 def _sharded(
     document: Mapping[str, Any], dtype: np.dtype[Any], shape: tuple[int, ...], fill_value: Any, max_nested: int
 ) -> Sharded:
+    from tstore.core.format.arrays.sharded import Sharded, inner_counts
+
     settings = settings_of(document, chunk_shape=None, codecs=None, index_codecs=None, index_location="end")
     counts = inner_counts(document, shape)
     if not max_nested:
@@ -274,6 +283,8 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
             "blocksize": _LOSSLESS_BLOCK,
         }
         return [uncompressed, {"name": "blosc", "configuration": settings}]
+    from tstore.core.format.arrays.bytes_codecs import is_bytes_codec
+
     is_name = isinstance(codecs, str) and is_bytes_codec(codecs)
     if is_name or (isinstance(codecs, Mapping) and "name" in codecs):
         example = [codecs] if is_name else ["bytes", codecs]

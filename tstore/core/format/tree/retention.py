@@ -28,6 +28,7 @@ from tstore.core.format.tree.tree import Tree
 from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SnapshotExpired, SourceCondemned
 
 __all__ = [
+    "ABANDONED_AFTER",
     "Best",
     "Condemned",
     "Keep",
@@ -38,6 +39,9 @@ __all__ = [
     "refuse_condemned",
     "step_of",
 ]
+
+ABANDONED_AFTER = datetime.timedelta(days=7)
+"""The default time without a write after which a garbage collection takes a transaction for abandoned."""
 
 Best = tuple[int, str] | tuple[int, str, Literal["min", "max"]]
 
