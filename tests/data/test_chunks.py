@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import math
 import time
@@ -37,6 +36,7 @@ ZARR_CODECS = {
     "plain": [BytesCodec()],
     "zstd": [BytesCodec(), ZstdCodec(level=3)],
     "gzip": [BytesCodec(), GzipCodec(level=5)],
+    "gzip, not compressed": [BytesCodec(), GzipCodec(level=0)],
     "checked": [BytesCodec(), ZstdCodec(level=0, checksum=True)],
     "blosc": [BytesCodec(), BloscCodec(typesize=4, cname="lz4", clevel=5, shuffle="shuffle", blocksize=0)],
     "blosc bits": [BytesCodec(), BloscCodec(typesize=2, cname="zstd", clevel=3, shuffle="bitshuffle")],
@@ -112,8 +112,8 @@ def test_chunks_have_the_bytes_of_zarr(dtype: str, codecs: str) -> None:
         values = sample(shape, dtype)
         expected = zarr_chunks(values, chunks, ZARR_CODECS[codecs])
         ours = asyncio.run(our_chunks(values, chunks, ZARR_CODECS[codecs]))
-        if codecs == "gzip":  # zarr's gzip header contains the time
-            ours, expected = ({k: gzip.decompress(v) for k, v in some.items()} for some in (ours, expected))
+        if codecs.startswith("gzip"):  # zarr's header contains the time
+            expected = {key: data[:4] + bytes(4) + data[8:] for key, data in expected.items()}
         assert ours == expected, (shape, chunks)
 
 

@@ -8,6 +8,7 @@ decoded up to the expected size. So the metadata of an array alone bounds the me
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -98,7 +99,10 @@ class _GZip(Compressor):
         self._level = _checked_int("level", level, 0, 9)
 
     def encode(self, data: Any) -> bytes:
-        return gzip.compress(data, self._level, mtime=0)
+        buffer = io.BytesIO()
+        with gzip.GzipFile("", "wb", self._level, buffer, mtime=0) as file:  # as numcodecs does, for Zarr
+            file.write(data)
+        return buffer.getvalue()
 
     def decode(self, data: memoryview, max_size: int) -> Any:
         """Decode the members one by one; zlib verifies the checksum and length at the end of each."""
