@@ -222,7 +222,10 @@ class Checkpointer:
         return min(saved, key=lambda s: (sign * s.metrics[metric], -s.step)).step if saved else None
 
     async def steps(self) -> list[Step]:
-        """Wait for saves under way; return the saved steps in increasing order, none if there is no store."""
+        """Wait for saves under way; return the saved steps in increasing order, none if there is no store.
+
+        A `Step` has the number, version, time and metrics; `tstore.steps` returns only the numbers.
+        """
         return await self._saved(saved_steps)
 
     async def restore_latest(self, target: Any = None, **options: Any) -> Any:

@@ -53,7 +53,10 @@ def steps_of(tags: Iterable[str]) -> list[int]:
 
 
 async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
-    """Return the saved steps, in increasing order; raise `NotAStore` if there is no store."""
+    """Return the numbers of the saved steps, in increasing order; raise `NotAStore` if there is no store.
+
+    `Checkpointer.steps` returns a `Step` for each, with its version, time and metrics.
+    """
     async with opened(store, "r") as source:
         return steps_of(await source.tags())
 

@@ -339,7 +339,9 @@ class Checkpointer:
         Return None if no step has a finite value of the metric."""
 
     def steps(self) -> list[Step]:
-        """Wait for saves under way; return the saved steps in increasing order, none if there is no store."""
+        """Wait for saves under way; return the saved steps in increasing order, none if there is no store.
+
+        A `Step` has the number, version, time and metrics; `tstore.steps` returns only the numbers."""
 
     def restore_latest(self, target: Any = None, **options: Any) -> Any:
         """Restore the newest step as `restore` does; return None if there is no step or no store.
@@ -1030,7 +1032,9 @@ def save_async(
     `save` raises while it writes."""
 
 def steps(store: str | os.PathLike[str] | Store) -> list[int]:
-    """Return the saved steps, in increasing order; raise `NotAStore` if there is no store."""
+    """Return the numbers of the saved steps, in increasing order; raise `NotAStore` if there is no store.
+
+    `Checkpointer.steps` returns a `Step` for each, with its version, time and metrics."""
 
 def summarize(
     array: Array, *, budget: int | None = ..., rows: int | None = None, columns: int | None = None, bins: int = 64
