@@ -59,14 +59,7 @@ def run(blocks: list[tuple[str, str]], folder: Path) -> None:
 
 
 def python_blocks(document: Document) -> list[tuple[str, str]]:
-    """Return the blocks, without those that import a package that is no dependency and is not installed."""
-    absent = [name for name in ("grain", "torchdata") if importlib.util.find_spec(name) is None]
-    texts = document.of_language("python")
-    return [
-        ("python", text)
-        for text in texts
-        if not any(re.search(rf"^(from|import) {n}", text, re.M) for n in absent)
-    ]
+    return [("python", text) for text in document.of_language("python")]
 
 
 def commands(document: Document) -> list[tuple[str, str]]:
