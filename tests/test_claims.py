@@ -61,4 +61,4 @@ def holds(proof: str) -> bool:
         return re.search(rf"^(?:async )?def {function}\(", (ROOT / path).read_text(), re.M) is not None
     if condition:
         return bool(eval(condition, dict(vars(importlib.import_module(module)))))
-    return proof == "open" or importlib.util.find_spec(proof.removeprefix("python -m ").split()[0]) is not None
+    return importlib.util.find_spec(proof.removeprefix("python -m ").split()[0]) is not None

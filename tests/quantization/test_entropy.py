@@ -316,6 +316,15 @@ async def test_values_whose_squares_underflow_stay_unchanged(tmp_path: Path, opt
     assert all(np.array_equal(restored[path], tree[path]) for path in tree)
 
 
+async def test_values_beyond_the_steps_stay_unchanged(tmp_path: Path) -> None:
+    tree = {f"{2 * k}": RNG.standard_normal((64, 64)) * 2.0 ** (2 * k) for k in (-68, -62, 0, 61, 66)}
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, min_sqnr=20)
+    exact = {row.path: row.reason for row in report.arrays if row.format is None}
+    assert exact.keys() == {"-136", "132"}
+    assert all("beyond the steps of entropy coding" in reason for reason in exact.values())
+
+
 async def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     await tstore.save(tmp_path, {"w": laplace(64, 96)}, 0)
     numbers: list[Any] = [{"bits": np.int64(5)}, {"bits": np.float32(5)}, {"min_sqnr": np.float32(20)}]

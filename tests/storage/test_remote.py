@@ -117,6 +117,8 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
     # archives; the record; its archive
     await rounds.expect(tstore.save(store, tree(1, 100_000), step=2), 3, 1, 4, 16 + 9, 1, 1)
     await rounds.expect(small_commit(store, "z"), 3, 1, 1)  # a recent commit has already read the next two numbers
+    store = await rounds.expect(tstore.open(storage), 2)
+    await rounds.expect(tstore.save(store, tree(2, 100_000), step=3), 4, 4, 1, 1, 16 + 9, 1, 1)
 
 
 @pytest.mark.parametrize(

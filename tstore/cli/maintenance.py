@@ -224,7 +224,7 @@ def probe(url: str, as_json: bool) -> int:
 
     A store relies on promises of its storage, such as: exactly one of several concurrent creates of an object
     succeeds, and listings are complete. The test creates objects in a new folder under txn/ (a few thousand
-    requests, about 50 MB) and removes them; a store at URL is not changed. The exit status is 1 if a promise is
+    requests, tens of MB) and removes them; a store at URL is not changed. The exit status is 1 if a promise is
     broken, or could not be tested because the storage was full or did not respond.
     """
     from tstore.lab.conformance import Subject, run_checks
