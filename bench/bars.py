@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import isnan
 from typing import Any
@@ -28,7 +29,7 @@ class Bar:
         return self.measured <= self.need if self.most else self.measured >= self.need
 
 
-def bar_table(bars: list[Bar]) -> Table:
+def bar_table(bars: Sequence[Bar]) -> Table:
     out = Table(title="bars", title_justify="left")
     for head in ("", "bar", "measured", ""):
         out.add_column(head, justify="right" if head else "left")
@@ -39,7 +40,7 @@ def bar_table(bars: list[Bar]) -> Table:
     return out
 
 
-def bars_as_data(bars: list[Bar]) -> list[dict[str, Any]]:
+def bars_as_data(bars: Sequence[Bar]) -> list[dict[str, Any]]:
     """Return the bars as data for JSON."""
     return [asdict(bar) | {"measured": or_none(bar.measured), "met": bar.met} for bar in bars]
 

@@ -31,11 +31,12 @@ class Cost(NamedTuple):
 
 
 class Meter:
-    """Measures the cost of what this process does from now on."""
+    """Measures the cost of what this process does from now on, with the memory beyond `resident` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, resident: int | None = None) -> None:
         gc.collect()
-        self._resident = machine.reset_peak()
+        now = machine.reset_peak()
+        self._resident = now if resident is None else resident
         self._read, self._written = machine.bytes_moved()
         self._cpu, self._start = time.process_time(), time.perf_counter()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import isnan
 from statistics import median
@@ -12,7 +13,7 @@ from typing import Any
 class Figures:
     """The figures of one contender: fewer rounds if it is slow, and the `error` if it failed."""
 
-    title: str
+    title: str = ""
     values: dict[str, dict[int, float]] = field(default_factory=dict)  # by measure and round
     error: str = ""
 
@@ -24,24 +25,44 @@ class Figures:
         return self.values.get(measure, {})
 
     def median(self, measure: str) -> float:
-        values = self.of(measure).values()
-        return median(values) if values else float("nan")
+        return median_of(self.of(measure).values())
 
     def ratio(self, measure: str, other: Figures, of_measure: str | None = None) -> float:
         """Return the median ratio of this figure to the other's, over the rounds that both have."""
         mine, theirs = self.of(measure), other.of(of_measure or measure)
-        pairs = [mine[r] / theirs[r] for r in mine.keys() & theirs.keys() if theirs[r]]
-        return median(pairs) if pairs else float("nan")
+        return median_of([mine[r] / theirs[r] for r in mine.keys() & theirs.keys() if theirs[r]])
 
     def beyond(self, measure: str, other: Figures) -> float:
         """Return the median difference between this figure and the other's, over the rounds that both have."""
         mine, theirs = self.of(measure), other.of(measure)
-        differences = [mine[turn] - theirs[turn] for turn in mine.keys() & theirs.keys()]
-        return median(differences) if differences else float("nan")
+        return median_of([mine[turn] - theirs[turn] for turn in mine.keys() & theirs.keys()])
 
     def as_data(self) -> dict[str, Any]:
         """Return all values, and the median of each measure, for JSON."""
         return asdict(self) | {"median": {measure: or_none(self.median(measure)) for measure in self.values}}
+
+
+NONE = Figures()
+"""The figures of a contender that did not run."""
+
+
+def fastest(figures: Mapping[str, Figures], names: Iterable[str], measure: str = "seconds") -> Figures:
+    """Return the contender of these with the least median, or `NONE` if none was measured."""
+    have = [figures[name] for name in names if name in figures and figures[name].of(measure)]
+    return min(have, key=lambda f: f.median(measure), default=NONE)
+
+
+def lead(
+    figures: Mapping[str, Figures], peers: Iterable[str], measure: str = "seconds", name: str = "tstore"
+) -> float:
+    """Return how many times as fast as the fastest of these peers a contender is; NaN if one is absent."""
+    return fastest(figures, peers, measure).ratio(measure, figures.get(name, NONE))
+
+
+def median_of(values: Iterable[float]) -> float:
+    """Return the median, or NaN of no values."""
+    some = list(values)
+    return median(some) if some else float("nan")
 
 
 def or_none(value: float) -> float | None:

@@ -6,7 +6,11 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
+from bench import machine
+from bench.cost import Cost
 from bench.figures import Figures
 from bench.processes import HostError
 
@@ -14,29 +18,43 @@ LIMIT = 240.0
 """Seconds of a piece of work after which a peer gets no more rounds of it."""
 
 Results = dict[str, dict[str, Figures]]
-"""The figures by piece of work and contender; the measures are the fields of `Cost`."""
+"""The figures by piece of work and contender; the measures of most are the fields of `Cost`."""
+
+T = TypeVar("T")
 
 
 class Skipped(Exception):
     """A contender cannot do the work, or not within the limits."""
 
 
+def rotated(items: Iterable[T], turn: int) -> list[T]:
+    """Return the items in the order of a round: each begins one later than the round before."""
+    order = list(items)
+    by = turn % len(order) if order else 0
+    return order[by:] + order[:by]
+
+
 class Rounds:
-    """The figures of contenders with these titles; `optional` ones run only if they are among the `peers`."""
+    """The figures of contenders with these titles in a folder; `optional` ones run only if among the `peers`."""
 
     def __init__(
-        self, titles: Mapping[str, str], optional: Sequence[str], peers: Sequence[str], log: Callable[[str], None]
+        self,
+        folder: Path,
+        titles: Mapping[str, str],
+        optional: Sequence[str],
+        peers: Sequence[str],
+        log: Callable[[str], None],
     ) -> None:
-        self.titles, self.optional, self.peers, self.log = titles, optional, peers, log
+        self.folder, self.titles, self.optional, self.peers, self.log = folder, titles, optional, peers, log
         self.results: Results = {}
+        self.reserve = machine.Reserve()
         self._spent: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds by work and contender
 
     def names(self, contenders: Iterable[str], turn: int, work: str) -> list[str]:
         """Return the names in the order of a round, without those that failed at this work or are too slow."""
         names = [name for name in contenders if name not in self.optional or name in self.peers]
-        names = names[turn % len(names) :] + names[: turn % len(names)]
         slow = {name for name in self.optional if self._spent[work, name] > LIMIT}
-        return [name for name in names if name not in slow and not self.figures(work, name).error]
+        return [n for n in rotated(names, turn) if n not in slow and not self.figures(work, n).error]
 
     @contextlib.contextmanager
     def attempt(self, work: str, name: str) -> Iterator[None]:
@@ -56,7 +74,13 @@ class Rounds:
         """Return the figures of a contender, which are empty at first."""
         return self.results.setdefault(work, {}).setdefault(name, Figures(self.titles.get(name, name)))
 
-    def add(self, work: str, name: str, turn: int, cost: Mapping[str, float]) -> None:
-        """Add the measures of a cost."""
-        for measure, value in cost.items():
+    def add(self, work: str, name: str, turn: int, measures: Mapping[str, float] | Cost) -> None:
+        """Add the measures of a round."""
+        values: Mapping[str, Any] = measures._asdict() if isinstance(measures, Cost) else measures
+        for measure, value in values.items():
             self.figures(work, name).add(measure, turn, value)
+
+    def make_room(self, nbytes: int) -> None:
+        """Provide free memory: see `machine.Reserve`."""
+        self.reserve.acquire(nbytes)
+        self.reserve.release()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.breadth import Profile
-from bench.jobs.states import flat, grouped, large, leaves, tenth
+from bench.workloads import flat, large, leaves, tenth
 from bench.writers import report
 from bench.writers.rounds import Bench
 
@@ -161,7 +161,7 @@ def test_a_call_counts_once_however_often_it_waits() -> None:
 
 def test_a_tenth_of_a_state_is_its_first_group() -> None:
     for workload in (large(2**31), leaves(10_000)):
-        tree = grouped(workload, ((name, None) for name in workload.names))
+        tree = workload.tree((name, None) for name in workload.names)
         assert [name for name, _ in flat(tree)] == workload.names
         assert len(dict(flat(tenth(tree)))) * 10 == workload.count
     assert abs(large(2**31).nbytes - 2**31) < 2**24

@@ -30,6 +30,12 @@ class Latencies(NamedTuple):
     save: dict[str, int]
     objects: int
 
+    def __str__(self) -> str:
+        return (
+            f"50 ms per request: {self.arrays} arrays {median(self.many):.2f} s, the same bytes in one "
+            f"array {median(self.one):.2f} s; one commit: {self.save} for {self.objects} objects"
+        )
+
     def bars(self) -> list[Bar]:
         ratio = median(a / b for a, b in zip(self.many, self.one, strict=True))
         return [

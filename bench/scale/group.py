@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.cost import Cost, Meter
 from bench.processes import until
-from bench.scale.contenders import WIDTH
+from bench.workloads import WIDTH
 from bench.writers.model import Bucket, GcsStorage, ModelHost
 from tstore.core.log.marker import Marker
 from tstore.core.runtime.pool import without_threads

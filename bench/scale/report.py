@@ -1,18 +1,15 @@
-"""The bars of `bench.scale`, and its figures as JSON."""
+"""The bars of `bench.scale`."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from bench.bars import Bar, bars_as_data
-from bench.figures import Figures
+from bench.bars import Bar
+from bench.figures import NONE, lead
+from bench.report import MIB
 from bench.rounds import Results
 from bench.scale.rounds import FEW_HOSTS, PLACES, Sizes
 
-_MIB = 2**20
 _RAW = ("raw1", "raw2")
 _TENSORSTORE = ("ts-file", "ts-ocdbt")
-_NONE = Figures("")
 
 
 def remarks(results: Results) -> list[str]:
@@ -28,54 +25,52 @@ def bars(results: Results, sizes: Sizes) -> list[Bar]:
     """Return the bars of the rows that ran."""
     out: list[Bar] = []
 
-    def most(
-        work: str, measure: str, need: float, unit: str, scale: float, what: str, *, against: str = ""
-    ) -> None:
+    def most(work: str, *needs: tuple[str, float, str, float, str]) -> None:
+        """Add bars for measures of tstore: the measure, the most, its unit, the factor to it, and what it is."""
         if work in results:
-            mine = results[work].get("tstore", _NONE)
-            value = mine.ratio(measure, results[against]["tstore"]) if against else mine.median(measure) * scale
-            out.append(Bar(f"{work}: {what}", need, value, most=True, unit=unit))
+            mine = results[work].get("tstore", NONE)
+            for measure, need, unit, factor, what in needs:
+                out.append(Bar(f"{work}: {what}", need, mine.median(measure) * factor, most=True, unit=unit))
+
+    def grown(work: str, former: str, measure: str, need: float, what: str) -> None:
+        """Add a bar for the ratio of a measure to that of another work."""
+        if work in results:
+            by = results[work].get("tstore", NONE).ratio(measure, results[former]["tstore"])
+            out.append(Bar(f"{work}: {what}", need, by, most=True))
 
     def faster(work: str, peers: tuple[str, ...], need: float, what: str) -> None:
         """Add a bar for the time of the fastest peer ÷ that of tstore."""
         if work in results:
-            figures = results[work]
-            have = [figures[name] for name in peers if name in figures and figures[name].of("seconds")]
-            peer = min(have, key=lambda f: f.median("seconds"), default=_NONE)
-            out.append(Bar(f"{work}: {what} ÷ tstore", need, peer.ratio("seconds", figures.get("tstore", _NONE))))
+            out.append(Bar(f"{work}: {what} ÷ tstore", need, lead(results[work], peers)))
 
-    most("write", "memory", 256, " MiB", 1 / _MIB, "memory beyond the array")
-    most("write", "cpu", 1.5, " µs", 1e6 / sizes.chunks, "CPU a chunk")
+    memory = ("memory", 256, " MiB", 1 / MIB)
+    most("write", (*memory, "memory beyond the array"), ("cpu", 1.5, " µs", 1e6 / sizes.chunks, "CPU a chunk"))
+    few_bytes = ("read", 4, " MiB", 1 / MIB, "bytes read")
     for work in ("open", "beside"):
-        most(work, "cpu", 40, " ms", 1e3, "CPU")
-        most(work, "memory", 24, " MiB", 1 / _MIB, "memory")
-        most(work, "read", 4, " MiB", 1 / _MIB, "bytes read")
-    most("change", "cpu", 10, " ms", 1e3, "CPU a commit")
-    most("change", "written", 64, " KiB", 1 / 1024, "bytes written a commit")
-    most("arrays: read one", "cpu", 60, " ms", 1e3, "CPU")
-    most("arrays: restore a group", "cpu", 60, " ms", 1e3, "CPU")
-    most("arrays: restore a group", "read", 4, " MiB", 1 / _MIB, "bytes read")
-    most("arrays: list a group", "cpu", 20, " ms", 1e3, "CPU")
+        most(work, ("cpu", 40, " ms", 1e3, "CPU"), ("memory", 24, " MiB", 1 / MIB, "memory"), few_bytes)
+    written = ("written", 64, " KiB", 1 / 1024, "bytes written a commit")
+    most("change", ("cpu", 10, " ms", 1e3, "CPU a commit"), written)
+    most("arrays: read one", ("cpu", 60, " ms", 1e3, "CPU"))
+    most("arrays: restore a group", ("cpu", 60, " ms", 1e3, "CPU"), few_bytes)
+    most("arrays: list a group", ("cpu", 20, " ms", 1e3, "CPU"))
     for count in sizes.leaves:
         for what in ("save", "restore warm"):
             faster(f"{count:,} leaves: {what}", ("safetensors",), 0.6, "safetensors")
             faster(f"{count:,} leaves: {what}", ("ts-ocdbt",), 6, "tensorstore ocdbt")
     few, many = (f"group: {hosts} hosts" for hosts in (FEW_HOSTS, sizes.hosts))
-    most(many, "cpu", 10, " s", 1, "CPU of the finisher")
-    most(many, "memory", 256, " MiB", 1 / _MIB, "memory of the finisher")
-    most(many, "seconds", 4, "×", 1, f"delay ÷ that of {FEW_HOSTS} hosts", against=few)
-    real = f"group: {FEW_HOSTS} processes"
-    most(real, "cpu", 10, " s", 1, "CPU of the finisher")
-    most(real, "memory", 256, " MiB", 1 / _MIB, "memory of the finisher")
+    finisher = (("cpu", 10, " s", 1, "CPU of the finisher"), (*memory, "memory of the finisher"))
+    most(many, *finisher)
+    grown(many, few, "seconds", 4, f"delay ÷ that of {FEW_HOSTS} hosts")
+    most(f"group: {FEW_HOSTS} processes", *finisher)
     for place in PLACES:
         work = f"commits, {place}: 1 process"
-        most(work, "cpu", 0.5, " ms", 1e3, "CPU a commit")
+        most(work, ("cpu", 0.5, " ms", 1e3, "CPU a commit"))
         if work in results:
-            beyond = results[work].get("tstore", _NONE).beyond("cpu", results[work].get("raw-files", _NONE))
+            beyond = results[work].get("tstore", NONE).beyond("cpu", results[work].get("raw-files", NONE))
             out.append(Bar(f"{work}: CPU a commit beyond raw", 0.5, 1e3 * beyond, most=True, unit=" ms"))
         faster(f"commits, {place}: 8 processes", ("ts-ocdbt",), 2, "tensorstore ocdbt")
         faster(f"commits, {place}: 8 tasks", ("ts-ocdbt",), 1, "tensorstore ocdbt")
-    most("poll: last tenth", "cpu", 1.5, "×", 1, "CPU of a poll ÷ first tenth", against="poll: first tenth")
+    grown("poll: last tenth", "poll: first tenth", "cpu", 1.5, "CPU of a poll ÷ first tenth")
     faster("chunks64k: restore warm", _TENSORSTORE, 2.5, "better tensorstore")
     faster("chunks64k: restore warm", _RAW, 0.75, "raw")
     faster("chunks64k: restore cold", _RAW, 0.9, "raw")
@@ -83,14 +78,3 @@ def bars(results: Results, sizes: Sizes) -> list[Bar]:
         if work.startswith("large: "):
             faster(work, ("before",), 0.97, "before")
     return out
-
-
-def as_data(about: dict[str, Any], results: Results, sizes: Sizes) -> dict[str, Any]:
-    """Return the data that `--json` writes, without NaN."""
-    return {
-        "machine": about,
-        "unit": "seconds and bytes: of one commit for change and commits, of one read for poll",
-        "sizes": sizes._asdict(),
-        "works": {work: {name: f.as_data() for name, f in figures.items()} for work, figures in results.items()},
-        "bars": bars_as_data(bars(results, sizes)),
-    }

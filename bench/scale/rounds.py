@@ -8,27 +8,32 @@ seconds, and gets no more rounds of a work that has taken so long.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import machine
+from bench import machine, save
+from bench.chunks import ChunkProcess
+from bench.contender import Contender
 from bench.cost import Cost, mean
+from bench.peers.icechunk import Icechunk
+from bench.peers.raw import RawFiles
+from bench.peers.tensorstore import TensorStoreCaching
+from bench.peers.tstore import TStore
 from bench.processes import Hosts
-from bench.rounds import LIMIT, Rounds, Skipped
-from bench.save.peers import CONTENDERS as SAVERS
-from bench.save.workloads import WORKLOADS, Workload
-from bench.scale.contenders import GROUP, WIDTH, array_name, value_at
+from bench.rounds import LIMIT, Skipped
 from bench.scale.group import RealHost, VirtualHosts
-from bench.scale.peers import CONTENDERS
-from bench.scale.saves import SaveProcess, speeds_of
+from bench.states import CLEAR, EVICT, WARM, StateRounds
+from bench.workloads import GROUP, WIDTH, Weights, array_name, chunks64k, leaves, value_at
 from bench.writers.rounds import Bench as Writers
-from bench.writers.stores import RawFiles
 
+CONTENDERS: dict[str, type[Contender]] = {"tstore": TStore, "ts-ocdbt": TensorStoreCaching, "icechunk": Icechunk}
 CHANGES = 200
 """The commits of the row `change`: more than three roots are written meanwhile."""
 PEERS = ("ts-ocdbt", "ts-file", "icechunk", "safetensors")
@@ -40,8 +45,7 @@ POLLED = 10
 FEW_HOSTS = 64
 PLACES = {"disk": None, "tmpfs": Path("/dev/shm")}
 
-TITLES = {name: each.title for name, each in CONTENDERS.items()} | {n: each.title for n, each in SAVERS.items()}
-TITLES["raw-files"] = RawFiles.title
+TITLES = {n: each.title for n, each in (CONTENDERS | save.CONTENDERS).items()} | {"raw-files": RawFiles.title}
 
 _REHEARSAL = 50  # how much smaller a rehearsal is
 _SAVERS = {
@@ -63,23 +67,20 @@ class Sizes(NamedTuple):
     seconds: float
 
 
-class Bench(Rounds):
+class Bench(StateRounds):
     """Runs rows in a folder; `results` has the figures by piece of work and contender, by the fields of `Cost`."""
 
-    def __init__(
-        self, folder: Path, sizes: Sizes, peers: Sequence[str], before: Path | None, log: Callable[[str], None]
-    ) -> None:
-        super().__init__(TITLES, PEERS, peers, log)
-        self.folder, self.sizes, self.before = folder, sizes, before
-        self._reserve = machine.Reserve()
+    contenders = save.CONTENDERS
+    sizes: Sizes
+    before: Path | None = None
 
     def chunks(self, turn: int, rows: Sequence[str]) -> None:
         """Write many chunks; open the store and read one; change one, again and again."""
         chunks = self.sizes.chunks
         for name in self.names(CONTENDERS, turn, "write"):
             with self.attempt("write", name):
-                self._rehearse(name, turn, "write", chunks)
-                self._measure("write", name, turn, "write", chunks)
+                self._rehearse(name, turn, "write_chunks", chunks)
+                self._measure("write", name, turn, "write_chunks", chunks)
             if self.figures("write", name).error:
                 continue
             for row, array, index in (("open", "big", chunks // 2 * WIDTH), ("beside", "small", 1)):
@@ -94,11 +95,11 @@ class Bench(Rounds):
     def arrays(self, turn: int) -> None:
         """Write many arrays in groups; open the store and read one, or a group; list a group."""
         count = self.sizes.arrays
+        middle = count // 2
         for name in self.names(CONTENDERS, turn, "arrays: write"):
             with self.attempt("arrays: write", name):
                 self._rehearse(name, turn, "write_arrays", count)
                 self._measure("arrays: write", name, turn, "write_arrays", count)
-                middle = count // 2
                 self._measure("arrays: read one", name, turn, "read_one", array_name(middle), 0, middle)
                 self._measure("arrays: restore a group", name, turn, "restore_group", middle // GROUP)
                 self._measure("arrays: list a group", name, turn, "list_one", middle // GROUP)
@@ -109,9 +110,8 @@ class Bench(Rounds):
         for name in self.names(CONTENDERS, turn, "poll: first tenth"):
             with self.attempt("poll: first tenth", name):
                 machine.clear(self.folder)
-                self._alone(name, "write", commits)
-                one = partial(Hosts, 1, CONTENDERS[name], self.folder)
-                with one() as writer, one() as reader:
+                self._alone(name, "write_chunks", commits)
+                with self._process(name) as writer, self._process(name) as reader:
                     reader.call("read_one", "big", 0, value_at(0))
                     costs, began = [], time.monotonic()
                     for first in range(0, commits, POLLED):
@@ -121,36 +121,36 @@ class Bench(Rounds):
                         if time.monotonic() - began > LIMIT:
                             raise Skipped(f"{commits:,} commits take more than {LIMIT:.0f} s")
                 tenth = max(1, len(costs) // 10)
-                self.add("poll: first tenth", name, turn, mean(costs[:tenth])._asdict())
-                self.add("poll: last tenth", name, turn, mean(costs[-tenth:])._asdict())
+                self.add("poll: first tenth", name, turn, mean(costs[:tenth]))
+                self.add("poll: last tenth", name, turn, mean(costs[-tenth:]))
 
     def leaves(self, turn: int) -> None:
         """Save and restore many small arrays."""
         for count in self.sizes.leaves:
-            self._save_and_restore(Workload("leaves", f"{count:,} leaves", count, (1024,), (1024,)), turn)
+            self._save_and_restore(leaves(count, "{:,} leaves", grouped=False), f"{count:,} leaves", turn)
 
     def chunks64k(self, turn: int) -> None:
         """Save and restore one array in chunks of 64 KiB."""
-        shape = (128 * self.sizes.size // 4, 8192)
-        self._save_and_restore(Workload("chunks64k", "chunks64k", 1, shape, (128, 128), chunked=True), turn)
+        self._save_and_restore(chunks64k(self.sizes.size), "chunks64k", turn)
 
-    def _save_and_restore(self, workload: Workload, turn: int) -> None:
-        title, once = workload.title, workload.nbytes
-        steps = (
-            ("save", "save", machine.clear, 2 * once),
-            ("restore warm", "restore", machine.warm, once),
-            ("restore cold", "restore", machine.evict, 2 * once),
+    def _save_and_restore(self, work: Weights, title: str, turn: int) -> None:
+        once = work.nbytes
+        steps: tuple[tuple[str, Any, int, str, tuple[Any, ...]], ...] = (
+            ("save", CLEAR, 2 * once, "save", (0, True)),
+            ("restore warm", WARM, once, "restore", (0, "same", True)),
+            ("restore cold", EVICT, 2 * once, "restore", (0, "same", True)),
         )
-        for name in self.names(_SAVERS[workload.name], turn, f"{title}: save"):
-            with self.attempt(f"{title}: save", name), Hosts(1, SaveProcess, name, workload) as process:
-                process.call("rehearse", self.folder)
-                for what, do, prepare, spare in steps:
+        for name in self.names(_SAVERS[work.name], turn, f"{title}: save"):
+            with self.attempt(f"{title}: save", name), self.job(name, work) as job:
+                job.call("rehearse")
+                job.call("make_state")
+                for what, prepare, spare, do, arguments in steps:
                     prepare(self.folder)
                     if spare > RESERVED:
-                        self._reserve.acquire(spare)
-                    self._reserve.release()
-                    [cost] = process.call(do, self.folder)
-                    self.add(f"{title}: {what}", name, turn, cost._asdict())
+                        self.reserve.acquire(spare)
+                    self.reserve.release()
+                    [cost] = job.call(do, *arguments)
+                    self.add(f"{title}: {what}", name, turn, cost)
 
     def group(self, turn: int) -> None:
         """Commit many chunks from virtual hosts: all of them, and `FEW_HOSTS` with as many chunks each.
@@ -161,7 +161,7 @@ class Bench(Rounds):
         for hosts in (FEW_HOSTS, self.sizes.hosts):
             with self.attempt(f"group: {hosts} hosts", "tstore"), Hosts(1, VirtualHosts) as process:
                 [cost] = process.call("commit", hosts, chunks, turn)
-                self.add(f"group: {hosts} hosts", "tstore", turn, cost._asdict())
+                self.add(f"group: {hosts} hosts", "tstore", turn, cost)
         machine.clear(self.folder)
         work = f"group: {FEW_HOSTS} processes"
         with self.attempt(work, "tstore"), Hosts(FEW_HOSTS, RealHost, self.folder) as processes:
@@ -169,13 +169,13 @@ class Bench(Rounds):
             _, numbers = processes.call_at_once("commit")
             costs = [Cost(*cost) for cost in processes.results(numbers)]
             busiest = max(costs, key=lambda cost: cost.cpu)
-            self.add(work, "tstore", turn, busiest._replace(seconds=max(c.seconds for c in costs))._asdict())
+            self.add(work, "tstore", turn, busiest._replace(seconds=max(c.seconds for c in costs)))
 
     def commits(self, turn: int) -> None:
         """Make small commits with fsync from one process, from eight, and from eight tasks of one."""
         for place, folder in PLACES.items():
             parent = folder or self.folder.parent  # not inside the store that other rows leave in the folder
-            writers = Writers(parent / f"{self.folder.name}-commits", self.log)
+            writers = Writers(parent / f"{self.folder.parent.name}-commits", self.log)
             try:
                 for what, hosts, tasks in (("1 process", 1, 1), ("8 processes", 8, 1), ("8 tasks", 1, 8)):
                     work = f"commits, {place}: {what}"
@@ -202,19 +202,23 @@ class Bench(Rounds):
         checkouts = {"tstore": _ROOT} | ({} if self.before is None else {"before": self.before})
         for name in self.names(checkouts, turn, "large"):
             with self.attempt("large", name):
+                machine.clear(self.folder)
                 for measure, speed in speeds_of(checkouts[name], self.folder).items():
-                    seconds = WORKLOADS["large"].nbytes / 1e9 / speed
+                    seconds = save.WORKLOADS["large"].nbytes / 1e9 / speed
                     self.add(f"large: {measure}", name, turn, {"seconds": seconds})
+
+    def _process(self, name: str) -> Hosts:
+        return Hosts(1, ChunkProcess, CONTENDERS[name], self.folder)
 
     def _alone(self, name: str, do: str, *arguments: Any) -> Cost:
         """Return the cost of a call in a new process."""
-        with Hosts(1, CONTENDERS[name], self.folder) as process:
+        with self._process(name) as process:
             [cost] = process.call(do, *arguments)
         return Cost(*cost)
 
     def _measure(self, work: str, name: str, turn: int, do: str, *arguments: Any) -> None:
         """Add the cost of a call in a new process."""
-        self.add(work, name, turn, self._alone(name, do, *arguments)._asdict())
+        self.add(work, name, turn, self._alone(name, do, *arguments))
 
     def _rehearse(self, name: str, turn: int, do: str, count: int) -> None:
         """Empty the folder. Raise `Skipped` if a peer would take too long."""
@@ -226,3 +230,16 @@ class Bench(Rounds):
         if seconds > LIMIT:
             raise Skipped(f"it would take about {seconds:,.0f} s")
         machine.clear(self.folder)
+
+
+def speeds_of(checkout: Path, folder: Path) -> dict[str, float]:
+    """Return the GB/s of tstore in one round of `bench.save` on the large state, with the code of a checkout."""
+    figures = folder / "figures.json"
+    options = ["--only", "large", "--peers", "raw1", "--rounds", "1", "--dir", f"{folder}", "--json", f"{figures}"]
+    environment = os.environ | {"PYTHONPATH": f"{checkout}{os.pathsep}{checkout / 'codecs'}"}
+    command = [sys.executable, "-m", "bench.save", *options]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])
+    speeds: dict[str, float] = json.loads(figures.read_text())["workloads"]["large"]["tstore"]["median"]
+    return speeds

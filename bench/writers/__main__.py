@@ -11,62 +11,38 @@ ratios. Linux only; takes less than ten minutes on two cores, 8 GB of free memor
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import multiprocessing
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import click
-from rich.console import Console
 
-from bench import machine
+from bench import program
 from bench.writers import model, report
 from bench.writers.rounds import Bench
 
 QUESTIONS = ("cooperative", "independent", "killed", "model")
 HOSTS = (1, 2, 4, 8, 16, 32, 64)
 MODEL_HOSTS = (64, 256, 1024, 4096)
+_PLOTS = click.Path(file_okay=False, path_type=Path)
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 110})
+@program.command(help=__doc__)
+@program.rounds_option(3, "Rounds of the measurements with a bar; others have 1.")
+@program.names_option("--only", QUESTIONS)
+@click.option("--hosts", default=",".join(map(str, HOSTS)), help="Numbers of hosts, comma-separated.")
+@click.option("--seconds", default=1.0, help="Duration of each measurement of small commits.")
+@click.option("--minutes", default=8.0, help="Begin no measurement after this time.")
+@program.json_option
 @click.option(
-    "--rounds",
-    default=3,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Rounds of the measurements with a bar; others have 1.",
+    "--plot", type=_PLOTS, help="Write plots as PNG files to this folder, which is made if it is missing."
 )
-@click.option("--only", default="", help=f"Comma-separated: {', '.join(QUESTIONS)}.")
-@click.option(
-    "--hosts", default=",".join(map(str, HOSTS)), show_default=True, help="Numbers of hosts, comma-separated."
-)
-@click.option("--seconds", default=1.0, show_default=True, help="Duration of each measurement of small commits.")
-@click.option(
-    "--minutes",
-    default=8.0,
-    show_default=True,
-    help="Begin no measurement after this time.",
-)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-@click.option(
-    "--plot",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Write plots as PNG files to this folder, which is made if it is missing.",
-)
-@click.option(
-    "--dir",
-    "parent",
-    default=".",
-    help="Folder on the disk to measure.",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-)
+@program.dir_option
 def main(
     rounds: int,
-    only: str,
+    only: list[str],
     hosts: str,
     seconds: float,
     minutes: float,
@@ -74,40 +50,28 @@ def main(
     plot: Path | None,
     parent: Path,
 ) -> None:
-    selected = [q for q in QUESTIONS if q in only.split(",")] if only else list(QUESTIONS)
-    if not selected:
-        raise click.BadParameter(f"expected some of {', '.join(QUESTIONS)}", param_hint="--only")
     counts = sorted({int(n) for n in hosts.split(",")})
-    console, log = Console(), Console(stderr=True)
-    if not console.is_terminal:
-        console.width = 170
-    folder = Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
-    bench = Bench(folder, log.print, time.monotonic() + 60 * minutes)
-    commits: list[tuple[bool, model.Commit]] = []
-    try:
-        about = machine.describe(folder)
-        console.print_json(json.dumps(about))
+    commits: report.Commits = []
+    with program.running(parent, json_file, 170) as run:
+        bench = Bench(run.folder / "store", run.log, time.monotonic() + 60 * minutes)
         for question, measure in _jobs(bench, counts, rounds, seconds, commits):
-            if question in selected:
+            if question in only:
                 measure()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    report.show(console, bench.rows, commits)
-    if bench.skipped:
-        console.print(f"skipped for lack of time (--minutes {minutes:g}): {'; '.join(bench.skipped)}")
-    if json_file:
-        json_file.write_text(json.dumps(report.as_data(about, bench.rows, commits), indent=1) + "\n")
-    if plot:
-        for path in report.plot(bench.rows, commits, plot, len(bench.skipped)):
-            log.print(str(path))
+        run.show(*report.parts(bench.rows, commits))
+        models = [{"uploads": up, **c._asdict(), "per_host": c.per_host} for up, c in commits]
+        run.finish(report.bars(bench.rows, commits), rows=bench.rows, model=models)
+        run.show(*report.limits(bench.rows))
+        if bench.skipped:
+            run.show(f"skipped for lack of time (--minutes {minutes:g}): {'; '.join(bench.skipped)}")
+        if plot:
+            for path in report.plot(bench.rows, commits, plot, len(bench.skipped)):
+                run.log(str(path))
 
 
 Job = tuple[str, Callable[[], None]]
 
 
-def _jobs(
-    bench: Bench, counts: list[int], rounds: int, seconds: float, commits: list[tuple[bool, model.Commit]]
-) -> Iterator[Job]:
+def _jobs(bench: Bench, counts: list[int], rounds: int, seconds: float, commits: report.Commits) -> Iterator[Job]:
     """Yield the question and the call of each measurement; those with a bar come first."""
     bar = report.BAR_HOSTS
     turns = range(rounds if bar in counts else 0)
@@ -128,7 +92,7 @@ def _jobs(
             yield "independent", partial(bench.independent, count, 1, False, 0, seconds)
 
 
-def _model(bench: Bench) -> list[tuple[bool, model.Commit]]:
+def _model(bench: Bench) -> report.Commits:
     """Return the run with the median time for each kind. Two single-threaded runs are made in parallel."""
     kinds = [(uploads, hosts) for hosts in reversed(MODEL_HOSTS) for uploads in (True, False)]
     context = multiprocessing.get_context("spawn")

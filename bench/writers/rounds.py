@@ -10,33 +10,119 @@ killed         One host is killed while all save, and then the rest of the job, 
 
 All contenders of one question take turns, in an order that rotates by one each round. Not timed are: starting
 processes, emptying the folder, syncing the disk, opening stores, generating the arrays, the first use in each
-process (see `bench.writers.stores`), and providing free memory (see `machine.Reserve`).
+process (so each first runs everything once with a small state, since threads and pages shared by a fork are costs
+of processes, not of stores), and providing free memory (see `machine.Reserve`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench import machine
-from bench.processes import HostError, Hosts
-from bench.writers.peers import CONTENDERS
-from bench.writers.stores import SIDE, SMALL, STATE
+from bench.contender import Contender, Saved
+from bench.peers.icechunk import Icechunk
+from bench.peers.raw import RawFiles, RawOneThread
+from bench.peers.tensorstore import TensorStoreMerged, TensorStoreShared
+from bench.peers.tstore import TStore, TStoreApart
+from bench.processes import HostError, Hosts, until
+from bench.rounds import rotated
+from bench.workloads import Weights
 
 Row = dict[str, Any]
 """One measurement: question, contender, hosts, tasks, durable, round, and its figures or error."""
 
+CONTENDERS: dict[str, type[Contender]] = {
+    "raw": RawOneThread,
+    "raw-files": RawFiles,
+    "tstore": TStore,
+    "tstore-apart": TStoreApart,
+    "ts-shared": TensorStoreShared,
+    "ts-merged": TensorStoreMerged,
+    "icechunk": Icechunk,
+}
 COOPERATIVE = ("raw", "tstore-apart", "tstore", "ts-shared", "ts-merged", "icechunk")
 INDEPENDENT = ("raw-files", "tstore", "ts-shared", "icechunk")
 KILLED = ("tstore", "ts-shared", "ts-merged")
 
+STATE = Weights("state", "1 GiB in 16 arrays of 4096×4096", 16, (4096, 4096), (4096, 4096))
+
 _KILL_AFTER = 0.1  # seconds; no contender has saved a gigabyte by then
+
+
+class Committed(NamedTuple):
+    """The latencies of one writer's small commits in seconds, and the number of retries."""
+
+    seconds: list[float]
+    retries: int
+
+
+class WriterProcess:
+    """One of `count` writers of a store; see `bench.processes.Hosts`."""
+
+    def __init__(self, number: int, count: int, make: type[Contender], durable: bool) -> None:
+        self._number = number
+        self._contender = make(number, count, Path(), STATE, durable)
+
+    def enter(self, folder: Path, work: Weights) -> None:
+        """Use the store in a folder."""
+        self._contender.enter(folder, work)
+
+    def generate(self) -> None:
+        """Generate this host's part of the state."""
+        len(self._contender.arrays)
+
+    def begin(self, writers: int) -> None:
+        self._contender.begin(writers)
+
+    def join(self, attempt: int) -> None:
+        self._contender.join(attempt)
+
+    def save(self, start: float, attempt: int) -> Saved:
+        """Save this host's part of the state, beginning at the time `start`."""
+        until(start)
+        return self._contender.save_part(attempt)
+
+    def merge(self, payloads: Sequence[bytes]) -> float:
+        return self._contender.merge(payloads)
+
+    def check(self) -> None:
+        """Raise `ValueError` unless this host's part of the state reads back unchanged."""
+        for name, part in self._contender.arrays.items():
+            if not np.array_equal(self._contender.read_part(name), part):
+                raise ValueError(f"{name} of host {self._number} is not what was saved")
+
+    def commit_for(self, start: float, seconds: float, tasks: int) -> list[Committed]:
+        """Make small commits from the time `start` on, at least one in each of `tasks` concurrent sequences."""
+
+        async def all_of_them() -> list[Committed]:
+            return await asyncio.gather(*[self._commit_until(n, start + seconds) for n in range(tasks)])
+
+        until(start)
+        return self._contender.runner.run(all_of_them())
+
+    async def _commit_until(self, task: int, moment: float) -> Committed:
+        writer = self._number + task  # unique, since there is only one host or only one task for each host
+        latencies: list[float] = []
+        retries = 0
+        while (before := time.monotonic()) < moment or not latencies:
+            retries += await self._contender.commit(writer, len(latencies))
+            latencies.append(time.monotonic() - before)
+        return Committed(latencies, retries)
+
+    def cpu(self) -> float:
+        """Return the CPU seconds of this process so far, of all its threads."""
+        return time.process_time()
+
+    def lost(self, made: Sequence[int]) -> int:
+        return self._contender.lost(made)
 
 
 class Bench:
@@ -55,8 +141,8 @@ class Bench:
 
     def cooperative(self, hosts: int, durable: bool, turn: int) -> None:
         """Measure one round of all contenders."""
-        for name in _rotated(COOPERATIVE, turn):
-            if CONTENDERS[name].fsync or not durable:
+        for name in rotated(COOPERATIVE, turn):
+            if durable in CONTENDERS[name].durabilities:
                 self._attempt("cooperative", name, hosts, 1, durable, turn, self._save)
 
     def independent(self, hosts: int, tasks: int, durable: bool, turn: int, seconds: float) -> None:
@@ -65,14 +151,14 @@ class Bench:
         def commit(name: str, hosts: int, tasks: int, durable: bool) -> Row:
             return self._commit(name, hosts, tasks, durable, seconds)
 
-        for name in _rotated(INDEPENDENT, turn):
+        for name in rotated(INDEPENDENT, turn):
             contender = CONTENDERS[name]
-            if (contender.fsync or not durable) and (contender.tasks or tasks == 1):
+            if durable in contender.durabilities and (contender.tasks or tasks == 1):
                 self._attempt("independent", name, hosts, tasks, durable, turn, commit)
 
     def killed(self, hosts: int, turn: int) -> None:
         """Measure one round of all contenders, with fsync."""
-        for name in _rotated(KILLED, turn):
+        for name in rotated(KILLED, turn):
             self._attempt("killed", name, hosts, 1, True, turn, self._kill)
 
     def _attempt(
@@ -101,33 +187,34 @@ class Bench:
         self.rows.append(row)
 
     def _hosts(self, name: str, hosts: int, durable: bool) -> Hosts:
-        return Hosts(hosts, CONTENDERS[name], durable)
+        return Hosts(hosts, WriterProcess, CONTENDERS[name], durable)
 
     def _save(self, name: str, hosts: int, tasks: int, durable: bool) -> Row:
         machine.clear(self.folder)
         with self._hosts(name, hosts, durable) as job:
             self._rehearse(name, job, "rehearsal")
             self._enter(job, "store")
-            job.call("create", 0, hosts=[0])
-            job.call("open", 0)
+            job.call("begin", 0, hosts=[0])
+            job.call("join", 0)
             self._make_room()
             start, numbers = job.call_at_once("save", 0)
             end, written = self._end(name, job, numbers)
             job.call("check")
         seconds = end - start
-        return {"seconds": seconds, "gbps": STATE / 1e9 / seconds, "coordination": (end - written) / seconds}
+        figures = {"seconds": seconds, "gbps": STATE.nbytes / 1e9 / seconds}
+        return figures | {"coordination": (end - written) / seconds}
 
-    def _enter(self, job: Hosts, folder: str, side: int = SIDE) -> None:
+    def _enter(self, job: Hosts, folder: str, work: Weights = STATE) -> None:
         path = self.folder / folder
         path.mkdir(exist_ok=True)
-        job.call("enter", f"{path}", side)
+        job.call("enter", path, work)
         job.call("generate")
 
     def _rehearse(self, name: str, job: Hosts, folder: str) -> None:
         """Run everything that is timed once, with a small state."""
-        self._enter(job, folder, SMALL)
-        job.call("create", 0, hosts=[0])
-        job.call("open", 0)
+        self._enter(job, folder, STATE.small())
+        job.call("begin", 0, hosts=[0])
+        job.call("join", 0)
         self._end(name, job, job.call_at_once("save", 0)[1])
 
     def _end(self, name: str, job: Hosts, numbers: Sequence[int]) -> tuple[float, float]:
@@ -144,9 +231,9 @@ class Bench:
         folder.mkdir(parents=True)
         os.sync()
         with self._hosts(name, hosts, durable) as job:
-            job.call("enter", f"{folder}")
-            job.call("create", hosts * tasks, hosts=[0])
-            job.call("open", 0)
+            job.call("enter", folder, STATE)
+            job.call("begin", hosts * tasks, hosts=[0])
+            job.call("join", 0)
             cpu = -sum(job.call("cpu"))
             start, numbers = job.call_at_once("commit_for", seconds, tasks)
             writers = [writer for host in job.results(numbers) for writer in host]
@@ -174,9 +261,9 @@ class Bench:
             self._rehearse(name, after, "rehearsal of the next")
             self._enter(job, "store")
             self._enter(after, "store")
-            job.call("create", 0, hosts=[0])
-            job.call("open", 0)
-            after.call("open", 1)
+            job.call("begin", 0, hosts=[0])
+            job.call("join", 0)
+            after.call("join", 1)
             self._make_room()
             start, _ = job.call_at_once("save", 0)
             time.sleep(max(0.0, start + _KILL_AFTER - time.monotonic()))
@@ -189,9 +276,5 @@ class Bench:
         return {"seconds": end - killed}
 
     def _make_room(self) -> None:
-        self._reserve.acquire(STATE)
+        self._reserve.acquire(STATE.nbytes)
         self._reserve.release()
-
-
-def _rotated(names: Sequence[str], by: int) -> Iterator[str]:
-    yield from (names[(by + i) % len(names)] for i in range(len(names)))

@@ -1,1 +1,0 @@
-"""Benchmarks of saving and restoring in one process, beside peers: `python -m bench.save`."""

@@ -1,0 +1,148 @@
+"""Saves and restores of whole states: what a process does for its contender, and the rounds of all of them.
+
+Each contender runs as a job of new processes in a round. Not timed are: starting processes, making the state,
+emptying the folder, syncing the disk, filling or evicting the page cache, and providing free memory (see
+`machine.Reserve`). The seconds of a job are those of its slowest process; the peaks of its processes are summed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from bench import machine
+from bench.contender import Contender, Piece
+from bench.cost import Cost, Meter
+from bench.processes import Hosts
+from bench.rounds import Rounds
+from bench.training import TrainingLoop
+from bench.workloads import Weights
+
+CLEAR, WARM, EVICT = machine.clear, machine.warm, machine.evict
+
+_ALONE = 0.4  # seconds of training before and after a save
+
+
+class StateProcess:
+    """A process of the job of a contender; its costs leave out what the state and the result take in memory."""
+
+    def __init__(self, number: int, count: int, make: type[Contender], *arguments: Any) -> None:
+        self._contender = make(number, count, *arguments)
+        self._training = TrainingLoop()
+
+    def rehearse(self) -> None:
+        """Save and restore a small state, since the first use of a library in a process costs more."""
+        folder, work = self._contender.folder, self._contender.work
+        self._contender.enter(folder, work.small())
+        self._contender.save(0, self._contender.durabilities[-1])
+        if self._contender.restores:
+            self._contender.restore(0, "same")
+        self._contender.enter(folder, work)
+
+    def make_state(self) -> None:
+        """Make the state, which is no cost of what follows."""
+        list(self._contender.values())
+        gc.collect()
+        self._resident = machine.reset_peak()
+
+    def copy_state(self) -> Cost:
+        """Copy the state to fresh memory."""
+        arrays = list(self._contender.values())
+
+        def copy() -> list[Any]:
+            copies = [np.empty_like(array) for array in arrays]
+            for array, new in zip(arrays, copies, strict=True):
+                np.copyto(new, array)
+            return copies
+
+        return self._measured(copy)[0]
+
+    def save(self, step: int, durable: bool) -> Cost:
+        return self._measured(lambda: self._contender.save(step, durable))[0]
+
+    def restore(self, step: int, what: str, checked: bool) -> Cost:
+        """Restore, and compare all values with the saved ones if `checked`."""
+        cost, restored = self._measured(lambda: self._contender.restore(step, what))
+        pieces = list(self._contender.pieces(restored))
+        if checked:
+            check(self._contender.work, pieces, self._contender.exact)
+        return cost._replace(memory=max(0.0, cost.memory - sum(values.nbytes for _, _, values in pieces)))
+
+    def save_while_training(self, step: int, staging: str) -> tuple[Cost, float, float]:
+        """Save in the background; return the cost of its start, and two shares.
+
+        The first is how many fewer steps per second training makes during the save; the second that of the time in
+        which it waits for the interpreter's lock.
+        """
+        before = self._training.rate_alone(_ALONE)
+        meter = self._start()
+        wait = self._contender.begin_save(step, staging)
+        cost = meter.cost()
+        meanwhile = self._training.rate_during(wait)
+        peak = float(machine.peak() - self._resident)
+        after = self._training.rate_alone(_ALONE)
+        slower = 1 - 2 * meanwhile.steps / (before.steps + after.steps)
+        return cost._replace(memory=peak), slower, meanwhile.lock
+
+    def change_tenth(self) -> None:
+        self._contender.change_tenth()
+
+    def from_disk(self) -> int:
+        """Return the bytes that this process has read from the disk so far."""
+        return machine.bytes_from_disk()
+
+    def _start(self) -> Meter:
+        """Wait until all processes of the job are ready, so that none counts the lateness of another."""
+        gc.collect()
+        machine.reset_peak()
+        self._contender.wait_for_others()
+        return Meter(self._resident)
+
+    def _measured(self, call: Callable[[], Any]) -> tuple[Cost, Any]:
+        meter = self._start()
+        result = call()
+        return meter.cost(), result
+
+
+def check(work: Weights, pieces: list[Piece], exact: bool = True) -> None:
+    """Raise `ValueError` unless the pieces have the values of the workload, or an SQNR of 20 dB if not exact."""
+    by_name: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece[0], []).append(piece)
+    for name, array in work.items():
+        for _, index, values in by_name.pop(name):
+            error = array[index] - values
+            if np.any(error) if exact else float(np.square(error).mean()) > 0.01 * float(np.square(array).mean()):
+                raise ValueError(f"the restored values of {name} differ")
+    if by_name:
+        raise ValueError(f"unexpected names were restored, such as {next(iter(by_name))}")
+
+
+class StateRounds(Rounds):
+    """Rounds of contenders that save and restore states."""
+
+    contenders: Mapping[str, type[Contender]]
+
+    @contextlib.contextmanager
+    def job(self, name: str, work: Weights) -> Iterator[Hosts]:
+        """Start the processes of a job in an empty folder."""
+        machine.clear(self.folder)
+        contender = self.contenders[name]
+        meeting = f"{self.folder.parent}/{self.folder.name}-{name}-{time.monotonic_ns()}"
+        with Hosts(contender.processes, StateProcess, contender, self.folder, work, True, meeting) as hosts:
+            yield hosts
+
+    def timed(self, hosts: Hosts, spare: int, do: str, *arguments: Any) -> list[Any]:
+        """Call a method of all processes, with some free memory; return what they return."""
+        self.make_room(spare)
+        return hosts.call(do, *arguments)
+
+
+def slowest(costs: list[Cost]) -> Cost:
+    """Return the cost of a job."""
+    return costs[0]._replace(seconds=max(c.seconds for c in costs), memory=sum(c.memory for c in costs))
