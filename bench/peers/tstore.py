@@ -219,7 +219,7 @@ class TStoreServed(TStore):
 
     def prepare(self) -> None:
         super().prepare()
-        from tstore.storage.connect import connect
+        from tstore.core.storage.connect import connect
 
         self.options = self.work.place.options or None
         connect(self.work.place.store, self.options)  # imports the modules of the storage
