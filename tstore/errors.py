@@ -58,9 +58,6 @@ __all__ = [
     "Unavailable",
     "Unreachable",
     "UnsupportedFormat",
-    "bullet_list",
-    "name_list",
-    "parsing",
 ]
 
 _MAX_LINES = 20

@@ -2,9 +2,9 @@
 
 >>> import exmy, numpy as np
 >>> f = exmy.Format("e4m3")
->>> x = np.array([0.3, -1.0, 500.0], np.float32)
+>>> x = np.array([0.6, -1.0, 500.0], np.float32)
 >>> exmy.decode(exmy.encode(x, f), f)
-array([   0.3125,   -1.    ,  480.    ], dtype=float32)
+array([  0.625,  -1.   , 480.   ], dtype=float32)
 
 FORMAT.md, beside this file, defines the value of each code and the packing of codes; `python -m exmy formats`
 lists all formats. Import the integrations explicitly: `jax`, `torch`, `zarr` and `numcodecs`. Reading the source:

@@ -63,6 +63,14 @@ def choose(
 
     Raise `FormatError` for invalid arguments, and if no format reaches the SQNR or can represent the largest
     values; otherwise raise as `survey` does.
+
+    Examples
+    --------
+    >>> x = np.random.default_rng(0).normal(size=(64, 256)).astype("float32")
+    >>> exmy.choose(x, bits=4).bits
+    4
+    >>> exmy.choose(x, min_sqnr=30, block=32).bits
+    6
     """
     if (bits is None) == (min_sqnr is None):
         raise FormatError("choose needs either bits or min_sqnr, and not both")

@@ -39,6 +39,13 @@ class ChunkCodec:
     """The encoding of chunks: their number format, and which elements of a chunk share an offset or scale.
 
     Each chunk has the codes that `exmy.quantize` returns for it with the same arguments.
+
+    Examples
+    --------
+    >>> codec = exmy.ChunkCodec.from_configuration({"format": "e3m2", "block": 32})
+    >>> chunk = codec.encode(np.ones((4, 64), "float32"))
+    >>> codec.decode(chunk, (4, 64), "float32")[0, :3]
+    array([1., 1., 1.], dtype=float32)
     """
 
     format: Format

@@ -47,6 +47,11 @@ def encode(
 
     Raise `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity, `FormatError` for an invalid
     format, option or seed.
+
+    Examples
+    --------
+    >>> exmy.encode(np.float32([0.6, -1, 500]), "e4m3")
+    array([ 50, 184, 127], dtype=uint8)
     """
     f = as_format(f)
     saturate, dither = saturates(nonfinite), make_dither(rounding, seed, first)
@@ -67,6 +72,11 @@ def decode(codes: Any, f: Format | str, dtype: DTypeLike = "float32") -> Array:
     (float64 represents all); others are rounded once, ties to even, with gradual underflow and overflow to
     infinity. Raise `DtypeError` for another dtype or codes that are not integers, `CodeError` for codes beyond
     0 ... 2^bits - 1.
+
+    Examples
+    --------
+    >>> exmy.decode([50, 184, 127], "e4m3")
+    array([  0.625,  -1.   , 480.   ], dtype=float32)
     """
     f = as_format(f)
     array = as_codes(codes, f.bits)
@@ -92,6 +102,11 @@ def round(
     place. The other arguments are those of `encode`.
     Raise as `encode` does, and `SizeError` or `DtypeError` for an unsuitable `out`. After `NonFiniteError` the
     contents of `out` are undefined.
+
+    Examples
+    --------
+    >>> exmy.round(np.float64([0.6, -1, 500]), "e4m3")
+    array([  0.625,  -1.   , 480.   ])
     """
     f = as_format(f)
     saturate, dither = saturates(nonfinite), make_dither(rounding, seed, first)

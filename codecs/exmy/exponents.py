@@ -86,6 +86,12 @@ def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Ex
     `x`: float16, bfloat16, float32 or float64 of any shape. `nonfinite="saturate"` skips NaN and infinity; the
     default is to raise. `threads`: the maximum number of threads for a large array.
     Raise `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity.
+
+    Examples
+    --------
+    >>> histogram = exmy.exponents(np.float32([0, 1, 1.5, 4]))
+    >>> histogram.lowest, histogram.counts, histogram.zeros
+    (0, array([2, 0, 1]), 1)
     """
     saturate, threads = saturates(nonfinite), check_threads(threads)
     elements, kind, shape = as_flat(x)

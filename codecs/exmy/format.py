@@ -30,11 +30,22 @@ class Format:
     and compare by bits and bias.
 
     Raise `FormatError` for any other name, `DtypeError` if the name is not a str.
+
+    Examples
+    --------
+    >>> f = exmy.Format("e2m1")
+    >>> f.bits, f.max, f.smallest_normal
+    (4, 6.0, 1.0)
+    >>> f.values()[:8]
+    array([0. , 0.5, 1. , 1.5, 2. , 3. , 4. , 6. ])
     """
 
     exponent_bits: int
+    """X, the number of exponent bits."""
     mantissa_bits: int
+    """Y, the number of mantissa bits."""
     bias: int
+    """The exponent bias."""
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):

@@ -25,7 +25,7 @@ _STRIP_SIZE = 1 << 18  # elements per strip
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The scale groups of an array of a given shape, numbered in C order.
+    """The scale groups of an array of a given `shape`, numbered in C order.
 
     With `axis` None, the whole tensor is one group. With an axis alone, a group is a row: all elements along that
     axis, for fixed other indices. With a block, a group is a run of `block` elements along the axis.

@@ -1,11 +1,11 @@
 """eXmY in JAX, under jit and vmap: rounding with gradients, and packed codes that devices send each other.
 
 >>> import exmy.jax, jax, jax.numpy as jnp
->>> exmy.jax.round(jnp.array([0.3, -1.0, 500.0]), "e4m3")
-Array([  0.3125,  -1.    , 480.    ], dtype=float32)
->>> q = exmy.jax.quantize(jnp.array([0.3, -1.0, 500.0]), "e4m3")
+>>> exmy.jax.round(jnp.array([0.6, -1.0, 500.0]), "e4m3")
+Array([  0.625,  -1.   , 480.   ], dtype=float32)
+>>> q = exmy.jax.quantize(jnp.array([0.6, -1.0, 500.0]), "e4m3")
 >>> q.packed.dtype, q.dequantize()
-(dtype('uint8'), Array([  0.3125,  -1.    , 496.    ], dtype=float32))
+(dtype('uint8'), Array([  0.625,  -1.   , 512.   ], dtype=float32))
 
 All results are those of the functions of `exmy` of the same names, bit for bit.
 """
@@ -223,7 +223,9 @@ class Quantized:
     offsets: jax.Array
     """The offset of each group, int16 of shape `groups.counts`."""
     format: Format
+    """The format of the codes; each group's offset is added to its bias."""
     groups: Groups
+    """Which elements share an offset."""
     dtype: str
     """The dtype of the array that was quantized."""
 

@@ -119,6 +119,12 @@ def use(name: str) -> Iterator[None]:
     """Use another level inside a `with` block, in all threads of the process: for tests and benchmarks.
 
     Raise `KernelError` if the level cannot run on this machine.
+
+    Examples
+    --------
+    >>> with exmy.kernels.use("reference"):
+    ...     exmy.kernels.level()
+    'reference'
     """
     saved = _selection.index, _selection.quiet
     _selection.index, _selection.quiet = _level_index(name), True

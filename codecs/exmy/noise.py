@@ -79,6 +79,12 @@ def compare(x: Any, y: Any, *, threads: int = 1) -> Difference:
     `x`, `y`: arrays of the same shape, of any real dtypes. `threads`: the maximum number of threads for large
     arrays. Sums are float64 in a fixed order, so the result does not depend on the number of threads.
     Raise `SizeError` for different shapes, `DtypeError` for other dtypes.
+
+    Examples
+    --------
+    >>> error = exmy.compare(np.float64([1, 2, -4]), np.float64([1, 2, -3]))
+    >>> error.largest_error, error.largest_relative, error.sqnr
+    (1.0, 0.25, 13.22...)
     """
     original, approximation = np.asarray(x), np.asarray(y)
     if original.shape != approximation.shape:

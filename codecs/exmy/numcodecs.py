@@ -25,9 +25,17 @@ class Exmy(Codec):  # type: ignore[misc]
     """A codec that encodes float arrays as low-bit codes: a compressor, or the first filter.
 
     The arguments are those of `exmy.quantize`. Raise `FormatError` or `DtypeError` for invalid arguments.
+
+    Examples
+    --------
+    >>> from exmy.numcodecs import Exmy
+    >>> codec = Exmy("e4m3")
+    >>> codec.decode(codec.encode(np.float32([0.5, -1, 2])))
+    array([ 0.5, -1. ,  2. ], dtype=float32)
     """
 
     codec_id = "exmy"
+    """The name of the codec."""
 
     def __init__(
         self, format: Format | str, scale: Scale = "search", axis: int | None = None, block: int | None = None
@@ -35,6 +43,7 @@ class Exmy(Codec):  # type: ignore[misc]
         self.chunk_codec = ChunkCodec.from_configuration(
             {"format": format, "scale": scale, "axis": axis, "block": block}
         )
+        """The encoding of the codes."""
 
     def encode(self, buf: Any) -> bytes:
         """Return `exmy.quantize(buf, …).to_bytes()`.

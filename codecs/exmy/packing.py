@@ -127,6 +127,13 @@ def pack(codes: Any, bits: int) -> NDArray[np.uint8]:
     """Return the codes packed into a flat uint8 array of `packed_size(codes.size, bits)` bytes.
 
     `codes`: integers of any shape, read in C order. Raise `CodeError` for codes beyond 0 ... 2^bits - 1.
+
+    Examples
+    --------
+    >>> exmy.pack([1, 2, 3, 0, 1, 2, 3, 0], bits=2).nbytes
+    2
+    >>> exmy.unpack(exmy.pack([1, 2, 3], bits=2), bits=2, count=3)
+    array([1, 2, 3], dtype=uint8)
     """
     array = as_codes(codes, _check_bits(bits)).reshape(-1)
     out = np.empty(packed_size(array.size, bits), np.uint8)

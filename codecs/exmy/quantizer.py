@@ -73,6 +73,15 @@ def quantize(
     `SizeError` if axis, block or importance do not fit the shape, `FormatError` or `DtypeError` for unsuitable
     importance, `SizeError` or `DtypeError` for an unsuitable `out`, and otherwise as `encode` does. After an error
     the contents of `out` are undefined.
+
+    Examples
+    --------
+    >>> x = np.random.default_rng(0).normal(size=(64, 256)).astype("float32")
+    >>> q = exmy.quantize(x, "e2m3", block=32)
+    >>> q.offsets.shape, q.bits_per_value
+    ((64, 8), 6.26953125)
+    >>> exmy.sqnr(x, q.dequantize()) > 30
+    True
     """
     f = as_format(f)
     dither = make_dither(rounding, seed)

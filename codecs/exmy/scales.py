@@ -54,9 +54,11 @@ class GroupScales(NamedTuple):
     """The scales of an array's groups, and the bytes that store them."""
 
     encoding: FloatScale
+    """How the scales are stored: as float32 ("float"), in "e4m3", or in "6bit"."""
     values: NDArray[np.float32]
     """The scale of each group, of shape `Groups.counts`."""
     stored: NDArray[np.uint8]
+    """The stored bytes of the scales, flat."""
 
     @staticmethod
     def from_values(values: NDArray[np.float32]) -> GroupScales:

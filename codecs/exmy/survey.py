@@ -59,6 +59,13 @@ def survey(
 
     Raise as `quantize` does, and `FormatError` without widths or if no format is left. With rows or blocks, raise
     `NonFiniteError` only for NaN and infinity in the sample; with `nonfinite="saturate"` they count as zeros.
+
+    Examples
+    --------
+    >>> x = np.random.default_rng(0).normal(size=4096).astype("float32")
+    >>> best = max(exmy.survey(x, [4], block=32), key=lambda candidate: candidate.sqnr)
+    >>> best.format
+    Format('e2m1')
     """
     widths = list(widths)
     if not widths:

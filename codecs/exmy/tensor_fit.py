@@ -21,7 +21,7 @@ TensorScale: TypeAlias = Literal["search", "max", "none"]
 class TensorFit:
     """The search for the best bias of a tensor of `count` elements, added slab by slab in up to 3 passes.
 
-    >>> fit = TensorFit("e3m2", 4)
+    >>> fit = exmy.TensorFit("e3m2", 4)
     >>> while not fit.done:
     ...     for slab in (np.float32([0.5, -1]), np.float32([0.25, 3])):
     ...         fit.add(slab)

@@ -1,11 +1,11 @@
 """eXmY in PyTorch: rounding with autograd, and packed codes that devices send each other.
 
 >>> import exmy.torch, torch
->>> exmy.torch.round(torch.tensor([0.3, -1.0, 500.0]), "e4m3")
-tensor([  0.3125,  -1.0000, 480.0000])
->>> q = exmy.torch.quantize(torch.tensor([0.3, -1.0, 500.0]), "e4m3")
+>>> exmy.torch.round(torch.tensor([0.6, -1.0, 500.0]), "e4m3")
+tensor([  0.6250,  -1.0000, 480.0000])
+>>> q = exmy.torch.quantize(torch.tensor([0.6, -1.0, 500.0]), "e4m3")
 >>> q.packed.dtype, q.dequantize()
-(torch.uint8, tensor([  0.3125,  -1.0000, 496.0000]))
+(torch.uint8, tensor([  0.6250,  -1.0000, 512.0000]))
 
 All results are those of the functions of `exmy` of the same names, bit for bit.
 """
@@ -222,7 +222,9 @@ class Quantized:
     offsets: torch.Tensor
     """The offset of each group, int16 of shape `groups.counts`."""
     format: Format
+    """The format of the codes; each group's offset is added to its bias."""
     groups: Groups
+    """Which elements share an offset."""
     dtype: torch.dtype
     """The dtype of the tensor that was quantized."""
 

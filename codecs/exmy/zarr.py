@@ -47,6 +47,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     """
 
     is_fixed_size = True
+    """Whether all chunks of a shape have the same encoded size: they do."""
 
     chunk_codec: ChunkCodec
     """The encoding of chunks."""

@@ -33,20 +33,16 @@ DOCUMENTS = {
 
 INTRODUCTION = """# Reference
 
-Names are shown as `import tstore.sync as tstore` has them: calls block, and the examples run as they stand, after
-
-```python
-import exmy
-import numpy as np
-import tstore.sync as tstore
-```
+Names are shown as `import tstore.sync as tstore` has them: calls block. Examples run as they stand, after
+`import exmy, numpy as np`.
 
 `import tstore` has the same names to await. There, what does I/O is a coroutine: `await tstore.save(…)`,
-`await array.read()`, `async with store.transaction() as tx`, `async for commit in store.history()`. Properties, and
-classes that only hold values, are the same in both.
+`await array.read()`, `async with store.transaction() as tx`, `async for commit in store.history()`. Properties,
+and classes that only hold values, are the same in both.
 
-Shapes are tuples of ints and count elements. Sizes are in bytes, times in seconds, and ratios of signal to noise in dB.
-Every error is a `TStoreError`, and each function names those to expect.
+Shapes are tuples of ints and count elements. Sizes are in bytes, times in seconds, and ratios of signal to noise
+in dB. Every error of tstore is a `TStoreError`, every error of exmy an `ExmyError`; each function names those to
+expect.
 """
 
 # Page: title, introduction, and names by module. The modules `tstore.sync…` stand for `tstore…` too.
@@ -55,8 +51,8 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
         "Checkpoints",
         "Trees of arrays, each saved as one commit, and restored whole, in part, or for another topology.",
         {
-            "tstore.sync": "save restore steps explain RestorePlan Checkpointer EverySteps EverySeconds OnPreemption"
-            " save_async BackgroundSave Shards PackedShards PerHost Step"
+            "tstore.sync": "save restore steps explain RestorePlan Checkpointer EverySteps EverySeconds"
+            " OnPreemption save_async BackgroundSave Shards PackedShards PerHost Step"
         },
     ),
     "stores": (
@@ -95,8 +91,8 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
         "Shardings",
         "Which part of an array lies on which device and host.",
         {
-            "tstore.sharding": "Mesh P Shard Part Index Placements Pipeline ReplicaSplit Halo tile_in_halo with_halo"
-            " common_shard_shape spec_from_rules pod"
+            "tstore.sharding": "Mesh P Shard Part Index Placements Pipeline ReplicaSplit Halo tile_in_halo"
+            " with_halo common_shard_shape spec_from_rules pod"
         },
     ),
     "jax": (
@@ -109,25 +105,26 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
         "Tensors, modules, optimizers and `DTensor`s: `import tstore.sync as tstore`, then `tstore.torch`.",
         {"tstore.sync.torch": "save restore Checkpointer save_async Writer Reader"},
     ),
-    "zarr": ("Zarr", "Snapshots and transactions as stores of zarr-python.", {"tstore.zarr": "ZarrStore"}),
+    "zarr": ("Zarr", "::: tstore.zarr", {"tstore.zarr": "ZarrStore"}),
     "errors": (
         "Errors",
-        "::: tstore.errors\n    options: {members: false, show_root_heading: false, show_root_toc_entry: false}",
+        "::: tstore.errors",
         {
             "tstore.errors": "TStoreError InvalidArgument InvalidIndex StructureMismatch NotFinite Misuse NotFound"
-            " NotAStore SnapshotExpired AlreadyExists Conflict SourceCondemned Inconsistent Corrupt TimelineChanged"
-            " UnsupportedFormat Denied StorageFull Unavailable Unreachable TemporaryFailure Throttled"
-            " DeadlineExceeded CommitOutcomeUnknown"
+            " NotAStore SnapshotExpired AlreadyExists Conflict SourceCondemned Inconsistent Corrupt"
+            " TimelineChanged UnsupportedFormat Denied StorageFull Unavailable Unreachable TemporaryFailure"
+            " Throttled DeadlineExceeded CommitOutcomeUnknown"
         },
     ),
     "exmy": (
         "exmy",
-        "Low-bit number formats for NumPy arrays. The package needs no store.",
+        "::: exmy",
         {
-            "exmy": "Format formats encode decode round quantize Quantized choose Choice survey Candidate exponents"
-            " Exponents sqnr compare Difference energy pack unpack packed_size slice_bytes TILE encode_packed"
-            " decode_packed Groups GroupScales BLOCKS FLOAT_SCALES TensorFit ChunkCodec ChunkSlice ExmyError"
-            " FormatError DtypeError SizeError CodeError NonFiniteError KernelError SlowPathWarning kernels"
+            "exmy": "Format formats encode decode round quantize Quantized choose Choice survey Candidate"
+            " exponents Exponents sqnr compare Difference energy pack unpack packed_size slice_bytes TILE"
+            " encode_packed decode_packed Groups GroupScales BLOCKS FLOAT_SCALES TensorFit ChunkCodec ChunkSlice"
+            " ExmyError FormatError DtypeError SizeError CodeError NonFiniteError KernelError"
+            " SlowPathWarning kernels"
         },
     ),
     "exmy_frameworks": (
@@ -165,13 +162,22 @@ for _entry in entries():
         IDS.setdefault(_entry.rpartition(".")[2], _entry)
 
 
+def described(introduction: str) -> str:
+    """Return an introduction that is a module's docstring, or a text, as Markdown."""
+    alone = "members: false, show_root_heading: false, show_root_toc_entry: false"
+    return f"{introduction}\n    options: {{{alone}}}" if introduction.startswith(":::") else introduction
+
+
 def reference(page: str) -> str:
     """Return the Markdown of a page of the reference."""
     title, introduction, modules = PAGES[page]
-    parts = [f"# {title}", introduction]
+    parts = [f"# {title}", described(introduction)]
     for module, names in modules.items():
-        if len(modules) > 1 and page == "exmy_frameworks":
-            parts.append(f"## {module}")
+        if module not in ("tstore.sync", "exmy"):
+            blocking = module.replace("tstore.", "tstore.sync.") if module.count(".") == 1 else module
+            parts.append(" ".join(f"[](){{#{name}}}" for name in sorted({module, alias(module), blocking})))
+        if page == "exmy_frameworks":
+            parts += [f"## {module}", described(f"::: {module}")]
         for name in names.split():
             entry = f"{module}.{name}"
             anchors = "" if alias(entry) == entry else f"[](){{#{alias(entry)}}}\n\n"
@@ -183,7 +189,8 @@ def reference(page: str) -> str:
 SPECIAL = ("__init__", "__getitem__", "__setitem__", "__contains__", "__iter__", "__call__")
 
 FENCE = re.compile(r"(^```.*?^```$)", re.M | re.S)
-VERBATIM = re.compile(r"(^```.*?^```$|^[#|].*?$)", re.M | re.S)  # and headings, and tables, which name other libraries too
+VERBATIM = re.compile(r"(^```.*?^```$|^[#|].*?$)", re.M | re.S)
+"""Code, and headings and tables, whose names may be those of other libraries."""
 CODE = re.compile(r"(?<!\[)`([A-Za-z_][\w.]*)(\([^`]*\))?`(?!\])")
 
 
@@ -201,7 +208,9 @@ def linked(text: str, within: str = "") -> str:
             return code[0]
         return f'<autoref optional identifier="{entry}">{code[0]}</autoref>'
 
-    return "".join(part if number % 2 else CODE.sub(link, part) for number, part in enumerate(VERBATIM.split(text)))
+    return "".join(
+        part if number % 2 else CODE.sub(link, part) for number, part in enumerate(VERBATIM.split(text))
+    )
 
 
 def relinked(text: str, path: str) -> str:
@@ -249,7 +258,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Remove what names other hosts: addresses from which the theme fetches scripts, and files that no page uses."""
+    """Remove the addresses from which the theme may fetch scripts, and files that no page uses."""
     scripts = Path(config.site_dir, "assets", "javascripts")
     shutil.rmtree(scripts / "lunr")  # the search in other languages
     for path in scripts.rglob("*.map"):
@@ -265,14 +274,13 @@ def as_markdown(docstring: str) -> str:
     for title, text in zip(sections[::2], sections[1::2], strict=True):
         if title == "Parameters":  # "host, hosts" above an indented description
             text = re.sub(r"^(\S.*)$", lambda names: f"- `{names[1].replace(', ', '`, `')}`:", text, flags=re.M)
-        elif title == "Examples":
-            text = re.sub(r"^>>> (?:.+(?:\n|$))+", r"```pycon\n\g<0>\n```\n", text, flags=re.M)
         parts.append(f"**{title}**\n\n{text}")
-    return "\n\n".join(part.strip() for part in parts)
+    text = "\n\n".join(part.strip() for part in parts)
+    return re.sub(r"^>>> (?:.+(?:\n|$))+", r"```pycon\n\g<0>\n```\n", text, flags=re.M)
 
 
 def trim(cls: griffe.Class) -> None:
-    """Move the fields of a class that holds values to its docstring, and remove special methods and wrapped values."""
+    """Move the fields of a class that holds values to its docstring; remove special methods and wrapped values."""
     holds_values = "dataclass" in cls.labels or "NamedTuple" in map(str, cls.bases)
     fields = []
     for name, member in list(cls.members.items()):
@@ -297,7 +305,10 @@ class Docstrings(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object."""
         if obj.docstring:
-            obj.docstring.value = linked(as_markdown(obj.docstring.value), obj.path)
+            text = obj.docstring.value
+            if obj.is_module:  # without the walk through its source
+                text = re.sub(r"( Reading the source:)?\n\n1\. .*", "", text, flags=re.S)
+            obj.docstring.value = linked(as_markdown(text), obj.path)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Remove from all classes what is no use to a reader."""

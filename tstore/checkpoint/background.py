@@ -102,6 +102,15 @@ async def save_async(
     ------
     `InvalidArgument`, `Misuse` (a save is under way, or the process is exiting), `Denied`; with "turns" also what
     `save` raises while it writes.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> w = np.zeros(4)
+    >>> saving = tstore.save_async("memory://of-save-async", {"w": w}, step=7)
+    >>> w += 1  # what is saved is a copy
+    >>> saving.wait()
+    1
     """
     checked_choices(staging, in_flight)
     background_store = BackgroundStore(store)

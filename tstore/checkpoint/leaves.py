@@ -53,6 +53,14 @@ class Shards:
     Python 3.12 a slice can't be a key). None in place of values asks `restore` for them. `shard_shape` is the
     shape of a full shard, the same on every host; chunks never cross the edge of a shard. By default it is the
     largest length of this host's parts along each axis.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> top = np.ones((2, 3))  # this host has the upper half of an array
+    >>> shards = tstore.Shards((4, 3), "float64", [((slice(0, 2), slice(0, 3)), top)])
+    >>> shards.shape, [index for index, _ in shards.parts]
+    ((4, 3), [(slice(0, 2, None), slice(0, 3, None))])
     """
 
     def __init__(
@@ -161,7 +169,8 @@ class Shards:
 class PackedShards(NamedTuple):
     """The regions of an array in an eXmY format that a target's `Shards` asked for, as packed codes.
 
-    `parts` has each region, as a tuple of slices, with its codes.
+    `shape` and `dtype` are those of the whole decoded array. `parts` has each region, as a tuple of slices, with
+    its codes.
     """
 
     shape: tuple[int, ...]
@@ -174,11 +183,19 @@ class PackedShards(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PerHost:
-    """A value that each host of a job has for itself, such as the state of a random number generator.
+    """A `value` that each host of a job has for itself, such as the state of a random number generator.
 
     In a tree that is saved, it has each host save its own value: a tree of arrays and scalars, which may have
     another structure on each host. A restore returns to each host a `PerHost` with the value that the host of the
     same number saved. In a target, it stands for a value of any structure. To JAX it is a leaf.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> tree = {"w": np.zeros(4), "loader": tstore.PerHost({"position": 96})}
+    >>> _ = tstore.save("memory://of-per-host", tree, step=7)
+    >>> tstore.restore("memory://of-per-host")["loader"].value
+    {'position': 96}
     """
 
     value: Any

@@ -51,7 +51,19 @@ class Policy(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class EverySteps(Policy):
-    """Save at the steps that are multiples of `steps`, step 0 included."""
+    """Save at the steps that are multiples of `steps`, step 0 included.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> every = tstore.EverySteps(100) | tstore.EverySeconds(3600)
+    >>> with tstore.Checkpointer("memory://of-every-steps", every=every, keep=2) as checkpoints:
+    ...     for step in range(1, 401):
+    ...         if checkpoints.should_save(step):
+    ...             _ = checkpoints.save(step, {"w": np.full(4, step)})
+    ...     [step for step, *_ in checkpoints.steps()]
+    [300, 400]
+    """
 
     steps: int
 
@@ -89,7 +101,7 @@ class EverySeconds(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class OnPreemption(Policy):
-    """Save once after the process was told to stop by a signal, by default SIGTERM.
+    """Save once after the process was told to stop by a `signal`, by default SIGTERM.
 
     The `Checkpointer` handles the signal, so that it does not end the process; once the step is saved,
     `Checkpointer.preempted` is True. Several hosts agree at each step whether the signal has come, which may take

@@ -29,7 +29,7 @@ Allocate = Callable[[str, Sequence[int], np.dtype[Any]], npt.NDArray[Any]]
 
 
 class RestorePlan(NamedTuple):
-    """The bytes that a restore would read.
+    """The bytes that a restore of `version` would read.
 
     `bytes_read` counts the bytes of packs that are read; `bytes_needed` estimates how many bytes the restored
     values take, including those that are stored in the metadata and need no read. `arrays` has that estimate for

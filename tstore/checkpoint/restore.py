@@ -83,6 +83,16 @@ async def restore(
     ------
     `NotAStore`, `NotFound`, `SnapshotExpired` (garbage collection removed the version), `Corrupt`,
     `StructureMismatch`, `InvalidArgument`.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-restore", {"w": np.arange(4.0), "b": np.zeros(2)}, step=7)
+    >>> tstore.restore("memory://of-restore", only="w")
+    {'w': array([0., 1., 2., 3.])}
+    >>> target = {"w": np.empty(4, "float32"), "b": np.empty(2, "float32")}
+    >>> tstore.restore("memory://of-restore", target=target, dtype="target")["w"].dtype
+    dtype('float32')
     """
     check_one_version(step, at)
     request = Request(only, rename, dtype, missing, per_host, host, hosts)
@@ -113,6 +123,13 @@ async def explain(
     """Return what `restore` with the same arguments would read, without reading any chunk.
 
     Raise what `restore` raises, except `Corrupt` for damaged chunks.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-explain", {"w": np.ones((256, 256)), "b": np.zeros(2)}, step=7)
+    >>> tstore.explain("memory://of-explain", only="w").arrays
+    {'w': 524288}
     """
     check_one_version(step, at)
     request = Request(only, rename, dtype, missing, per_host, host, hosts)

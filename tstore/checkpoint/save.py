@@ -94,6 +94,15 @@ async def save(
     never will be, with two exceptions: after `DeadlineExceeded`, absent hosts may still deliver their parts. After
     `CommitOutcomeUnknown`, a repeated save tells: it raises `AlreadyExists` if the step is saved, or returns the
     version if it has several hosts and the same attempt.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> tree = {"layers": {0: np.zeros((4, 3), "float32")}, "epoch": 2}
+    >>> tstore.save("memory://of-save", tree, step=7, metrics={"loss": 0.5})
+    1
+    >>> tstore.steps("memory://of-save")
+    [7]
     """
     checkpoint = await checkpoint_from_arguments(
         tree,

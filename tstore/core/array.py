@@ -304,6 +304,14 @@ class Array:
         Raise `InvalidArgument` unless the values have as many axes as the array and its length on each other axis,
         or if NumPy's rule `casting` does not allow the cast, and `Misuse` for an array of a snapshot, of a
         transaction that has ended, or of one of several hosts.
+
+        Examples
+        --------
+        >>> import tstore.sync as tstore
+        >>> with tstore.open("memory://of-append").transaction() as tx:
+        ...     added = tx.create_array("log", data=np.zeros(3)).append(np.ones(2))
+        >>> added.region
+        (slice(3, 5, None),)
         """
         if not self._view.is_whole(self._meta.shape):
             raise InvalidArgument(

@@ -65,6 +65,15 @@ async def open(
     In place of a URL, pass the spec of a plain Zarr array, v3 or v2, as TensorStore takes it: `{"driver": "zarr3",
     "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not
     exist have the fill value; others have no checksums, so a damaged one is noticed only if it does not decode.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> store = tstore.open("memory://of-open")
+    >>> with store.transaction(tag="first") as tx:
+    ...     w = tx.create_array("w", data=np.arange(6.0))
+    >>> store.snapshot("first").array("w")[2:4].read()
+    array([2., 3.])
     """
     if isinstance(url, str) and (pipeline := _PIPELINE.fullmatch(url)):
         raise InvalidArgument(

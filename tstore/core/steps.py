@@ -62,9 +62,10 @@ async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
 
 
 class Step(NamedTuple):
-    """A saved step: its version, the time of its commit by the writer's clock, and its metrics."""
+    """A saved step: its `version`, the `time` of its commit by the writer's clock, and its `metrics`."""
 
     step: int
+    """The number of the step."""
     version: int
     time: datetime.datetime
     metrics: dict[str, float]

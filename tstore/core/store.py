@@ -270,6 +270,14 @@ class Store:
 
         Only chunks of float arrays that differ are read; with a budget, about as many bytes of their values: small
         arrays whole, and samples of others. Raise `NotFound` as `snapshot` does.
+
+        Examples
+        --------
+        >>> import tstore.sync as tstore
+        >>> for step in range(2):
+        ...     _ = tstore.save("memory://of-diff", {"w": np.full(4, float(step)), "b": np.zeros(2)}, step)
+        >>> [(array.path, array.change) for array in tstore.open("memory://of-diff").diff(1, 2).arrays]
+        [('w', 'changed')]
         """
         from tstore.core.maintenance.diff import diff_snapshots
 

@@ -66,6 +66,15 @@ def restore(
     Raises
     ------
     As `tstore.restore`, and `InvalidArgument`, with the path, for a sharding that does not fit its array.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import jax
+    >>> _ = tstore.jax.save("memory://of-jax-restore", {"w": jax.numpy.arange(4.0)}, step=7)
+    >>> target = {"w": jax.ShapeDtypeStruct((4,), "float32")}
+    >>> tstore.jax.restore("memory://of-jax-restore", target=target)
+    {'w': Array([0., 1., 2., 3.], dtype=float32)}
     """
     here, processes = PlacedTarget.here(target), (jax.process_index(), jax.process_count())
 

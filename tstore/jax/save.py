@@ -61,6 +61,13 @@ def save(
     Raises
     ------
     As `tstore.save`, and `InvalidArgument`, with the path, for an array that was donated or is being traced.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import jax.numpy as jnp
+    >>> tstore.jax.save("memory://of-jax-save", {"w": jnp.arange(8.0)}, step=7)
+    1
     """
     processes = Processes.saving(store, step, host, hosts, attempt)
 

@@ -55,7 +55,18 @@ returns them as they are stored.
 
 @dataclass(frozen=True)
 class MinSqnr:
-    """Each array gets the fewest bits in eXmY that keep its SQNR at `decibel` or above."""
+    """Each array gets the fewest bits in eXmY that keep its SQNR at `decibel` dB or above.
+
+    `coding` is how the formats are stored, as `quantize` takes it.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://sqnr", {"w": np.random.randn(256, 256)}, step=0)
+    >>> report = tstore.quantize("memory://sqnr", {"w": tstore.MinSqnr(30)})
+    >>> report.arrays[0].sqnr >= 30
+    True
+    """
 
     decibel: float
     coding: Coding = "entropy"
@@ -77,7 +88,16 @@ class Bits:
     squares; or "absolute", the squared errors themselves. "relative" suits the weights of a model far better: each
     layer multiplies its inputs by its weights, so that the relative errors of layers add up, whatever their sizes
     (`examples/minilm.py --defaults` measures both). Packed codes can only have a few whole widths; for them,
-    relative errors times the square root of the number of values give better models.
+    relative errors times the square root of the number of values give better models. `coding` is how the formats
+    are stored, as `quantize` takes it.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://bits", {"w": np.random.randn(256, 256)}, step=0)
+    >>> report = tstore.quantize("memory://bits", {"w": tstore.Bits(4.5)})
+    >>> report.bits_per_value <= 4.5
+    True
     """
 
     average: float

@@ -145,6 +145,16 @@ async def quantize(
     `NotAStore`, `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the
     tag), `Conflict`, `NotFound`, `SnapshotExpired`, `StorageFull`, `Unavailable` (also if the executor breaks).
     After an error other than `CommitOutcomeUnknown` nothing is committed.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-quantize", {"w": np.random.randn(256, 256)}, step=7)
+    >>> report = tstore.quantize("memory://of-quantize", {"**": "e4m3"}, tag="small")
+    >>> report.tag, report.arrays[0].format
+    ('small', 'e4m3')
+    >>> tstore.restore("memory://of-quantize", at="small")["w"].dtype
+    dtype('float64')
     """
     tag, request = _checked_tag(tag), checked_request(formats, min_sqnr, bits, error, coding, axis, block, scale)
     message, memory = checked_text("message", message), checked_index("memory", memory)

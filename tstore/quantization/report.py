@@ -40,7 +40,7 @@ _NO_DIFFERENCE = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
 
 
 class QuantizedArray(NamedTuple):
-    """The format and error of one array; the error is that of the stored codes, decoded.
+    """The format and error of the array at `path`, of `values` elements; the error is that of the decoded codes.
 
     `format` is None if the array is exact; `reason` then says why, unless a rule asked for it. `granularity` says
     which values share an offset or scale: "tensor", "chunk", "row", or a "block of 32". `coding` is "entropy" or
@@ -49,7 +49,8 @@ class QuantizedArray(NamedTuple):
     of the squared values and errors. `clipped` is the fraction of values beyond the largest that their format and
     scale can represent. `exponents` is (lowest, counts): how many values have floor(log2 |x|) = lowest,
     lowest + 1, …; None if not stored. `weighted_sqnr` is the SQNR in dB of squares weighted by the importance of
-    rows or columns, by which codes were chosen; None without importance. All other errors are unweighted.
+    rows or columns, by which codes were chosen; None without importance. All other errors are unweighted:
+    `largest_error` is the largest |x − y|, and `largest_relative` the largest |x − y| / |x|.
     """
 
     path: str
@@ -92,7 +93,10 @@ class QuantizedArray(NamedTuple):
 
 
 class QuantizeReport(NamedTuple):
-    """The version and tag of a quantized copy of `source`, the request in words, and a row for each array."""
+    """The `version` and `tag` of a quantized copy of `source`, the `request` in words, and a row for each array.
+
+    `arrays` has the rows, by path.
+    """
 
     version: int
     tag: str

@@ -12,6 +12,7 @@ from tstore.errors import InvalidArgument
 __all__ = ["Index", "checked_int", "common_shard_shape"]
 
 Index: TypeAlias = tuple[slice, ...]
+"""A region of an array: a slice, with an integer start and stop, for each axis."""
 
 
 def common_shard_shape(shape: Sequence[int], indices: Iterable[Index]) -> tuple[int, ...]:

@@ -16,6 +16,12 @@ def spec_from_rules(dimensions: Sequence[str | None], rules: Mapping[str, str] |
     `rules` maps names of dimensions to axes of the mesh, as {"batch": "data", "hidden": "model"} or in the syntax
     of Mesh-TensorFlow, "batch:data;hidden:model". A dimension without a rule or a name is not sharded. Raise
     `InvalidArgument` if two dimensions of the tensor have the same name or the same axis.
+
+    Examples
+    --------
+    >>> from tstore.sharding import spec_from_rules
+    >>> spec_from_rules(("batch", "length", "hidden"), "batch:data;hidden:model")
+    P('data', None, 'model')
     """
     axis_of = _parsed(rules) if isinstance(rules, str) else rules
     if isinstance(dimensions, str) or not isinstance(axis_of, Mapping):

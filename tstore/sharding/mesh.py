@@ -25,7 +25,10 @@ __all__ = ["Mesh", "Shard"]
 
 
 class Shard(NamedTuple):
-    """The part of an array on one device: `index` has a slice (integer start and stop) per dimension."""
+    """The part of an array on one `device` of a `host`.
+
+    `index` has a slice (integer start and stop) per dimension. Devices with the same part have `replica` 0, 1, ….
+    """
 
     device: int
     host: int
@@ -41,6 +44,16 @@ class Mesh:
     `hosts` is the number of hosts of the job, by default the highest host number plus 1. Two meshes are equal if
     they have the same axes in the same order and the same hosts. Raise `InvalidArgument` for an axis of size below
     1, or if `devices_per_host` does not divide the number of devices.
+
+    Examples
+    --------
+    >>> from tstore.sharding import Mesh, P
+    >>> mesh = Mesh({"data": 2, "model": 2}, devices_per_host=2)
+    >>> shards = mesh.shards((4, 6), P(None, "model"))
+    >>> [(shard.device, shard.host, shard.index[1], shard.replica) for shard in shards][:2]
+    [(0, 0, slice(0, 3, None), 0), (1, 0, slice(3, 6, None), 0)]
+    >>> mesh.hosts, shards[2].replica
+    (2, 1)
     """
 
     __slots__ = ("_devices_of", "_sizes", "axes", "device_hosts", "devices", "hosts")

@@ -16,7 +16,7 @@ __all__ = ["ReplicaSplit"]
 
 
 class ReplicaSplit(NamedTuple):
-    """How the replicas of a shard share its save.
+    """How the `replicas` of a shard, 0, 1, and so on, share its save.
 
     Shards are split along `dimension` into pieces of `piece_shape`. All hosts save with that shape, as the
     `shard_shape` of `Shards`. If `dimension` is None, replica 0 saves every shard whole.

@@ -15,12 +15,19 @@ from tstore.sharding.boxes import Index, checked_int
 __all__ = ["Halo", "tile_in_halo", "with_halo"]
 
 Halo: TypeAlias = Sequence[int | tuple[int, int]]
+"""The width of a halo along each dimension, in elements: on both sides, or (before, after)."""
 
 
 def with_halo(tile: Index, shape: Sequence[int], halo: Halo) -> Index:
     """Return the index of a tile and its halo; an empty tile has none.
 
     Raise `InvalidArgument` unless the halo has a width of at least 0 for each dimension of the shape.
+
+    Examples
+    --------
+    >>> from tstore.sharding import with_halo
+    >>> with_halo((slice(4, 8), slice(0, 4)), (8, 8), halo=(1, 2))
+    (slice(3, 8, None), slice(0, 6, None))
     """
     widths = _widths(shape, halo)
     if any(part.start >= part.stop for part in tile):

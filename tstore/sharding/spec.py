@@ -12,6 +12,7 @@ from tstore.sharding.boxes import Index, checked_int
 __all__ = ["P", "Part", "SpecLayout"]
 
 Part: TypeAlias = str | tuple[str, ...] | None
+"""How one dimension is sharded: not at all (None), along an axis of the mesh, or along several."""
 
 
 class P(tuple[Part, ...]):

@@ -38,7 +38,18 @@ _iterations: set[AsyncIterator[Any]] = set()
 
 
 class Array(BlockingWrapper):
-    """A chunked array, or a view of one: indexing returns a view without I/O."""
+    """A chunked array, or a view of one: indexing returns a view without I/O.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> with tstore.open("memory://of-array").transaction() as tx:
+    ...     a = tx.create_array("a", shape=(4, 6), dtype="int32", chunks=(2, 3))
+    ...     a.write(0)
+    ...     a[1:3, ::2].write(7)
+    ...     a[1].read()
+    array([7, 0, 7, 0, 7, 0], dtype=int32)
+    """
 
     @property
     def path(self) -> str:

@@ -111,7 +111,17 @@ __all__ = [
 ]
 
 class Array:
-    """A chunked array, or a view of one: indexing returns a view without I/O."""
+    """A chunked array, or a view of one: indexing returns a view without I/O.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> with tstore.open("memory://of-array").transaction() as tx:
+    ...     a = tx.create_array("a", shape=(4, 6), dtype="int32", chunks=(2, 3))
+    ...     a.write(0)
+    ...     a[1:3, ::2].write(7)
+    ...     a[1].read()
+    array([7, 0, 7, 0, 7, 0], dtype=int32)"""
 
     @property
     def path(self) -> str:
@@ -209,7 +219,15 @@ class Array:
 
         Raise `InvalidArgument` unless the values have as many axes as the array and its length on each other axis,
         or if NumPy's rule `casting` does not allow the cast, and `Misuse` for an array of a snapshot, of a
-        transaction that has ended, or of one of several hosts."""
+        transaction that has ended, or of one of several hosts.
+
+        Examples
+        --------
+        >>> import tstore.sync as tstore
+        >>> with tstore.open("memory://of-append").transaction() as tx:
+        ...     added = tx.create_array("log", data=np.zeros(3)).append(np.ones(2))
+        >>> added.region
+        (slice(3, 5, None),)"""
 
     def resize(self, shape: Sequence[int]) -> None:
         """Stage a new shape with the same number of axes; chunks outside of it are dropped.
@@ -513,7 +531,15 @@ class Store:
         """Return how the arrays of two versions differ; `before` and `after` take what `snapshot` takes as `at`.
 
         Only chunks of float arrays that differ are read; with a budget, about as many bytes of their values: small
-        arrays whole, and samples of others. Raise `NotFound` as `snapshot` does."""
+        arrays whole, and samples of others. Raise `NotFound` as `snapshot` does.
+
+        Examples
+        --------
+        >>> import tstore.sync as tstore
+        >>> for step in range(2):
+        ...     _ = tstore.save("memory://of-diff", {"w": np.full(4, float(step)), "b": np.zeros(2)}, step)
+        >>> [(array.path, array.change) for array in tstore.open("memory://of-diff").diff(1, 2).arrays]
+        [('w', 'changed')]"""
 
     def verify(self, progress: Callable[[VerifyProgress], object] | None = None) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
@@ -698,7 +724,14 @@ def explain(
 ) -> RestorePlan:
     """Return what `restore` with the same arguments would read, without reading any chunk.
 
-    Raise what `restore` raises, except `Corrupt` for damaged chunks."""
+    Raise what `restore` raises, except `Corrupt` for damaged chunks.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-explain", {"w": np.ones((256, 256)), "b": np.zeros(2)}, step=7)
+    >>> tstore.explain("memory://of-explain", only="w").arrays
+    {'w': 524288}"""
 
 def heat_map(view: Array, *, cells: tuple[int, int] = ..., budget: int | None = ...) -> HeatMap:
     """Return the mean and the root mean square of the values of a matrix, cell by cell.
@@ -717,7 +750,15 @@ def heat_map(view: Array, *, cells: tuple[int, int] = ..., budget: int | None = 
 
     Raises
     ------
-    As `summarize` does; `InvalidArgument` for more than two axes."""
+    As `summarize` does; `InvalidArgument` for more than two axes.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-heat-map", {"w": np.arange(16.0).reshape(4, 4)}, step=7)
+    >>> tstore.heat_map(tstore.open("memory://of-heat-map").snapshot().array("w"), cells=(2, 2)).means
+    array([[ 2.5,  4.5],
+           [10.5, 12.5]])"""
 
 @overload
 def open(
@@ -741,7 +782,16 @@ def open(
 
     In place of a URL, pass the spec of a plain Zarr array, v3 or v2, as TensorStore takes it: `{"driver": "zarr3",
     "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not
-    exist have the fill value; others have no checksums, so a damaged one is noticed only if it does not decode."""
+    exist have the fill value; others have no checksums, so a damaged one is noticed only if it does not decode.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> store = tstore.open("memory://of-open")
+    >>> with store.transaction(tag="first") as tx:
+    ...     w = tx.create_array("w", data=np.arange(6.0))
+    >>> store.snapshot("first").array("w")[2:4].read()
+    array([2., 3.])"""
 
 @overload
 def open(
@@ -765,7 +815,16 @@ def open(
 
     In place of a URL, pass the spec of a plain Zarr array, v3 or v2, as TensorStore takes it: `{"driver": "zarr3",
     "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not
-    exist have the fill value; others have no checksums, so a damaged one is noticed only if it does not decode."""
+    exist have the fill value; others have no checksums, so a damaged one is noticed only if it does not decode.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> store = tstore.open("memory://of-open")
+    >>> with store.transaction(tag="first") as tx:
+    ...     w = tx.create_array("w", data=np.arange(6.0))
+    >>> store.snapshot("first").array("w")[2:4].read()
+    array([2., 3.])"""
 
 def quantization_loss(
     store: str | os.PathLike[str] | Store, path: str, at: int | str | None = None, *, budget: int | None = ...
@@ -785,7 +844,15 @@ def quantization_loss(
     Raises
     ------
     `NotFound` if the version is not a quantized copy or has no such array, its subclass `SnapshotExpired` if the
-    source has expired, `InvalidArgument` if the array is not quantized, and what `summarize` raises."""
+    source has expired, `InvalidArgument` if the array is not quantized, and what `summarize` raises.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-loss", {"w": np.random.randn(64, 64)}, step=7)
+    >>> _ = tstore.quantize("memory://of-loss", {"w": "e4m3"})
+    >>> tstore.quantization_loss("memory://of-loss", "w").sqnr > 30
+    True"""
 
 def quantize(
     store: str | os.PathLike[str] | Store,
@@ -869,7 +936,17 @@ def quantize(
     ------
     `NotAStore`, `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the
     tag), `Conflict`, `NotFound`, `SnapshotExpired`, `StorageFull`, `Unavailable` (also if the executor breaks).
-    After an error other than `CommitOutcomeUnknown` nothing is committed."""
+    After an error other than `CommitOutcomeUnknown` nothing is committed.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-quantize", {"w": np.random.randn(256, 256)}, step=7)
+    >>> report = tstore.quantize("memory://of-quantize", {"**": "e4m3"}, tag="small")
+    >>> report.tag, report.arrays[0].format
+    ('small', 'e4m3')
+    >>> tstore.restore("memory://of-quantize", at="small")["w"].dtype
+    dtype('float64')"""
 
 def quantize_report(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
     """Return the report of a quantized copy, by default the newest; raise `NotFound` if the version is not one."""
@@ -928,7 +1005,17 @@ def restore(
     Raises
     ------
     `NotAStore`, `NotFound`, `SnapshotExpired` (garbage collection removed the version), `Corrupt`,
-    `StructureMismatch`, `InvalidArgument`."""
+    `StructureMismatch`, `InvalidArgument`.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-restore", {"w": np.arange(4.0), "b": np.zeros(2)}, step=7)
+    >>> tstore.restore("memory://of-restore", only="w")
+    {'w': array([0., 1., 2., 3.])}
+    >>> target = {"w": np.empty(4, "float32"), "b": np.empty(2, "float32")}
+    >>> tstore.restore("memory://of-restore", target=target, dtype="target")["w"].dtype
+    dtype('float32')"""
 
 def save(
     store: str | os.PathLike[str] | Store,
@@ -982,7 +1069,16 @@ def save(
     `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are unchanged. After an error the step is not saved, and
     never will be, with two exceptions: after `DeadlineExceeded`, absent hosts may still deliver their parts. After
     `CommitOutcomeUnknown`, a repeated save tells: it raises `AlreadyExists` if the step is saved, or returns the
-    version if it has several hosts and the same attempt."""
+    version if it has several hosts and the same attempt.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> tree = {"layers": {0: np.zeros((4, 3), "float32")}, "epoch": 2}
+    >>> tstore.save("memory://of-save", tree, step=7, metrics={"loss": 0.5})
+    1
+    >>> tstore.steps("memory://of-save")
+    [7]"""
 
 def save_async(
     store: str | os.PathLike[str] | Store,
@@ -1029,7 +1125,16 @@ def save_async(
     Raises
     ------
     `InvalidArgument`, `Misuse` (a save is under way, or the process is exiting), `Denied`; with "turns" also what
-    `save` raises while it writes."""
+    `save` raises while it writes.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> w = np.zeros(4)
+    >>> saving = tstore.save_async("memory://of-save-async", {"w": w}, step=7)
+    >>> w += 1  # what is saved is a copy
+    >>> saving.wait()
+    1"""
 
 def steps(store: str | os.PathLike[str] | Store) -> list[int]:
     """Return the numbers of the saved steps, in increasing order; raise `NotAStore` if there is no store.
@@ -1059,4 +1164,12 @@ def summarize(
     Raises
     ------
     `InvalidArgument` (values that are not numbers, an axis that does not exist, chunks too long to decode for a
-    part), `NotFound` if a chunk was never written and the array is not sparse, `Corrupt`, `SnapshotExpired`."""
+    part), `NotFound` if a chunk was never written and the array is not sparse, `Corrupt`, `SnapshotExpired`.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-summarize", {"w": np.array([[0.0, 3.0], [4.0, -1.0]])}, step=7)
+    >>> summary = tstore.summarize(tstore.open("memory://of-summarize").snapshot().array("w"))
+    >>> summary.minimum, summary.maximum, summary.mean, summary.zeros
+    (-1.0, 4.0, 1.5, 1)"""

@@ -105,7 +105,16 @@ def restore(
 
     Raises
     ------
-    As `tstore.restore`, and `InvalidArgument`, with the path, for a sharding that does not fit its array."""
+    As `tstore.restore`, and `InvalidArgument`, with the path, for a sharding that does not fit its array.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import jax
+    >>> _ = tstore.jax.save("memory://of-jax-restore", {"w": jax.numpy.arange(4.0)}, step=7)
+    >>> target = {"w": jax.ShapeDtypeStruct((4,), "float32")}
+    >>> tstore.jax.restore("memory://of-jax-restore", target=target)
+    {'w': Array([0., 1., 2., 3.], dtype=float32)}"""
 
 def save(
     store: str | os.PathLike[str] | Store,
@@ -144,7 +153,14 @@ def save(
 
     Raises
     ------
-    As `tstore.save`, and `InvalidArgument`, with the path, for an array that was donated or is being traced."""
+    As `tstore.save`, and `InvalidArgument`, with the path, for an array that was donated or is being traced.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import jax.numpy as jnp
+    >>> tstore.jax.save("memory://of-jax-save", {"w": jnp.arange(8.0)}, step=7)
+    1"""
 
 def save_async(
     store: str | os.PathLike[str] | Store,

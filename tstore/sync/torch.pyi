@@ -97,7 +97,17 @@ def restore(
 
     Raises
     ------
-    As `tstore.restore`. If a read fails, the target may have a mix of old and new values."""
+    As `tstore.restore`. If a read fails, the target may have a mix of old and new values.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import torch
+    >>> _ = tstore.torch.save("memory://of-torch-restore", {"model": torch.nn.Linear(3, 2)}, step=7)
+    >>> model = torch.nn.Linear(3, 2)
+    >>> _ = tstore.torch.restore("memory://of-torch-restore", target={"model": model})  # in place
+    >>> tstore.torch.restore("memory://of-torch-restore")["model"]["weight"].equal(model.weight)
+    True"""
 
 def save(
     store: str | os.PathLike[str] | Store,
@@ -143,7 +153,16 @@ def save(
     Raises
     ------
     As `tstore.save`, and `InvalidArgument`, with the path, for a tensor without values (`Partial`, meta device),
-    in another layout than strided, or of a dtype without whole bytes."""
+    in another layout than strided, or of a dtype without whole bytes.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> tstore.torch.save("memory://of-torch-save", {"model": model, "optimizer": optimizer}, step=7)
+    1"""
 
 def save_async(
     store: str | os.PathLike[str] | Store,

@@ -99,7 +99,19 @@ class Writer(Any):  # type: ignore[misc]
     Ordinary tensors and Python scalars must be equal in every process that has their key, because DCP saves those
     of one; what a process has for itself needs another key, such as f"rank{rank}". The coordinator commits when
     all processes have written. Its errors, such as `AlreadyExists`, are in the `CheckpointException` that DCP
-    raises in all processes."""
+    raises in all processes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.distributed.checkpoint as dcp
+    >>> import tstore.sync as tstore
+    >>> state = {"w": torch.arange(3.0)}
+    >>> _ = dcp.save(state, storage_writer=tstore.torch.Writer("of-dcp", step=7))
+    >>> state["w"] += 1
+    >>> dcp.load(state, storage_reader=tstore.torch.Reader("of-dcp"))
+    >>> state["w"]
+    tensor([0., 1., 2.])"""
 
     def __init__(
         self,
@@ -154,7 +166,17 @@ def restore(
 
     Raises
     ------
-    As `tstore.restore`. If a read fails, the target may have a mix of old and new values."""
+    As `tstore.restore`. If a read fails, the target may have a mix of old and new values.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import torch
+    >>> _ = tstore.torch.save("memory://of-torch-restore", {"model": torch.nn.Linear(3, 2)}, step=7)
+    >>> model = torch.nn.Linear(3, 2)
+    >>> _ = tstore.torch.restore("memory://of-torch-restore", target={"model": model})  # in place
+    >>> tstore.torch.restore("memory://of-torch-restore")["model"]["weight"].equal(model.weight)
+    True"""
 
 def save(
     store: str | os.PathLike[str] | Store,
@@ -200,7 +222,16 @@ def save(
     Raises
     ------
     As `tstore.save`, and `InvalidArgument`, with the path, for a tensor without values (`Partial`, meta device),
-    in another layout than strided, or of a dtype without whole bytes."""
+    in another layout than strided, or of a dtype without whole bytes.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> tstore.torch.save("memory://of-torch-save", {"model": model, "optimizer": optimizer}, step=7)
+    1"""
 
 def save_async(
     store: str | os.PathLike[str] | Store,

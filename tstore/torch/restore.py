@@ -74,6 +74,16 @@ def restore(
     Raises
     ------
     As `tstore.restore`. If a read fails, the target may have a mix of old and new values.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import torch
+    >>> _ = tstore.torch.save("memory://of-torch-restore", {"model": torch.nn.Linear(3, 2)}, step=7)
+    >>> model = torch.nn.Linear(3, 2)
+    >>> _ = tstore.torch.restore("memory://of-torch-restore", target={"model": model})  # in place
+    >>> tstore.torch.restore("memory://of-torch-restore")["model"]["weight"].equal(model.weight)
+    True
     """
     if hosts not in (None, 1):
         raise InvalidArgument(

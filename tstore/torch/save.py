@@ -69,6 +69,15 @@ def save(
     ------
     As `tstore.save`, and `InvalidArgument`, with the path, for a tensor without values (`Partial`, meta device),
     in another layout than strided, or of a dtype without whole bytes.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> tstore.torch.save("memory://of-torch-save", {"model": model, "optimizer": optimizer}, step=7)
+    1
     """
     plan = _checked_plan(tree, group, host, hosts, attempt)
     return core.save(

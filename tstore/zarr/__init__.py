@@ -1,11 +1,12 @@
 """Snapshots and transactions as stores of zarr-python, for zarr, xarray and Dask as they are.
 
-    root = zarr.open_group(tstore.zarr.ZarrStore(snapshot), mode="r")
-
-    with tstore.sync.open("ckpts").transaction() as transaction:
-        root = zarr.open_group(tstore.zarr.ZarrStore(transaction))
-        root.create_array("loss", shape=(1000,), chunks=(100,), dtype="f4")[:] = 0
-    # one commit, once the block ends without an exception
+>>> import tstore.sync as tstore, zarr
+>>> store = tstore.open("memory://of-zarr")
+>>> with store.transaction() as tx:  # one commit, once the block ends without an exception
+...     root = zarr.open_group(tstore.zarr.ZarrStore(tx))
+...     root.create_array("loss", shape=(1000,), chunks=(100,), dtype="f4")[:] = 0
+>>> zarr.open_group(tstore.zarr.ZarrStore(store.snapshot()), mode="r")["loss"].shape
+(1000,)
 
 1. `hierarchy`: the groups, arrays and encoded chunks of a snapshot; those of a transaction are
    `tstore.core.transactions.encoded`.

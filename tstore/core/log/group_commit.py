@@ -50,7 +50,7 @@ Validate = Callable[[Newer], Awaitable[Record]]
 
 
 class Retry(NamedTuple):
-    """Why a commit was tried again: the version to which the reason refers, and the reason in words."""
+    """Why a commit was tried again: the `version` to which the reason refers, and the `reason` in words."""
 
     version: int
     reason: str

@@ -19,18 +19,25 @@ __all__ = ["Commit", "history", "version_at", "version_named"]
 
 
 class Commit(NamedTuple):
-    """One transaction in the history. Transactions that share a record have the same version."""
+    """One transaction in the history. Transactions that share a record have the same `version`."""
 
     version: int
     tag: str | None
+    """A tag that the transaction gave to its version; None without one."""
     message: str
+    """The message that the writer passed."""
     time: datetime.datetime
+    """When it was committed, in UTC, by the writer's clock."""
     tags: tuple[str, ...]
     """The tags that the transaction gave to its own version; `tag` is the first of them, or None."""
     transaction: str
+    """The id of the transaction."""
     bytes_added: int
+    """The encoded bytes of the chunks that the transaction wrote."""
     metadata: dict[str, Any]
+    """The JSON object that the writer passed; of a step, its number and metrics."""
     expired: bool = False
+    """Whether garbage collection removed the version."""
     dropped: tuple[str, ...] = ()
     """The tags that the transaction removed."""
     base: int = 0

@@ -50,12 +50,13 @@ _FIELDS = ("shape", "dtype", "chunks", "codecs", "attributes", "dimension_names"
 
 
 class ArrayDiff(NamedTuple):
-    """The difference between two versions of one array.
+    """The difference between two versions of the array at `path`.
 
-    `fields` names the metadata fields that differ. `chunks` counts the chunks that were added, removed or changed;
-    if dtype, codecs or chunk shape differ, it counts all chunks of the later version. `distance` compares the
-    values of those chunks before and after; it is None unless both arrays have float dtypes and the same shape.
-    With a budget it is that of a sample, `distance.count` of the `values` in those chunks.
+    `change` says what happened to it; `before` and `after` are its metadata, None if it did not exist. `fields`
+    names those that differ. `chunks` counts the chunks that were added, removed or changed; if dtype, codecs or
+    chunk shape differ, it counts all chunks of the later version. `distance` compares the values of those chunks
+    before and after; it is None unless both arrays have float dtypes and the same shape. With a budget it is
+    that of a sample, `distance.count` of the `values` in those chunks.
     """
 
     path: str

@@ -68,9 +68,9 @@ _ARCHIVES = 8  # read at once
 
 
 class VerifyReport(NamedTuple):
-    """Counts of what was checked, and a sentence for each fault, which names the object, or the array and chunk.
+    """Counts of what was checked, and a sentence for each of the `faults`: the object, or the array and chunk.
 
-    `chunks` and `bytes` count what could be read, whether it has its checksums or not.
+    `versions` and `arrays` count what was checked; `chunks` and `bytes` what could be read, right or damaged.
     `foreign` lists the keys under the store's URL that no store writes, such as those of `zarr.open`. Such objects
     are not faults, since nothing reads them. The list omits hidden files; it is empty if storage can't be listed.
     `unchecked` lists the versions that could not be checked completely because the record of another version is

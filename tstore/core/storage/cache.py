@@ -59,7 +59,7 @@ _ABANDONED = 3600.0  # seconds without a write after which a temporary file is a
 
 
 class Cache:
-    """A folder of cached objects, of at most about `size` bytes; created at the first write.
+    """A `folder` of cached objects, of at most about `size` bytes; created at the first write.
 
     Processes and stores may share it; no other user should be able to write there.
     Raise `InvalidArgument` for an invalid folder or size.

@@ -45,6 +45,7 @@ _KEY = re.compile(TRANSACTIONS + r"([^/]+)/(part|alive)-(\d{5})-of-\d{5,}")
 class PendingTransaction(NamedTuple):
     """A cooperative transaction that is not committed: under way, or abandoned.
 
+    `transaction` is its id, `name` what its writers called it, and `hosts` their number.
     `delivered` lists the hosts whose fragment exists, `absent` the other hosts. `heartbeats` maps a host to the
     seconds since it last renewed its heartbeat, if its clock agrees with that of this machine. `withdrawn_by` is
     the host of a `Checkpointer` that gave up, so that the transaction can never be committed.

@@ -39,9 +39,11 @@ class HeatMap:
     """
 
     path: str
+    """The path of the array."""
     shape: tuple[int, ...]
     """The shape of the view."""
     coverage: Coverage
+    """How many of the values were read."""
     rows: npt.NDArray[np.int64]
     """The first row of each row of cells, and the number of rows."""
     columns: npt.NDArray[np.int64]
@@ -91,6 +93,14 @@ async def heat_map(
     Raises
     ------
     As `summarize` does; `InvalidArgument` for more than two axes.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-heat-map", {"w": np.arange(16.0).reshape(4, 4)}, step=7)
+    >>> tstore.heat_map(tstore.open("memory://of-heat-map").snapshot().array("w"), cells=(2, 2)).means
+    array([[ 2.5,  4.5],
+           [10.5, 12.5]])
     """
     if not isinstance(view, Array):
         raise InvalidArgument(f"{quote(view)} is not an array of a snapshot or a transaction, nor a view of one")

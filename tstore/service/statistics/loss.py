@@ -85,12 +85,15 @@ class QuantizationLoss:
     """The error of a quantized array against its source: the result of `tstore.quantization_loss`."""
 
     path: str
+    """The path of the array."""
     version: int
+    """The version of the quantized copy."""
     source: int
     """The version from which the array was quantized."""
     quantized: QuantizedArray
     """The row of the quantization's report: format, size, and the error and clipped share of all values."""
     coverage: Coverage
+    """How many of the values were read."""
     difference: exmy.Difference
     """The error of the values that were read."""
     worst: Region | None
@@ -98,7 +101,9 @@ class QuantizationLoss:
     worst_sqnr: float
     """The SQNR of this region in dB; NaN without one."""
     rows: StripLoss | None
+    """The errors of the rows, which are indices along the last axis but one; None without such an axis."""
     columns: StripLoss | None
+    """The errors of the columns, which are indices along the last axis; None for an array without axes."""
     others: tuple[OtherFormat, ...]
     """Packed formats of about the same size and their error on values of the source, the best first."""
 
@@ -177,6 +182,14 @@ async def quantization_loss(
     ------
     `NotFound` if the version is not a quantized copy or has no such array, its subclass `SnapshotExpired` if the
     source has expired, `InvalidArgument` if the array is not quantized, and what `summarize` raises.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-loss", {"w": np.random.randn(64, 64)}, step=7)
+    >>> _ = tstore.quantize("memory://of-loss", {"w": "e4m3"})
+    >>> tstore.quantization_loss("memory://of-loss", "w").sqnr > 30
+    True
     """
     budget = checked_budget(budget)
     path = checked_path(path)

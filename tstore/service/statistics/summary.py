@@ -41,8 +41,11 @@ class Summary:
     """
 
     path: str
+    """The path of the array."""
     shape: tuple[int, ...]
+    """The shape of the view."""
     dtype: str
+    """The dtype of the values as they are read."""
     coverage: Coverage
     zeros: int
     """The number of values that are zero."""
@@ -142,6 +145,14 @@ async def summarize(
     ------
     `InvalidArgument` (values that are not numbers, an axis that does not exist, chunks too long to decode for a
     part), `NotFound` if a chunk was never written and the array is not sparse, `Corrupt`, `SnapshotExpired`.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-summarize", {"w": np.array([[0.0, 3.0], [4.0, -1.0]])}, step=7)
+    >>> summary = tstore.summarize(tstore.open("memory://of-summarize").snapshot().array("w"))
+    >>> summary.minimum, summary.maximum, summary.mean, summary.zeros
+    (-1.0, 4.0, 1.5, 1)
     """
     if not isinstance(array, Array):
         raise InvalidArgument(f"{quote(array)} is not an array of a snapshot or a transaction, nor a view of one")

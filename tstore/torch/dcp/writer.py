@@ -70,6 +70,18 @@ class Writer(StorageWriter):
     of one; what a process has for itself needs another key, such as f"rank{rank}". The coordinator commits when
     all processes have written. Its errors, such as `AlreadyExists`, are in the `CheckpointException` that DCP
     raises in all processes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.distributed.checkpoint as dcp
+    >>> import tstore.sync as tstore
+    >>> state = {"w": torch.arange(3.0)}
+    >>> _ = dcp.save(state, storage_writer=tstore.torch.Writer("of-dcp", step=7))
+    >>> state["w"] += 1
+    >>> dcp.load(state, storage_reader=tstore.torch.Reader("of-dcp"))
+    >>> state["w"]
+    tensor([0., 1., 2.])
     """
 
     def __init__(

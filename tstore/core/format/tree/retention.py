@@ -57,6 +57,15 @@ class Keep:
     A copy, such as a quantized checkpoint, is kept with the version of which it was made. `copies`: this number of
     the newest copies of each kept version, by default all; other copies are kept only if they match a rule.
     Raise `InvalidArgument` for an invalid rule, or without any rule.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> for step in range(5):
+    ...     _ = tstore.save("memory://of-keep", {"w": np.full(4, step)}, step)
+    >>> report = tstore.open("memory://of-keep").collect(tstore.Keep(last=1, every=2))
+    >>> tstore.steps("memory://of-keep")
+    [0, 2, 4]
     """
 
     last: int | None = None
