@@ -18,6 +18,8 @@ from tstore.errors import InvalidArgument, NotFound, StructureMismatch
 
 torch = lazy("torch")
 nn = lazy("torch.nn")
+api = lazy("torch.distributed.checkpoint.api")
+dcp = lazy("torch.distributed.checkpoint")
 state_dicts = lazy("torch.distributed.checkpoint.state_dict")
 net = lazy("tests.torch.net")
 
@@ -362,6 +364,26 @@ def test_tensor_subclasses_are_stored_by_their_inner_tensors() -> None:
     fresh = {**other, "optimizer": torch.optim.SGD(other["model"].parameters(), momentum=0.9)}
     with pytest.raises(InvalidArgument, match="the SGD of the target has no such tensor; take a step before"):
         tstore.torch.restore(store, target=fresh)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_the_state_of_another_object_cannot_have_is_refused_with_advice_that_works() -> None:
+    store, tensor = url(), two(torch.ones(3), torch.zeros(3))
+    writer = tstore.torch.Writer(store, 0)
+    with pytest.raises(
+        api.CheckpointException, match=r"x: a TwoTensor has no memory .*; pass ordinary tensors, such as"
+    ):
+        dcp.save({"x": tensor}, storage_writer=writer, no_dist=True)
+    for step, value, message, stored in (
+        (1, io.BytesIO(b"ab"), "h/value: an object of type BytesIO can't be stored; pass its getvalue", b"ab"),
+        (2, tensor, "h/value: a TwoTensor .* ordinary tensors, such as its inner ones", {"a": tensor.a}),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            tstore.torch.save(store, {"h": Loader({"value": value})}, step)
+        tstore.torch.save(store, {"h": Loader({"value": stored})}, step)
+        other = Loader({"value": type(stored)()})
+        tstore.torch.restore(store, step, target={"h": other})
+        assert str(other.state["value"]) == str(stored)
 
 
 def with_bytes(scale: float) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import io
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -160,6 +161,8 @@ class _Flattening:
 
 def _advice(containers: list[Any]) -> str:
     """Return what to pass, or to call, in place of the last object, which can't be stored, in these containers."""
+    if isinstance(containers[-1], io.BytesIO):
+        return "pass its getvalue(), or a uint8 array of that if it is long"
     if callable(getattr(containers[-1], "state_dict", None)):
         return "pass its state_dict(), or save the tree with tstore.torch.save, which takes modules and optimizers"
     bases = [base for container in containers for base in type(container).__mro__]

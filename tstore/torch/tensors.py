@@ -197,5 +197,6 @@ def _without_memory(path: str, tensor: torch.Tensor, error: Exception) -> Invali
     """Return the error for a tensor of a subclass without memory of its own."""
     return InvalidArgument(
         f"{path}: a {type(tensor).__name__} has no memory that NumPy can use ({str(error).splitlines()[0]}); pass "
-        "an ordinary tensor (tstore.torch.save stores subclasses by their inner tensors, except in a DTensor)"
+        "ordinary tensors, such as its inner ones; tstore.torch.save does so in a tree and in the states of "
+        "modules and optimizers, but not in a DTensor or the state_dict of another object"
     )

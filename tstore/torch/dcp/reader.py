@@ -49,7 +49,8 @@ class Reader(StorageReader):
     """Loads a checkpoint with `dcp.load(state_dict, storage_reader=Reader(url))`, by default the newest step.
 
     It loads checkpoints of `dcp.save` with a `Writer`, of `tstore.torch.save`, and any other whose dtypes torch
-    has. All processes load the version that the coordinator chooses, even if a newer step is saved meanwhile.
+    has, but not the values of a `PerHost`, which `tstore.torch.restore` restores. All processes load the version
+    that the coordinator chooses, even if a newer step is saved meanwhile.
 
     `set_state_dict` of PyTorch casts the state of an optimizer to the dtypes of its parameters: it rounds float32
     moments and masters of bfloat16 parameters. `tstore.torch.restore(url, target={"model": model, "optimizer":
