@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import gcs
+from tstore.lab.simulation.scenario import import_core
 
 settings.register_profile("default", max_examples=30, deadline=None)  # a busy machine may be slow
 settings.register_profile("deep", max_examples=500, deadline=None)
@@ -48,6 +49,10 @@ def pytest_xdist_auto_num_workers() -> int:
 # in forked processes these calls only check their argument. Tests of durability count and order them, or record
 # them to simulate a power failure. New interpreters make the real ones.
 os.fsync, os.sync = os.fstat, os.getpid  # type: ignore[assignment]
+
+
+# what tstore imports when it is used: a module imported while a test has replaced a constant would keep that value
+import_core()
 
 
 LONG = ("test_install", "test_examples", "test_jobs", "test_bench", "test_readme")

@@ -342,7 +342,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(COMMITS + "CommitObjects.get", "if archive is not None:", "if own is None:"),
     ],
     "a search ignores archives": [
-        Edit(COMMITS + "CommitObjects.existing", "or archive_key(version) in sizes", "")
+        Edit(COMMITS + "CommitObjects.existing", "keys[archive_key(end)] = block", "pass")
     ],
     "a record is deleted without an archive": [
         Edit("tstore.core.maintenance.compaction:compact", "if archive_key(end) in archived:", "if True:"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,12 +113,19 @@ class _JobBuilder:
         key = (shape, dtype, shard_shape, _hashable(codecs))
         meta = self._metas.get(key)
         if meta is None:
-            chunks = default_chunks(shape, dtype.itemsize, shard_shape)
+            new = _new_meta if codecs is None or isinstance(codecs, str) else _new_meta.__wrapped__
             try:
-                meta = self._metas[key] = ArrayMeta.new(shape, dtype_named(dtype), chunks, codecs)
+                meta = self._metas[key] = new(shape, dtype, shard_shape, codecs)
             except InvalidArgument as error:
                 raise InvalidArgument(f"{path}: {error}") from None
         return meta
+
+
+@functools.lru_cache(maxsize=4096)  # each save of a job has arrays like those of the one before
+def _new_meta(
+    shape: tuple[int, ...], dtype: np.dtype[Any], shard_shape: tuple[int, ...] | None, codecs: Codecs
+) -> ArrayMeta:
+    return ArrayMeta.new(shape, dtype_named(dtype), default_chunks(shape, dtype.itemsize, shard_shape), codecs)
 
 
 class _ShardPlan(NamedTuple):

@@ -22,7 +22,7 @@ from tstore.convert.pickled import Instance, Name, Unreadable, Visits, parse_pic
 from tstore.convert.pieces import Piece, joined
 from tstore.convert.torch_archive import read_archive
 from tstore.core.format.arrays.tensors import TORCH_DTYPES
-from tstore.core.storage.local.atomic_file import mapped_errors
+from tstore.core.storage.objects import mapped_errors
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
 __all__ = ["METADATA", "open_dcp"]

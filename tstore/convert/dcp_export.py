@@ -23,7 +23,8 @@ from tstore.core.format.arrays.tensors import TORCH_DTYPES
 from tstore.core.format.tree_document import TreeDocument
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
-from tstore.core.storage.local.atomic_file import mapped_errors, new_folder
+from tstore.core.storage.local.atomic_file import new_folder
+from tstore.core.storage.objects import mapped_errors
 from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument, parsing
 

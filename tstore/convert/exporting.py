@@ -31,7 +31,8 @@ from tstore.core.format.arguments import checked_index
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
 from tstore.core.steps import check_one_version, chosen_snapshot
-from tstore.core.storage.local.atomic_file import mapped_errors, new_folder, write_all
+from tstore.core.storage.local.atomic_file import new_folder, write_all
+from tstore.core.storage.objects import mapped_errors
 from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument
 

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.storage.local.atomic_file import NO_LINKS, fsync_folder, mapped_errors, new_file
-from tstore.core.storage.objects import Durability
+from tstore.core.storage.local.atomic_file import NO_LINKS, fsync_folder, new_file
+from tstore.core.storage.objects import Durability, mapped_errors
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument
 
 __all__ = [

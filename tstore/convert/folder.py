@@ -11,7 +11,7 @@ from tstore.convert.redirects import without_leaks
 from tstore.core.format.arguments import checked_text, quote
 from tstore.core.runtime.pool import WORKERS
 from tstore.core.storage.http.responses import sanitize
-from tstore.core.storage.local.atomic_file import mapped_errors
+from tstore.core.storage.objects import mapped_errors
 from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, TStoreError, Unavailable, UnsupportedFormat
 
 __all__ = ["Folder"]

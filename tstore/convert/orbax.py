@@ -25,7 +25,7 @@ from tstore.checkpoint.structure import IMPL
 from tstore.convert.files import left_out_of, read_whole
 from tstore.convert.nesting import Keys, nested
 from tstore.core.format.arrays.array_metadata import dtype_named
-from tstore.core.storage.local.atomic_file import mapped_errors
+from tstore.core.storage.objects import mapped_errors
 from tstore.errors import Corrupt, InvalidArgument, NotFound, Unavailable, UnsupportedFormat
 
 __all__ = ["METADATA", "check_committed", "is_orbax", "left_out", "open_orbax"]

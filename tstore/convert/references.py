@@ -34,7 +34,8 @@ from tstore.core.format.checksums import block_checks
 from tstore.core.format.objects.chunk_rows import ChunkRow
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
-from tstore.core.storage.local.atomic_file import mapped_errors, new_folder, write_all
+from tstore.core.storage.local.atomic_file import new_folder, write_all
+from tstore.core.storage.objects import mapped_errors
 from tstore.core.store import Store, opened
 from tstore.errors import Corrupt, InvalidArgument
 

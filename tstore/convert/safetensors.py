@@ -18,7 +18,8 @@ import numpy as np
 from tstore.convert.dense_bits import pack_bits, unpack_bits
 from tstore.convert.files import StrPath, exported_file, map_open_file, open_file, refuse_existing
 from tstore.convert.safetensors_header import Header, Spec, bits_of, encode_header, parse_header
-from tstore.core.storage.local.atomic_file import mapped_errors, write_all
+from tstore.core.storage.local.atomic_file import write_all
+from tstore.core.storage.objects import mapped_errors
 from tstore.errors import InvalidArgument, Misuse, bullet_list
 
 __all__ = ["Writer", "open_tensors", "read_header"]

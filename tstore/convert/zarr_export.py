@@ -31,7 +31,8 @@ from tstore.core.format.paths import is_at_or_below, parents
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.core.runtime.pool import each, run
 from tstore.core.snapshot import Snapshot
-from tstore.core.storage.local.atomic_file import mapped_errors, new_folder, write_all
+from tstore.core.storage.local.atomic_file import new_folder, write_all
+from tstore.core.storage.objects import mapped_errors
 from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument
 

@@ -143,7 +143,14 @@ class ChunkPiece(Piece):
         skipped = first * BLOCK
         size = (row.length if last is None else min(last * BLOCK, row.length)) - skipped
         checks = row.checks if last is None else row.checks[first * CHECK_SIZE : last * CHECK_SIZE]
-        super().__init__(job, row.pack, row.offset + skipped, size, checks)
+        # not by the base class, since a long array is read in many pieces
+        self.job, self.pack, self.offset, self.size, self.checks = (
+            job,
+            row.pack,
+            row.offset + skipped,
+            size,
+            checks,
+        )
         self.row = row
         self.projection = projection
         self.skipped = skipped

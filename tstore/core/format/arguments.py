@@ -53,6 +53,7 @@ _NAME_BYTES = 1024
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
 _MAX_STEP = 10**18 - 1
 _MAX_LEVELS = METADATA_LEVELS - 1  # below the outermost mapping
+_TOO_DEEP = f"expected at most {_MAX_LEVELS} levels of nesting"
 _MAX_QUOTED = 60
 _MAX_KEYS_QUOTED = 8
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -248,6 +249,8 @@ def _json_value(value: Any, level: int) -> Any:
     value_type = type(value)
     if (value_type is str and value.isascii()) or value is None or value_type is bool:
         return value
+    if value_type is int and _MIN_INT <= value <= _MAX_INT:
+        return value
     if value_type is list or value_type is tuple:
         return _json_list(value, level)
     if isinstance(value, str):
@@ -262,19 +265,22 @@ def _json_value(value: Any, level: int) -> Any:
 def _json_object(value: Any, level: int) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _Refusal(f"expected a mapping of names to values, not {quote(value)}")
-    _check_level(level)
+    if level > _MAX_LEVELS:
+        raise _Refusal(_TOO_DEEP)
     members: dict[str, Any] = {}
     key: Any = None
     try:
         for key, item in value.items():
-            members[_key(key)] = _json_value(item, level + 1)
+            known = type(key) is str and key.isascii()
+            members[key if known else _key(key)] = _json_value(item, level + 1)
     except _Refusal as refusal:
         raise refusal.below(key) from None
     return members
 
 
 def _json_list(value: Sequence[Any], level: int) -> list[Any]:
-    _check_level(level)
+    if level > _MAX_LEVELS:
+        raise _Refusal(_TOO_DEEP)
     elements: list[Any] = []
     try:
         for item in value:
@@ -282,11 +288,6 @@ def _json_list(value: Sequence[Any], level: int) -> list[Any]:
     except _Refusal as refusal:
         raise refusal.below(len(elements)) from None
     return elements
-
-
-def _check_level(level: int) -> None:
-    if level > _MAX_LEVELS:
-        raise _Refusal(f"expected at most {_MAX_LEVELS} levels of nesting")
 
 
 def _key(key: Any) -> str:

@@ -92,6 +92,14 @@ def archive_key(version: int) -> str:
     return f"archives/{-(-version // ARCHIVE_EVERY) * ARCHIVE_EVERY:020d}"
 
 
+def by_archive(versions: Iterable[int]) -> dict[int, list[int]]:
+    """Return versions by the `archive_end` of each."""
+    blocks: dict[int, list[int]] = {}
+    for version in versions:
+        blocks.setdefault(-(-version // ARCHIVE_EVERY) * ARCHIVE_EVERY, []).append(version)
+    return blocks
+
+
 def first_link(version: int) -> int:
     """Return the earliest version to which the link of a version's record may refer."""
     return (version - 1) // ROOT_EVERY * ROOT_EVERY

@@ -34,7 +34,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from tstore.core.format.layout import ARCHIVE_EVERY, archive_end, archive_key, commit_key
+from tstore.core.format.layout import ARCHIVE_EVERY, archive_end, archive_key, by_archive, commit_key
 from tstore.core.format.objects.archives import Archive, ArchiveEnd
 from tstore.core.format.objects.encoding import decode
 from tstore.core.runtime.event_loops import PerLoop
@@ -92,9 +92,7 @@ class CommitObjects:
     async def short_objects(self, versions: Iterable[int]) -> Objects:
         """Do for the records of versions, in their order, what `Storage.short_objects` does."""
         versions = list(versions)
-        blocks: dict[int, list[int]] = {}
-        for version in versions:
-            blocks.setdefault(archive_end(version), []).append(version)
+        blocks = by_archive(versions)
         single = [version for end in blocks if end not in self._existing for version in blocks[end]]
         reading = self.storage.short_objects(map(commit_key, single))
         if self.storage.tuning.latency_bound:
@@ -151,18 +149,18 @@ class CommitObjects:
 
     async def existing(self, versions: Iterable[int]) -> set[int]:
         """Return which versions exist."""
-        versions = list(versions)
-        unknown = [version for version in versions if archive_end(version) not in self._existing]
-        archives = [archive_key(version) for version in unknown]
-        keys = dict.fromkeys([*map(commit_key, unknown), *archives])
-        sizes = await self.storage.sizes(keys) if keys else {}
-        return {
-            version
-            for version in versions
-            if archive_end(version) in self._existing
-            or commit_key(version) in sizes
-            or archive_key(version) in sizes
-        }
+        existing: set[int] = set()
+        keys: dict[str, list[int]] = {}  # the versions for which an object of each key would stand
+        for end, block in by_archive(versions).items():
+            if end in self._existing:
+                existing.update(block)
+                continue
+            for version in block:
+                keys[commit_key(version)] = [version]
+            keys[archive_key(end)] = block
+        for key in await self.storage.sizes(keys) if keys else ():
+            existing.update(keys[key])
+        return existing
 
     def forget(self, version: int) -> None:
         """Read the archive of a version again when it is needed next, since a repair may have replaced it."""

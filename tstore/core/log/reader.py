@@ -386,5 +386,7 @@ class LogReader:
     async def _probe(self, versions: Sequence[int]) -> list[bool]:
         if self.storage.tuning.latency_bound:
             return list(await asyncio.gather(*[self._exists(v) for v in versions]))
-        existing = await self.commits.existing(v for v in versions if v not in self.records)
-        return [v in existing or v in self.records for v in versions]
+        unknown = self.records.absent(versions)
+        existing = await self.commits.existing(unknown)
+        missing = self.records.absent(v for v in unknown if v not in existing)  # others may have been read since
+        return [v not in missing for v in versions]

@@ -195,6 +195,10 @@ class VersionCache(Generic[V]):
     def __contains__(self, version: int) -> bool:
         return version in self._values
 
+    def absent(self, versions: Iterable[int]) -> list[int]:
+        """Return those of the versions that are not cached."""
+        return [version for version in versions if version not in self._values]
+
 
 UNREAD = cast(Collection, object())
 """A collection that has not been read. It has no attributes, so that code that should have read it fails."""
@@ -237,6 +241,10 @@ class Records:
 
     def __contains__(self, version: int) -> bool:
         return version in self._cached
+
+    def absent(self, versions: Iterable[int]) -> list[int]:
+        """Return those of the versions whose records are not cached."""
+        return self._cached.absent(versions)
 
     async def record(self, version: int) -> Record:
         """Return the record of a version; raise `NotFound` if there is none."""

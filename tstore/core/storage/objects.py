@@ -1,14 +1,15 @@
-"""The terms of the storage interface: keys, buffers, durability, capabilities, and entries of a listing."""
+"""The terms of the storage interface: keys, buffers, durability, capabilities, entries of listings, and errors."""
 
 from __future__ import annotations
 
 import enum
+import errno
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from tstore.core.format.bounds import max_size_from_head
 from tstore.core.runtime.pool import WORKERS
-from tstore.errors import Corrupt, InvalidArgument
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 
 __all__ = [
     "MAX_KEY_BYTES",
@@ -26,8 +27,10 @@ __all__ = [
     "Tuning",
     "checked_durability",
     "checked_key",
+    "mapped_errors",
     "overlong",
     "prefixes_above",
+    "raise_mapped",
     "read_limit",
     "too_short",
 ]
@@ -195,3 +198,50 @@ class Traffic(NamedTuple):
     failed: dict[str, int]
     bytes_read: int
     bytes_written: int
+
+
+# a context manager made from a generator takes three times as long
+class mapped_errors:
+    """Map an OSError in the block to an error of `Storage` whose message says what to do."""
+
+    __slots__ = ("_action", "_path")
+
+    def __init__(self, action: str, path: str) -> None:
+        self._action = action
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise_mapped(self._action, self._path, error)
+
+
+def raise_mapped(action: str, path: str, error: OSError) -> NoReturn:
+    """Raise the error that `mapped_errors` does."""
+    failure = f"can't {action} {path}: {error.strerror or error}"
+    match error.errno:
+        case errno.ENOTDIR:
+            raise NotFound(
+                f"{failure}: there is a file at that path or in place of a folder above it; pass another path"
+            ) from error
+        case errno.ENOENT if action in ("create", "write"):
+            raise NotFound(f"{failure}; pass a path in a folder that exists") from error
+        case errno.ENOENT:
+            raise NotFound(f"{failure}; pass a path that exists") from error
+        case errno.EEXIST:
+            raise AlreadyExists(f"{failure}; choose another name") from error
+        case errno.ENXIO:
+            failure = f"can't {action} {path}: it is not a regular file"
+            raise Corrupt(f"{failure}; restore it from a copy of the store") from error
+        case errno.EISDIR | errno.ENAMETOOLONG | errno.ELOOP:
+            raise InvalidArgument(f"{failure}; pass another path") from error
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            raise Denied(f"{failure}; check the owner, the permissions and whether it is read-only") from error
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            raise StorageFull(f"{failure}; free space or raise the limit, then repeat") from error
+        case errno.EMFILE | errno.ENFILE:
+            raise Unavailable(f"{failure}; raise the limit of open files (ulimit -n)") from error
+        case _:
+            raise Unavailable(f"{failure}; try again, or check the disk") from error

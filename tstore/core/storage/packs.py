@@ -30,8 +30,7 @@ import numpy.typing as npt
 
 from tstore.core.runtime.budget import acquire, on_shortage, release
 from tstore.core.runtime.event_loops import LoopCall, start_io, wait_io
-from tstore.core.storage.local.atomic_file import mapped_errors
-from tstore.core.storage.objects import Buffers, BufferStream, Durability, PutMode
+from tstore.core.storage.objects import Buffers, BufferStream, Durability, PutMode, mapped_errors
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
 
 __all__ = ["IN_MEMORY", "PACK", "BufferedReader", "Packs", "Upload"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import pkgutil
 import random
 import sys
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import tstore
+import tstore.core
 from tstore.core.format.layout import is_record, root_key
 from tstore.core.runtime.pool import without_threads
 from tstore.core.runtime.world import use_world
@@ -24,6 +27,7 @@ __all__ = [
     "UNARCHIVED",
     "Layout",
     "Scenario",
+    "import_core",
     "initial_objects",
     "override_constants",
     "prepare_initial_stores",
@@ -201,12 +205,21 @@ def _initial_store(commits: int, root_every: int, layout: Layout, fork: int) -> 
     return storage.objects
 
 
+@functools.cache
+def import_core() -> None:
+    """Import all modules of a store: one imported while a constant is replaced would keep the replacement."""
+    for module in pkgutil.walk_packages(tstore.core.__path__, "tstore.core."):
+        with contextlib.suppress(ImportError):  # of storage whose packages are not installed
+            importlib.import_module(module.name)
+
+
 @contextlib.contextmanager
 def override_constants(**constants: int) -> Iterator[None]:
     """Replace constants, such as ROOT_EVERY=8, in all modules of tstore inside the block.
 
     Raise `LookupError` if no module has a constant of this name.
     """
+    import_core()
     with contextlib.ExitStack() as originals:
         for name, value in constants.items():
             owners = [m for key, m in list(sys.modules.items()) if key.startswith("tstore.") and name in vars(m)]

@@ -21,9 +21,9 @@ from io import FileIO
 import xxhash
 
 from tstore.core.runtime.pool import run, run_to_end
-from tstore.core.storage.local.atomic_file import StagedFile, mapped_errors, open_regular, write_all
+from tstore.core.storage.local.atomic_file import StagedFile, open_regular, write_all
 from tstore.core.storage.local.store import LocalStorage, path_in
-from tstore.core.storage.objects import Buffers, Durability, Page, PutMode
+from tstore.core.storage.objects import Buffers, Durability, Page, PutMode, mapped_errors
 from tstore.errors import Corrupt, Denied, NotFound
 from tstore.service.server.kinds import Kind
 from tstore.service.server.limits import LIMITS

@@ -22,8 +22,8 @@ import xxhash
 
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import PackReader, Storage
-from tstore.core.storage.local.atomic_file import mapped_errors, write_all
-from tstore.core.storage.objects import Buffers, Durability, Page, PutMode
+from tstore.core.storage.local.atomic_file import write_all
+from tstore.core.storage.objects import Buffers, Durability, Page, PutMode, mapped_errors
 from tstore.errors import NotFound
 from tstore.service.server.kinds import Kind
 from tstore.service.server.limits import LIMITS, PIECE, Shares

@@ -31,12 +31,12 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NoReturn, Self
+from typing import Self
 
 from tstore.core.runtime.pool import run
 from tstore.core.runtime.quick_calls import QuickCalls
-from tstore.core.storage.objects import Buffers, BufferStream, Durability, Entry, PutMode
-from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull, Unavailable
+from tstore.core.storage.objects import Buffers, BufferStream, Durability, Entry, PutMode, mapped_errors
+from tstore.errors import AlreadyExists, Denied, Unavailable
 
 __all__ = [
     "IOV_MAX",
@@ -45,7 +45,6 @@ __all__ = [
     "StagedFile",
     "fsync_folder",
     "give_name",
-    "mapped_errors",
     "name_digest",
     "new_file",
     "new_folder",
@@ -117,52 +116,6 @@ _ABANDONED = 3600  # seconds without a write, where files can't be locked
 
 IOV_MAX = 1024
 """The maximum number of buffers in one system call."""
-
-
-# a context manager made from a generator takes three times as long
-class mapped_errors:
-    """Map an OSError in the block to an error of `Storage` whose message says what to do."""
-
-    __slots__ = ("_action", "_path")
-
-    def __init__(self, action: str, path: str) -> None:
-        self._action = action
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            self._raise(error)
-
-    def _raise(self, error: OSError) -> NoReturn:
-        action, path = self._action, self._path
-        failure = f"can't {action} {path}: {error.strerror or error}"
-        match error.errno:
-            case errno.ENOTDIR:
-                raise NotFound(
-                    f"{failure}: there is a file at that path or in place of a folder above it; pass another path"
-                ) from error
-            case errno.ENOENT if action in ("create", "write"):
-                raise NotFound(f"{failure}; pass a path in a folder that exists") from error
-            case errno.ENOENT:
-                raise NotFound(f"{failure}; pass a path that exists") from error
-            case errno.EEXIST:
-                raise AlreadyExists(f"{failure}; choose another name") from error
-            case errno.ENXIO:
-                failure = f"can't {action} {path}: it is not a regular file"
-                raise Corrupt(f"{failure}; restore it from a copy of the store") from error
-            case errno.EISDIR | errno.ENAMETOOLONG | errno.ELOOP:
-                raise InvalidArgument(f"{failure}; pass another path") from error
-            case errno.EACCES | errno.EPERM | errno.EROFS:
-                raise Denied(f"{failure}; check the owner, the permissions and whether it is read-only") from error
-            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                raise StorageFull(f"{failure}; free space or raise the limit, then repeat") from error
-            case errno.EMFILE | errno.ENFILE:
-                raise Unavailable(f"{failure}; raise the limit of open files (ulimit -n)") from error
-            case _:
-                raise Unavailable(f"{failure}; try again, or check the disk") from error
 
 
 def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tstore.core.storage.local.atomic_file import mapped_errors
-from tstore.core.storage.objects import Entry, Keys, Page
+from tstore.core.storage.objects import Entry, Keys, Page, mapped_errors
 from tstore.errors import NotFound
 
 __all__ = ["Listing"]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from tstore.core.storage.local.atomic_file import (
     IOV_MAX,
     StagedFile,
-    mapped_errors,
     name_digest,
     open_regular,
     rest_of,
@@ -19,7 +18,17 @@ from tstore.core.storage.local.atomic_file import (
     sync_existing,
     write_all,
 )
-from tstore.core.storage.objects import Buffers, BufferStream, Durability, PutMode, overlong, read_limit, too_short
+from tstore.core.storage.objects import (
+    Buffers,
+    BufferStream,
+    Durability,
+    PutMode,
+    mapped_errors,
+    overlong,
+    raise_mapped,
+    read_limit,
+    too_short,
+)
 from tstore.errors import StorageFull, Unavailable
 
 __all__ = ["LocalPack", "LocalReader", "LocalUpload", "read_leading", "read_whole"]
@@ -180,7 +189,7 @@ class LocalReader:
         return os.fstat(self._fd).st_nlink == 0
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        with mapped_errors("read", self._path):
+        try:
             for i in range(0, len(buffers), IOV_MAX):
                 batch = buffers[i : i + IOV_MAX]
                 remaining = size if len(buffers) <= IOV_MAX else sum(len(b) for b in batch)
@@ -192,6 +201,8 @@ class LocalReader:
                     if done == 0:
                         raise too_short(self._path, offset, offset + remaining, offset)
                 offset += done
+        except OSError as error:
+            raise_mapped("read", self._path, error)
 
 
 try:

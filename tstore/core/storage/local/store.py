@@ -47,7 +47,6 @@ from tstore.core.storage.base import LEADING_BYTES, Leading, Objects, Storage
 from tstore.core.storage.local.atomic_file import (
     LocalStagedObject,
     fsync_folder,
-    mapped_errors,
     new_file,
     remove_unfinished,
     sync_existing,
@@ -66,6 +65,8 @@ from tstore.core.storage.objects import (
     PutMode,
     Tuning,
     checked_key,
+    mapped_errors,
+    raise_mapped,
 )
 from tstore.errors import Corrupt, NotFound
 
@@ -94,7 +95,10 @@ class LocalStorage(Storage):
         self._readers: OrderedDict[str, LocalReader] = OrderedDict()
         self._lock = threading.Lock()
         self._reads, self._creates = QuickCalls(), QuickCalls()
-        self._listing = Listing(self.url, self._path_of)
+
+    @functools.cached_property
+    def _listing(self) -> Listing:
+        return Listing(self.url, self._path_of)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         return await run(self._get, key, max_size)
@@ -224,8 +228,10 @@ class LocalStorage(Storage):
 
     def _get(self, key: str, max_size: int | None = None) -> bytes:
         path = self.path(key)
-        with mapped_errors("read", path):
+        try:
             return read_whole(key, path, max_size)
+        except OSError as error:
+            raise_mapped("read", path, error)
 
     def _get_short(self, key: str) -> bytes | None:
         with contextlib.suppress(Corrupt, NotFound):
@@ -245,8 +251,7 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            with mapped_errors("read", path):
-                raise error
+            raise_mapped("read", path, error)
 
     def _leading_unless(self, keys: Iterable[str], unless: str) -> Leading:
         keys = iter(keys)
@@ -285,12 +290,20 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            with mapped_errors("stat", path):
-                raise error
+            raise_mapped("stat", path, error)
         return Entry(key, status.st_size, max(0.0, time.time() - status.st_mtime))
 
     def _sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        return {key: entry.size for key in keys if (entry := self._head(key)) is not None}
+        sizes = {}
+        for key in keys:
+            path = self._path_of(self.url, key)
+            try:
+                sizes[key] = self._stat(path).st_size
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise_mapped("stat", path, error)
+        return sizes
 
     def _stat(self, path: str) -> os.stat_result:
         """Return the status of an object's file, or raise FileNotFoundError; a subclass may refuse links."""
