@@ -67,13 +67,10 @@ def test_a_save_in_the_background_reuses_each_chunk_of_one_at_once(
     assert packs(tmp_path) == before
 
 
-@pytest.mark.parametrize("staging", ["memory", "reference"])
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_save_at_once_reuses_each_chunk_of_one_in_the_background(
-    tmp_path: Path, name: str, staging: Any
-) -> None:
+def test_a_save_at_once_reuses_each_chunk_of_one_in_the_background(tmp_path: Path, name: str) -> None:
     leaf = LEAVES[name]()
-    blocking.save_async(tmp_path, {"a": leaf}, 1, staging=staging).wait()
+    blocking.save_async(tmp_path, {"a": leaf}, 1, staging="memory").wait()
     before = packs(tmp_path)
     blocking.save(tmp_path, {"a": leaf}, 2)
     assert packs(tmp_path) == before

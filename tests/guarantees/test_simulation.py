@@ -128,17 +128,11 @@ MUTATIONS: dict[str, list[Edit]] = {
     "nodes created by both pass": [
         Edit(TREE + "overlap", "if mine.replaces_node or theirs.replaces_node:", "if False:")
     ],
-    "writes below a deletion pass": [
-        Edit(TREE + "overlap", "at_or_below(self.nodes, other.deleted)", "[]"),
-    ],
+    "writes below a deletion pass": [Edit(TREE + "overlap", "at_or_below(self.nodes, other.deleted)", "[]")],
     "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags or t in other.dropped", "if False")],
     "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
     "own commit not recognised after a lost reply": [
-        Edit(
-            APPEND + "_find_itself",
-            "if other.commits(self._record.transaction):",
-            "if False:",
-        )
+        Edit(APPEND + "_find_itself", "if other.commits(self._record.transaction):", "if False:")
     ],
     "another's record taken for one's own": [
         Edit(
@@ -153,7 +147,7 @@ MUTATIONS: dict[str, list[Edit]] = {
             APPEND + "_decide",
             "if isinstance(failure, TStoreError) and not isinstance(failure, Unavailable):",
             "if True:",
-        ),
+        )
     ],
     "next number without a void record": [Edit(APPEND + "_create", DECIDE, "self._seen += 1")],
     "unknown outcome reported as a failure": [Edit(APPEND + "run", "if self._undecided:", "if False:")],
@@ -163,7 +157,7 @@ MUTATIONS: dict[str, list[Edit]] = {
             READER + "_search_newest",
             "known = self._newest\n",
             "known = self._newest or await read_hint(self.storage)\n",
-        ),
+        )
     ],
     "the hint need not exist": [Edit(READER + "_gallop_from_hint", "low=0", "low=hint")],
     "patches not reapplied": [Edit(REAPPLY, "if not chunks and not extended:", "if True:")],
@@ -305,7 +299,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "gc forgets manifests that a root repeats": [
-        Edit(GC + "_Plan._release", "{m.key for m in record.manifests if isinstance(m, ObjectRef)}", "set()"),
+        Edit(GC + "_Plan._release", "{m.key for m in record.manifests if isinstance(m, ObjectRef)}", "set()")
     ],
     "a root forgets deletions": [
         Edit(
@@ -315,11 +309,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a root of another version is read": [
-        Edit(
-            "tstore.core.log.trees:_is_of",
-            "root.version == version and stored.has_root(root)",
-            "True",
-        )
+        Edit("tstore.core.log.trees:_is_of", "root.version == version and stored.has_root(root)", "True")
     ],
     "a segment is lost": [
         Edit(
@@ -328,9 +318,7 @@ MUTATIONS: dict[str, list[Edit]] = {
             "layers(segments[1:], source)",
         )
     ],
-    "a merge hides newer references": [
-        Edit(ARRAY + "revise_merge", "former.without(newer.numbers)", "former"),
-    ],
+    "a merge hides newer references": [Edit(ARRAY + "revise_merge", "former.without(newer.numbers)", "former")],
     "references are merged in the wrong order": [
         Edit(
             "tstore.core.format.objects.merges:MergePlan.parts",
@@ -338,9 +326,7 @@ MUTATIONS: dict[str, list[Edit]] = {
             "ChunkTable.overlay([between(rows, start, stop), *slab])",
         )
     ],
-    "readers ignore archives": [
-        Edit(COMMITS + "CommitObjects.get", "if archive is not None:", "if own is None:"),
-    ],
+    "readers ignore archives": [Edit(COMMITS + "CommitObjects.get", "if archive is not None:", "if own is None:")],
     "a search ignores archives": [
         Edit(COMMITS + "CommitObjects.existing", "keys[archive_key(end)] = block", "pass")
     ],
@@ -583,9 +569,7 @@ def test_virtual_time_passes_at_once_and_in_order() -> None:
     loop.close()
 
 
-def test_simultaneous_timers_run_in_order_of_creation_unless_cancelled(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_simultaneous_timers_run_in_order_of_creation_unless_cancelled(caplog: pytest.LogCaptureFixture) -> None:
     loop, order = VirtualLoop(), list[int]()
     timers = [loop.call_at(5, order.append, number) for number in range(20)]
     timers[3].cancel()

@@ -115,8 +115,14 @@ async def test_a_record_of_another_store_is_noticed(number: int, at: int, ours: 
     await check_noticed(ours, at)
 
 
-@pytest.mark.parametrize("common", [3, ROOT_EVERY - 1, ROOT_EVERY, ROOT_EVERY + 2])
-@pytest.mark.parametrize("ahead", [0, 1, 2, ROOT_EVERY])
+@pytest.mark.parametrize(
+    ("common", "ahead"),
+    [
+        *((3, ahead) for ahead in range(3)),
+        *((ROOT_EVERY + more, 1) for more in (-1, 0, 2)),
+        (ROOT_EVERY, ROOT_EVERY),
+    ],
+)
 async def test_merged_copies_are_noticed(common: int, ahead: int, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     await (await filled(ours, common)).close()

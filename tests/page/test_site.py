@@ -240,7 +240,7 @@ async def test_memory_of_views_goes_back_to_the_system(tmp_path: Path) -> None:
                 async with session.get(urljoin(entrance, f"/-/page/tensor?{query}")) as response:
                     assert response.status == 200
 
-            for first in range(0, 9, 3):
+            for first in range(0, 6, 3):
                 await asyncio.gather(*(look(first + i) for i in range(3)))
         after = resident(process.pid)
     assert after - before < 200 << 20  # with the buffers that malloc retains, about twice that

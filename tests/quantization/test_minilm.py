@@ -57,5 +57,5 @@ def test_paraphrases_are_near_and_other_sentences_far(
 
 
 def test_padding_changes_nothing(minilm: ModuleType, embeddings: npt.NDArray[np.float32]) -> None:
-    alone = encoder(minilm).embed(minilm.batches(minilm.SENTENCES, size=1))
-    np.testing.assert_allclose(embeddings, alone, atol=2e-6)
+    alone = encoder(minilm).embed(minilm.batches(minilm.SENTENCES[::7], size=1))
+    np.testing.assert_allclose(embeddings[::7], alone, atol=2e-6)
