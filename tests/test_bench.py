@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,20 +20,31 @@ from bench.writers.rounds import Bench
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_jobs_measures_what_its_bars_need(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    options = ["--rounds", "1", "--only", "large", "--size", "3", "--contenders", "tstore", "--dir", str(tmp_path)]
-    command = [sys.executable, "-m", "bench.jobs", *options, "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+def figures_of(program: str, folder: Path, options: str) -> Any:
+    """Run a program in a folder that it leaves as it was, and return its figures."""
+    figures = folder / "figures.json"
+    command = [sys.executable, "-m", f"bench.{program}", *options.split(), "--json", str(figures)]
+    if program != "breadth":
+        command += ["--rounds", "1", "--dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads(figures.read_text())
+    assert list(folder.iterdir()) == [figures]
+    return json.loads(figures.read_text())
+
+
+def not_measured(data: Any) -> set[str]:
+    """Return the bars of the figures whose value no workload has measured."""
+    return {bar["what"] for bar in data["bars"] if bar["met"] is None}
+
+
+def test_jobs_measures_what_its_bars_need(tmp_path: Path) -> None:
+    data = figures_of("jobs", tmp_path, "--only large --size 3 --contenders tstore")
     for measured in data["workloads"].values():
         assert [figures["error"] for figures in measured.values()] == ["", ""]
         assert 0 < measured["tstore"]["median"]["written by frozen steps"] < 1
         assert measured["raw"]["median"]["memory copy"] > 0
     assert data["bars"]
-    assert None not in {bar["met"] for bar in data["bars"]}
-    assert list(tmp_path.iterdir()) == [figures]
+    assert not not_measured(data)
 
 
 @pytest.mark.parametrize("hosts", [(8,), (1, 8)])
@@ -54,90 +66,47 @@ def test_writers_begins_no_measurement_after_its_time(tmp_path: Path) -> None:
     assert bench.rows == logged == []
 
 
-def test_scale_measures_what_its_bars_need(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    rows = "write,open,change,arrays,leaves,group,commits,poll"
-    sizes = [
-        "--chunks",
-        "20000",
-        "--arrays",
-        "50",
-        "--leaves",
-        "100",
-        "--hosts",
-        "72",
-        "--commits",
-        "30",
-        "--size",
-        "4",
-    ]
-    options = ["--rounds", "1", "--only", rows, "--peers", "safetensors", *sizes, "--seconds", "0"]
-    command = [sys.executable, "-m", "bench.scale", *options, "--dir", str(tmp_path), "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads(figures.read_text())
+@pytest.mark.parametrize(
+    ("rows", "works", "bars"),
+    [
+        ("open,poll", 5, 9),
+        pytest.param("write,open,change,arrays,leaves,group,commits,poll", 18, 20, marks=pytest.mark.deep),
+    ],
+)
+def test_scale_measures_what_its_bars_need(rows: str, works: int, bars: int, tmp_path: Path) -> None:
+    sizes = "--chunks 20000 --arrays 50 --leaves 100 --hosts 72 --commits 30 --size 4 --seconds 0"
+    data = figures_of("scale", tmp_path, f"--only {rows} --peers safetensors {sizes}")
     errors = [figures["error"] for work in data["works"].values() for figures in work.values()]
     assert not any(errors), errors
-    assert len(data["works"]) >= 18
-    not_measured = [bar["what"] for bar in data["bars"] if bar["met"] is None]
-    assert all("tensorstore" in what for what in not_measured), not_measured
-    assert len(data["bars"]) - len(not_measured) >= 20
-    assert list(tmp_path.iterdir()) == [figures]
+    assert len(data["works"]) >= works
+    assert all("tensorstore" in what for what in not_measured(data))
+    assert len(data["bars"]) - len(not_measured(data)) >= bars
 
 
-@pytest.mark.parametrize("codecs", ["raw", pytest.param("raw,zstd", marks=pytest.mark.deep)])
-def test_arrays_measures_what_its_bars_need(codecs: str, tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    options = [
-        "--rounds",
-        "1",
-        "--peers",
-        "zarr",
-        "--side",
-        "32",
-        "--chunks",
-        "16",
-        "--boxes",
-        "3",
-        "--arrays",
-        "20",
-    ]
-    command = [sys.executable, "-m", "bench.arrays", *options, "--singles", "5", "--elements", "5"]
-    command += ["--codecs", codecs, "--dir", str(tmp_path), "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads(figures.read_text())
-    kinds = codecs.split(",")
-    assert len(data["works"]) == len(kinds) * 8 + 2
+@pytest.mark.parametrize(
+    ("codecs", "only"), [("raw", "--only read,boxes"), pytest.param("raw,zstd", "", marks=pytest.mark.deep)]
+)
+def test_arrays_measures_what_its_bars_need(codecs: str, only: str, tmp_path: Path) -> None:
+    sizes = "--side 32 --chunks 16 --boxes 3 --arrays 20 --singles 5 --elements 5"
+    data = figures_of("arrays", tmp_path, f"--peers zarr --codecs {codecs} {sizes} {only}")
+    assert len(data["works"]) == (3 if only else 18)
     for work, measured in data["works"].items():
         assert not any(figures["error"] for figures in measured.values()), work
         assert measured["tstore"]["median"]["cpu"] > 0
         assert ("zarr" in measured) == (not work.endswith("durable")), work
-    not_measured = {bar["what"] for bar in data["bars"] if bar["met"] is None}
-    assert not_measured >= {"16³ raw: read: tensorstore ÷ tstore"}
-    assert list(tmp_path.iterdir()) == [figures]
+    assert not_measured(data) >= {"16³ raw: read: tensorstore ÷ tstore"}
 
 
 def test_page_measures_what_its_bars_need(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    options = ["--rounds", "1", "--steps", "3", "--arrays", "20", "--many", "20", "--gets", "10"]
-    command = [sys.executable, "-m", "bench.page", *options, "--dir", str(tmp_path), "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads(figures.read_text())
+    data = figures_of("page", tmp_path, "--steps 3 --arrays 20 --many 20 --gets 10")
     assert len(data["views"]) == 7
     for measured in data["views"].values():
         assert all(value > 0 for value in measured["median"].values())
-    assert None not in {bar["met"] for bar in data["bars"]}
-    assert list(tmp_path.iterdir()) == [figures]
+    assert not not_measured(data)
 
 
 def test_breadth_counts_what_each_call_enters(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "bench.breadth", "--repeats", "2", "--json", str(figures)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads(figures.read_text())
+    data = figures_of("breadth", tmp_path, "--repeats 2")
     assert data.pop("import tstore") == {"loaded": 1}
     imported = data.pop("import tstore.sync")["loaded"]
     assert {"save", "restore", "read", "commit"} == data.keys()
