@@ -15,6 +15,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tstore.checkpoint.streamed import StreamedArray
+from tstore.core.runtime import pool
 from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Denied, InvalidArgument, Misuse
 
 
@@ -165,6 +166,46 @@ async def test_a_save_that_has_failed_before_the_call_returns_tells_its_error_it
             save = await checkpoints.save(5, {"w": np.zeros(3)})
             with pytest.raises(AlreadyExists, match="step 5 is already saved"):
                 await save.committed
+
+
+@pytest.mark.parametrize(
+    ("kind", "priority", "is_low"),
+    [
+        ("save", None, False),
+        ("save", "low", True),
+        ("save_async", None, True),
+        ("save_async", "normal", False),
+        ("save_async", "low", True),
+        ("Checkpointer", None, True),
+        ("Checkpointer", "normal", False),
+    ],
+)
+async def test_a_save_gives_way_to_the_main_thread_as_its_priority_says(
+    url: str, kind: str, priority: Any, is_low: bool
+) -> None:
+    priorities = set()
+
+    def read(_: Any) -> Any:
+        call = pool.current_each_call()  # None on the event loop
+        priorities.add(pool.has_low_priority() if call is None else call.paced_workers > 0)
+        return np.zeros(3, "f4")
+
+    tree = {"w": StreamedArray((3,), np.dtype("f4"), read)}
+    match kind:
+        case "save":
+            await tstore.save(url, tree, 1, priority=priority)
+        case "save_async":
+            await (await tstore.save_async(url, tree, 1, staging="reference", priority=priority)).committed
+        case "Checkpointer":
+            async with tstore.Checkpointer(url, staging="reference") as checkpoints:
+                await (await checkpoints.save(1, tree, priority=priority)).committed
+    assert priorities == {is_low}
+
+
+async def test_an_unknown_priority_is_refused(url: str) -> None:
+    for call in (tstore.save, tstore.save_async):
+        with pytest.raises(InvalidArgument, match=r"priority='high': expected 'normal', 'low' or None"):
+            await call(url, {}, 1, priority="high")  # type: ignore[operator]
 
 
 async def test_an_error_that_is_its_own_cause_ends_the_save(url: str) -> None:

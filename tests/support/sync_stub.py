@@ -29,6 +29,7 @@ import tstore.sync
 PACKAGE = Path(tstore.__file__).parent
 MODULES = ["tstore.sync", "tstore.sync.jax", "tstore.sync.torch", "tstore.jax", "tstore.torch"]
 FRAMEWORKS = ("jax", "torch")
+OPTIONS = ["tstore.checkpoint.options", "tstore.checkpoint.checkpointer"]  # which declare what `**options` may be
 LAZY = "from tstore import zarr as zarr\nfrom tstore.sync import jax as jax, torch as torch"  # by `__getattr__`
 HEADER = '"""Types of the public names, written by tests/support/sync_stub.py from those in `tstore`."""\n'
 BLOCKING = {"AsyncIterator": "Iterator", "ArrayCall": "Array", "SnapshotCall": "Snapshot"}
@@ -115,6 +116,8 @@ def _function(
             head.returns = result
     defined = _origins(inspect.getsourcefile(original) or "")
     public = "tstore.sync" if is_sync else "tstore"
+    if head.args.kwarg is not None and "Unpack[" in ast.unparse(head.args.kwarg):
+        _expand_options(head.args, original, defined)
     general = _WithoutFrameworks(defined)
     head.returns = general.visit(head.returns)
     arguments = [*head.args.posonlyargs, *head.args.args, *head.args.kwonlyargs]
@@ -136,6 +139,19 @@ def _function(
     body = ast.Expr(ast.Constant(... if text is None else text))
     kind = ast.FunctionDef if is_sync else type(head)
     return kind(name, head.args, [body], [], head.returns, type_params=[])  # type: ignore[call-arg,unused-ignore]
+
+
+def _expand_options(arguments: ast.arguments, function: Callable[..., Any], defined: dict[str, ast.stmt]) -> None:
+    """Replace `**options` by the parameters for which it stands: some editors can't read a `TypedDict`."""
+    arguments.kwarg = None
+    own = {a.arg for a in (*arguments.args, *arguments.kwonlyargs)}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in own:
+            annotation = ast.parse(parameter.annotation, mode="eval").body
+            arguments.kwonlyargs.append(ast.arg(parameter.name, annotation))
+            arguments.kw_defaults.append(ast.Constant(parameter.default))
+    for module in OPTIONS:
+        defined.update(_origins(str(importlib.import_module(module).__file__)))
 
 
 class _WithoutFrameworks(ast.NodeTransformer):

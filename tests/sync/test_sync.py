@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -27,6 +28,8 @@ import tstore.sync as blocking
 from tests.support import http_server, processes
 from tests.support.interrupts import AT_EVERY_MOMENT
 from tests.support.sync_stub import MODULES, stub_path, sync_stub
+from tstore.checkpoint.checkpointer import CheckpointerOptions
+from tstore.checkpoint.options import CommitOptions, CommitSettings, SaveOptions, SharedOptions
 from tstore.core.runtime.background_loop import BACKGROUND
 from tstore.core.storage.local.store import LocalStorage
 
@@ -103,6 +106,45 @@ def test_all_public_members_exist(name: str) -> None:
 def test_the_types_are_those_of_the_awaited_names(module: str) -> None:
     made, kept = (ast.dump(ast.parse(text)) for text in (sync_stub(module), stub_path(module).read_text()))
     assert made == kept, "run: python -m tests.support.sync_stub"
+
+
+SAVES = {
+    "save": SaveOptions,
+    "save_async": SaveOptions,
+    "Checkpointer.save": CommitOptions,
+    "torch.save": SharedOptions,
+    "torch.save_async": SharedOptions,
+    "torch.Checkpointer.save": CommitOptions,
+    "torch.Checkpointer": CheckpointerOptions,
+    "jax.save": SharedOptions,
+    "jax.save_async": SharedOptions,
+    "jax.Checkpointer.save": CommitOptions,
+    "jax.Checkpointer": CheckpointerOptions,
+}
+"""The functions that take options, and which; each passes them on to the one that declares their defaults."""
+
+
+@pytest.mark.parametrize("module", [tstore, blocking])
+@pytest.mark.parametrize("name", SAVES)
+def test_help_and_editors_show_every_option_of_a_save(module: Any, name: str) -> None:
+    function = functools.reduce(getattr, name.split("."), module)
+    parameters = inspect.signature(function).parameters
+    assert SAVES[name].__annotations__.keys() <= parameters.keys()
+    assert "options" not in parameters
+    code = f"import {module.__name__} as t\n" + f"t.{name}(".replace("Checkpointer.", "Checkpointer('s').")
+    [shown] = jedi.Script(code).get_signatures()
+    assert {p.name for p in shown.params} == parameters.keys() - {"self"}
+
+
+@pytest.mark.parametrize(
+    ("options", "declared"),
+    [(CommitOptions, CommitSettings), (SaveOptions, tstore.save), (CheckpointerOptions, tstore.Checkpointer)],
+)
+def test_an_option_has_one_type(options: Any, declared: Any) -> None:
+    """Mypy sees a name that differs, and a type only if the declared one is narrower."""
+    parameters = inspect.signature(declared).parameters
+    for name, annotation in options.__annotations__.items():
+        assert annotation.__forward_arg__ == parameters[name].annotation, name
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 1. `structure`: containers, split into a document and leaves, and built again; `keys`: their keys in paths.
    `leaves`: arrays of other libraries as NumPy arrays, `Shards`, one host's part of an array, and `PerHost`.
    `per_host`: the values of hosts as bytes. `streamed`: arrays that are read as they are saved.
-2. `save`: a tree as one commit; `checkpoint`: its transaction. `jobs`: the write jobs of its arrays. `replicated`:
-   checksums of what hosts must have alike. `union`: one tree from trees that differ between hosts.
+2. `save`: a tree as one commit, with `options`; `checkpoint`: its transaction. `jobs`: the write jobs of its
+   arrays. `replicated`: checksums of what hosts must have alike. `union`: one tree from trees that differ between
+   hosts.
 3. `background`: saves while the caller goes on, to a `background_store`, from the copies that `staging` makes.
    `checkpointer`: a series of saves at the steps that `policies` choose. `rollback`: going on from an earlier
    step of a series.

@@ -14,14 +14,15 @@ import os
 import time
 import traceback
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent import futures
 from concurrent.futures import Future
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, Unpack, get_args
 
 from tstore.checkpoint.background_store import BackgroundStore
 from tstore.checkpoint.checkpoint import Checkpoint
-from tstore.checkpoint.save import checkpoint_from_arguments
+from tstore.checkpoint.options import SaveOptions, complete
+from tstore.checkpoint.save import checkpoint_to_save
 from tstore.checkpoint.staging import StagingMemory
 from tstore.core.format.arguments import quote
 from tstore.core.pickling import refusal
@@ -30,7 +31,6 @@ from tstore.core.runtime.event_loops import LoopCall, PerLoop
 from tstore.core.runtime.pool import low_priority, wait_all
 from tstore.core.store import Store
 from tstore.errors import DeadlineExceeded, InvalidArgument, Misuse
-from tstore.quantization.policy import QuantizeRules, Target
 
 __all__ = [
     "BackgroundSave",
@@ -56,23 +56,15 @@ _locks: PerLoop[weakref.WeakValueDictionary[tuple[str, int], asyncio.Lock]] = Pe
 """A lock for each URL and host, which one save holds at a time."""
 
 
+@complete(SaveOptions, checkpoint_to_save)
 async def save_async(
     store: str | os.PathLike[str] | Store,
     tree: Any,
     step: int,
     *,
-    host: int = 0,
-    hosts: int = 1,
-    attempt: str | None = None,
-    codecs: QuantizeRules | Target = None,
-    metrics: Mapping[str, float] | None = None,
-    attributes: Mapping[str, Any] | None = None,
-    message: str = "",
-    durability: Literal["fsync", "none"] = "fsync",
-    timeout: float | None = None,
-    overwrite: bool = False,
     staging: StagingChoice = "memory",
     in_flight: InFlight = "queue",
+    **options: Unpack[SaveOptions],
 ) -> BackgroundSave:
     """Begin a save in the background; return its `BackgroundSave` once the arrays may be changed.
 
@@ -87,7 +79,7 @@ async def save_async(
 
     Parameters
     ----------
-    store, tree, step, host, hosts, attempt, codecs, metrics, attributes, message, durability, timeout, overwrite
+    store, tree, step, and options not named here
         As `save` takes them. If a `Store` is passed, its `close` waits for the end of the save.
     staging
         With "memory" the values are copied, so the save needs as much memory again as the state. With "turns" this
@@ -114,20 +106,7 @@ async def save_async(
     """
     checked_choices(staging, in_flight)
     background_store = BackgroundStore(store)
-    checkpoint = await checkpoint_from_arguments(
-        tree,
-        step,
-        host=host,
-        hosts=hosts,
-        attempt=attempt,
-        codecs=codecs,
-        metrics=metrics,
-        attributes=attributes,
-        message=message,
-        durability=durability,
-        timeout=timeout,
-        overwrite=overwrite,
-    )
+    checkpoint = await checkpoint_to_save(tree, step, **options)
 
     async def close(_: int | None) -> None:
         await background_store.close()
@@ -191,7 +170,8 @@ async def _save(
 
         def on_written() -> None:
             save._set_staged()
-            stack.enter_context(low_priority())  # from here on the caller computes beside the save
+            if checkpoint.settings.priority is None:
+                stack.enter_context(low_priority())  # from here on the caller computes beside the save
 
         if staging == "turns":
             return await store.save(checkpoint, on_written)

@@ -7,15 +7,16 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from tstore.checkpoint.options import CommitSettings
 from tstore.core.data.writer import WriteJob
 from tstore.core.format.objects.records import Fragment
 from tstore.core.format.tree.tree import group_document
 from tstore.core.runtime.background_loop import BACKGROUND
-from tstore.core.runtime.pool import give_way, run_to_end, wait_all
+from tstore.core.runtime.pool import give_way, low_priority, run_to_end, wait_all
 from tstore.core.snapshot import Snapshot, snapshot_of
 from tstore.core.steps import step_tag, step_tags, steps_of
 from tstore.core.storage.objects import checked_durability
@@ -55,10 +56,10 @@ _FINAL_ERRORS = AlreadyExists, CommitOutcomeUnknown, Conflict, DeadlineExceeded,
 
 
 class Checkpoint(NamedTuple):
-    """One call of `save`: what this host writes, and the attributes and metadata of the commit.
+    """One call of `save`: what this host writes, and the settings and metadata of the commit.
 
-    `attributes` are the caller's attributes of the root group, and `reserved` those of tstore. `digest` is a
-    checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves. `replicated` has
+    `reserved` are the attributes of the root group that are tstore's own. `digest` is a checksum of these and the
+    caller's, on which all hosts must agree: only host 0 needs the attributes themselves. `replicated` has
     checksums of the values that must be equal on all hosts, by path. `check_tags`
     raises if the step must not be saved in a store with these tags; it is called before anything is written. If
     the checkpoint `withdraws`, a host whose save fails withdraws the transaction, so that the others need not wait
@@ -67,17 +68,13 @@ class Checkpoint(NamedTuple):
 
     step: int
     jobs: Sequence[WriteJob]
-    attributes: dict[str, Any]
+    settings: CommitSettings
+    metadata: dict[str, Any]
     reserved: dict[str, Any]
     digest: bytes
-    message: str
-    metadata: dict[str, Any]
-    durability: Literal["fsync", "none"]
     host: int
     hosts: int
     attempt: str | None
-    timeout: float | None
-    overwrite: bool
     check_tags: Callable[[Mapping[str, int]], None] = _permit_all_tags
     withdraws: bool = False
     replicated: Mapping[str, bytes] = MappingProxyType({})
@@ -85,9 +82,8 @@ class Checkpoint(NamedTuple):
     @staticmethod
     def for_withdrawal(step: int, host: int, hosts: int, attempt: str | None, overwrite: bool) -> Checkpoint:
         """Return an empty checkpoint, to withdraw one that could not be built on this host."""
-        return Checkpoint(
-            step, (), {}, {}, b"", "", {}, "fsync", host, hosts, attempt, None, overwrite, withdraws=True
-        )
+        settings = CommitSettings(overwrite=overwrite)
+        return Checkpoint(step, (), settings, {}, {}, b"", host, hosts, attempt, withdraws=True)
 
     async def save(self, store: Store, on_written: Callable[[], None] | None = None) -> int:
         """Commit the checkpoint and return its version.
@@ -96,12 +92,13 @@ class Checkpoint(NamedTuple):
         save fails if it would have to read them a second time.
         """
         token = self.attempt if self.attempt is not None else detected_attempt(os.environ, self.hosts)
-        try:
-            return await self._commit(store, token, _newest_step, on_written)
-        except SourceCondemned:  # all hosts get this error, and save again under the same new attempt
-            if on_written is not None:
-                raise
-            return await self._commit(store, None if token is None else _retry_attempt(token), _no_prior)
+        with self._priority():
+            try:
+                return await self._commit(store, token, _newest_step, on_written)
+            except SourceCondemned:  # all hosts get this error, and save again under the same new attempt
+                if on_written is not None:
+                    raise
+                return await self._commit(store, None if token is None else _retry_attempt(token), _no_prior)
 
     @contextlib.asynccontextmanager
     async def withdrawn_on_error(self, opened: Callable[[], Awaitable[Store]]) -> AsyncIterator[None]:
@@ -134,7 +131,8 @@ class Checkpoint(NamedTuple):
             version = self._other_save(base.tags, replaced)
             if version is not None:
                 raise self._already_saved(store, version)
-            await self._write(staging_of(tx), await _newest_step(store, base.tags, base.version))
+            with self._priority():
+                await self._write(staging_of(tx), await _newest_step(store, base.tags, base.version))
             return tx
         except BaseException:
             await tx.abort()
@@ -179,6 +177,9 @@ class Checkpoint(NamedTuple):
                 raise
             return version
 
+    def _priority(self) -> contextlib.AbstractContextManager[None]:
+        return low_priority() if self.settings.priority == "low" else contextlib.nullcontext()
+
     async def _version_after(self, error: BaseException, tx: Transaction) -> int | None:
         """Withdraw the transaction of a failed save if the checkpoint `withdraws`; return its version, if any.
 
@@ -208,16 +209,16 @@ class Checkpoint(NamedTuple):
     async def _transaction(self, store: Store, attempt: str | None) -> tuple[Transaction, int | None]:
         """Return a new transaction for this checkpoint, and the version of the step that it overwrites, if any."""
         tag = step_tag(self.step)
-        tags = await store.tags() if self.overwrite else {}
+        tags = await store.tags() if self.settings.overwrite else {}
         replaced = tags.get(tag)
         if replaced is not None and attempt is not None:
             # under the old name, this attempt may have committed the step that is replaced
             attempt = f"{attempt}.over.{replaced}"
         tx = store.transaction(
-            self.message,
-            None if self.overwrite else tag,
-            durability=self.durability,
-            move_tag=tag if self.overwrite else None,
+            self.settings.message,
+            None if self.settings.overwrite else tag,
+            durability=self.settings.durability,
+            move_tag=tag if self.settings.overwrite else None,
             # of copies; a cooperative transaction can't drop tags
             drop_tag=(step_tags(tags, self.step)[1:] or None) if self.hosts == 1 else None,
             name=tag if self.hosts > 1 else None,
@@ -231,7 +232,7 @@ class Checkpoint(NamedTuple):
     async def _write(self, staging: Staging, prior: Snapshot | None) -> None:
         await staging.replace_all(self.digest, replicated=self.replicated)
         if self.host == 0:
-            await staging.set_root_attributes(self.attributes, self.reserved)
+            await staging.set_root_attributes(self.settings.attributes, self.reserved)
         await give_way()
         try:
             await self._write_arrays(staging, prior)
@@ -257,7 +258,7 @@ class Checkpoint(NamedTuple):
         """
         tag = step_tag(self.step)
         try:
-            return await tx.commit(self.timeout)
+            return await tx.commit(self.settings.timeout)
         except Inconsistent as error:
             await self._check_not_removed(store, tx, error)
             raise
@@ -311,7 +312,7 @@ class Checkpoint(NamedTuple):
         documents = {path: node.document for path, node in saved.tree.nodes.items() if node.is_array}
         passed = {job.path: job.meta.document for job in self.jobs}
         differing = sorted(path for path in passed if documents.get(path) != passed[path])
-        if saved.tree.nodes[""].document != group_document(self.attributes, self.reserved):
+        if saved.tree.nodes[""].document != group_document(self.settings.attributes, self.reserved):
             differing.append("the attributes, or the structure of the tree")
         record = await store.log.reader.record(version)
         if _packed(record.metadata) != _packed(self.metadata):
@@ -333,7 +334,7 @@ class Checkpoint(NamedTuple):
                 f"than host {self.host} passes; another start of the job needs another attempt=…",
                 differing,
             )
-        await store.log.make_durable(version, checked_durability(self.durability))
+        await store.log.make_durable(version, checked_durability(self.settings.durability))
 
     async def _delivered(self, store: Store, transaction: str) -> Mapping[str, bytes]:
         """Return the checksums that this host delivered of values that other hosts may have written."""
@@ -345,7 +346,7 @@ class Checkpoint(NamedTuple):
         return {}
 
     def _already_saved(self, store: Store, version: int) -> AlreadyExists | Conflict:
-        if self.overwrite:
+        if self.settings.overwrite:
             return Conflict(
                 f"{store.url}: another writer saved step {self.step} meanwhile, as version {version}, which is "
                 "unchanged; save again to overwrite that one",

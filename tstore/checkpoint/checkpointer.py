@@ -6,8 +6,8 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal, Self, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 from tstore.checkpoint.background import (
     BackgroundSave,
@@ -24,10 +24,11 @@ from tstore.checkpoint.background import (
 )
 from tstore.checkpoint.background_store import BackgroundStore
 from tstore.checkpoint.checkpoint import Checkpoint
+from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
 from tstore.checkpoint.rollback import check_newest, check_order, next_attempt, roll_back
-from tstore.checkpoint.save import checked_order, checkpoint_from_arguments
+from tstore.checkpoint.save import checked_order, checkpoint_to_save
 from tstore.checkpoint.staging import StagingMemory
 from tstore.core.format.arguments import checked_commit_timeout, checked_index, checked_step, quote
 from tstore.core.format.tree.retention import Keep, checked_keep
@@ -40,8 +41,18 @@ from tstore.core.transactions.attempts import detected_attempt
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
 from tstore.quantization.policy import QuantizeRules, Target
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "CheckpointerOptions"]
 _T = TypeVar("_T")
+
+
+class CheckpointerOptions(TypedDict, total=False):
+    """The options of a `Checkpointer` that are the same for arrays of NumPy, PyTorch and JAX."""
+
+    every: int | Policy | None
+    keep: int | Keep | None
+    codecs: QuantizeRules | Target
+    timeout: float | None
+    in_flight: InFlight
 
 
 class Checkpointer:
@@ -155,17 +166,14 @@ class Checkpointer:
         self._raise_unseen_error()
         return False
 
+    @complete(CommitOptions, CommitSettings)
     async def save(
         self,
         step: int,
         tree: Any,
-        *,
-        metrics: Mapping[str, float] | None = None,
-        attributes: Mapping[str, Any] | None = None,
-        message: str = "",
-        overwrite: bool = False,
+        **options: Unpack[CommitOptions],
     ) -> BackgroundSave:
-        """Begin to save a tree as a step, as `save_async` does, even if no policy asks for it.
+        """Begin to save a tree as a step, as `save_async` does with these options, even if no policy asks for it.
 
         Raise what `save_async` raises, `InvalidArgument` for a step before the newest one (call `rollback` first),
         and `Misuse` after `close`. Raise the error of an earlier save once this one has begun, which goes on.
@@ -176,21 +184,17 @@ class Checkpointer:
         store = self._background_store = self._background_store or BackgroundStore(self._store)
         attempt = self._next_attempt(store.url, step)  # every host counts this call, even if it raises below
         self._check_process()
-        empty = Checkpoint.for_withdrawal(step, self._host, self._hosts, attempt, overwrite)
+        empty = Checkpoint.for_withdrawal(step, self._host, self._hosts, attempt, options.get("overwrite", False))
         async with empty.withdrawn_on_error(store.opened):
-            checkpoint = await checkpoint_from_arguments(
+            options.setdefault("timeout", self._timeout)
+            checkpoint = await checkpoint_to_save(
                 tree,
                 step,
                 host=self._host,
                 hosts=self._hosts,
                 attempt=attempt,
                 codecs=self._codecs,
-                metrics=metrics,
-                attributes=attributes,
-                message=message,
-                durability="fsync",
-                timeout=self._timeout,
-                overwrite=overwrite,
+                **options,
             )
             self._forget_failed_step()
             await check_order(self._store, step, self._last_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import msgspec
 import xxhash
@@ -12,37 +12,25 @@ import xxhash
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.jobs import write_jobs
 from tstore.checkpoint.leaves import PerHost, Shards, as_values
+from tstore.checkpoint.options import CommitOptions, CommitSettings, SaveOptions, complete
 from tstore.checkpoint.streamed import StreamedArray
 from tstore.checkpoint.structure import flatten
-from tstore.core.format.arguments import (
-    checked_attributes,
-    checked_commit_timeout,
-    checked_index,
-    checked_metadata,
-    checked_metrics,
-    checked_step,
-    checked_text,
-    quote,
-)
-from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.core.format.arguments import checked_index, checked_step, quote
 from tstore.core.format.tree_document import host_path
 from tstore.core.runtime.pool import run
 from tstore.core.steps import step_tag
-from tstore.core.storage.objects import checked_durability
 from tstore.core.store import Store, opened
 from tstore.core.transactions.membership import Membership
-from tstore.errors import (
-    InvalidArgument,
-)
+from tstore.errors import InvalidArgument
 from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
 
-__all__ = ["checked_order", "checkpoint_from_arguments", "save"]
+__all__ = ["checked_order", "checkpoint_to_save", "save"]
 
 _NOT_VALUES = (Shards, StreamedArray, PerHost)  # leaves that are not converted to a NumPy array
 
 
-async def save(
-    store: str | os.PathLike[str] | Store,
+@complete(CommitOptions, CommitSettings)
+async def checkpoint_to_save(
     tree: Any,
     step: int,
     *,
@@ -50,12 +38,46 @@ async def save(
     hosts: int = 1,
     attempt: str | None = None,
     codecs: QuantizeRules | Target = None,
-    metrics: Mapping[str, float] | None = None,
-    attributes: Mapping[str, Any] | None = None,
-    message: str = "",
-    durability: Literal["fsync", "none"] = "fsync",
-    timeout: float | None = None,
-    overwrite: bool = False,
+    **options: Unpack[CommitOptions],
+) -> Checkpoint:
+    """Return the checkpoint that the arguments of `save` describe; raise `InvalidArgument` if one is invalid."""
+    step, settings = checked_step(step), CommitSettings(**options)
+    metadata = settings.metadata(step)
+    host, hosts = checked_index("host", host), checked_index("hosts", hosts)
+    if hosts != 1 or host != 0:
+        Membership.from_arguments(step_tag(step), host, hosts, attempt)
+    document, leaves = flatten(tree, hosts)
+    leaves = {p: leaf if isinstance(leaf, _NOT_VALUES) else as_values(p, leaf) for p, leaf in leaves.items()}
+    if any(isinstance(leaf, PerHost) for leaf in leaves.values()):
+        leaves = dict(_of_host(path, leaf, host, hosts) for path, leaf in leaves.items())
+    rules = await _rules(codecs, leaves, hosts)
+    jobs = write_jobs(leaves, rules, host, hosts)  # raises for an invalid leaf; there is no store yet
+    reserved = {"structure": document}
+    replicated: Mapping[str, bytes] = {}
+    if hosts > 1:
+        from tstore.checkpoint.replicated import checksums
+
+        replicated = await run(checksums, document, leaves)
+    return Checkpoint(
+        step,
+        jobs,
+        settings,
+        metadata,
+        reserved,
+        xxhash.xxh3_128_digest(msgspec.json.encode([settings.attributes, reserved])),
+        host,
+        hosts,
+        attempt,
+        replicated=replicated,
+    )
+
+
+@complete(SaveOptions, checkpoint_to_save)
+async def save(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    **options: Unpack[SaveOptions],
 ) -> int:
     """Save a tree of arrays as one atomic commit and return its version. Durable on return.
 
@@ -85,6 +107,9 @@ async def save(
     overwrite
         Whether to replace the step if it is already saved. The old checkpoint stays until the new one is
         committed, and after that in the history, as its version.
+    priority
+        With "low" the save uses fewer threads, and pauses while the main thread is busy; with "normal" it does
+        neither. By default only a save in the background has low priority, once its values are staged.
 
     Raises
     ------
@@ -104,80 +129,9 @@ async def save(
     >>> tstore.steps("memory://of-save")
     [7]
     """
-    checkpoint = await checkpoint_from_arguments(
-        tree,
-        step,
-        host=host,
-        hosts=hosts,
-        attempt=attempt,
-        codecs=codecs,
-        metrics=metrics,
-        attributes=attributes,
-        message=message,
-        durability=durability,
-        timeout=timeout,
-        overwrite=overwrite,
-    )
+    checkpoint = await checkpoint_to_save(tree, step, **options)
     async with opened(store, "a") as target:
         return await checkpoint.save(target)
-
-
-async def checkpoint_from_arguments(
-    tree: Any,
-    step: int,
-    *,
-    host: int,
-    hosts: int,
-    attempt: str | None,
-    codecs: QuantizeRules | Target,
-    metrics: Mapping[str, float] | None,
-    attributes: Mapping[str, Any] | None,
-    message: str,
-    durability: Literal["fsync", "none"],
-    timeout: float | None,
-    overwrite: bool,
-) -> Checkpoint:
-    """Return the checkpoint that the arguments of `save` describe; raise `InvalidArgument` if one is invalid."""
-    step, message, metrics = checked_step(step), checked_text("message", message), checked_metrics(metrics)
-    root_attributes = checked_attributes(attributes)
-    if RESERVED_ATTRIBUTE in root_attributes:
-        raise InvalidArgument(
-            f"attributes[{RESERVED_ATTRIBUTE!r}] is reserved for the structure of the tree; use another key"
-        )
-    checked_commit_timeout(timeout)
-    host, hosts = checked_index("host", host), checked_index("hosts", hosts)
-    checked_durability(durability)
-    if hosts != 1 or host != 0:
-        Membership.from_arguments(step_tag(step), host, hosts, attempt)
-    metadata = checked_metadata({"step": step, **({"metrics": metrics} if metrics else {})})
-    document, leaves = flatten(tree, hosts)
-    leaves = {p: leaf if isinstance(leaf, _NOT_VALUES) else as_values(p, leaf) for p, leaf in leaves.items()}
-    if any(isinstance(leaf, PerHost) for leaf in leaves.values()):
-        leaves = dict(_of_host(path, leaf, host, hosts) for path, leaf in leaves.items())
-    rules = await _rules(codecs, leaves, hosts)
-    jobs = write_jobs(leaves, rules, host, hosts)  # raises for an invalid leaf; there is no store yet
-    reserved = {"structure": document}
-    replicated: Mapping[str, bytes] = {}
-    if hosts > 1:
-        from tstore.checkpoint.replicated import checksums
-
-        replicated = await run(checksums, document, leaves)
-    return Checkpoint(
-        step,
-        jobs,
-        root_attributes,
-        reserved,
-        xxhash.xxh3_128_digest(msgspec.json.encode([root_attributes, reserved])),
-        message,
-        metadata,
-        durability,
-        host,
-        hosts,
-        attempt,
-        timeout,
-        overwrite,
-        replicated=replicated,
-    )
 
 
 def _of_host(path: str, leaf: Any, host: int, hosts: int) -> tuple[str, Any]:

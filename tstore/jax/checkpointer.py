@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, Unpack
 
 import jax
 
 from tstore.checkpoint import checkpointer
-from tstore.checkpoint.background import BackgroundSave, InFlight
-from tstore.checkpoint.policies import Policy
+from tstore.checkpoint.background import BackgroundSave
+from tstore.checkpoint.checkpointer import CheckpointerOptions
+from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.core.format.arguments import checked_step
-from tstore.core.format.tree.retention import Keep
 from tstore.core.hints import hinting
 from tstore.core.store import Store
 from tstore.jax.processes import Processes, agreed_number, any_process
 from tstore.jax.restore import PlacedTarget, restore
 from tstore.jax.save import unchanging_values
-from tstore.quantization.policy import QuantizeRules, Target
 
 __all__ = ["Checkpointer"]
 
@@ -39,38 +38,28 @@ class Checkpointer(checkpointer.Checkpointer):
     """
 
     @hinting
+    @complete(CheckpointerOptions, checkpointer.Checkpointer.__init__)
     def __init__(
         self,
         store: str | os.PathLike[str] | Store,
-        *,
-        every: int | Policy | None = None,
-        keep: int | Keep | None = None,
-        codecs: QuantizeRules | Target = None,
-        timeout: float | None = None,
-        in_flight: InFlight = "queue",
+        **options: Unpack[CheckpointerOptions],
     ) -> None:
         super().__init__(
             store,
-            every=every,
-            keep=keep,
             host=jax.process_index(),
             hosts=jax.process_count(),
-            codecs=codecs,
-            timeout=timeout,
+            attempt=None,
             staging="reference",
-            in_flight=in_flight,
-            agree=lambda decision: any_process(decision, timeout),
+            agree=lambda decision: any_process(decision, self._timeout),
+            **options,
         )
 
+    @complete(CommitOptions, CommitSettings)
     def save(
         self,
         step: int,
         tree: Any,
-        *,
-        metrics: Mapping[str, float] | None = None,
-        attributes: Mapping[str, Any] | None = None,
-        message: str = "",
-        overwrite: bool = False,
+        **options: Unpack[CommitOptions],
     ) -> Coroutine[Any, Any, BackgroundSave]:
         """Begin to save a pytree as a step, as `save_async` does, even if no policy asks for it.
 
@@ -82,9 +71,7 @@ class Checkpointer(checkpointer.Checkpointer):
         async def run() -> BackgroundSave:
             values = await unchanging_values(tree, processes.hosts)
             self._attempt = processes.attempt
-            return await begin(
-                step, values, metrics=metrics, attributes=attributes, message=message, overwrite=overwrite
-            )
+            return await begin(step, values, **options)
 
         return run()
 

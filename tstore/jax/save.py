@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Coroutine, Mapping
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -13,16 +13,18 @@ from tstore.checkpoint import background
 from tstore.checkpoint import save as core
 from tstore.checkpoint.background import BackgroundSave, InFlight
 from tstore.checkpoint.leaves import Shards, as_values
+from tstore.checkpoint.options import SharedOptions, complete
+from tstore.checkpoint.save import checkpoint_to_save
 from tstore.core.runtime import pool
 from tstore.core.store import Store
 from tstore.jax.arrays import begin_copy, checked_leaf
 from tstore.jax.processes import Processes
 from tstore.jax.pytree import Pytree
-from tstore.quantization.policy import QuantizeRules, Target
 
 __all__ = ["save", "save_async", "unchanging_values"]
 
 
+@complete(SharedOptions, checkpoint_to_save)
 def save(
     store: str | os.PathLike[str] | Store,
     tree: Any,
@@ -31,13 +33,7 @@ def save(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: QuantizeRules | Target = None,
-    metrics: Mapping[str, float] | None = None,
-    attributes: Mapping[str, Any] | None = None,
-    message: str = "",
-    durability: Literal["fsync", "none"] = "fsync",
-    timeout: float | None = None,
-    overwrite: bool = False,
+    **options: Unpack[SharedOptions],
 ) -> Coroutine[Any, Any, int]:
     """Save a pytree as one atomic commit and return its version. Durable on return.
 
@@ -55,8 +51,8 @@ def save(
     host, hosts, attempt
         By default from `jax.distributed`, with a new attempt for each save. With `hosts=1` this process saves
         alone.
-    codecs, metrics, attributes, message, durability, timeout, overwrite
-        As in `tstore.save`.
+    options
+        `codecs` and all others as in `tstore.save`.
 
     Raises
     ------
@@ -80,18 +76,13 @@ def save(
             host=processes.host,
             hosts=processes.hosts,
             attempt=processes.attempt,
-            codecs=codecs,
-            metrics=metrics,
-            attributes=attributes,
-            message=message,
-            durability=durability,
-            timeout=timeout,
-            overwrite=overwrite,
+            **options,
         )
 
     return run()
 
 
+@complete(SharedOptions, checkpoint_to_save)
 def save_async(
     store: str | os.PathLike[str] | Store,
     tree: Any,
@@ -100,14 +91,8 @@ def save_async(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: QuantizeRules | Target = None,
-    metrics: Mapping[str, float] | None = None,
-    attributes: Mapping[str, Any] | None = None,
-    message: str = "",
-    durability: Literal["fsync", "none"] = "fsync",
-    timeout: float | None = None,
-    overwrite: bool = False,
     in_flight: InFlight = "queue",
+    **options: Unpack[SharedOptions],
 ) -> Coroutine[Any, Any, BackgroundSave]:
     """Begin a save in the background; return its `BackgroundSave` once the arrays may be donated.
 
@@ -117,10 +102,8 @@ def save_async(
 
     Parameters
     ----------
-    store, tree, step, host, hosts, attempt, codecs, metrics, attributes, message, durability, timeout, overwrite
-        As `save` takes them.
     in_flight
-        As in `tstore.save_async`.
+        As in `tstore.save_async`; everything else as `save` takes it.
 
     Raises
     ------
@@ -136,15 +119,9 @@ def save_async(
             host=processes.host,
             hosts=processes.hosts,
             attempt=processes.attempt,
-            codecs=codecs,
-            metrics=metrics,
-            attributes=attributes,
-            message=message,
-            durability=durability,
-            timeout=timeout,
-            overwrite=overwrite,
             staging="reference",
             in_flight=in_flight,
+            **options,
         )
 
     return run()

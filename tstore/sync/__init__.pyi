@@ -341,9 +341,12 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         attributes: Mapping[str, Any] | None = None,
         message: str = "",
+        durability: Literal["fsync", "none"] = "fsync",
+        timeout: float | None = None,
         overwrite: bool = False,
+        priority: Literal["normal", "low"] | None = None,
     ) -> BackgroundSave:
-        """Begin to save a tree as a step, as `save_async` does, even if no policy asks for it.
+        """Begin to save a tree as a step, as `save_async` does with these options, even if no policy asks for it.
 
         Raise what `save_async` raises, `InvalidArgument` for a step before the newest one (call `rollback` first),
         and `Misuse` after `close`. Raise the error of an earlier save once this one has begun, which goes on."""
@@ -1032,6 +1035,7 @@ def save(
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
     overwrite: bool = False,
+    priority: Literal["normal", "low"] | None = None,
 ) -> int:
     """Save a tree of arrays as one atomic commit and return its version. Durable on return.
 
@@ -1061,6 +1065,9 @@ def save(
     overwrite
         Whether to replace the step if it is already saved. The old checkpoint stays until the new one is
         committed, and after that in the history, as its version.
+    priority
+        With "low" the save uses fewer threads, and pauses while the main thread is busy; with "normal" it does
+        neither. By default only a save in the background has low priority, once its values are staged.
 
     Raises
     ------
@@ -1085,6 +1092,8 @@ def save_async(
     tree: Any,
     step: int,
     *,
+    staging: StagingChoice = "memory",
+    in_flight: InFlight = "queue",
     host: int = 0,
     hosts: int = 1,
     attempt: str | None = None,
@@ -1095,8 +1104,7 @@ def save_async(
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
     overwrite: bool = False,
-    staging: StagingChoice = "memory",
-    in_flight: InFlight = "queue",
+    priority: Literal["normal", "low"] | None = None,
 ) -> BackgroundSave:
     """Begin a save in the background; return its `BackgroundSave` once the arrays may be changed.
 
@@ -1111,7 +1119,7 @@ def save_async(
 
     Parameters
     ----------
-    store, tree, step, host, hosts, attempt, codecs, metrics, attributes, message, durability, timeout, overwrite
+    store, tree, step, and options not named here
         As `save` takes them. If a `Store` is passed, its `close` waits for the end of the save.
     staging
         With "memory" the values are copied, so the save needs as much memory again as the state. With "turns" this

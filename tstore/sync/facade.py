@@ -17,11 +17,7 @@ class BlockingWrapper:
     """The blocking counterpart of an async object, to which all calls are delegated."""
 
     def __init__(self, wrapped: Any) -> None:
-        self._wrapped = wrapped
-
-    @property
-    def __wrapped__(self) -> Any:  # for `inspect.unwrap`, in modules that know nothing of this one
-        return self._wrapped
+        self._wrapped = self.__wrapped__ = wrapped  # for `inspect.unwrap`
 
     def __repr__(self) -> str:
         return repr(self._wrapped).replace("<tstore.", "<tstore.sync.", 1)

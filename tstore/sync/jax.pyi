@@ -45,7 +45,10 @@ class Checkpointer(sync.Checkpointer):
         metrics: Mapping[str, float] | None = None,
         attributes: Mapping[str, Any] | None = None,
         message: str = "",
+        durability: Literal["fsync", "none"] = "fsync",
+        timeout: float | None = None,
         overwrite: bool = False,
+        priority: Literal["normal", "low"] | None = None,
     ) -> BackgroundSave:
         """Begin to save a pytree as a step, as `save_async` does, even if no policy asks for it.
 
@@ -131,6 +134,7 @@ def save(
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
     overwrite: bool = False,
+    priority: Literal["normal", "low"] | None = None,
 ) -> int:
     """Save a pytree as one atomic commit and return its version. Durable on return.
 
@@ -148,8 +152,8 @@ def save(
     host, hosts, attempt
         By default from `jax.distributed`, with a new attempt for each save. With `hosts=1` this process saves
         alone.
-    codecs, metrics, attributes, message, durability, timeout, overwrite
-        As in `tstore.save`.
+    options
+        `codecs` and all others as in `tstore.save`.
 
     Raises
     ------
@@ -170,6 +174,7 @@ def save_async(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
+    in_flight: InFlight = "queue",
     codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
@@ -177,7 +182,7 @@ def save_async(
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
     overwrite: bool = False,
-    in_flight: InFlight = "queue",
+    priority: Literal["normal", "low"] | None = None,
 ) -> BackgroundSave:
     """Begin a save in the background; return its `BackgroundSave` once the arrays may be donated.
 
@@ -187,10 +192,8 @@ def save_async(
 
     Parameters
     ----------
-    store, tree, step, host, hosts, attempt, codecs, metrics, attributes, message, durability, timeout, overwrite
-        As `save` takes them.
     in_flight
-        As in `tstore.save_async`.
+        As in `tstore.save_async`; everything else as `save` takes it.
 
     Raises
     ------

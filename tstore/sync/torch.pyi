@@ -33,12 +33,12 @@ class Checkpointer(sync.Checkpointer):
         self,
         store: str | os.PathLike[str] | Store,
         *,
+        group: Any | None = None,
+        staging: StagingChoice = "memory",
         every: int | Policy | None = None,
         keep: int | Keep | None = None,
-        group: Any | None = None,
         codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
-        staging: StagingChoice = "memory",
         in_flight: InFlight = "queue",
     ) -> None: ...
     def save(
@@ -49,7 +49,10 @@ class Checkpointer(sync.Checkpointer):
         metrics: Mapping[str, float] | None = None,
         attributes: Mapping[str, Any] | None = None,
         message: str = "",
+        durability: Literal["fsync", "none"] = "fsync",
+        timeout: float | None = None,
         overwrite: bool = False,
+        priority: Literal["normal", "low"] | None = None,
     ) -> BackgroundSave:
         """Begin to save a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
 
@@ -125,6 +128,7 @@ def save(
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
     overwrite: bool = False,
+    priority: Literal["normal", "low"] | None = None,
 ) -> int:
     """Save a tree of tensors as one atomic commit and return its version. Durable on return.
 
@@ -147,8 +151,8 @@ def save(
     host, hosts, attempt
         By default from the process group, with a new random attempt for each save. With `hosts=1` this process
         saves alone, without the others.
-    codecs, metrics, attributes, message, durability, timeout, overwrite
-        As in `tstore.save`.
+    options
+        `codecs` and all others as in `tstore.save`.
 
     Raises
     ------
@@ -173,6 +177,8 @@ def save_async(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
+    staging: StagingChoice = "memory",
+    in_flight: InFlight = "queue",
     codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
@@ -180,8 +186,7 @@ def save_async(
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
     overwrite: bool = False,
-    staging: StagingChoice = "memory",
-    in_flight: InFlight = "queue",
+    priority: Literal["normal", "low"] | None = None,
 ) -> BackgroundSave:
     """Begin a save in the background; return its `BackgroundSave` once the tensors may be changed.
 

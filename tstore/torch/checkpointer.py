@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, Unpack
 
 import torch.distributed as dist
 
 from tstore.checkpoint import checkpointer
-from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
-from tstore.checkpoint.policies import Policy
+from tstore.checkpoint.background import BackgroundSave, StagingChoice
+from tstore.checkpoint.checkpointer import CheckpointerOptions
+from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.core.format.arguments import checked_step
-from tstore.core.format.tree.retention import Keep
 from tstore.core.hints import hinting
 from tstore.core.runtime import pool
 from tstore.core.store import Store
 from tstore.errors import Unavailable
-from tstore.quantization.policy import QuantizeRules, Target
 from tstore.torch.processes import Processes
 from tstore.torch.restore import restore_among
 from tstore.torch.save import plan_save
@@ -42,41 +41,32 @@ class Checkpointer(checkpointer.Checkpointer):
     """
 
     @hinting
+    @complete(CheckpointerOptions, checkpointer.Checkpointer.__init__)
     def __init__(
         self,
         store: str | os.PathLike[str] | Store,
         *,
-        every: int | Policy | None = None,
-        keep: int | Keep | None = None,
         group: dist.ProcessGroup | None = None,
-        codecs: QuantizeRules | Target = None,
-        timeout: float | None = None,
         staging: StagingChoice = "memory",
-        in_flight: InFlight = "queue",
+        **options: Unpack[CheckpointerOptions],
     ) -> None:
         self._processes = Processes.of(group)
         super().__init__(
             store,
-            every=every,
-            keep=keep,
             host=self._processes.host,
             hosts=self._processes.hosts,
-            codecs=codecs,
-            timeout=timeout,
+            attempt=None,
             staging=staging,
-            in_flight=in_flight,
             agree=self._any_process,
+            **options,
         )
 
+    @complete(CommitOptions, CommitSettings)
     def save(
         self,
         step: int,
         tree: Any,
-        *,
-        metrics: Mapping[str, float] | None = None,
-        attributes: Mapping[str, Any] | None = None,
-        message: str = "",
-        overwrite: bool = False,
+        **options: Unpack[CommitOptions],
     ) -> Coroutine[Any, Any, BackgroundSave]:
         """Begin to save a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
 
@@ -89,9 +79,7 @@ class Checkpointer(checkpointer.Checkpointer):
         begin = super().save
 
         async def run() -> BackgroundSave:
-            save = await begin(
-                step, plan.tree, metrics=metrics, attributes=attributes, message=message, overwrite=overwrite
-            )
+            save = await begin(step, plan.tree, **options)
             for number, reason in enumerate(plan.failures):
                 if reason:
                     raise Unavailable(f"an earlier save of process {number} of {plan.hosts} failed: {reason}")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Coroutine
+from typing import Any, NamedTuple, Unpack
 
 import torch.distributed as dist
 
 from tstore.checkpoint import background
 from tstore.checkpoint import save as core
 from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
+from tstore.checkpoint.options import SharedOptions, complete
+from tstore.checkpoint.save import checkpoint_to_save
 from tstore.checkpoint.union import Outline, united
 from tstore.core.format.arguments import quote
 from tstore.core.runtime import world
 from tstore.core.store import Store
 from tstore.errors import InvalidArgument
-from tstore.quantization.policy import QuantizeRules, Target
 from tstore.torch.leaves import to_values
 from tstore.torch.processes import Processes
 from tstore.torch.stateful import state_tree
@@ -24,6 +25,7 @@ from tstore.torch.stateful import state_tree
 __all__ = ["Plan", "plan_save", "save", "save_async"]
 
 
+@complete(SharedOptions, checkpoint_to_save)
 def save(
     store: str | os.PathLike[str] | Store,
     tree: Any,
@@ -33,13 +35,7 @@ def save(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: QuantizeRules | Target = None,
-    metrics: Mapping[str, float] | None = None,
-    attributes: Mapping[str, Any] | None = None,
-    message: str = "",
-    durability: Literal["fsync", "none"] = "fsync",
-    timeout: float | None = None,
-    overwrite: bool = False,
+    **options: Unpack[SharedOptions],
 ) -> Coroutine[Any, Any, int]:
     """Save a tree of tensors as one atomic commit and return its version. Durable on return.
 
@@ -62,8 +58,8 @@ def save(
     host, hosts, attempt
         By default from the process group, with a new random attempt for each save. With `hosts=1` this process
         saves alone, without the others.
-    codecs, metrics, attributes, message, durability, timeout, overwrite
-        As in `tstore.save`.
+    options
+        `codecs` and all others as in `tstore.save`.
 
     Raises
     ------
@@ -87,16 +83,11 @@ def save(
         host=plan.host,
         hosts=plan.hosts,
         attempt=plan.attempt,
-        codecs=codecs,
-        metrics=metrics,
-        attributes=attributes,
-        message=message,
-        durability=durability,
-        timeout=timeout,
-        overwrite=overwrite,
+        **options,
     )
 
 
+@complete(SharedOptions, checkpoint_to_save)
 def save_async(
     store: str | os.PathLike[str] | Store,
     tree: Any,
@@ -106,15 +97,9 @@ def save_async(
     host: int | None = None,
     hosts: int | None = None,
     attempt: str | None = None,
-    codecs: QuantizeRules | Target = None,
-    metrics: Mapping[str, float] | None = None,
-    attributes: Mapping[str, Any] | None = None,
-    message: str = "",
-    durability: Literal["fsync", "none"] = "fsync",
-    timeout: float | None = None,
-    overwrite: bool = False,
     staging: StagingChoice = "memory",
     in_flight: InFlight = "queue",
+    **options: Unpack[SharedOptions],
 ) -> Coroutine[Any, Any, BackgroundSave]:
     """Begin a save in the background; return its `BackgroundSave` once the tensors may be changed.
 
@@ -129,15 +114,9 @@ def save_async(
         host=plan.host,
         hosts=plan.hosts,
         attempt=plan.attempt,
-        codecs=codecs,
-        metrics=metrics,
-        attributes=attributes,
-        message=message,
-        durability=durability,
-        timeout=timeout,
-        overwrite=overwrite,
         staging="reference" if plan.copied and staging == "memory" else staging,
         in_flight=in_flight,
+        **options,
     )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tstore.checkpoint.leaves import Shards
-from tstore.checkpoint.save import checkpoint_from_arguments
+from tstore.checkpoint.save import checkpoint_to_save
 from tstore.core.transactions.membership import Membership
 from tstore.core.transactions.transaction import Transaction, staging_of
 from tstore.errors import CommitOutcomeUnknown, Conflict, Inconsistent, NotFound, Unavailable
@@ -134,19 +134,16 @@ async def _save(client: Client, plan: PlannedCommit, attempt: Attempt, host: int
         "wfrozen": np.full(CELLS * width_of("w"), _frozen(plan), np.int64),
         "wscale": np.full(CELLS * width_of("w"), _scale(plan), np.float32),
     }
-    checkpoint = await checkpoint_from_arguments(
+    checkpoint = await checkpoint_to_save(
         tree,
         plan.step,
         host=host,
         hosts=plan.hosts,
         attempt=plan.attempt,
-        codecs=None,
         metrics={METRIC: plan.loss},
-        attributes=None,
         message=attempt.message,
         durability="fsync" if plan.durable else "none",
         timeout=timeout,
-        overwrite=False,
     )
     return await checkpoint._replace(withdraws=plan.withdraws).save(client.store)
 

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -19,20 +19,11 @@ from torch.futures import Future
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.jobs import write_jobs
 from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.checkpoint.structure import flatten, scalars_in
-from tstore.core.format.arguments import (
-    checked_attributes,
-    checked_commit_timeout,
-    checked_metadata,
-    checked_metrics,
-    checked_step,
-    checked_text,
-    quote,
-)
-from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.core.format.arguments import checked_step, quote
 from tstore.core.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, nested_document
 from tstore.core.runtime.background_loop import BACKGROUND
-from tstore.core.storage.objects import checked_durability
 from tstore.core.store import Store, open
 from tstore.core.transactions.transaction import Transaction, staging_of
 from tstore.errors import InvalidArgument, Misuse
@@ -84,6 +75,7 @@ class Writer(StorageWriter):
     tensor([0., 1., 2.])
     """
 
+    @complete(CommitOptions, CommitSettings)
     def __init__(
         self,
         store: str | os.PathLike[str],
@@ -91,12 +83,7 @@ class Writer(StorageWriter):
         *,
         attempt: str | None = None,
         codecs: CodecRules = None,
-        metrics: Mapping[str, float] | None = None,
-        attributes: Mapping[str, Any] | None = None,
-        message: str = "",
-        durability: Literal["fsync", "none"] = "fsync",
-        timeout: float | None = None,
-        overwrite: bool = False,
+        **options: Unpack[CommitOptions],
     ) -> None:
         if not isinstance(store, str | os.PathLike):
             raise InvalidArgument(f"store={quote(store)}: expected a URL or a path, which every process opens")
@@ -104,16 +91,7 @@ class Writer(StorageWriter):
         self._step = None if step is None else checked_step(step)
         self._attempt = attempt
         self._rules = Rules(codecs)
-        self._metrics = checked_metrics(metrics)
-        self._attributes = checked_attributes(attributes)
-        if RESERVED_ATTRIBUTE in self._attributes:
-            raise InvalidArgument(f"attributes[{RESERVED_ATTRIBUTE!r}] is reserved; use another key")
-        self._message = checked_text("message", message)
-        checked_durability(durability)
-        self._durability = durability
-        checked_commit_timeout(timeout)
-        self._timeout = timeout
-        self._overwrite = overwrite
+        self._settings = CommitSettings(**options)
         # by thread, because dcp.async_save runs each save in its own
         self._steps: dict[int, int] = {}
         self._staged: dict[int, _Staged] = {}
@@ -206,21 +184,16 @@ class Writer(StorageWriter):
         step = self._current_step()
         host, hosts = assignment.host, assignment.hosts
         jobs = write_jobs(leaves, self._rules, host, hosts)
-        metrics = {"metrics": self._metrics} if self._metrics else {}
         return Checkpoint(
             step,
             jobs,
-            self._attributes,
+            self._settings,
+            self._settings.metadata(step),
             assignment.reserved,
             assignment.digest,
-            self._message,
-            checked_metadata({"step": step, **metrics}),
-            self._durability,
             host,
             hosts,
             assignment.attempt,
-            self._timeout,
-            self._overwrite,
             replicated=replicated,
         )
 
@@ -239,7 +212,7 @@ class Writer(StorageWriter):
 
     async def _commit(self, store: Store, checkpoint: Checkpoint, transaction: Transaction) -> int:
         try:
-            await staging_of(transaction).set_root_attributes(checkpoint.attributes, checkpoint.reserved)
+            await staging_of(transaction).set_root_attributes(checkpoint.settings.attributes, checkpoint.reserved)
             return await checkpoint.commit_step(store, transaction)
         finally:
             await store.close()
