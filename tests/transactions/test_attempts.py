@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tstore.core.transactions import attempts
-from tstore.core.transactions.attempts import detected_attempt
+from tstore.core.transactions.attempts import Attempt, detected_attempt
 from tstore.errors import InvalidArgument
 
 STEP = {
@@ -51,6 +52,17 @@ def agent(folder: Path, count: int = 0, run: str = "job", **changes: str) -> dic
         "LOCAL_WORLD_SIZE": "2",
         **changes,
     }
+
+
+def test_no_two_attempts_have_one_text() -> None:
+    """Not even if the token of one start looks like an attempt of another."""
+    tokens = ["job", "job.try.2", "job.after.7", "job.after.7.try.2", "job.anew", "job.over.3", "job.try.2.anew"]
+    tokens += [f"{token}#{length}" for token in tokens for length in (3, 9)]
+    fields = itertools.product(tokens, (None, 3, 7), (1, 2), (None, 3, 7), (False, True))
+    made = [Attempt(*each) for each in fields]
+    made += [Attempt(str(attempt)) for attempt in made]  # as `tstore.jax` does
+    assert len({str(attempt) for attempt in made}) == len(set(made))
+    assert str(Attempt("job")) == "job"
 
 
 async def test_an_attempt_must_be_passed_or_detected(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

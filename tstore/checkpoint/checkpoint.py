@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from tstore.core.snapshot import Snapshot, snapshot_of
 from tstore.core.steps import step_tag, step_tags, steps_of
 from tstore.core.storage.objects import checked_durability
 from tstore.core.store import Store
-from tstore.core.transactions.attempts import detected_attempt
+from tstore.core.transactions.attempts import Attempt
 from tstore.core.transactions.membership import Membership
 from tstore.core.transactions.staging import Staging
 from tstore.core.transactions.transaction import Transaction, check_undelivered, staging_of, withdraw
@@ -74,13 +73,13 @@ class Checkpoint(NamedTuple):
     digest: bytes
     host: int
     hosts: int
-    attempt: str | None
+    attempt: Attempt | None
     check_tags: Callable[[Mapping[str, int]], None] = _permit_all_tags
     withdraws: bool = False
     replicated: Mapping[str, bytes] = MappingProxyType({})
 
     @staticmethod
-    def for_withdrawal(step: int, host: int, hosts: int, attempt: str | None, overwrite: bool) -> Checkpoint:
+    def for_withdrawal(step: int, host: int, hosts: int, attempt: Attempt | None, overwrite: bool) -> Checkpoint:
         """Return an empty checkpoint, to withdraw one that could not be built on this host."""
         settings = CommitSettings(overwrite=overwrite)
         return Checkpoint(step, (), settings, {}, {}, b"", host, hosts, attempt, withdraws=True)
@@ -91,14 +90,13 @@ class Checkpoint(NamedTuple):
         `on_written` is called when all values are written. The caller's arrays may change from then on, so the
         save fails if it would have to read them a second time.
         """
-        token = self.attempt if self.attempt is not None else detected_attempt(os.environ, self.hosts)
         with self._priority():
             try:
-                return await self._commit(store, token, _newest_step, on_written)
+                return await self._commit(store, self.attempt, _newest_step, on_written)
             except SourceCondemned:  # all hosts get this error, and save again under the same new attempt
                 if on_written is not None:
                     raise
-                return await self._commit(store, None if token is None else _retry_attempt(token), _no_prior)
+                return await self._commit(store, self._rewriting_attempt(), _no_prior)
 
     @contextlib.asynccontextmanager
     async def withdrawn_on_error(self, opened: Callable[[], Awaitable[Store]]) -> AsyncIterator[None]:
@@ -141,7 +139,7 @@ class Checkpoint(NamedTuple):
     async def _commit(
         self,
         store: Store,
-        attempt: str | None,
+        attempt: Attempt | None,
         find_prior: FindPrior,
         on_written: Callable[[], None] | None = None,
     ) -> int:
@@ -206,14 +204,13 @@ class Checkpoint(NamedTuple):
             await run_to_end(check_undelivered(tx, error))
         return None
 
-    async def _transaction(self, store: Store, attempt: str | None) -> tuple[Transaction, int | None]:
+    async def _transaction(self, store: Store, attempt: Attempt | None) -> tuple[Transaction, int | None]:
         """Return a new transaction for this checkpoint, and the version of the step that it overwrites, if any."""
         tag = step_tag(self.step)
         tags = await store.tags() if self.settings.overwrite else {}
         replaced = tags.get(tag)
         if replaced is not None and attempt is not None:
-            # under the old name, this attempt may have committed the step that is replaced
-            attempt = f"{attempt}.over.{replaced}"
+            attempt = attempt._replace(replaced=replaced)
         tx = store.transaction(
             self.settings.message,
             None if self.settings.overwrite else tag,
@@ -224,7 +221,7 @@ class Checkpoint(NamedTuple):
             name=tag if self.hosts > 1 else None,
             host=self.host,
             hosts=self.hosts,
-            attempt=attempt,
+            attempt=None if attempt is None else str(attempt),
             metadata=self.metadata,
         )
         return tx, replaced
@@ -291,11 +288,14 @@ class Checkpoint(NamedTuple):
 
     def _ids(self, tx: Transaction) -> set[str]:
         """Return the ids under which this attempt may have saved the step: see `save`."""
-        token = self.attempt if self.attempt is not None else detected_attempt(os.environ, self.hosts)
-        if self.hosts == 1 or token is None:
+        attempt = self._rewriting_attempt()
+        if self.hosts == 1 or attempt is None:
             return {tx.id}
-        retry = Membership.from_arguments(step_tag(self.step), self.host, self.hosts, _retry_attempt(token))
+        retry = Membership.from_arguments(step_tag(self.step), self.host, self.hosts, str(attempt))
         return {tx.id, retry.transaction}
+
+    def _rewriting_attempt(self) -> Attempt | None:
+        return None if self.attempt is None else self.attempt._replace(rewrites=True)
 
     def _other_save(self, tags: Mapping[str, int], replaced: int | None) -> int | None:
         """Return the version of a save of this step other than the replaced one, or None if there is none."""
@@ -356,11 +356,6 @@ class Checkpoint(NamedTuple):
             f"{store.url}: step {self.step} is already saved, as version {version}, which is unchanged; save as "
             "another step, or pass overwrite=True"
         )
-
-
-def _retry_attempt(attempt: str) -> str:
-    """Return the attempt with which hosts save again if a garbage collection condemned what they refer to."""
-    return f"{attempt}.anew"
 
 
 async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Snapshot | None:

@@ -27,7 +27,7 @@ from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
-from tstore.checkpoint.rollback import check_newest, check_order, next_attempt, roll_back
+from tstore.checkpoint.rollback import check_newest, check_order, roll_back
 from tstore.checkpoint.save import checked_order, checkpoint_to_save
 from tstore.checkpoint.staging import StagingMemory
 from tstore.core.format.arguments import checked_commit_timeout, checked_index, checked_step, quote
@@ -37,7 +37,7 @@ from tstore.core.pickling import refusal
 from tstore.core.runtime.background_loop import BACKGROUND
 from tstore.core.steps import Step, saved_steps, steps
 from tstore.core.store import Store, opened
-from tstore.core.transactions.attempts import detected_attempt
+from tstore.core.transactions.attempts import Attempt
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
 from tstore.quantization.policy import QuantizeRules, Target
 
@@ -192,7 +192,7 @@ class Checkpointer:
                 step,
                 host=self._host,
                 hosts=self._hosts,
-                attempt=attempt,
+                attempt=self._attempt,
                 codecs=self._codecs,
                 **options,
             )
@@ -200,7 +200,7 @@ class Checkpointer:
             await check_order(self._store, step, self._last_step)
         preempted = self._preemption_agreed if self._agree is not None else self._signal.received
         checkpoint = checkpoint._replace(
-            check_tags=lambda tags: check_newest(store.url, step, tags), withdraws=True
+            attempt=attempt, check_tags=lambda tags: check_newest(store.url, step, tags), withdraws=True
         )
         save = start_save(store, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
         self._saves.append(save)  # before this can be cancelled, so that `wait` and `close` know of it
@@ -328,9 +328,11 @@ class Checkpointer:
             raise failure
         return latest
 
-    def _next_attempt(self, url: str, step: int) -> str | None:
-        token = self._attempt if self._attempt is not None else detected_attempt(os.environ, self._hosts)
-        return None if token is None else next_attempt(token, self._last_rollback, url, self._host, step)
+    def _next_attempt(self, url: str, step: int) -> Attempt | None:
+        attempt = Attempt.passed_or_detected(self._attempt, self._hosts)
+        if attempt is None:
+            return None
+        return attempt._replace(rollback=self._last_rollback).next_save(url, self._host, step)
 
     async def _saved(self, read: Callable[[Store], Awaitable[list[_T]]]) -> list[_T]:
         """Wait for saves under way; return what `read` returns for the store, an empty list if there is none."""

@@ -1,11 +1,10 @@
-"""Going on from an earlier step, whose later steps are removed first, and saving steps again in new attempts."""
+"""Going on from an earlier step, whose later steps are removed first."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -15,13 +14,9 @@ from tstore.core.store import Store, opened
 from tstore.core.tags import last_removal, later_steps, remove_steps_after
 from tstore.errors import DeadlineExceeded, InvalidArgument, NotAStore, Unavailable
 
-__all__ = ["Rollback", "check_newest", "check_order", "next_attempt", "roll_back"]
+__all__ = ["Rollback", "check_newest", "check_order", "roll_back"]
 
 _MIN_POLL, _MAX_POLL = 0.05, 2.0  # seconds between looks for the commit of host 0
-
-
-_save_counts: Counter[tuple[str, int, int, str]] = Counter()
-"""How often this process has saved a step, by URL, host, step and attempt; all hosts count the same saves."""
 
 
 class Rollback(NamedTuple):
@@ -60,19 +55,6 @@ async def _wait_removed(store: Store, step: int, timeout: float) -> None:
             f"rollback({step})",
             [0],
         ) from error
-
-
-def next_attempt(token: str, last_rollback: int | None, url: str, host: int, step: int) -> str:
-    """Return the attempt for the next save of a step, a different one for each save and after each rollback.
-
-    `token` is that of this start of the job, and `last_rollback` the version of its last rollback. A save that
-    failed may have left parts of some hosts, which must not be mixed with those of a later save.
-    """
-    if last_rollback is not None:
-        token = f"{token}.after.{last_rollback}"
-    key = (url, host, step, token)
-    count = _save_counts[key] = _save_counts[key] + 1
-    return token if count == 1 else f"{token}.try.{count}"
 
 
 async def check_order(store: str | os.PathLike[str] | Store, step: int, last: int | None) -> None:

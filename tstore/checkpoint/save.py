@@ -20,6 +20,7 @@ from tstore.core.format.tree_document import host_path
 from tstore.core.runtime.pool import run
 from tstore.core.steps import step_tag
 from tstore.core.store import Store, opened
+from tstore.core.transactions.attempts import Attempt
 from tstore.core.transactions.membership import Membership
 from tstore.errors import InvalidArgument
 from tstore.quantization.policy import Bits, MinSqnr, QuantizeRules, Rules, Target
@@ -67,7 +68,7 @@ async def checkpoint_to_save(
         xxhash.xxh3_128_digest(msgspec.json.encode([settings.attributes, reserved])),
         host,
         hosts,
-        attempt,
+        Attempt.passed_or_detected(attempt, hosts),
         replicated=replicated,
     )
 

@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import secrets
-import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from tstore.core.runtime import pool
 from tstore.core.snapshot import Snapshot
 from tstore.core.steps import chosen_snapshot
 from tstore.core.store import Store, opened
+from tstore.core.transactions.attempts import Attempt
 from tstore.errors import DeadlineExceeded, Misuse, Unavailable
 
 __all__ = ["Processes", "agreed_number", "agreed_snapshot", "any_process"]
@@ -44,7 +44,7 @@ class Processes(NamedTuple):
     ) -> Processes:
         """Return the processes that save a step, by default all of `jax.distributed`.
 
-        Without `attempt`, all processes must make the same calls, because each counts its own.
+        Without `attempt`, all processes must make the same calls, because each counts its saves.
         """
         if host is not None or hosts is not None:
             return Processes(host or 0, 1 if hosts is None else hosts, attempt)
@@ -53,22 +53,8 @@ class Processes(NamedTuple):
         if attempt is None:
             url = store.url if isinstance(store, Store) else str(store)
             token = _job_token(_client())
-            attempt = f"{token}.{_count(token, url, str(step))}"
+            attempt = str(Attempt(token).next_save(url, jax.process_index(), step))
         return Processes(jax.process_index(), jax.process_count(), attempt)
-
-
-_lock = threading.Lock()
-_counts: dict[tuple[str, str, str], int] = {}
-
-
-def _count(token: str, url: str, step: str) -> int:
-    """Return how often this process has saved a step, so that no two saves are one attempt.
-
-    All processes make the same saves, so they count the same.
-    """
-    with _lock:
-        _counts[token, url, step] = count = _counts.get((token, url, step), 0) + 1
-    return count
 
 
 def _client() -> Any:

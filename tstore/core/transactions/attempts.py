@@ -1,6 +1,7 @@
-"""The attempt of a save by several hosts: a token that all hosts have and that is new with each start of the job.
+"""The attempt of a save by several hosts, which all of them have and no other save ever has.
 
-If it is not passed, it is detected only where the environment has such a token:
+It begins with a token that is new with each start of the job. If that is not passed, it is detected only where the
+environment has one:
 
     SLURM       Job, step and restart count name one start if each host is a task of the step. A script that starts
                 the program again in its task changes no variable, so the task must be this process. The tasks of a
@@ -17,14 +18,67 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple, Self
 
+from tstore.core.format.arguments import checked_name
 from tstore.errors import InvalidArgument
 
-__all__ = ["detected_attempt", "needed_attempt"]
+__all__ = ["Attempt", "detected_attempt", "needed_attempt"]
 
 _HETEROGENEOUS = ("SLURM_HET_", "SLURM_PACK_", "SLURM_JOB_ID_HET_GROUP_", "SLURM_JOB_ID_PACK_GROUP_")
+
+
+class Attempt(NamedTuple):
+    """The identity of one save by several hosts; parts of different attempts are never mixed.
+
+    `token` is that of this start of the job, `rollback` the version of the job's last rollback, and `save` the
+    number of this save of the step since. `replaced` is the version of the step that the save overwrites: without
+    it, the attempt may have committed that one. `rewrites` says that the hosts save all chunks once more, because
+    garbage collection condemned some to which the save referred.
+    """
+
+    token: str
+    rollback: int | None = None
+    save: int = 1
+    replaced: int | None = None
+    rewrites: bool = False
+
+    @classmethod
+    def passed_or_detected(cls, token: str | None, hosts: int) -> Self | None:
+        """Return the first attempt of this start of the job; None if its token is neither passed nor detected."""
+        token = detected_attempt(os.environ, hosts) if token is None else checked_name("attempt", token)
+        return None if token is None else cls(token)
+
+    def next_save(self, url: str, host: int, step: int) -> Self:
+        """Return the attempt for the next save of a step: each host counts its saves, and all make the same ones.
+
+        A save that failed may have left parts of some hosts, which must not be mixed with those of a later save.
+        """
+        with _lock:
+            _saves[url, host, step, self] += 1
+            return self._replace(save=_saves[url, host, step, self])
+
+    def __str__(self) -> str:
+        """Return the text that is hashed into the id of the transaction; different attempts have different texts.
+
+        It is the token, or the token with the other fields, and its length, such as "job.7.try.2#5".
+        """
+        text = self.token if self.rollback is None else f"{self.token}.after.{self.rollback}"
+        text += f".try.{self.save}" if self.save > 1 else ""
+        text += ".anew" if self.rewrites else ""
+        text += "" if self.replaced is None else f".over.{self.replaced}"
+        return text if text == self.token and not _WITH_LENGTH.search(text) else f"{text}#{len(self.token)}"
+
+
+_WITH_LENGTH = re.compile(r"#\d+\Z")
+_lock = threading.Lock()
+_saves: Counter[tuple[str, int, int, Attempt]] = Counter()
+"""How often this process has saved a step, by URL, host, step and attempt."""
 
 
 def needed_attempt(environment: Mapping[str, str], hosts: int) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.save import checkpoint_to_save
+from tstore.core.transactions import attempts
 from tstore.core.transactions.membership import Membership
 from tstore.core.transactions.transaction import Transaction, staging_of
 from tstore.errors import CommitOutcomeUnknown, Conflict, Inconsistent, NotFound, Unavailable
@@ -46,7 +47,7 @@ class PlannedCommit(NamedTuple):
         return tuple(member.transaction for member in self._members(0))
 
     def _members(self, host: int) -> list[Membership]:
-        retry = () if self.step is None else (f"{self.attempt}.anew",)
+        retry = () if self.step is None else (str(attempts.Attempt(self.attempt, rewrites=True)),)
         return [Membership.from_arguments(self.name, host, self.hosts, a) for a in (self.attempt, *retry)]
 
     def fragment_keys(self, host: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Unpack
 
@@ -25,6 +24,7 @@ from tstore.core.format.arguments import checked_step, quote
 from tstore.core.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, nested_document
 from tstore.core.runtime.background_loop import BACKGROUND
 from tstore.core.store import Store, open
+from tstore.core.transactions.attempts import Attempt
 from tstore.core.transactions.transaction import Transaction, staging_of
 from tstore.errors import InvalidArgument, Misuse
 from tstore.quantization.policy import CodecRules, Rules
@@ -34,9 +34,6 @@ from tstore.torch.dcp.replicated import checksums_of
 from tstore.torch.tensors import host_values
 
 __all__ = ["Writer"]
-
-_attempts: Counter[tuple[str, int, int, str]] = Counter()
-"""How often this process has written a step, by URL, host, step and attempt; all processes count the same."""
 
 _MAX_DOCUMENT_PICKLE = 1 << 16
 """Bytes of a pickle whose value may become part of the structure, which every reader of the step decodes."""
@@ -138,7 +135,6 @@ class Writer(StorageWriter):
         assignment = plan.storage_data
         if not isinstance(assignment, Assignment):
             raise Misuse("the plan was not prepared by a Writer in the coordinator; use one in all processes")
-        assignment = self._with_new_attempt(assignment)
         replicated = checksums_of(planner, assignment.hosts)
         leaves, documents = _leaves_and_documents(plan, planner, assignment)
         checkpoint = self._checkpoint(assignment, leaves, replicated)
@@ -163,16 +159,6 @@ class Writer(StorageWriter):
         checkpoint = checkpoint._replace(reserved=with_documents(checkpoint.reserved, documents))
         self.version = BACKGROUND.run(self._commit(store, checkpoint, transaction))
 
-    def _with_new_attempt(self, assignment: Assignment) -> Assignment:
-        """Return the assignment with an attempt that no earlier save of the step has had.
-
-        A plan from DCP's cache has the attempt of an earlier save, which may have failed for this step.
-        """
-        key = (str(self._url), assignment.host, self._current_step(), assignment.attempt)
-        count = _attempts[key] = _attempts[key] + 1
-        attempt = assignment.attempt
-        return assignment if count == 1 else assignment._replace(attempt=f"{attempt}.try.{count}")
-
     def _current_step(self) -> int:
         step = self._steps.get(threading.get_ident(), self._step)
         assert step is not None
@@ -184,6 +170,8 @@ class Writer(StorageWriter):
         step = self._current_step()
         host, hosts = assignment.host, assignment.hosts
         jobs = write_jobs(leaves, self._rules, host, hosts)
+        # a plan from DCP's cache has the token of an earlier save, which may have failed for this step
+        attempt = Attempt(assignment.attempt).next_save(str(self._url), host, step)
         return Checkpoint(
             step,
             jobs,
@@ -193,7 +181,7 @@ class Writer(StorageWriter):
             assignment.digest,
             host,
             hosts,
-            assignment.attempt,
+            attempt,
             replicated=replicated,
         )
 
