@@ -379,7 +379,7 @@ async def test_an_existing_step_is_not_replaced(url: str) -> None:
 
 
 async def test_an_empty_list_of_codecs_is_refused_with_its_pattern(url: str) -> None:
-    with pytest.raises(InvalidArgument, match="the rule 'w': the list of codecs is empty"):
+    with pytest.raises(InvalidArgument, match=r"the rule 'w': \[\]: the list of codecs is empty"):
         await tstore.save(url, {"w": np.arange(4.0)}, 0, codecs={"w": []})
 
 

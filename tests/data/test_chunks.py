@@ -247,6 +247,9 @@ async def test_arrays_take_a_configuration_of_exmy(dtype: str, configuration: di
         ({"axis": 1}, "has no format"),
         ("zstd", "'lossless'"),
         ([{"name": "exmy", "configuration": {"format": "e3m2", "block": 32}}], "does not fit chunks"),
+        ([{"name": "exmy", "configuration": {"format": "e4m3", "more": 1}}], "'more'"),
+        ([{"name": "exmy", "configuration": {"format": "e4m3", "scale": "new"}}], "'new'"),
+        ([{"name": "exmy", "configuration": {}}], "has no format"),
     ],
     ids=str,
 )
@@ -435,9 +438,6 @@ def test_metadata_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
             },
         ],
         [{"name": "transpose"}, {"name": "bytes"}],
-        [{"name": "exmy", "configuration": {"format": "e4m3", "more": 1}}],
-        [{"name": "exmy", "configuration": {"format": "e4m3", "scale": "new"}}],
-        [{"name": "exmy", "configuration": {}}],
     ],
     ids=str,
 )
@@ -457,6 +457,13 @@ def test_a_document_that_does_not_parse_is_corrupt(document: bytes) -> None:
 
 def test_a_document_of_another_zarr_is_unsupported() -> None:
     fields = json.loads(ArrayMeta.new(**GOOD).document)
-    for change in ({"zarr_format": 4}, {"chunk_grid": {"name": "rectilinear"}}, {"codecs": [{"name": "new"}]}):
+    newer_exmy = {"name": "exmy", "configuration": {"format": "e4m3", "more": 1}}
+    floats = {"data_type": "float32", "fill_value": 0.0, "codecs": [newer_exmy]}
+    for change in (
+        {"zarr_format": 4},
+        {"chunk_grid": {"name": "rectilinear"}},
+        {"codecs": [{"name": "new"}]},
+        floats,
+    ):
         with pytest.raises(UnsupportedFormat):
             ArrayMeta.parse(json.dumps({**fields, **change}).encode())

@@ -164,7 +164,7 @@ REFUSED: list[tuple[Call, str]] = [
     (array(codecs=[{"name": "bytes"}, {"name": "zstd", "configuration": {"level": float("nan")}}]), "level"),
     (array(codecs=3), "codecs=3: expected an eXmY format, such as 'e4m3'.*lists of Zarr v3 codecs"),
     (array(codecs=b"zstd"), "codecs=b'zstd': expected"),
-    (array(codecs="zstd"), r"codecs='zstd': pass Zarr codecs as a list, such as \['zstd'\]"),
+    (array(codecs="zstd"), r"codecs='zstd': pass Zarr codecs as a list, such as \['bytes', 'zstd'\]"),
     (array(codecs={"name": "zstd"}), r"pass Zarr codecs as a list, such as \['bytes', {'name': 'zstd'}\]"),
     (array(chunks=True), "chunks True is not a sequence of integers; leave it out"),
     (array(fill_value=None), "fill_value=None: expected a value of dtype int8"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
+import exmy
 import numpy as np
 import pytest
 
@@ -29,10 +31,57 @@ async def test_codecs_by_name(tmp_path: Path, codecs: Any) -> None:
         assert np.array_equal(await array.read(), W)
 
 
-@pytest.mark.parametrize("codecs", ["zstd", {"name": "zstd"}])
-async def test_a_codec_outside_a_list_is_explained(tmp_path: Path, codecs: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"pass Zarr codecs as a list, such as \['bytes', 'zstd'\]"):
-        await tstore.save(tmp_path, {"w": W}, 0, codecs=codecs)
+async def test_a_codec_outside_a_list_is_explained(tmp_path: Path) -> None:
+    for codecs in ("zstd", {"name": "zstd"}):
+        with pytest.raises(InvalidArgument, match=r"pass Zarr codecs as a list, such as \['bytes', 'zstd'\]"):
+            await tstore.save(tmp_path, {"w": W}, 0, codecs=codecs)  # type: ignore[arg-type]
+
+
+async def error_of(work: Any) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        await work
+    return str(caught.value)
+
+
+BAD_CODECS = [
+    *("zstd", "e9m9", "e4m3 ", b"e4m3", 5, 4.5, True, [], [5], [None], [{}], [{"name": 5}], {"format": "e9m9"}),
+    *({"format": "e4m3", "blok": 32}, [{"name": "exmy"}], [{"name": "exmy", "configuration": {"format": "fp8"}}]),
+    *(["bytes", {"name": "zstd", "level": 3}], [{"name": "zstd", "configuration": [3]}]),
+    *(["bytes", {"name": "zstd", "configuration": {"level": float("nan")}}], [{"name": "exmy", "format": "e4m3"}]),
+]
+
+
+@pytest.mark.parametrize("codecs", BAD_CODECS, ids=str)
+async def test_what_an_array_refuses_a_save_and_a_quantization_refuse_in_the_same_words(codecs: Any) -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}", "x")
+    await tstore.save(store, {"w": W}, 0)
+    async with store.transaction() as tx:
+        error = await error_of(tx.create_array("w2", W.shape, "f4", codecs=codecs))
+        assert error.startswith("codecs")
+    assert await error_of(tstore.save(store, {"w": W}, 1, codecs=codecs)) == error
+    formats = error.replace("codecs", "formats", 1)
+    assert await error_of(tstore.quantize(store, codecs)) == formats
+    rule = await error_of(tstore.save(store, {"w": W}, 1, codecs={"w": codecs, "**": None}))
+    assert rule.removeprefix("the rule 'w': ").removeprefix("codecs") in error
+    assert await tstore.steps(store) == [0]
+
+
+GOOD_CODECS: list[Any] = [
+    *(None, "lossless", "e4m3", exmy.Format("e3m2"), {"format": "e4m3", "block": 32}, ["zstd"], ("bytes", "zstd")),
+    *([EXMY], [EXMY, "zstd"], ["bytes", {"name": "zstd", "configuration": {"level": 3, "checksum": False}}]),
+    [{"name": "transpose", "configuration": {"order": [1, 0]}}, EXMY, "crc32c"],
+]
+
+
+@pytest.mark.parametrize("codecs", GOOD_CODECS, ids=str)
+async def test_what_an_array_takes_a_save_takes(codecs: Any) -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}", "x")
+    await tstore.save(store, {"w": W}, 0, codecs=codecs)
+    await tstore.save(store, {"w": W}, 1, codecs={"w": codecs})
+    async with store.transaction() as tx:
+        array = await tx.create_array("w2", W.shape, "f4", codecs=codecs)
+    for step in (0, 1):
+        assert (await (await store.snapshot(f"step/{step}")).array("w")).codecs == array.codecs
 
 
 @pytest.mark.parametrize("target", [{"bits": 4}, {"min_sqnr": 20, "coding": "packed"}], ids=str)

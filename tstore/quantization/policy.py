@@ -9,18 +9,15 @@ import difflib
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
-import exmy
 import msgspec
 import numpy as np
 
-from tstore.core.format.arguments import checked_attributes
-from tstore.core.format.arrays.bytes_codecs import is_bytes_codec
-from tstore.core.format.arrays.codecs import FLOATS, Codecs, as_configuration, is_exmy
+from tstore.core.format.arrays.codecs import FLOATS, Codecs, checked_codecs, is_exmy
 from tstore.core.format.patterns import compile_patterns
 from tstore.errors import InvalidArgument, bullet_list
 
@@ -182,12 +179,15 @@ class Rules:
     "layers/0/bias", "**/bias" and "**/norm*" do, "**", "layers/**" and "layers/*" do not.
     """
 
-    def __init__(self, rules: QuantizeRules) -> None:
+    def __init__(self, rules: QuantizeRules, argument: str = "codecs") -> None:
         has_patterns = isinstance(rules, Mapping) and "format" not in rules and not _is_target(rules)
         by_pattern: Any = rules if has_patterns else {"**": rules}
         self.has_patterns = has_patterns
         """Whether these are rules by path pattern rather than one codec."""
-        self.by_pattern = {pattern: _parse_rule(pattern, value) for pattern, value in by_pattern.items()}
+        self.by_pattern = {
+            pattern: _parse_rule(pattern, value, None if has_patterns else argument)
+            for pattern, value in by_pattern.items()
+        }
         """The codecs or the target of each pattern."""
         self._rules = [
             _Rule(p, compile_patterns(p), codecs, _has_name(p)) for p, codecs in self.by_pattern.items()
@@ -248,28 +248,20 @@ class Rules:
             )
 
 
-def _parse_rule(pattern: Any, value: Any) -> Codecs | Target:
-    """Return the codecs or the target of a rule; raise `InvalidArgument` if the rule is invalid."""
-    if not isinstance(pattern, str) or not isinstance(
-        value, str | exmy.Format | Mapping | list | tuple | MinSqnr | Bits | None
-    ):
-        raise InvalidArgument(
-            f"the rule {pattern!r}: {value!r:.100} is invalid; expected a path pattern with None, 'lossless', an "
-            "eXmY format such as 'e4m3', its configuration, a list of Zarr codecs, or a target such as {'bits': 4}"
-        )
+def _parse_rule(pattern: Any, value: Any, argument: str | None) -> Codecs | Target:
+    """Return the codecs or the target of a rule; raise `InvalidArgument` if it is invalid.
+
+    `argument` is the name of the argument that has codecs alone, without a pattern.
+    """
     if isinstance(value, MinSqnr | Bits):
         return value
+    if not isinstance(pattern, str):
+        raise InvalidArgument(
+            f"the rule {pattern!r:.100}: expected the pattern of paths as text, such as '**/norm*'"
+        )
     if isinstance(value, Mapping) and "format" not in value and {"bits", "min_sqnr"} & value.keys():
         return _parse_target(pattern, value)
-    if isinstance(value, str) and is_bytes_codec(value):
-        raise InvalidArgument(f"the rule {pattern!r}: pass Zarr codecs as a list, such as ['bytes', {value!r}]")
-    if isinstance(value, list | tuple):
-        value = [{"name": codec} if isinstance(codec, str) else codec for codec in value]
-        _check_codecs(pattern, value)
-    if is_exmy(value):
-        _check_exmy(pattern, value)
-    codecs: Codecs = value
-    return codecs
+    return checked_codecs(value, f"the rule {pattern!r}: " if argument is None else f"{argument}=")
 
 
 def _is_target(rules: Mapping[str, Any]) -> bool:
@@ -292,36 +284,6 @@ def _parse_target(pattern: str, value: Mapping[str, Any]) -> Target:
         return Bits(value["bits"], **options) if is_budget else MinSqnr(value["min_sqnr"], **options)
     except InvalidArgument as error:
         raise InvalidArgument(f"the rule {pattern!r}: {error}") from None
-
-
-def _check_codecs(pattern: str, codecs: Sequence[Any]) -> None:
-    """Raise `InvalidArgument` if a list is empty or has an entry that is not a Zarr codec."""
-    if not codecs:
-        raise InvalidArgument(
-            f"the rule {pattern!r}: the list of codecs is empty; name codecs such as ['bytes', 'zstd'], or pass "
-            "None to keep arrays as they are"
-        )
-    checked_attributes({"codecs": codecs}, f"the rule {pattern!r}: ")
-    for codec in codecs:
-        if (
-            not isinstance(codec, Mapping)
-            or not isinstance(codec.get("name"), str)
-            or not isinstance(codec.get("configuration", {}), Mapping)
-        ):
-            raise InvalidArgument(
-                f"the rule {pattern!r}: {codec!r:.100} is not a Zarr codec; expected a mapping such as "
-                '{"name": "zstd", "configuration": {"level": 1}}'
-            )
-
-
-def _check_exmy(pattern: str, codecs: Codecs) -> None:
-    """Raise `InvalidArgument` for a configuration that exmy refuses, even if no array would get it."""
-    try:
-        exmy.ChunkCodec.from_configuration(as_configuration(codecs))
-    except exmy.ExmyError as error:
-        raise InvalidArgument(
-            f"the rule {pattern!r}: {error}; or pass 'lossless', or None to keep arrays as they are"
-        ) from None
 
 
 def _has_name(pattern: str) -> bool:

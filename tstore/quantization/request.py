@@ -111,7 +111,7 @@ def checked_request(
     auto_block = auto_block and axis is None and scale != "none"
     if target is None and formats is None:
         return Request(None, Bits(DEFAULT_BITS[chosen], coding=chosen), defaults, auto_block, is_default=True)
-    return Request(None if formats is None else Rules(formats), target, defaults, auto_block)
+    return Request(None if formats is None else Rules(formats, "formats"), target, defaults, auto_block)
 
 
 def _checked_target(

@@ -17,7 +17,7 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.format.arguments import quote
+from tstore.core.format.arguments import checked_attributes, quote
 from tstore.core.format.arrays.array_codecs import FLOATS, ArrayCodec, ExmyCodec, TileRange, Tiles, as_array_codec
 from tstore.core.format.arrays.numcodecs_classes import Filter, Transpose, as_filter, settings_of, unsupported
 from tstore.core.format.arrays.variable import is_variable
@@ -33,6 +33,7 @@ __all__ = [
     "Codecs",
     "as_configuration",
     "chain_documents",
+    "checked_codecs",
     "codecs_text",
     "is_exmy",
     "with_configuration",
@@ -263,8 +264,51 @@ def _as_documents(codecs: Sequence[Any]) -> list[dict[str, Any]]:
     return [dict(document) for document in documents]
 
 
+def checked_codecs(codecs: Any, where: str = "codecs=") -> Codecs:
+    """Return codecs, those of a list as objects with names; the one grammar of all `codecs=` and rules.
+
+    Raise `InvalidArgument`, with `where` in front of its message, for what no array could have. A `Chain` tells
+    whether they suit one.
+    """
+    if codecs is None or (isinstance(codecs, str) and codecs == LOSSLESS):
+        return codecs
+    from tstore.core.format.arrays.bytes_codecs import is_bytes_codec
+
+    if is_bytes_codec(codecs) if isinstance(codecs, str) else isinstance(codecs, Mapping) and "name" in codecs:
+        raise InvalidArgument(
+            f"{where}{quote(codecs)}: pass Zarr codecs as a list, such as {['bytes', codecs]!r:.200}; without a "
+            f"list, expected {LOSSLESS!r} or an eXmY format, such as 'e4m3'"
+        )
+    if isinstance(codecs, str | exmy.Format | Mapping):
+        _check_exmy(codecs, where)
+        return codecs
+    if not isinstance(codecs, list | tuple):
+        raise InvalidArgument(f"{where}{quote(codecs)}: expected an eXmY format, such as 'e4m3'. {_OTHER_CODECS}")
+    if not codecs:
+        raise InvalidArgument(f"{where}[]: the list of codecs is empty. {_OTHER_CODECS}")
+    try:
+        documents = _as_documents(codecs)
+        for document in documents:
+            if others := sorted(map(str, document.keys() - {"name", "configuration", "must_understand"})):
+                raise unsupported(document, f"its settings, such as {others[0]!r}, belong in its 'configuration'")
+    except UnsupportedFormat as error:
+        raise InvalidArgument(f"{where}{quote(codecs)}: {error}") from None
+    checked_attributes({"codecs": documents}, where)
+    if is_exmy(documents):
+        _check_exmy(documents, where)
+    return documents
+
+
+def _check_exmy(codecs: Codecs, where: str) -> None:
+    try:
+        exmy.ChunkCodec.from_configuration(as_configuration(codecs))
+    except exmy.ExmyError as error:
+        raise InvalidArgument(f"{where}{quote(codecs)}: {error}. {_OTHER_CODECS}") from None
+
+
 def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]]:
-    """Return the codecs as a `zarr.json` has them; raise `InvalidArgument` for an invalid eXmY format."""
+    """Return the codecs as a `zarr.json` has them; raise `InvalidArgument` for invalid ones."""
+    codecs = checked_codecs(codecs)
     uncompressed: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         uncompressed["configuration"] = {"endian": "little"}
@@ -283,29 +327,13 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
             "blocksize": _LOSSLESS_BLOCK,
         }
         return [uncompressed, {"name": "blosc", "configuration": settings}]
+    if isinstance(codecs, str | exmy.Format | Mapping):
+        configuration = exmy.ChunkCodec.from_configuration(as_configuration(codecs)).configuration
+        return [{"name": "exmy", "configuration": configuration}]
     from tstore.core.format.arrays.bytes_codecs import is_bytes_codec
 
-    is_name = isinstance(codecs, str) and is_bytes_codec(codecs)
-    if is_name or (isinstance(codecs, Mapping) and "name" in codecs):
-        example = [codecs] if is_name else ["bytes", codecs]
-        raise InvalidArgument(
-            f"codecs={quote(codecs)}: pass Zarr codecs as a list, such as {example!r:.200}; without a list, "
-            f"expected {LOSSLESS!r} or an eXmY format, such as 'e4m3'"
-        )
-    if isinstance(codecs, str | exmy.Format):
-        codecs = {"format": codecs}
-    if isinstance(codecs, Mapping):
-        try:
-            return [{"name": "exmy", "configuration": exmy.ChunkCodec.from_configuration(codecs).configuration}]
-        except exmy.ExmyError as error:
-            raise InvalidArgument(f"codecs: {error}. {_OTHER_CODECS}") from None
-    if not isinstance(codecs, list | tuple):
-        raise InvalidArgument(f"codecs={quote(codecs)}: expected an eXmY format, such as 'e4m3'. {_OTHER_CODECS}")
     documents = _as_documents(codecs)
-    for document in documents:
-        if others := sorted(map(str, document.keys() - {"name", "configuration", "must_understand"})):
-            raise unsupported(document, f"its settings, such as {others[0]!r}, belong in its 'configuration'")
-    if documents and is_bytes_codec(documents[0]["name"]):
+    if is_bytes_codec(documents[0]["name"]):
         documents.insert(0, uncompressed)  # as TensorStore does
     return documents
 
@@ -330,10 +358,8 @@ def codecs_text(codecs: Sequence[Mapping[str, Any]]) -> str:
 
 def is_exmy(codecs: Codecs) -> bool:
     """Return whether the codecs begin with an eXmY format."""
-    if isinstance(codecs, str):
+    if isinstance(codecs, str | exmy.Format | Mapping):
         return codecs != LOSSLESS
-    if isinstance(codecs, exmy.Format | Mapping):
-        return True
     return bool(codecs) and isinstance(codecs[0], Mapping) and codecs[0].get("name") == "exmy"  # type: ignore[index]
 
 
