@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 import tstore
 import tstore.sync as blocking
-from tstore.checkpoint.background import completion
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.policies import Moment, Policy
 from tstore.core.runtime.pool import run_to_end
@@ -170,7 +169,7 @@ def test_errors_surface_at_the_next_call(url: str) -> None:
     for call in calls:
         checkpoints = Checkpointer(url, every=5, staging="reference")
         save = checkpoints.save(3, {})
-        futures.wait([completion(save)])
+        futures.wait([save._work.ended])
         with pytest.raises(AlreadyExists, match="step 3"):
             call(checkpoints)
         assert checkpoints.should_save(5)  # it was told
@@ -315,7 +314,7 @@ def test_an_error_of_one_host_does_not_cost_its_peers_the_next_step(
     lost = AsyncMock(side_effect=Unavailable("503"))
     with monkeypatch.context() as broken:
         broken.setattr("tstore.core.store.Store.collect", lost)
-        futures.wait([completion(jobs[host].save(1, part(host, 1.0))) for host in (0, 1)])
+        futures.wait([jobs[host].save(1, part(host, 1.0))._work.ended for host in (0, 1)])
     with pytest.raises(Unavailable, match="503"):
         jobs[0].save(2, part(0, 2.0))
     assert jobs[1].save(2, part(1, 2.0)).wait() == 2

@@ -32,7 +32,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tstore.sync as tstore
 from tstore import EverySeconds, EverySteps
-from tstore.checkpoint.background import completion
 from tstore.errors import Inconsistent, InvalidArgument, StructureMismatch, TStoreError, Unavailable
 
 
@@ -270,7 +269,7 @@ def series(folder: Path) -> None:
         with latest if dist.get_rank() == 1 else nullcontext(), pytest.raises(TStoreError, match="no network"):
             checkpoints.restore_latest(target)  # raises in every process
         with patch("tstore.core.store.Store.collect", lost):  # only the first process collects
-            futures.wait([completion(checkpoints.save(8, state))])
+            futures.wait([checkpoints.save(8, state)._work.ended])
         with pytest.raises(TStoreError, match="no network"):  # again in every process
             checkpoints.save(10, state) if checkpoints.should_save(10) else None
         handle = tstore.torch.save_async(url, state, 9)

@@ -32,20 +32,7 @@ from tstore.core.runtime.pool import low_priority, wait_all
 from tstore.core.store import Store
 from tstore.errors import DeadlineExceeded, InvalidArgument, Misuse
 
-__all__ = [
-    "BackgroundSave",
-    "InFlight",
-    "StagingChoice",
-    "abandon",
-    "checked_choices",
-    "completion",
-    "has_failed",
-    "mark_seen",
-    "save_async",
-    "start_save",
-    "unseen_error",
-    "wait_staged",
-]
+__all__ = ["BackgroundSave", "InFlight", "SaveWork", "StagingChoice", "checked_choices", "save_async"]
 
 T = TypeVar("T")
 
@@ -111,9 +98,9 @@ async def save_async(
     async def close(_: int | None) -> None:
         await background_store.close()
 
-    save = start_save(background_store, checkpoint, StagingMemory(), staging, in_flight, close)
-    await wait_staged(save)
-    return save
+    save = SaveWork.start(background_store, checkpoint, StagingMemory(), staging, in_flight, close)
+    await save.wait_staged()
+    return BackgroundSave(save)
 
 
 def checked_choices(staging: Any, in_flight: Any) -> None:
@@ -124,124 +111,106 @@ def checked_choices(staging: Any, in_flight: Any) -> None:
             raise InvalidArgument(f"{name}={quote(value)}: expected {expected}")
 
 
-def start_save(
-    store: BackgroundStore,
-    checkpoint: Checkpoint,
-    memory: StagingMemory,
-    staging: StagingChoice,
-    in_flight: InFlight,
-    on_end: Callable[[int | None], Awaitable[None]],
-) -> BackgroundSave:
-    """Start to save a checkpoint; at the end, call `on_end` with the version, or with None if the save failed."""
-    save = BackgroundSave(store.url, checkpoint.step)
-    save._start(_save(save, store, checkpoint, memory, staging, in_flight), on_end)
-    store.close_after(save._call.future)
-    return save
-
-
-async def wait_staged(save: BackgroundSave) -> None:
-    """Wait until the caller may change its arrays, or raise the error of the save.
-
-    If the caller is cancelled, so is the save, unless its commit has begun. A cancelled save has not failed: it
-    reports no error at exit.
-    """
-    await wait_all([save._staged], save._call.cancel)
-
-
-async def _save(
-    save: BackgroundSave,
-    store: BackgroundStore,
-    checkpoint: Checkpoint,
-    memory: StagingMemory,
-    staging: StagingChoice,
-    in_flight: InFlight,
-) -> int:
-    lock = _locks.get().setdefault((store.url, checkpoint.host), asyncio.Lock())
-    async with contextlib.AsyncExitStack() as stack:
-        async with checkpoint.withdrawn_on_error(store.opened):
-            if in_flight == "refuse" and lock.locked():
-                raise Misuse(
-                    f"{store.url}: a save is under way, so step {save.step} is not saved; wait for it, or pass "
-                    "in_flight='queue'"
-                )
-            await stack.enter_async_context(lock)
-            if staging == "memory":
-                await memory.copy(checkpoint.jobs)
-
-        def on_written() -> None:
-            save._set_staged()
-            if checkpoint.settings.priority is None:
-                stack.enter_context(low_priority())  # from here on the caller computes beside the save
-
-        if staging == "turns":
-            return await store.save(checkpoint, on_written)
-        on_written()
-        return await store.save(checkpoint)
-
-
-class BackgroundSave:
-    """A save in the background, of `step`.
-
-    `staged` and `committed` can be awaited any number of times, on any event loop. `staged` completes when the
-    caller may change its arrays; `committed` completes when the save has ended, with the version as its result.
-    """
+class SaveWork:
+    """A save in the background, for who starts it; callers get a `BackgroundSave` of it."""
 
     def __init__(self, url: str, step: int) -> None:
+        self.url = url
         self.step = step
-        self._url = url
-        self._process = os.getpid()
-        self._staged: Future[None] = Future()
-        self._committed: Future[int] = Future()
-        for future in (self._staged, self._committed):
+        self.staged: Future[None] = Future()
+        self.committed: Future[int] = Future()
+        for future in (self.staged, self.committed):
             future.set_running_or_notify_cancel()  # so that a cancelled `await` does not cancel it
+        self._process = os.getpid()
         self._call: LoopCall[None]
         self._abandon_reason = ""  # why the save was cancelled
         self._seen = False  # whether somebody has seen how the save ended
 
-    def __repr__(self) -> str:
-        state = "under way"
-        if self._committed.done():
-            state = "failed" if self._committed.exception() else f"version {self._committed.result()}"
-        return f"<tstore.BackgroundSave step={self.step} {self._url}: {state}>"
-
-    __reduce__ = refusal("a BackgroundSave can't be pickled: wait for it here, and pass its version")
+    @staticmethod
+    def start(
+        store: BackgroundStore,
+        checkpoint: Checkpoint,
+        memory: StagingMemory,
+        staging: StagingChoice,
+        in_flight: InFlight,
+        on_end: Callable[[int | None], Awaitable[None]],
+    ) -> SaveWork:
+        """Start to save a checkpoint; at the end, call `on_end` with the version, or with None if it failed."""
+        save = SaveWork(store.url, checkpoint.step)
+        save._start(save._save(store, checkpoint, memory, staging, in_flight), on_end)
+        store.close_after(save.ended)
+        return save
 
     @property
-    def staged(self) -> Awaitable[None]:
-        """An awaitable that completes when the caller may change its arrays.
-
-        It raises what the save raised before that.
-        """
-        return _Outcome(self, self._staged)
+    def ended(self) -> Future[None]:
+        """A future that completes once the save, and the garbage collection or `close` after it, have ended."""
+        return self._call.future
 
     @property
-    def committed(self) -> Awaitable[int]:
-        """An awaitable that completes with the version once it is committed; it raises what the save raised."""
-        return _Outcome(self, self._committed)
+    def has_failed(self) -> bool:
+        """Whether the save has ended without a commit."""
+        return self.committed.done() and self.committed.exception() is not None
 
-    def done(self) -> bool:
-        """Return whether the save has ended, by its commit or an error."""
-        self._check_process()
-        return self._committed.done()
+    @property
+    def unseen_error(self) -> BaseException | None:
+        """The error of a save that has failed; None if somebody has seen it already."""
+        return self.committed.exception() if self.committed.done() and not self._seen else None
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Block until the save has ended and return its version, or raise what it raised.
+    async def wait_staged(self) -> None:
+        """Wait until the caller may change its arrays, or raise the error of the save.
 
-        Raise `DeadlineExceeded` if the save is still under way after `timeout` seconds; it continues.
+        If the caller is cancelled, so is the save, unless its commit has begun. A cancelled save has not failed:
+        it reports no error at exit.
         """
-        self._check_process()
-        if BACKGROUND.is_running_here():
-            raise Misuse("wait() would block the event loop that runs the save, and never return; await committed")
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._committed.done():
-            left = end - time.monotonic()
-            if left <= 0:
-                raise DeadlineExceeded(
-                    f"the save of step {self.step} to {self._url} has not ended after {timeout:g} s; it continues"
-                )
-            futures.wait([self._committed], min(left, SIGNAL_CHECK))
-        self._mark_seen()
-        return self._committed.result()
+        await wait_all([self.staged], self._call.cancel)
+
+    def mark_seen(self) -> None:
+        """Note that the caller knows how the save ended, so that nothing is reported at exit."""
+        self._seen = True
+        BACKGROUND.withdraw(self)
+
+    def abandon(self, reason: str) -> None:
+        """Cancel a save whose commit has not begun; the save then raises `DeadlineExceeded` with this reason."""
+        self._abandon_reason = reason
+        self._call.cancel()
+
+    def check_process(self) -> None:
+        """Raise `Misuse` in a forked child, which does not continue the save."""
+        if os.getpid() != self._process:
+            raise Misuse(
+                f"the save of step {self.step} to {self.url} belongs to the parent of this forked process; wait "
+                "for it there"
+            )
+
+    async def _save(
+        self,
+        store: BackgroundStore,
+        checkpoint: Checkpoint,
+        memory: StagingMemory,
+        staging: StagingChoice,
+        in_flight: InFlight,
+    ) -> int:
+        lock = _locks.get().setdefault((store.url, checkpoint.host), asyncio.Lock())
+        async with contextlib.AsyncExitStack() as stack:
+            async with checkpoint.withdrawn_on_error(store.opened):
+                if in_flight == "refuse" and lock.locked():
+                    raise Misuse(
+                        f"{store.url}: a save is under way, so step {self.step} is not saved; wait for it, or "
+                        "pass in_flight='queue'"
+                    )
+                await stack.enter_async_context(lock)
+                if staging == "memory":
+                    await memory.copy(checkpoint.jobs)
+
+            def on_written() -> None:
+                self._set_staged()
+                if checkpoint.settings.priority is None:
+                    stack.enter_context(low_priority())  # from here on the caller computes beside the save
+
+            if staging == "turns":
+                return await store.save(checkpoint, on_written)
+            on_written()
+            return await store.save(checkpoint)
 
     def _start(self, work: Coroutine[Any, Any, int], on_end: Callable[[int | None], Awaitable[None]]) -> None:
         async def run() -> None:
@@ -252,12 +221,12 @@ class BackgroundSave:
                 self._fail(error)
             else:
                 self._set_staged()
-                self._committed.set_result(version)
+                self.committed.set_result(version)
             finally:
                 await on_end(version)
 
         def fail_if_never_run(_: Future[None]) -> None:
-            if not self._committed.done():
+            if not self.committed.done():
                 work.close()
                 self._fail(asyncio.CancelledError())
 
@@ -269,8 +238,8 @@ class BackgroundSave:
         self._call.future.add_done_callback(fail_if_never_run)
 
     def _set_staged(self) -> None:
-        if not self._staged.done():
-            self._staged.set_result(None)
+        if not self.staged.done():
+            self.staged.set_result(None)
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
@@ -279,70 +248,91 @@ class BackgroundSave:
             else:  # cancelled with its caller, or by Ctrl-C at exit: nothing to report
                 self._seen = True
         _release_values(error)
-        if not self._staged.done():  # `wait_staged` raises the error
+        if not self.staged.done():  # `wait_staged` raises the error
             self._seen = True
-            self._staged.set_exception(error)
+            self.staged.set_exception(error)
         elif not self._seen:
-            BACKGROUND.report_at_exit(self, f"the save of step {self.step} to {self._url} failed: {error}")
-        self._committed.set_exception(error)
+            BACKGROUND.report_at_exit(self, f"the save of step {self.step} to {self.url} failed: {error}")
+        self.committed.set_exception(error)
 
-    def _mark_seen(self) -> None:
-        self._seen = True
-        BACKGROUND.withdraw(self)
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise Misuse(
-                f"the save of step {self.step} to {self._url} belongs to the parent of this forked process; wait "
-                "for it there"
-            )
+class BackgroundSave:
+    """A save in the background, of `step`.
+
+    `staged` and `committed` can be awaited any number of times, on any event loop. `staged` completes when the
+    caller may change its arrays; `committed` completes when the save has ended, with the version as its result.
+    """
+
+    def __init__(self, work: SaveWork) -> None:
+        self.step = work.step
+        self._work = work
+
+    def __repr__(self) -> str:
+        state, committed = "under way", self._work.committed
+        if committed.done():
+            state = "failed" if committed.exception() else f"version {committed.result()}"
+        return f"<tstore.BackgroundSave step={self.step} {self._work.url}: {state}>"
+
+    __reduce__ = refusal("a BackgroundSave can't be pickled: wait for it here, and pass its version")
+
+    @property
+    def staged(self) -> Awaitable[None]:
+        """An awaitable that completes when the caller may change its arrays.
+
+        It raises what the save raised before that.
+        """
+        return _Outcome(self._work, self._work.staged)
+
+    @property
+    def committed(self) -> Awaitable[int]:
+        """An awaitable that completes with the version once it is committed; it raises what the save raised."""
+        return _Outcome(self._work, self._work.committed)
+
+    def done(self) -> bool:
+        """Return whether the save has ended, by its commit or an error."""
+        self._work.check_process()
+        return self._work.committed.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Block until the save has ended and return its version, or raise what it raised.
+
+        Raise `DeadlineExceeded` if the save is still under way after `timeout` seconds; it continues.
+        """
+        work = self._work
+        work.check_process()
+        if BACKGROUND.is_running_here():
+            raise Misuse("wait() would block the event loop that runs the save, and never return; await committed")
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not work.committed.done():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"the save of step {self.step} to {work.url} has not ended after {timeout:g} s; it continues"
+                )
+            futures.wait([work.committed], min(left, SIGNAL_CHECK))
+        work.mark_seen()
+        return work.committed.result()
 
 
 class _Outcome(Generic[T]):
     """An awaitable of a background save, either for the end of its staging or for its version."""
 
-    def __init__(self, save: BackgroundSave, future: Future[T]) -> None:
-        self._save = save
+    def __init__(self, work: SaveWork, future: Future[T]) -> None:
+        self._work = work
         self._future = future
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
 
     async def _wait(self) -> T:
-        self._save._check_process()
+        self._work.check_process()
         try:
             return await asyncio.wrap_future(self._future)
         except asyncio.CancelledError:  # the caller was cancelled, and has not seen any error of the save
             raise
         except BaseException:
-            self._save._mark_seen()
+            self._work.mark_seen()
             raise
-
-
-def completion(save: BackgroundSave) -> Future[None]:
-    """Return a future that completes once the save, and the garbage collection or `close` after it, have ended."""
-    return save._call.future
-
-
-def has_failed(save: BackgroundSave) -> bool:
-    """Return whether a save has ended without a commit."""
-    return save._committed.done() and save._committed.exception() is not None
-
-
-def unseen_error(save: BackgroundSave) -> BaseException | None:
-    """Return the error of a save that has failed; None if somebody has seen it already."""
-    return save._committed.exception() if save._committed.done() and not save._seen else None
-
-
-def mark_seen(save: BackgroundSave) -> None:
-    """Note that the caller knows how the save ended, so that nothing is reported at exit."""
-    save._mark_seen()
-
-
-def abandon(save: BackgroundSave, reason: str) -> None:
-    """Cancel a save whose commit has not begun; the save then raises `DeadlineExceeded` with this reason."""
-    save._abandon_reason = reason
-    save._call.cancel()
 
 
 def _release_values(error: BaseException | None) -> None:

@@ -9,19 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
-from tstore.checkpoint.background import (
-    BackgroundSave,
-    InFlight,
-    StagingChoice,
-    abandon,
-    checked_choices,
-    completion,
-    has_failed,
-    mark_seen,
-    start_save,
-    unseen_error,
-    wait_staged,
-)
+from tstore.checkpoint.background import BackgroundSave, InFlight, SaveWork, StagingChoice, checked_choices
 from tstore.checkpoint.background_store import BackgroundStore
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
@@ -121,7 +109,7 @@ class Checkpointer:
         self._process = os.getpid()
         self._background_store: BackgroundStore | None = None
         self._memory = StagingMemory()
-        self._saves: list[BackgroundSave] = []  # under way, or not yet known to have succeeded
+        self._saves: list[SaveWork] = []  # under way, or not yet known to have succeeded
         self._last_rollback: int | None = None  # the version of its commit
         self._last_step: int | None = None
         self._last_time = time.monotonic()
@@ -202,13 +190,13 @@ class Checkpointer:
         checkpoint = checkpoint._replace(
             attempt=attempt, check_tags=lambda tags: check_newest(store.url, step, tags), withdraws=True
         )
-        save = start_save(store, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
+        save = SaveWork.start(store, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
         self._saves.append(save)  # before this can be cancelled, so that `wait` and `close` know of it
-        await wait_staged(save)
+        await save.wait_staged()
         self._last_step, self._last_time = step, time.monotonic()
         self._preemption_saved |= preempted
         self._raise_unseen_error(save)  # only now: other hosts, without an error, wait for this host's part
-        return save
+        return BackgroundSave(save)
 
     async def latest(self) -> int | None:
         """Wait for saves under way; return the newest step, None if there is no step or no store."""
@@ -298,7 +286,7 @@ class Checkpointer:
             if not await self._wait_ended(timeout):
                 reason = f"{self._unfinished()} after {timeout:g} s, so it was abandoned"
                 for save in self._saves:
-                    abandon(save, reason)
+                    save.abandon(reason)
                 await self._wait_ended(None)
             self._raise_unseen_error()
         finally:
@@ -350,25 +338,25 @@ class Checkpointer:
 
     async def _wait_ended(self, timeout: float | None) -> bool:
         """Wait until nothing is under way; return False if that takes longer than the timeout."""
-        completions = [asyncio.wrap_future(completion(save)) for save in self._saves]
+        completions = [asyncio.wrap_future(save.ended) for save in self._saves]
         return not completions or not (await asyncio.wait(completions, timeout=timeout))[1]
 
     def _unfinished(self) -> str:
         """Say which saves have not ended."""
-        steps = ", ".join(str(save.step) for save in self._saves if not completion(save).done())
+        steps = ", ".join(str(save.step) for save in self._saves if not save.ended.done())
         return f"{quote(self._store)}: the save of step {steps} has not ended"
 
-    def _raise_unseen_error(self, returned: BackgroundSave | None = None) -> None:
+    def _raise_unseen_error(self, returned: SaveWork | None = None) -> None:
         """Raise the error of a failed save or collection that nobody has seen yet.
 
         `returned` is a save that the caller is about to get, which tells its error itself.
         """
         self._check_process()
         self._forget_failed_step()
-        for save in [save for save in self._saves if save is not returned and completion(save).done()]:
+        for save in [save for save in self._saves if save is not returned and save.ended.done()]:
             self._saves.remove(save)
-            if (error := unseen_error(save)) is not None:
-                mark_seen(save)
+            if (error := save.unseen_error) is not None:
+                save.mark_seen()
                 raise error
         if self._collect_error is not None:
             error, self._collect_error = self._collect_error, None
@@ -377,12 +365,12 @@ class Checkpointer:
 
     def _unseen_error(self) -> BaseException | None:
         """Return what `_raise_unseen_error` would raise."""
-        errors = (unseen_error(save) for save in self._saves if completion(save).done())
+        errors = (save.unseen_error for save in self._saves if save.ended.done())
         return next((error for error in errors if error is not None), self._collect_error)
 
     def _forget_failed_step(self) -> None:
         """Make the step that was saved last due again if its save has failed, even if that has not yet ended."""
-        if any(has_failed(save) and save.step == self._last_step for save in self._saves):
+        if any(save.has_failed and save.step == self._last_step for save in self._saves):
             self._last_step = None
 
     def _check_process(self) -> None:
