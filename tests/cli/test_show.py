@@ -6,7 +6,6 @@ import json
 import sys
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +13,10 @@ import pytest
 import tstore.sync as blocking
 from tests.support.commands import Call, failed
 from tests.support.counted_reads import count_reads
+from tstore.cli.results import Tree
 from tstore.cli.tree import show_tree
 from tstore.core.format.patterns import compile_patterns
+from tstore.core.maintenance.contents import DetailedArray, DetailedListing, DetailedTotal
 
 
 @pytest.fixture
@@ -183,9 +184,10 @@ def test_the_number_of_a_step_is_not_that_of_a_version(tmp_path: Path, call: Cal
     failed(call("show", tmp_path / "s", "--at", 99), "no version 99; its newest is 1")
 
 
-def leaf(path: str, **fields: Any) -> dict[str, Any]:
-    sizes = {"value_bytes": 4, "stored_bytes": 4, "shared_bytes": 0, "chunk_count": 1}
-    return {"path": path, "dtype": "int32", "shape": [], "chunks": [], "codec": "bytes", **sizes, **fields}
+def tree_of(paths: list[str], depth: int | None) -> Tree:
+    arrays = [DetailedArray(path, "int32", (), (), "bytes", 4, 32.0, 1, 4, 0) for path in paths]
+    total = DetailedTotal(len(paths), len(paths), 4 * len(paths), 32.0, 4 * len(paths), 0)
+    return Tree("store", depth, DetailedListing(1, [], arrays, total), [])
 
 
 @pytest.mark.parametrize(
@@ -200,9 +202,7 @@ def leaf(path: str, **fields: Any) -> dict[str, Any]:
 def test_ten_thousand_leaves_are_readable(
     paths: list[str], last: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    total = {"arrays": len(paths), "value_bytes": 0, "stored_bytes": 0, "shared_bytes": 0}
-    document = {"version": 1, "tags": [], "depth": None, "scalars": [], "total": total}
-    show_tree({**document, "arrays": [leaf(path) for path in paths]})
+    show_tree(tree_of(paths, None))
     lines = capsys.readouterr().out.splitlines()
     assert 4 <= len(lines) <= 105
     if last is not None:
@@ -220,10 +220,9 @@ def test_numbers_of_any_length_are_sorted(tmp_path: Path, call: Call) -> None:
 
 def test_long_paths_take_no_more_memory_than_their_text(capsys: pytest.CaptureFixture[str]) -> None:
     paths = [f"{i}/" + "/".join(["n" * 200] * 100) + f"/{name}" for i in range(10) for name in "ab"]
-    total = {"arrays": len(paths), "value_bytes": 0, "stored_bytes": 0, "shared_bytes": 0}
-    document = {"version": 1, "tags": [], "depth": 1, "scalars": [], "total": total}
+    tree = tree_of(paths, 1)
     tracemalloc.start()
-    show_tree({**document, "arrays": [leaf(path) for path in paths]})
+    show_tree(tree)
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
     tracemalloc.stop()
     assert len(capsys.readouterr().out.splitlines()) == 14

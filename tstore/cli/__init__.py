@@ -1,7 +1,7 @@
 """The command line, `tstore`.
 
-1. `text`: text and tables that fit the terminal. `listings`, `tree`, `tables`: the readable form of each command's
-   result.
+1. `results`: the result of each command, and its JSON. `text`: text and tables that fit the terminal. `listings`,
+   `tree`, `tables`: the readable form of each result.
 2. `console`: running a command, showing its progress, printing its result, and reporting errors.
 3. `commands`: the group of all commands. `reading`, `tags`, `transfer`, `maintenance`, `quantize`, `serve` (with
    `view`), `statistics`: the commands.

@@ -1,7 +1,8 @@
 """The group of all commands, and the command `demo`.
 
-Every command produces one document. With `--json` only that document is printed on standard output; otherwise its
-contents are printed as sentences and tables. Progress is shown on standard error if that is a terminal.
+Every command produces one result (`results`). With `--json` only its document is printed on standard output;
+otherwise its contents are printed as sentences and tables. Progress is shown on standard error if that is a
+terminal.
 
 Exit codes: 0 success; 1 failure, with one sentence on standard error (and, with `--json`, a document with
 "error"); 2 misuse, which includes every `InvalidArgument`; 130 interrupted by Ctrl-C; 141 if the program that
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -20,7 +22,6 @@ from tstore.cli.console import (
     INTERRUPTED,
     MISUSED,
     PIPE_CLOSED,
-    Document,
     Progress,
     discard_output,
     fail,
@@ -114,7 +115,7 @@ def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int
     """
     from tstore.lab.demo import demo  # slow to import; no other command needs it
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> dict[str, Any]:
         return await demo(store, model=model, size=size * 1_000_000, progress=progress)
 
     return run(work, show_demo, as_json, milestones=True)

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import click
 import exmy
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from tstore.cli.results import is_ok, json_of
 from tstore.cli.text import escape
 from tstore.core.format.arguments import checked_step
 from tstore.core.steps import step_tag
@@ -33,7 +34,6 @@ __all__ = [
     "PIPE_CLOSED",
     "STEP",
     "TERMINATED",
-    "Document",
     "Progress",
     "Work",
     "at_options",
@@ -106,9 +106,9 @@ class Progress:
         self.stop()
 
 
-Document: TypeAlias = dict[str, Any]
-"""The result of a command as JSON values."""
-Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document | None]]
+R = TypeVar("R")
+Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, R | None]]
+"""Returns the result of a command (`results`), or None if it prints nothing."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 path_or_url = click.Path(readable=False)
@@ -164,23 +164,23 @@ def at_options(help: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
     return decorate
 
 
-def run(work: Work, show: Callable[[Document], None], as_json: bool, milestones: bool = False) -> int:
-    """Run the work, print its document unless it is None, and return the exit code."""
+def run(work: Work[R], show: Callable[[R], None], as_json: bool, milestones: bool = False) -> int:
+    """Run the work, print its result unless it is None, and return the exit code."""
     terminations: list[int] = []
     tasks: list[asyncio.Task[Any]] = []
     handler = signal.getsignal(signal.SIGINT)  # asyncio replaces the default one
 
-    async def begin() -> Document | None:
+    async def begin() -> R | None:
         tasks.append(asyncio.current_task())  # type: ignore[arg-type]
         with _ending_long_step() if handler is signal.default_int_handler else contextlib.nullcontext():
             return await work(progress)
 
     try:
         with _handling_sigterm(terminations, tasks), Progress(milestones and not as_json) as progress:
-            document = asyncio.run(begin())
-        if document is None:
+            result = asyncio.run(begin())
+        if result is None:
             return 0
-        _print(document, show, as_json)
+        _print(result, show, as_json)
     except _OutputFailed as failed:
         return fail("OutputFailed", str(failed), as_json)
     except TStoreError as error:
@@ -199,19 +199,19 @@ def run(work: Work, show: Callable[[Document], None], as_json: bool, milestones:
             "report the traceback"
         )
         return fail("InternalError", message, as_json)
-    return FAILED if document.get("ok") is False else 0
+    return 0 if is_ok(result) else FAILED
 
 
 class _OutputFailed(Exception):
     """Standard output could not be written."""
 
 
-def _print(document: Document, show: Callable[[Document], None], as_json: bool) -> None:
+def _print(result: R, show: Callable[[R], None], as_json: bool) -> None:
     with _writing("the command succeeded, but its result can't be written to standard output"):
         if as_json:
-            print(json.dumps(document, indent=2, allow_nan=False))
+            print(json.dumps(json_of(result), indent=2, allow_nan=False))
         else:
-            show(document)
+            show(result)
 
 
 def print_now(text: str) -> None:

@@ -6,11 +6,13 @@ import contextlib
 import datetime
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
 import tstore
-from tstore.cli.console import Document, Progress, json_option, number_option, path_or_url, run, store_argument
+from tstore.cli.console import Progress, json_option, number_option, path_or_url, run, store_argument
+from tstore.cli.results import Finished, OfStore, Probed, Repaired
 from tstore.cli.tables import (
     show_benched,
     show_collected,
@@ -22,7 +24,7 @@ from tstore.cli.tables import (
 from tstore.cli.text import format_size
 from tstore.core.format.tree.retention import ABANDONED_AFTER, Best, Keep
 from tstore.core.log.marker import read_marker
-from tstore.core.maintenance.verify import VerifyProgress
+from tstore.core.maintenance.verify import VerifyProgress, VerifyReport
 from tstore.core.storage.connect import connect
 from tstore.core.storage.local.store import LocalStorage
 from tstore.core.storage.objects import Durability
@@ -43,7 +45,7 @@ def verify(store: str, as_json: bool) -> int:
     Prints one line for each fault and exits with status 1 if there are any.
     """
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> OfStore[VerifyReport]:
         progress.doing(f"verifying {store}")
 
         def show(done: VerifyProgress) -> None:
@@ -54,8 +56,7 @@ def verify(store: str, as_json: bool) -> int:
             progress.doing(f"verifying {store}: {sizes}")
 
         async with await tstore.open(store, "r") as opened:
-            report = await opened.verify(show)
-        return {"store": opened.url, "ok": report.ok, **report._asdict()}
+            return OfStore(opened.url, await opened.verify(show))
 
     return run(work, show_verified, as_json)
 
@@ -135,12 +136,11 @@ def gc(
     if keep_copies is not None and not has_rule:
         raise click.UsageError("--keep-copies is about the versions that another --keep option keeps; pass one")
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> OfStore[tstore.CollectReport]:
         keep = Keep(*rules, tags=keep_tag, copies=keep_copies) if has_rule else None
         progress.doing(f"collecting garbage in {store}")
         async with await tstore.open(store, "r" if dry_run else "r+") as opened:
-            report = await opened.collect(keep, abandoned=abandoned_days, dry_run=dry_run)
-        return {"store": opened.url, **report._asdict()}
+            return OfStore(opened.url, await opened.collect(keep, abandoned=abandoned_days, dry_run=dry_run))
 
     return run(work, show_collected, as_json)
 
@@ -172,22 +172,15 @@ def repair(store: str, void: tuple[int, ...], void_intact: tuple[int, ...], as_j
     serve. Run the command again after an interruption. It exits with status 1 if a damaged version remains.
     """
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Repaired:
         progress.doing(f"checking the records of {store}")
         async with await tstore.open(store, "r+" if void or void_intact else "r") as opened:
             try:
                 report = await opened.repair(void, void_intact=void_intact)
             except InvalidArgument as error:
                 raise InvalidArgument(_LISTED.sub(_as_options, str(error))) from error
-        damaged = [version._asdict() for version in report.damaged]
         already = [] if report.voided else sorted({*void, *void_intact})
-        return {
-            "store": opened.url,
-            "ok": report.ok,
-            **report._asdict(),
-            "damaged": damaged,
-            "void_already": already,
-        }
+        return Repaired(opened.url, report, already)
 
     return run(work, show_repaired, as_json)
 
@@ -207,11 +200,11 @@ def finish(store: str, transaction: str, as_json: bool) -> int:
     its hosts must have delivered their fragments.
     """
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Finished:
         progress.doing(f"finishing {transaction}")
         async with await tstore.open(store, "r+") as opened:
             version = await opened.finish(transaction)
-        return {"store": opened.url, "transaction": transaction, "version": version}
+        return Finished(opened.url, transaction, version)
 
     return run(work, show_finished, as_json)
 
@@ -229,7 +222,7 @@ def probe(url: str, as_json: bool) -> int:
     """
     from tstore.lab.conformance import Subject, run_checks
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Probed:
         storage = connect(url)
         try:
             if isinstance(storage, LocalStorage):
@@ -248,13 +241,16 @@ def probe(url: str, as_json: bool) -> int:
                 folder.rmdir()
         outcomes = [finding.outcome for finding in findings]
         [create] = [finding for finding in findings if finding.check == "create_never_replaces"]
-        return {
-            "store": storage.url,
-            "ok": not {"fails", "unknown"} & set(outcomes),
-            "writable": create.outcome != "skipped",
-            **{outcome: outcomes.count(outcome) for outcome in ("holds", "fails", "skipped", "unknown")},
-            "checks": [finding._asdict() for finding in findings],
-        }
+        return Probed(
+            store=storage.url,
+            ok=not {"fails", "unknown"} & set(outcomes),
+            writable=create.outcome != "skipped",
+            holds=outcomes.count("holds"),
+            fails=outcomes.count("fails"),
+            skipped=outcomes.count("skipped"),
+            unknown=outcomes.count("unknown"),
+            checks=findings,
+        )
 
     return run(work, show_probed, as_json)
 
@@ -282,7 +278,7 @@ def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durabili
     """
     from tstore.lab.hosts.benchmark import bench as measure
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> dict[str, Any]:
         return await measure(
             url,
             hosts=hosts,

@@ -9,7 +9,6 @@ import exmy
 
 import tstore
 from tstore.cli.console import (
-    Document,
     Progress,
     at_options,
     exmy_format,
@@ -19,6 +18,7 @@ from tstore.cli.console import (
     run,
     store_argument,
 )
+from tstore.cli.results import Quantized
 from tstore.cli.tables import show_quantized
 from tstore.quantization.policy import parse_policy
 from tstore.quantization.report import check_plot, plot_report
@@ -140,7 +140,7 @@ def quantize(
     if block is not None:
         options["block"] = None if block == "none" else int(block)
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Quantized:
         if plot is not None:
             check_plot(plot)
         arguments = choice if policy is None else parse_policy(policy.read(), policy.name)
@@ -156,7 +156,7 @@ def quantize(
             )
         if plot is not None:
             plot_report(result, plot)
-        return {"store": opened.url, **result.document(), "plot": plot}
+        return Quantized(opened.url, result, plot)
 
     return run(work, show_quantized, as_json)
 
@@ -173,12 +173,12 @@ def report(store: str, at: int | str | None, plot: str | None, as_json: bool) ->
     signal-to-quantization-noise ratio in decibels: 20 dB is an error of 10%, 40 dB one of 1%.
     """
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Quantized:
         progress.doing(f"reading {store}")
         async with await tstore.open(store, "r") as opened:
             result = await tstore.quantize_report(opened, at)
         if plot is not None:
             plot_report(result, plot)
-        return {"store": opened.url, **result.document(), "plot": plot}
+        return Quantized(opened.url, result, plot)
 
     return run(work, show_quantized, as_json)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 import tstore
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
-from tstore.cli.console import Document, Progress, at_options, json_option, run, store_argument, version_or_tag
+from tstore.cli.console import Progress, at_options, json_option, run, store_argument, version_or_tag
 from tstore.cli.listings import show_diff, show_log, show_ls, show_pending
+from tstore.cli.results import Compared, Log, OfStore, Pending, Scalar, ScalarChange, Tree
 from tstore.cli.statistics import budget_option
 from tstore.cli.tree import show_tree
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.core.maintenance.contents import detailed_listing, glob_of, listing, selected_by
+from tstore.core.maintenance.contents import Listing, detailed_listing, glob_of, listing, selected_by
 from tstore.core.runtime import pool
 from tstore.core.snapshot import Snapshot
 
@@ -34,16 +37,16 @@ __all__ = ["diff", "log", "ls", "show"]
 def log(store: str, limit: int, list_all: bool, as_json: bool) -> int:
     """List the newest commits, newest first."""
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Log:
         progress.doing(f"reading the history of {store}")
         async with await tstore.open(store, "r") as opened:
-            commits: list[Document] = []
+            commits: list[tstore.Commit] = []
             has_older = False
-            async for c in opened.history():
+            async for commit in opened.history():
                 if has_older := len(commits) == limit and not list_all:
                     break
-                commits.append({**c._asdict(), "time": c.time.isoformat()})
-        return {"store": opened.url, "commits": commits, "has_older": has_older}
+                commits.append(commit)
+        return Log(opened.url, commits, has_older)
 
     return run(work, show_log, as_json)
 
@@ -64,15 +67,17 @@ def ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool
     if pending and (path or at is not None):
         raise click.UsageError("--pending lists transactions, not arrays; pass it without PATH, --at and --step")
 
-    async def work(progress: Progress) -> Document:
+    async def list_pending(progress: Progress) -> Pending:
         progress.doing(f"reading {store}")
         async with await tstore.open(store, "r") as opened:
-            if pending:
-                transactions = await opened.pending()
-                return {"store": opened.url, "pending": [t._asdict() for t in transactions]}
-            return {"store": opened.url, **(await pool.run(listing, await opened.snapshot(at), path))}
+            return Pending(opened.url, await opened.pending())
 
-    return run(work, show_pending if pending else show_ls, as_json)
+    async def list_arrays(progress: Progress) -> OfStore[Listing]:
+        progress.doing(f"reading {store}")
+        async with await tstore.open(store, "r") as opened:
+            return OfStore(opened.url, await pool.run(listing, await opened.snapshot(at), path))
+
+    return run(list_pending, show_pending, as_json) if pending else run(list_arrays, show_ls, as_json)
 
 
 @click.command("show")
@@ -91,20 +96,19 @@ def show(store: str, path: str, at: int | str | None, depth: int | None, as_json
     all arrays and scalars are listed.
     """
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Tree:
         progress.doing(f"reading {store}")
         async with await tstore.open(store, "r") as opened:
             snapshot = await opened.snapshot(at)
             scalars = await _scalars(snapshot, path)
-            tree = await detailed_listing(opened.log.reader, snapshot, path, [s["path"] for s in scalars])
+            tree = await detailed_listing(opened.log.reader, snapshot, path, [s.path for s in scalars])
             selects = selected_by(snapshot, path)
-            selected = [scalar for scalar in scalars if selects(scalar["path"])]
-            return {"store": opened.url, "depth": depth, **tree, "scalars": selected}
+            return Tree(opened.url, depth, tree, [scalar for scalar in scalars if selects(scalar.path)])
 
     return run(work, show_tree, as_json)
 
 
-async def _scalars(snapshot: Snapshot, path: str) -> list[Document]:
+async def _scalars(snapshot: Snapshot, path: str) -> list[Scalar]:
     """Return the Python scalars that `tstore show PATH` lists, with their values as text, and perhaps others.
 
     They are all scalars of the saved tree if PATH selects nothing, for the error that names other paths.
@@ -117,19 +121,19 @@ async def _scalars(snapshot: Snapshot, path: str) -> list[Document]:
     if not source.scalars and not any(map(source.selects, source.stored)):
         source = await Source.read(snapshot, Request(None, None, None, "error"))
     scalars = source.scalars.items()
-    return [{"path": path, "dtype": type(value).__name__, "value": repr(value)} for path, value in scalars]
+    return [Scalar(path, type(value).__name__, repr(value)) for path, value in scalars]
 
 
-def _own_attributes(snapshot: Snapshot) -> Document:
+def _own_attributes(snapshot: Snapshot) -> dict[str, Any]:
     """Return the attributes of the root that users have set."""
     return {name: value for name, value in snapshot.attributes().items() if name != RESERVED_ATTRIBUTE}
 
 
-async def _changed_scalars(before: Snapshot, after: Snapshot) -> list[Document]:
-    """Return the Python scalars that differ between two versions, with their values as text, or None if absent."""
-    old, new = [{s["path"]: s["value"] for s in await _scalars(snapshot, "")} for snapshot in (before, after)]
+async def _changed_scalars(before: Snapshot, after: Snapshot) -> list[ScalarChange]:
+    """Return the Python scalars that differ between two versions."""
+    old, new = [{s.path: s.value for s in await _scalars(snapshot, "")} for snapshot in (before, after)]
     return [
-        {"path": path, "before": old.get(path), "after": new.get(path)}
+        ScalarChange(path, old.get(path), new.get(path))
         for path in sorted(old.keys() | new.keys())
         if old.get(path) != new.get(path)
     ]
@@ -151,17 +155,18 @@ def diff(store: str, before: int | str, after: int | str, budget: int | None, as
     attributes differ.
     """
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Compared:
         progress.doing(f"comparing {before} and {after} of {store}")
         async with await tstore.open(store, "r") as opened:
-            diff = (await opened.diff(before, after, budget=budget)).document()
-            scalars: list[Document] = []
-            if "" in diff["groups"]:  # the scalars are among tstore's own attributes of the root
+            diff = await opened.diff(before, after, budget=budget)
+            scalars: list[ScalarChange] = []
+            groups = list(diff.groups)
+            if "" in groups:  # the scalars are among tstore's own attributes of the root
                 old, new = await opened.snapshot(before), await opened.snapshot(after)
                 scalars = await _changed_scalars(old, new)
                 same_structure = old.reserved_attribute("structure") == new.reserved_attribute("structure")
                 if (scalars or same_structure) and _own_attributes(old) == _own_attributes(new):
-                    diff["groups"].remove("")  # nothing else differs but, in a copy, the report of `quantize`
-            return {"store": opened.url, **diff, "scalars": scalars}
+                    groups.remove("")  # nothing else differs but, in a copy, the report of `quantize`
+            return Compared(opened.url, diff, groups, scalars)
 
     return run(work, show_diff, as_json)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
 import click
 
 import tstore
-from tstore.cli.console import Document, Progress, at_options, json_option, run, store_argument
+from tstore.cli.console import Progress, at_options, json_option, run, store_argument
+from tstore.cli.results import OfStore
 from tstore.cli.text import (
     Column,
     Table,
@@ -19,7 +21,9 @@ from tstore.cli.text import (
     print_rows,
     print_table,
 )
-from tstore.service.statistics.reading import BUDGET
+from tstore.service.statistics.histograms import Histogram
+from tstore.service.statistics.loss import OtherFormat
+from tstore.service.statistics.reading import BUDGET, Coverage
 
 __all__ = ["budget_option", "stats"]
 
@@ -61,45 +65,52 @@ def stats(store: str, path: str, at: int | str | None, budget: int | None, loss:
     rows and columns.
     """
 
-    async def work(progress: Progress) -> Document:
+    async def summarize(progress: Progress) -> OfStore[tstore.Summary]:
         progress.doing(f"reading {path} of {store}")
         async with await tstore.open(store, "r") as opened:
-            if loss:
-                measured = await tstore.quantization_loss(opened, path, at, budget=budget)
-                return {"store": opened.url, **measured.document()}
-            summary = await tstore.summarize(await (await opened.snapshot(at)).array(path), budget=budget)
-            return {"store": opened.url, **summary.document()}
+            array = await (await opened.snapshot(at)).array(path)
+            return OfStore(opened.url, await tstore.summarize(array, budget=budget))
 
-    return run(work, _show_loss if loss else _show_summary, as_json)
+    async def measure_loss(progress: Progress) -> OfStore[tstore.QuantizationLoss]:
+        progress.doing(f"reading {path} of {store}")
+        async with await tstore.open(store, "r") as opened:
+            return OfStore(opened.url, await tstore.quantization_loss(opened, path, at, budget=budget))
+
+    return run(measure_loss, _show_loss, as_json) if loss else run(summarize, _show_summary, as_json)
 
 
-def _show_summary(summary: Document) -> None:
-    coverage = summary["coverage"]
-    read = max(1, coverage["values_read"])
-    by = ", by magnitude" if summary["dtype"].startswith("complex") else ""
-    what = f"{summary['dtype']} {format_shape(summary['shape'])}"
-    print(escape(f"{summary['path']}: {what}, {_coverage(coverage)}{by}"))
-    rows = [[name, _number(summary[name])] for name in ("minimum", "maximum", "mean", "rms")]
-    rows += [[name, f"{summary[name]:,} ({summary[name] / read:.2%})"] for name in ("zeros", "negative")]
-    rows.append(["not finite", f"{summary['nonfinite']:,}"])
-    if summary["range"]:
-        span = summary["range"]
-        limits = f"{_number(span['smallest'])} … {_number(span['largest'])} in magnitude"
-        rows.append([f"{span['name']} stores", limits])
+def _show_summary(stated: OfStore[tstore.Summary]) -> None:
+    summary = stated.report
+    read = max(1, summary.coverage.values_read)
+    by = ", by magnitude" if summary.dtype.startswith("complex") else ""
+    what = f"{summary.dtype} {format_shape(summary.shape)}"
+    print(escape(f"{summary.path}: {what}, {_coverage(summary.coverage)}{by}"))
+    rows = [
+        ["minimum", _number(summary.minimum)],
+        ["maximum", _number(summary.maximum)],
+        ["mean", _number(summary.mean)],
+        ["rms", _number(summary.rms)],
+        ["zeros", f"{summary.zeros:,} ({summary.zeros / read:.2%})"],
+        ["negative", f"{summary.negative:,} ({summary.negative / read:.2%})"],
+        ["not finite", f"{summary.nonfinite:,}"],
+    ]
+    if (span := summary.range) is not None:
+        limits = f"{_number(span.smallest)} … {_number(span.largest)} in magnitude"
+        rows.append([f"{span.name} stores", limits])
     print_table([Column("statistic"), Column("value", preferred_width=20)], rows)
-    _show_values(summary["histogram"])
-    exponents = summary["exponents"]
-    if exponents["counts"]:
+    _show_values(summary.histogram)
+    counts: list[int] = summary.exponents.counts.tolist()
+    if counts:
         print("\nexponents: values by floor(log2 |x|)")
-        lowest = exponents["lowest"]
-        _show_bars([f"2^{lowest + i}" for i in range(len(exponents["counts"]))], exponents["counts"])
+        _show_bars([f"2^{summary.exponents.lowest + i}" for i in range(len(counts))], counts)
 
 
-def _show_values(histogram: Document) -> None:
-    counts, edges = histogram["counts"], histogram["edges"]
+def _show_values(histogram: Histogram) -> None:
+    counts: list[int] = histogram.counts.tolist()
+    edges: list[float] = histogram.edges.tolist()
     if not counts:
         return
-    outside = histogram["below"] + histogram["above"]
+    outside = histogram.below + histogram.above
     print("\nvalues" + (f" ({outside:,} outliers are outside)" if outside else ""))
     step = -(-len(counts) // _SHOWN_BINS)
     merged = [sum(counts[i : i + step]) for i in range(0, len(counts), step)]
@@ -116,36 +127,39 @@ def _show_bars(labels: list[str], counts: list[int]) -> None:
         print(f"{label:>{width}}  {'#' * round(_BAR * count / most):<{_BAR}}  {count:,}")
 
 
-def _show_loss(loss: Document) -> None:
-    table: Table = [
-        (Column("format"), lambda row: row["format"]),
-        (Column("offset per", rank=1), lambda row: row["granularity"]),
-        (Column("bits/value", align_right=True), lambda row: f"{row['bits_per_value']:.2f}"),
-        (Column("SQNR", align_right=True), lambda row: _decibels(row["sqnr_db"])),
-        (Column("clipped", align_right=True), lambda row: f"{100 * row['clipped']:.3g}%"),
+def _show_loss(stated: OfStore[tstore.QuantizationLoss]) -> None:
+    loss, own = stated.report, stated.report.quantized
+    stored = OtherFormat(
+        f"{own.format} (stored, {own.coding})", own.granularity, own.bits_per_value, loss.sqnr, own.clipped
+    )
+    table: Table[OtherFormat] = [
+        (Column("format"), lambda row: row.format),
+        (Column("offset per", rank=1), lambda row: row.granularity),
+        (Column("bits/value", align_right=True), lambda row: f"{row.bits_per_value:.2f}"),
+        (Column("SQNR", align_right=True), lambda row: _decibels(row.sqnr)),
+        (Column("clipped", align_right=True), lambda row: f"{100 * row.clipped:.3g}%"),
     ]
-    own = {**loss, "format": f"{loss['format']} (stored, {loss['coding']})"}
-    print_rows(table, [own, *loss["others"]])
+    print_rows(table, [stored, *loss.others])
     print(
         escape(
-            f"{loss['path']} of version {loss['version']} against version {loss['source']}: "
-            f"max error {_number(loss['largest_error'])}, {_coverage(loss['coverage'])}"
+            f"{loss.path} of version {loss.version} against version {loss.source}: "
+            f"max error {_number(loss.difference.largest_error)}, {_coverage(loss.coverage)}"
         )
     )
-    if loss["worst"]:
-        region = ", ".join(f"{a}:{b}" for a, b in loss["worst"])
-        print(f"lowest SQNR: {_decibels(loss['worst_sqnr_db'])} in [{region}]")
+    if loss.worst:
+        region = ", ".join(f"{side.start}:{side.stop}" for side in loss.worst)
+        print(f"lowest SQNR: {_decibels(loss.worst_sqnr)} in [{region}]")
 
 
-def _coverage(coverage: Document) -> str:
-    if coverage["complete"]:
-        return f"all {coverage['values']:,} values"
-    return f"from {format_size(coverage['bytes_read'])} of {format_size(coverage['nbytes'])} of values"
+def _coverage(coverage: Coverage) -> str:
+    if coverage.complete:
+        return f"all {coverage.values:,} values"
+    return f"from {format_size(coverage.bytes_read)} of {format_size(coverage.nbytes)} of values"
 
 
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
+def _number(value: float) -> str:
+    return f"{value:.6g}" if math.isfinite(value) else "none"
 
 
-def _decibels(level: float | None) -> str:
-    return "exact or none" if level is None else format_decibels(level)
+def _decibels(level: float) -> str:
+    return format_decibels(level) if math.isfinite(level) else "exact or none"

@@ -6,12 +6,14 @@ There is one function for each command. `listings` and `tree` have those of the 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import shlex
 import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from tstore.cli.console import Document
+from tstore.cli.results import Copied, Exported, Finished, Imported, OfStore, Probed, Quantized, Repaired
 from tstore.cli.text import (
     PATH_COLUMN,
     Column,
@@ -27,6 +29,13 @@ from tstore.cli.text import (
 from tstore.convert.references import reader_options
 from tstore.core.format.layout import ARCHIVE_EVERY, archive_end, commit_key
 from tstore.core.format.plain_text import pluralize
+from tstore.core.maintenance.collect_report import CollectReport
+from tstore.core.maintenance.damage import DamagedVersion
+from tstore.core.maintenance.verify import VerifyReport
+from tstore.quantization.report import QuantizedArray, QuantizeReport
+
+if TYPE_CHECKING:
+    from tstore.lab.conformance import Finding
 
 __all__ = [
     "show_benched",
@@ -46,46 +55,47 @@ _MAX_SUGGESTED_VERSIONS = 20
 _RECORD = re.compile(r"commits/\d{20}")
 
 
-def show_finished(finished: Document) -> None:
+def show_finished(finished: Finished) -> None:
     """Print the version of a finished transaction."""
-    print(escape(f"transaction {finished['transaction']} is committed as version {finished['version']}"))
+    print(escape(f"transaction {finished.transaction} is committed as version {finished.version}"))
 
 
-def show_repaired(document: Document) -> None:
+def show_repaired(repaired: Repaired) -> None:
     """Print the damaged versions, those that were voided, and how to void the others."""
-    voided = document["voided"]
-    by_reason: dict[tuple[str, str], list[Document]] = {}  # with the state
-    for d in document["damaged"]:
-        reason = d["reason"].replace(commit_key(d["version"]), "its record")
-        by_reason.setdefault(("voided" if d["version"] in voided else "damaged", reason), []).append(d)
+    report = repaired.report
+    voided = report.voided
+    by_reason: dict[tuple[str, str], list[DamagedVersion]] = {}  # with the state
+    for d in report.damaged:
+        reason = d.reason.replace(commit_key(d.version), "its record")
+        by_reason.setdefault(("voided" if d.version in voided else "damaged", reason), []).append(d)
     for (state, reason), alike in by_reason.items():
-        versions = f"{_nouns(alike, 'version')} {_ranges([d['version'] for d in alike])}"
-        print(f"{versions} ({state}): {escape(alike[0]['reason'] if len(alike) == 1 else reason)}")
-    if document["saved"]:
-        print(f"saved the replaced {_nouns(document['saved'], 'record')} as {abbreviate(document['saved'])}")
-    if document["expired"]:
-        numbers = _ranges(document["expired"])
+        versions = f"{_nouns(alike, 'version')} {_ranges([d.version for d in alike])}"
+        print(f"{versions} ({state}): {escape(alike[0].reason if len(alike) == 1 else reason)}")
+    if report.saved:
+        print(f"saved the replaced {_nouns(report.saved, 'record')} as {abbreviate(report.saved)}")
+    if report.expired:
+        numbers = _ranges(report.expired)
         print(f"expired {numbers}: their data was deleted by a garbage collection that is now voided")
     if voided:
-        print(f"voided {_ranges(voided)}; recorded as version {document['version']}")
-    remaining = [d for d in document["damaged"] if d["version"] not in voided]
+        print(f"voided {_ranges(voided)}; recorded as version {report.version}")
+    remaining = [d for d in report.damaged if d.version not in voided]
     if suggested := _suggested(remaining):
         options = " ".join(
-            f"--void{'-intact' * d['record_intact']} {d['version']}" for d in suggested[:_MAX_SUGGESTED_VERSIONS]
+            f"--void{'-intact' * d.record_intact} {d.version}" for d in suggested[:_MAX_SUGGESTED_VERSIONS]
         )
         more = " ..." if len(suggested) > _MAX_SUGGESTED_VERSIONS else ""
         print("restore the missing or damaged objects from a copy, or void these versions and lose their changes:")
-        print(f"tstore repair {shlex.quote(document['store'])} {options}{more}")
-    elif document["void_already"]:
-        print(f"already void: {_ranges(document['void_already'])}; nothing was committed")
+        print(f"tstore repair {shlex.quote(repaired.store)} {options}{more}")
+    elif repaired.void_already:
+        print(f"already void: {_ranges(repaired.void_already)}; nothing was committed")
     elif not voided:
         print("no damaged version: every record is intact, and all objects of living versions exist")
 
 
-def _suggested(damaged: Sequence[Document]) -> Sequence[Document]:
+def _suggested(damaged: Sequence[DamagedVersion]) -> Sequence[DamagedVersion]:
     """Return the versions to void first, after which the others may be intact, or are void too."""
-    lost = [d for d in damaged if not d["record_intact"]]
-    blocks = [list(block) for _, block in itertools.groupby(lost, lambda d: archive_end(d["version"]))]
+    lost = [d for d in damaged if not d.record_intact]
+    blocks = [list(block) for _, block in itertools.groupby(lost, lambda d: archive_end(d.version))]
     # a repair that voids one version of a lost archive voids all of them
     return [d for block in blocks for d in (block[:1] if len(block) == ARCHIVE_EVERY else block)] or damaged
 
@@ -98,68 +108,76 @@ def _nouns(items: Sequence[object], noun: str) -> str:
     return noun if len(items) == 1 else f"{noun}s"
 
 
-def show_verified(report: Document) -> None:
+def show_verified(verified: OfStore[VerifyReport]) -> None:
     """Print each fault, the files that do not belong to the store, and the totals."""
-    for _, faults in itertools.groupby(report["faults"], lambda fault: _RECORD.sub("", fault)):
+    store, report = verified.store, verified.report
+    for _, faults in itertools.groupby(report.faults, lambda fault: _RECORD.sub("", fault)):
         first, *others = faults
         print(escape(" ".join(first.split())))
         if others and (last := _RECORD.search(others[-1])) is not None:
             print(f"the same of {pluralize(len(others), 'other record')}, up to {last[0]}")
-    if report["unchecked"]:
-        versions = _ranges(report["unchecked"])
+    if report.unchecked:
+        versions = _ranges(report.unchecked)
         print(f"not checked completely, because the record of another version is damaged: {versions}")
-    if report["foreign"]:
-        names = abbreviate(report["foreign"], 5)
-        print(escape(f"{report['store']} contains files that do not belong to the store: {names}"))
-    counts = ", ".join(pluralize(report[f"{noun}s"], noun) for noun in ("version", "array", "chunk"))
-    checked = f"{counts}, {format_size(report['bytes'])} read and verified"
-    verdict = "is intact" if report["ok"] else f"has {pluralize(len(report['faults']), 'fault')}"
-    print(escape(f"{report['store']} {verdict}: {checked}"))
+    if report.foreign:
+        names = abbreviate(report.foreign, 5)
+        print(escape(f"{store} contains files that do not belong to the store: {names}"))
+    counts = ", ".join(
+        pluralize(count, noun)
+        for count, noun in ((report.versions, "version"), (report.arrays, "array"), (report.chunks, "chunk"))
+    )
+    checked = f"{counts}, {format_size(report.bytes)} read and verified"
+    verdict = "is intact" if report.ok else f"has {pluralize(len(report.faults), 'fault')}"
+    print(escape(f"{store} {verdict}: {checked}"))
 
 
-def show_collected(report: Document) -> None:
+def show_collected(collected: OfStore[CollectReport]) -> None:
     """Print what was removed, or what would be."""
-    remove = "would remove" if report["dry_run"] else "removed"
-    if report["versions"]:
-        noun = _nouns(report["versions"], "version")
-        tags = f" (tags: {abbreviate(report['tags'])})" if report["tags"] else ""
-        print(escape(f"{remove} {noun} {_ranges(sorted(report['versions']))}{tags}"))
-    if report["abandoned"]:
-        print(escape(f"{remove} the data of abandoned transactions: {abbreviate(report['abandoned'])}"))
-    recorded = "" if report["version"] is None else f"; recorded as version {report['version']}"
-    versions, objects = pluralize(len(report["versions"]), "version"), pluralize(report["objects"], "object")
-    print(escape(f"{report['store']}: {remove} {versions}, {objects}, {format_size(report['bytes'])}{recorded}"))
+    report = collected.report
+    remove = "would remove" if report.dry_run else "removed"
+    if report.versions:
+        tags = f" (tags: {abbreviate(report.tags)})" if report.tags else ""
+        print(escape(f"{remove} {_nouns(report.versions, 'version')} {_ranges(sorted(report.versions))}{tags}"))
+    if report.abandoned:
+        print(escape(f"{remove} the data of abandoned transactions: {abbreviate(report.abandoned)}"))
+    recorded = "" if report.version is None else f"; recorded as version {report.version}"
+    versions, objects = pluralize(len(report.versions), "version"), pluralize(report.objects, "object")
+    print(escape(f"{collected.store}: {remove} {versions}, {objects}, {format_size(report.bytes)}{recorded}"))
 
 
-def show_copied(report: Document) -> None:
+def show_copied(copied: Copied) -> None:
     """Print what was copied."""
-    if not report["commits"] and not report["objects"]:
-        print(escape(f"{report['destination']} is already at version {report['version']}: nothing to copy"))
+    report = copied.report
+    if not report.commits and not report.objects:
+        print(escape(f"{copied.destination} is already at version {report.version}: nothing to copy"))
         return
-    present = f"; {pluralize(report['present'], 'object')} already present" if report["present"] else ""
-    counts = f"{pluralize(report['commits'], 'commit')}, {pluralize(report['objects'], 'object')}"
-    state = f"{report['destination']} is at version {report['version']}"
-    print(escape(f"{state}: copied and verified {counts}, {format_size(report['bytes'])}{present}"))
-    if report["at"] is not None:
-        kept = f"version {report['at']}" if isinstance(report["at"], int) else report["at"]
+    present = f"; {pluralize(report.present, 'object')} already present" if report.present else ""
+    counts = f"{pluralize(report.commits, 'commit')}, {pluralize(report.objects, 'object')}"
+    state = f"{copied.destination} is at version {report.version}"
+    print(escape(f"{state}: copied and verified {counts}, {format_size(report.bytes)}{present}"))
+    if copied.at is not None:
+        kept = f"version {copied.at}" if isinstance(copied.at, int) else copied.at
         only = f"This copy is a separate store that has only {kept}"
         print(escape(f"{only}; to copy later versions too, choose another destination and omit --at"))
 
 
-def show_probed(report: Document) -> None:
+def show_probed(probed: Probed) -> None:
     """Print each promise with its outcome, and whether the storage is suitable for a store."""
-    rows = [[c["outcome"], c["promise"], c["detail"]] for c in report["checks"]]
-    columns = [Column("outcome"), Column("promise", preferred_width=24), Column("detail", preferred_width=24)]
-    print_table(columns, rows)
-    verdict = "no fault found" if report["writable"] else "it can be read but not written"
-    if report["unknown"]:
-        verdict = f"unknown: {report['unknown']}; free space or wait until the storage responds, and probe again"
-    if report["fails"]:
-        verdict = f"broken promises: {report['fails']}; do not use it for a store"
-    print(escape(f"{report['store']}: {verdict} ({report['holds']} hold, {report['skipped']} skipped)"))
+    table: Table[Finding] = [
+        (Column("outcome"), lambda finding: finding.outcome),
+        (Column("promise", preferred_width=24), lambda finding: finding.promise),
+        (Column("detail", preferred_width=24), lambda finding: finding.detail),
+    ]
+    print_rows(table, probed.checks)
+    verdict = "no fault found" if probed.writable else "it can be read but not written"
+    if probed.unknown:
+        verdict = f"unknown: {probed.unknown}; free space or wait until the storage responds, and probe again"
+    if probed.fails:
+        verdict = f"broken promises: {probed.fails}; do not use it for a store"
+    print(escape(f"{probed.store}: {verdict} ({probed.holds} hold, {probed.skipped} skipped)"))
 
 
-def show_benched(report: Document) -> None:
+def show_benched(report: dict[str, Any]) -> None:
     """Print the measurements, and whether all data was read back."""
     rows = []
     for operation in ("save", "restore"):
@@ -182,108 +200,106 @@ def show_benched(report: Document) -> None:
     print(escape(f"{report['store']}, durability {report['durability']}: {verdict}{remains}"))
 
 
-def show_imported(report: Document) -> None:
+def show_imported(imported: Imported) -> None:
     """Print the recognized kind of the source, and what was imported."""
-    version = f"version {report['version']}" + (f" ({report['tag']})" if report["tag"] else "")
-    print(escape(f"{report['store']}: imported {_tensor_summary(report)} from {report['kind']}, as {version}"))
-    if report["left_out"]:
-        print(escape(f"not imported: {abbreviate(report['left_out'], 20)}"))
+    report = imported.report
+    version = f"version {report.version}" + (f" ({imported.tag})" if imported.tag else "")
+    summary = _tensor_summary(report.tensors, report.bytes)
+    print(escape(f"{imported.store}: imported {summary} from {report.kind.value}, as {version}"))
+    if report.left_out:
+        print(escape(f"not imported: {abbreviate(report.left_out, 20)}"))
 
 
-def show_exported(report: Document) -> None:
+def show_exported(exported: Exported) -> None:
     """Print what was exported, and the leaves that the file format can't represent."""
-    summary = _tensor_summary(report) + (f" in {report['files']} files" if report["files"] > 1 else "")
-    print(escape(f"{report['file']}: exported {summary}, of version {report['version']}"))
-    if report["format"] == "references":
-        options = {"fo": report["file"], **reader_options(report["store"])}
+    report = exported.report
+    summary = _tensor_summary(report.tensors, report.bytes)
+    summary += f" in {report.files} files" if report.files > 1 else ""
+    print(escape(f"{exported.file}: exported {summary}, of version {report.version}"))
+    if exported.format == "references":
+        options = {"fo": exported.file, **reader_options(exported.store)}
         print(escape(f'to read it: zarr.open_group("reference://", mode="r", storage_options={options})'))
-    _show_low_bits(report)
-    if report["left_out"]:
-        print(escape(f"not exported: {abbreviate(report['left_out'], 20)}"))
-    if report["unlisted"]:
-        print(
-            escape(
-                f"not listed in their groups, because zarr lacks the dtype: {abbreviate(report['unlisted'], 20)}"
-            )
-        )
+    _show_low_bits(exported)
+    if report.left_out:
+        print(escape(f"not exported: {abbreviate(report.left_out, 20)}"))
+    if report.unlisted:
+        names = abbreviate(report.unlisted, 20)
+        print(escape(f"not listed in their groups, because zarr lacks the dtype: {names}"))
 
 
-def _show_low_bits(report: Document) -> None:
+def _show_low_bits(exported: Exported) -> None:
     """Print in which types quantized arrays were written, and which of them were decoded or rounded, and why."""
     kept: dict[str, list[str]] = {}
     decoded: dict[str, list[str]] = {}
-    for a in report["quantized"]:
-        if a["reason"] and a["changed"] == 0:
-            decoded.setdefault(a["reason"], []).append(a["name"])
-        elif report["format"] == "gguf" or report["layout"] not in (None, "decoded"):
-            kept.setdefault(a["written_as"], []).append(a["name"])
+    quantized, keeps_low_bits = exported.report.quantized, exported.layout not in (None, "decoded")
+    for a in quantized:
+        if a.reason and a.changed == 0:
+            decoded.setdefault(a.reason, []).append(a.name)
+        elif exported.format == "gguf" or keeps_low_bits:
+            kept.setdefault(a.written_as, []).append(a.name)
     for kind, names in kept.items():
         print(escape(f"{pluralize(len(names), 'quantized array')} as {kind}: {abbreviate(names, 3)}"))
-    for a in report["quantized"]:
-        if a["changed"] is None:
-            print(escape(f"rounded to {a['written_as']}: {a['name']} ({a['reason']})"))
-        elif a["changed"]:
-            print(escape(f"rounded to {a['written_as']}: {a['changed']:,} values of {a['name']}"))
+    for a in quantized:
+        if a.changed is None:
+            print(escape(f"rounded to {a.written_as}: {a.name} ({a.reason})"))
+        elif a.changed:
+            print(escape(f"rounded to {a.written_as}: {a.changed:,} values of {a.name}"))
     for reason, names in decoded.items():
         print(escape(f"decoded ({reason}): {abbreviate(names, 3)}"))
-    if report["quantized"] and not kept and not decoded:
-        count = pluralize(len(report["quantized"]), "quantized array")
+    if quantized and not kept and not decoded:
+        count = pluralize(len(quantized), "quantized array")
         print(f"decoded {count}; --layout compressed-tensors or --layout fp8 keeps low bits")
-    if report["layout"] not in (None, "decoded") and not report["quantized"]:
+    if keeps_low_bits and not quantized:
         print(
-            f"version {report['version']} has no quantized arrays, so nothing is in low bits; pass the tag of a "
-            "quantized copy as --at"
+            f"version {exported.report.version} has no quantized arrays, so nothing is in low bits; pass the tag "
+            "of a quantized copy as --at"
         )
 
 
-def show_quantized(report: Document) -> None:
+def show_quantized(quantized: Quantized) -> None:
     """Print a row for each array, the reasons why some were not quantized, and the totals."""
-    rows = []
-    for a in report["arrays"]:
-        row = [a["path"], a["format"] or "unchanged", _coding(a)]
-        row += [format_size(a["bytes_before"]), format_size(a["bytes_after"]), f"{a['bits_per_value']:.2f}"]
-        if a["format"]:
-            row += [_quantized_sqnr(a), _number(a["largest_error"]), _percent(a["clipped"])]
-        rows.append([*row, *[""] * (9 - len(row))])
-    columns = [
-        PATH_COLUMN,
-        Column("format"),
-        Column("coding", rank=1),
-        Column("before", align_right=True, rank=2),
-        Column("after", align_right=True),
-        Column("bits/value", align_right=True, rank=5),
-        Column("SQNR", align_right=True),
-        Column("max error", align_right=True, rank=4),
-        Column("clipped", align_right=True, rank=3),
+    table: Table[QuantizedArray] = [
+        (PATH_COLUMN, lambda a: a.path),
+        (Column("format"), lambda a: a.format or "unchanged"),
+        (Column("coding", rank=1), _coding),
+        (Column("before", align_right=True, rank=2), lambda a: format_size(a.bytes_before)),
+        (Column("after", align_right=True), lambda a: format_size(a.bytes_after)),
+        (Column("bits/value", align_right=True, rank=5), lambda a: f"{a.bits_per_value:.2f}"),
+        (Column("SQNR", align_right=True), lambda a: _quantized_sqnr(a) if a.format else ""),
+        (
+            Column("max error", align_right=True, rank=4),
+            lambda a: _number(a.largest_error) if a.format else "",
+        ),
+        (Column("clipped", align_right=True, rank=3), lambda a: _percent(a.clipped) if a.format else ""),
     ]
-    print_table(columns, rows)
+    report = quantized.report
+    print_rows(table, report.arrays)
     unchanged: dict[str, list[str]] = {}
-    for a in report["arrays"]:
-        if a["reason"]:
-            unchanged.setdefault(a["reason"], []).append(a["path"])
+    for a in report.arrays:
+        if a.reason:
+            unchanged.setdefault(a.reason, []).append(a.path)
     for reason, paths in unchanged.items():
         print(escape(f"not quantized ({reason}): {abbreviate(paths, 3)}"))
-    total = report["total"]
     print(
         escape(
-            f"version {report['version']} ({report['tag']}), from version {report['source']}: "
-            f"{format_size(total['bytes_before'])} → {format_size(total['bytes_after'])}, "
-            f"{total['bits_per_value']:.2f} bits/value, SQNR {_quantized_sqnr(total)}, "
-            f"max error {_number(total['largest_error'])}, {_percent(total['clipped'])} clipped"
+            f"version {report.version} ({report.tag}), from version {report.source}: "
+            f"{format_size(report.bytes_before)} → {format_size(report.bytes_after)}, "
+            f"{report.bits_per_value:.2f} bits/value, SQNR {_quantized_sqnr(report)}, "
+            f"max error {_number(report.largest_error)}, {_percent(report.clipped)} clipped"
         )
     )
-    if report["plot"]:
-        print(escape(f"wrote {report['plot']}"))
+    if quantized.plot:
+        print(escape(f"wrote {quantized.plot}"))
 
 
-def _coding(array: Document) -> str:
+def _coding(array: QuantizedArray) -> str:
     """Return how the codes of an array are stored, and for packed ones which values share an offset."""
-    return "entropy" if array["coding"] == "entropy" else f"packed, {array['granularity']}" * bool(array["coding"])
+    return "entropy" if array.coding == "entropy" else f"packed, {array.granularity}" * bool(array.coding)
 
 
-def show_demo(report: Document) -> None:
+def show_demo(report: dict[str, Any]) -> None:
     """Print a row for each commit, and what to try next."""
-    table: Table = [
+    table: Table[dict[str, Any]] = [
         (Column("version", align_right=True), lambda c: str(c["version"])),
         (Column("tag", preferred_width=11), lambda c: c["tag"]),
         (Column("added", align_right=True), lambda c: format_size(c["bytes_added"])),
@@ -307,19 +323,19 @@ def show_demo(report: Document) -> None:
         print(escape(f"  {command}"))
 
 
-def _tensor_summary(report: Document) -> str:
-    return f"{pluralize(report['tensors'], 'tensor')}, {format_size(report['bytes'])}"
+def _tensor_summary(tensors: int, size: int) -> str:
+    return f"{pluralize(tensors, 'tensor')}, {format_size(size)}"
 
 
-def _quantized_sqnr(row: Document) -> str:
-    """Format the SQNR of a row of a quantization report, where None stands for infinity or NaN."""
-    if row["sqnr_db"] is None:
-        return "exact" if row["largest_error"] == 0 else "unknown"
-    return format_decibels(row["sqnr_db"])
+def _quantized_sqnr(row: QuantizedArray | QuantizeReport) -> str:
+    """Format the SQNR of an array or of all, which is not finite for an exact copy and if a sum overflows."""
+    if math.isfinite(row.sqnr):
+        return format_decibels(row.sqnr)
+    return "exact" if row.largest_error == 0 else "unknown"
 
 
-def _number(value: float | None) -> str:
-    return "infinite" if value is None else f"{value:.3g}"
+def _number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "infinite"
 
 
 def _percent(part: float) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import click
 
 import tstore
-from tstore.cli.console import STEP, Document, Progress, at_options, json_option, run, store_argument
+from tstore.cli.console import STEP, Progress, at_options, json_option, run, store_argument
 from tstore.cli.listings import show_removed, show_tagged, show_tags
+from tstore.cli.results import Removed, RemovedStep, Tag, Tagged, Tags
 from tstore.core.steps import chosen_snapshot, step_tag
 from tstore.core.store import Store
 from tstore.core.tags import drop_tag, later_steps, move_tag, remove_step, remove_steps_after, set_tag
@@ -35,15 +36,19 @@ def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bo
     if drop and (move or at is not None):
         raise click.UsageError("--drop removes a tag; pass it without --move, --at and --step")
 
-    async def work(progress: Progress) -> Document:
-        async with await tstore.open(store, "r" if name is None else "r+") as opened:
-            if name is None:
-                progress.doing(f"reading {store}")
-                tags = sorted((await opened.tags()).items(), key=lambda item: item[1])
-                return {"store": opened.url, "tags": [{"tag": t, "version": v} for t, v in tags]}
+    async def list_tags(progress: Progress) -> Tags:
+        async with await tstore.open(store, "r") as opened:
+            progress.doing(f"reading {store}")
+            tags = sorted((await opened.tags()).items(), key=lambda item: item[1])
+        return Tags(opened.url, [Tag(tag, version) for tag, version in tags])
+
+    async def change_tag(progress: Progress) -> Tagged:
+        assert name is not None
+        async with await tstore.open(store, "r+") as opened:
             progress.doing(f"changing the tag {name}")
             if drop:
-                return {"store": opened.url, "tag": name, **await _drop(opened, name)}
+                dropped = (await opened.tags()).get(name)
+                return Tagged(opened.url, name, None, await drop_tag(opened, name), dropped)
             try:
                 tagged = await (move_tag if move else set_tag)(opened, name, at)
             except AlreadyExists as error:
@@ -51,15 +56,9 @@ def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bo
                     "move this one with transaction(move_tag=…)", "move this one with --move"
                 )
                 raise AlreadyExists(message) from error
-        changed = {"target": tagged.target, "version": tagged.version, "dropped": None}
-        return {"store": opened.url, "tag": name, **changed}
+        return Tagged(opened.url, name, tagged.target, tagged.version, None)
 
-    return run(work, show_tags if name is None else show_tagged, as_json)
-
-
-async def _drop(store: Store, name: str) -> Document:
-    dropped = (await store.tags()).get(name)
-    return {"target": None, "version": await drop_tag(store, name), "dropped": dropped}
+    return run(list_tags, show_tags, as_json) if name is None else run(change_tag, show_tagged, as_json)
 
 
 @click.command("rm")
@@ -81,20 +80,19 @@ def remove(store: str, steps: tuple[int, ...], after: int | None, dry_run: bool,
         raise click.UsageError("pass exactly one of --step N and --after N")
     number, remove_steps = (steps[0], remove_step) if after is None else (after, remove_steps_after)
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Removed:
         progress.doing(f"removing steps of {store}")
         async with await tstore.open(store, "r" if dry_run else "r+") as opened:
             await chosen_snapshot(opened, number, None)  # raises `NotFound`, which lists the steps
             tags = await opened.tags()
             removed = await _step_rows(opened, tags, [number] if after is None else later_steps(tags, number))
             version = None if dry_run else await remove_steps(opened, number)
-        return {"store": opened.url, "removed": removed, "version": version, "dry_run": dry_run}
+        return Removed(opened.url, removed, version, dry_run)
 
     return run(work, show_removed, as_json)
 
 
-async def _step_rows(store: Store, tags: Mapping[str, int], steps: list[int]) -> list[Document]:
+async def _step_rows(store: Store, tags: Mapping[str, int], steps: list[int]) -> list[RemovedStep]:
     versions = [tags[step_tag(step)] for step in steps]
     sizes = [record.bytes_added async for _, record in store.log.reader.each_record(versions)]
-    rows = zip(steps, versions, sizes, strict=True)
-    return [{"step": step, "version": version, "bytes_added": added} for step, version, added in rows]
+    return list(map(RemovedStep, steps, versions, sizes))

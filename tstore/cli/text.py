@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from rich.cells import cell_len, chop_cells
 
@@ -106,13 +106,14 @@ class Column(NamedTuple):
 
 PATH_COLUMN = Column("path", preferred_width=40)
 
-Table: TypeAlias = list[tuple[Column, Callable[[Any], str]]]
-"""The columns of a table, each with a function from a row's document to the text of its cell."""
+T = TypeVar("T")
+Table: TypeAlias = list[tuple[Column, Callable[[T], str]]]
+"""The columns of a table, each with a function from a row to the text of its cell."""
 
 
-def print_rows(table: Table, documents: Sequence[Any]) -> None:
-    """Print a row for each document, if there are any."""
-    print_table([column for column, _ in table], [[cell(d) for _, cell in table] for d in documents])
+def print_rows(table: Table[T], rows: Sequence[T]) -> None:
+    """Print the rows, if there are any."""
+    print_table([column for column, _ in table], [[cell(row) for _, cell in table] for row in rows])
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:

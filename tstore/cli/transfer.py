@@ -11,7 +11,6 @@ import click
 import tstore
 from tstore.cli.console import (
     STEP,
-    Document,
     Progress,
     at_options,
     exmy_format,
@@ -20,6 +19,7 @@ from tstore.cli.console import (
     run,
     store_argument,
 )
+from tstore.cli.results import Copied, Exported, Imported
 from tstore.cli.tables import show_copied, show_exported, show_imported
 from tstore.cli.text import format_size
 from tstore.convert import importing
@@ -108,7 +108,7 @@ def import_checkpoint(
     one commit, without a step. Each chunk is decoded as a check, and its encoded bytes are stored unchanged.
     """
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Imported:
         kind = recognize(sources)
         progress.doing(f"importing {sources[0]}, {kind.value}")
         if kind is SourceKind.ZARR:
@@ -119,7 +119,7 @@ def import_checkpoint(
                 progress.doing(f"importing {sources[0]}: {format_size(done)} of {format_size(total)}")
 
             report = await import_zarr(sources[0], store, progress=report_bytes)
-            return {"store": connect(store).url, "tag": None, **report._asdict(), "kind": report.kind.value}
+            return Imported(connect(store).url, None, report)
         if step is None:
             raise InvalidArgument(f"{sources[0]} is {kind.value}, which becomes a step; pass --step N")
         try:
@@ -132,8 +132,7 @@ def import_checkpoint(
                 "pass overwrite=True", f"remove it first with tstore rm {store} --step {step}"
             )
             raise AlreadyExists(message) from error
-        result = {**report._asdict(), "kind": report.kind.value}
-        return {"store": connect(store).url, "tag": f"step/{step}", **result}
+        return Imported(connect(store).url, f"step/{step}", report)
 
     return run(work, show_imported, as_json)
 
@@ -241,16 +240,14 @@ def export(
         options["keep_exmy"] = True
     _add_low_bits(options, file_format, layout, requantize)
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Exported:
         progress.doing(f"exporting to {out}")
 
         def report_bytes(done: int, total: int) -> None:
             progress.doing(f"exporting to {out}: {done / total:.0%}" if total else f"exporting to {out}")
 
         report = await _EXPORTS[file_format](store, out, at=at, progress=report_bytes, **options)
-        quantized = [array._asdict() for array in report.quantized]
-        document = {**report._asdict(), "quantized": quantized}
-        return {"store": connect(store).url, "file": out, "format": file_format, "layout": layout, **document}
+        return Exported(connect(store).url, out, file_format, layout, report)
 
     return run(work, show_exported, as_json)
 
@@ -286,14 +283,13 @@ def copy(source: str, destination: str, at: int | str | None, as_json: bool) -> 
     a failure, run the command again: it copies only what is missing.
     """
 
-    async def work(progress: Progress) -> Document:
+    async def work(progress: Progress) -> Copied:
         progress.doing(f"reading {source}")
 
         def report_bytes(done: int, total: int) -> None:
             progress.doing(f"copying {source}: {format_size(done)} of {format_size(total)}")
 
         report = await tstore.copy(source, destination, at, progress=report_bytes)
-        urls = {"source": connect(source).url, "destination": connect(destination).url}
-        return {**urls, "at": at, **report._asdict()}
+        return Copied(connect(source).url, connect(destination).url, at, report)
 
     return run(work, show_copied, as_json)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
-from tstore.cli.console import Document
+from tstore.cli.results import Scalar, Tree
 from tstore.cli.text import Column, Table, abbreviate, escape, format_shape, format_size, print_rows
 from tstore.core.format.plain_text import pluralize
+from tstore.core.maintenance.contents import DetailedArray
 
 __all__ = ["show_tree"]
 
@@ -21,6 +22,8 @@ _MAX_ROWS = 100
 _MAX_VALUE = 40  # characters of a Python scalar
 
 _DIGITS = re.compile(r"([0-9]+)")
+
+Leaf: TypeAlias = DetailedArray | Scalar
 
 
 class _Node(NamedTuple):
@@ -32,13 +35,15 @@ class _Node(NamedTuple):
     name: str
     level: int
     is_group: bool
-    leaves: list[Document]
+    leaves: list[Leaf]
 
 
-def show_tree(document: Document) -> None:
+def show_tree(tree: Tree) -> None:
     """Print the groups, arrays and scalars of a version, and the totals."""
-    leaves = sorted([*document["arrays"], *document["scalars"]], key=lambda leaf: _natural_sort_key(leaf["path"]))
-    nodes, depth, limit = _nodes(leaves), document["depth"], None
+    listing = tree.report
+    leaves: list[Leaf] = [*listing.arrays, *tree.scalars]
+    nodes = _nodes(sorted(leaves, key=lambda leaf: _natural_sort_key(leaf.path)))
+    depth, limit = tree.depth, None
     if depth is None:
         depth, limit = _fitting_depth(nodes), _MAX_ROWS
     rows = [node for node in nodes if node.level <= depth]
@@ -47,11 +52,11 @@ def show_tree(document: Document) -> None:
         print(f"({len(rows) - limit:,} more rows; pass a PATH, a pattern, or --depth 1 for all of them)")
     elif len(rows) < len(nodes):
         print(f"(groups of level {depth} are summarized; pass a PATH, a pattern, or --depth {depth + 1} for more)")
-    total, tags = document["total"], f" ({abbreviate(document['tags'])})" if document["tags"] else ""
-    sizes = f"{format_size(total['value_bytes'])} of values, {format_size(total['stored_bytes'])} stored"
-    if total["shared_bytes"]:
-        sizes += f", {format_size(total['shared_bytes'])} of it shared with earlier versions"
-    print(escape(f"version {document['version']}{tags}: {pluralize(total['arrays'], 'array')}, {sizes}"))
+    total, tags = listing.total, f" ({abbreviate(listing.tags)})" if listing.tags else ""
+    sizes = f"{format_size(total.value_bytes)} of values, {format_size(total.stored_bytes)} stored"
+    if total.shared_bytes:
+        sizes += f", {format_size(total.shared_bytes)} of it shared with earlier versions"
+    print(escape(f"version {listing.version}{tags}: {pluralize(total.arrays, 'array')}, {sizes}"))
 
 
 def _natural_sort_key(path: str) -> list[list[str | tuple[int, str]]]:
@@ -65,16 +70,16 @@ def _number(digits: str) -> tuple[int, str]:
     return len(digits), digits
 
 
-def _nodes(leaves: Sequence[Document]) -> list[_Node]:
+def _nodes(leaves: Sequence[Leaf]) -> list[_Node]:
     """Return all groups and leaves in the order of the rows, from sorted leaves.
 
     A group has no row if it contains nothing but another group, or a single leaf.
     """
     numbers: dict[tuple[int, str], int] = {}  # of a group, by the number of the group above it and its name
-    below: list[list[Document]] = [[]]  # by number of a group: its leaves; the first is the root
+    below: list[list[Leaf]] = [[]]  # by number of a group: its leaves; the first is the root
     for leaf in leaves:
         group = 0
-        for name in leaf["path"].split("/")[:-1]:
+        for name in leaf.path.split("/")[:-1]:
             group = numbers.setdefault((group, name), len(below))
             if group == len(below):
                 below.append([])
@@ -83,7 +88,7 @@ def _nodes(leaves: Sequence[Document]) -> list[_Node]:
     nodes: list[_Node] = []
     shown: set[int] = set()
     for leaf in leaves:
-        path, group, level, start, stop = leaf["path"], 0, 1, 0, 0  # `start`: the end of the row above
+        path, group, level, start, stop = leaf.path, 0, 1, 0, 0  # `start`: the end of the row above
         for name in path.split("/")[:-1]:
             group, stop = numbers[group, name], stop + len(name) + 1
             if group in hidden or len(below[group]) == 1:
@@ -104,12 +109,12 @@ def _fitting_depth(nodes: Sequence[_Node]) -> int:
 
 
 def _dtype(node: _Node) -> str:
-    names = sorted({leaf["dtype"] for leaf in _arrays(node) or node.leaves})
+    names = sorted({leaf.dtype for leaf in _arrays(node) or node.leaves})
     return abbreviate(names, 2)
 
 
-def _arrays(node: _Node) -> list[Document]:
-    return [leaf for leaf in node.leaves if "value" not in leaf]
+def _arrays(node: _Node) -> list[DetailedArray]:
+    return [leaf for leaf in node.leaves if isinstance(leaf, DetailedArray)]
 
 
 def _shape(node: _Node) -> str:
@@ -119,40 +124,42 @@ def _shape(node: _Node) -> str:
         scalars = len(node.leaves) - len(arrays)
         return ", ".join(pluralize(n, noun) for n, noun in ((len(arrays), "array"), (scalars, "scalar")) if n)
     if arrays:
-        return format_shape(arrays[0]["shape"])
-    value: str = node.leaves[0]["value"]
+        return format_shape(arrays[0].shape)
+    [scalar] = node.leaves
+    assert isinstance(scalar, Scalar)
+    value = scalar.value
     return value if len(value) <= _MAX_VALUE else value[: _MAX_VALUE - 1] + "…"
 
 
 def _chunks(node: _Node) -> str:
-    if node.is_group or not _arrays(node):
+    if node.is_group or not (arrays := _arrays(node)):
         return ""
-    [array] = node.leaves
-    return f"{array['chunk_count']:,} of {format_shape(array['chunks'])}"
+    return f"{arrays[0].chunk_count:,} of {format_shape(arrays[0].chunks)}"
 
 
 def _codec(node: _Node) -> str:
-    return abbreviate(sorted({array["codec"] for array in _arrays(node)}), 2)
+    return abbreviate(sorted({array.codec for array in _arrays(node)}), 2)
 
 
-def _size(node: _Node, field: str) -> str:
+def _size(node: _Node, size_of: Callable[[DetailedArray], int]) -> str:
     arrays = _arrays(node)
-    return format_size(sum(array[field] for array in arrays)) if arrays else ""
+    return format_size(sum(map(size_of, arrays))) if arrays else ""
 
 
 def _shared(node: _Node) -> str:
     """Return the size of the stored chunks shared with earlier versions: "" if none are, "all" if all are."""
-    stored, shared = (sum(a[field] for a in _arrays(node)) for field in ("stored_bytes", "shared_bytes"))
+    arrays = _arrays(node)
+    stored, shared = sum(a.stored_bytes for a in arrays), sum(a.shared_bytes for a in arrays)
     return "" if not shared else "all" if shared == stored else format_size(shared)
 
 
-_TABLE: Table = [
+_TABLE: Table[_Node] = [
     (Column("path", preferred_width=24), lambda node: node.name),
     (Column("dtype", rank=2), _dtype),
     (Column("shape", preferred_width=12), _shape),
     (Column("chunks", rank=1), _chunks),
     (Column("codec", rank=5), _codec),
-    (Column("values", align_right=True, rank=3), lambda node: _size(node, "value_bytes")),
-    (Column("stored", align_right=True), lambda node: _size(node, "stored_bytes")),
+    (Column("values", align_right=True, rank=3), lambda node: _size(node, lambda array: array.value_bytes)),
+    (Column("stored", align_right=True), lambda node: _size(node, lambda array: array.stored_bytes)),
     (Column("shared", align_right=True, rank=4), _shared),
 ]

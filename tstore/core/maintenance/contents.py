@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from tstore.core.format.arrays.codecs import codecs_text
@@ -22,7 +23,20 @@ from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
 from tstore.errors import NotFound
 
-__all__ = ["ArrayInfo", "array_info", "contents", "detailed_listing", "glob_of", "listing", "selected_by"]
+__all__ = [
+    "ArrayInfo",
+    "DetailedArray",
+    "DetailedListing",
+    "DetailedTotal",
+    "ListedArray",
+    "Listing",
+    "array_info",
+    "contents",
+    "detailed_listing",
+    "glob_of",
+    "listing",
+    "selected_by",
+]
 
 
 class ArrayInfo(NamedTuple):
@@ -112,30 +126,77 @@ def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) 
     return arrays
 
 
-def listing(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) -> dict[str, Any]:
-    """Return the version, its tags, its arrays (those of `contents`) and totals, as plain JSON values."""
-    arrays = contents(snapshot, path, scalars)
-    stored, values = sum(a.stored_bytes for a in arrays), sum(a.size for a in arrays)
-    return {
-        "version": snapshot.version,
-        "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
-        "arrays": [{**a._asdict(), "bits_per_value": a.bits_per_value} for a in arrays],
-        "total": {
-            "arrays": len(arrays),
-            "values": values,
-            "stored_bytes": stored,
-            "bits_per_value": 8 * stored / values if values else 0.0,
-        },
-    }
+class ListedArray(msgspec.Struct):
+    """The row of an array in a `Listing`."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    codec: str
+    stored_bytes: int
+    bits_per_value: float
+
+
+class DetailedArray(ListedArray):
+    """The row of an array in a `DetailedListing`."""
+
+    chunk_count: int
+    value_bytes: int
+    shared_bytes: int
+
+
+class Total(msgspec.Struct):
+    """The last row of a `Listing`."""
+
+    arrays: int
+    values: int
+    stored_bytes: int
+    bits_per_value: float
+
+
+class DetailedTotal(Total):
+    """The last row of a `DetailedListing`."""
+
+    value_bytes: int
+    shared_bytes: int
+
+
+class Listing(msgspec.Struct):
+    """A version, its tags, its arrays (those of `contents`) and totals."""
+
+    version: int
+    tags: list[str]
+    arrays: list[ListedArray]
+    total: Total
+
+
+class DetailedListing(msgspec.Struct):
+    """A `Listing` with the number of chunks, the bytes of the values and the shared bytes of each array.
+
+    Shared bytes are those of chunks in packs that earlier versions wrote. Inline chunks are never shared.
+    """
+
+    version: int
+    tags: list[str]
+    arrays: list[DetailedArray]
+    total: DetailedTotal
+
+
+def listing(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) -> Listing:
+    """Return the arrays that `contents` returns as a `Listing`."""
+    infos = contents(snapshot, path, scalars)
+    stored, values = sum(a.stored_bytes for a in infos), sum(a.size for a in infos)
+    tags = [tag for tag, version in snapshot.tags.items() if version == snapshot.version]
+    arrays = [ListedArray(*a, a.bits_per_value) for a in infos]
+    total = Total(len(arrays), values, stored, 8 * stored / values if values else 0.0)
+    return Listing(snapshot.version, tags, arrays, total)
 
 
 async def detailed_listing(
     log: LogReader, snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()
-) -> dict[str, Any]:
-    """Return the `listing` with the number of chunks, the bytes of the values and the shared bytes of each array.
-
-    Shared bytes are those of chunks in packs that earlier versions wrote. Inline chunks are never shared.
-    """
+) -> DetailedListing:
+    """Return the arrays that `contents` returns as a `DetailedListing`."""
     version = await state_of(log, snapshot.version)
     own_transactions = frozenset((await log.record(version)).transactions) if version else frozenset()
     return await run(_detailed, snapshot, path, scalars, own_transactions)
@@ -143,16 +204,25 @@ async def detailed_listing(
 
 def _detailed(
     snapshot: Snapshot, path: str, scalars: Collection[str], own_transactions: frozenset[str]
-) -> dict[str, Any]:
-    document = listing(snapshot, path, scalars)
-    for array in document["arrays"]:
-        node = snapshot.tree.nodes[array["path"]]
-        array["chunk_count"] = node.chunk_count
-        array["value_bytes"] = node.meta.size * node.meta.dtype.itemsize
-        array["shared_bytes"] = sum(_shared_bytes(part, own_transactions) for part in node.parts())
-    for name in ("value_bytes", "shared_bytes"):
-        document["total"][name] = sum(array[name] for array in document["arrays"])
-    return document
+) -> DetailedListing:
+    listed = listing(snapshot, path, scalars)
+    arrays = []
+    for array in listed.arrays:
+        node = snapshot.tree.nodes[array.path]
+        arrays.append(
+            DetailedArray(
+                **msgspec.structs.asdict(array),
+                chunk_count=node.chunk_count,
+                value_bytes=node.meta.size * node.meta.dtype.itemsize,
+                shared_bytes=sum(_shared_bytes(part, own_transactions) for part in node.parts()),
+            )
+        )
+    total = DetailedTotal(
+        **msgspec.structs.asdict(listed.total),
+        value_bytes=sum(array.value_bytes for array in arrays),
+        shared_bytes=sum(array.shared_bytes for array in arrays),
+    )
+    return DetailedListing(listed.version, listed.tags, arrays, total)
 
 
 def _shared_bytes(chunks: ChunkTable, own_transactions: frozenset[str]) -> int:

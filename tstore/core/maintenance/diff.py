@@ -37,7 +37,7 @@ from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
 from tstore.core.storage.base import Storage
 
-__all__ = ["ArrayDiff", "Diff", "change_order", "diff_snapshots"]
+__all__ = ["ArrayDiff", "Diff", "diff_snapshots"]
 
 _BATCH_BYTES = 32 << 20
 _REGION_BYTES = 1 << 10  # of the objects for a region, so that a batch has a bounded number of tiny chunks
@@ -123,9 +123,7 @@ class Diff(NamedTuple):
 
         Arrays with values that are not finite come first.
         """
-        return sorted(
-            self.arrays, key=lambda a: change_order(a.distance.count if a.distance else 0, a.relative_norm)
-        )
+        return sorted(self.arrays, key=_change_order)
 
     def table(self) -> str:
         """Return a line of text for each array, by the relative norm of the difference, and the counts."""
@@ -145,16 +143,11 @@ class Diff(NamedTuple):
         }
 
 
-def change_order(compared: int, relative_norm: float | None) -> tuple[int, float]:
-    """Return the key by which `Diff.by_change` sorts an array, from the number of values that were compared.
-
-    In place of infinity, the norm may be None, as in JSON.
-    """
-    if not compared:
+def _change_order(array: ArrayDiff) -> tuple[int, float]:
+    if array.distance is None or not array.distance.count:
         return 2, 0.0
-    if relative_norm is None or not math.isfinite(relative_norm):
-        return 0, 0.0
-    return 1, -relative_norm
+    norm = array.relative_norm
+    return (1, -norm) if math.isfinite(norm) else (0, 0.0)
 
 
 async def diff_snapshots(log: LogReader, before: Snapshot, after: Snapshot, budget: int | None = None) -> Diff:

@@ -6,6 +6,8 @@ import datetime
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from tstore.core.format.arguments import quote
 from tstore.core.format.tree.retention import Best, Keep
 from tstore.core.maintenance.contents import detailed_listing
@@ -76,8 +78,8 @@ async def load_version(query: Query) -> Document:
 
 async def _details(store: Store, version: int) -> Document:
     snapshot = await store.snapshot(version)
-    total = (await detailed_listing(store.log.reader, snapshot))["total"]
-    details: Document = {"version": version, **total, "sqnr_db": None, "quantized": False}
+    total = (await detailed_listing(store.log.reader, snapshot)).total
+    details: Document = {"version": version, **msgspec.structs.asdict(total), "sqnr_db": None, "quantized": False}
     try:
         report = read_report(snapshot).document()["total"]
     except (NotFound, Corrupt):  # no quantized copy, or its report is damaged or forged
