@@ -577,6 +577,18 @@ def test_commands_that_meet_a_damaged_record_name_the_repair(
     assert "or run tstore repair" not in out
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_record_damaged_in_any_way_can_be_voided(damage: str, tmp_path: Path) -> None:
+    import tstore.sync
+
+    url = with_damaged_record(tmp_path, DAMAGES[damage])
+    former = Path(url, commit_key(3)).read_bytes()
+    report = tstore.sync.open(url).repair([3])
+    assert (report.ok, report.voided) == (True, [3])
+    assert [Path(url, key).read_bytes() for key in report.saved] == [former]
+    assert tstore.sync.steps(url) == [0, 1]
+
+
 @pytest.mark.parametrize("command", [COMMANDS[0], COMMANDS[2]])
 def test_a_record_that_names_no_collection_names_the_repair(
     command: list[str], tmp_path: Path, capsys: Any

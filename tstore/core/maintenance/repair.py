@@ -138,7 +138,7 @@ async def repair_store(
     requested = {*void, *void_intact}
     damaged = await damaged_versions(log)
     # `log.newest` ends at a gap in the log, but later commits decide what is lost
-    newest = await newest_beyond_gaps(log)
+    newest = await newest_beyond_gaps(log.anew())
     doomed = await _doomed(log.anew(), newest, requested)
     if any(doomed):
         log = LogReader.strict(Without(storage, doomed.includes), log_id)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Se
 
 import xxhash
 
+from tstore.core.format.bounds import COLLECTION_BYTES
 from tstore.core.format.frame import Link, check_of, linked
 from tstore.core.format.layout import (
     ARCHIVE_EVERY,
@@ -96,8 +97,7 @@ async def resumed_without(log: LogReader, lost: Set[int]) -> dict[int, int]:
     """Return by lost version the next one whose root has its changes, 0 for none."""
     records = dict.fromkeys(sorted(lost), b"")
     for version in records:
-        with contextlib.suppress(Corrupt):  # it is too long
-            records[version] = await _object(log, version)
+        records[version] = await _object(log, version)
     named = await named_checks(log, records)
     newest = await newest_beyond_gaps(log)
     return await resumptions(log, named, newest + 1, newest)
@@ -319,13 +319,18 @@ async def _create(storage: Storage, key: str, data: bytes) -> None:
 
 
 async def _object(log: LogReader, version: int) -> bytes:
-    """Return the bytes of a record, or of its damaged object; empty if it is missing."""
+    """Return the bytes of a record, or the first of its damaged object; empty if it is missing."""
     with contextlib.suppress(*UNREADABLE):
         return await log.commits.get(version)
+    key = commit_key(version)
     try:
-        return await log.storage.get(commit_key(version))
+        return await log.storage.get(key)
     except NotFound:
         return b""
+    except Corrupt:
+        data = bytearray(min(COLLECTION_BYTES, await log.storage.size(key) or 0))
+        await log.storage.read(key, 0, [data], len(data))
+        return bytes(data)
 
 
 async def _own_records(log: LogReader, versions: Iterable[int]) -> dict[int, bytes]:
