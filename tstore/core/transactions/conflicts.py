@@ -2,7 +2,8 @@
 
 Some commits exclude a cooperative transaction: once one is in the log, the transaction can never be committed.
 
-1. A garbage collection that condemned the transaction, or what it reuses.
+1. A garbage collection that condemned the transaction, or what it reuses. So does the last one before hosts began
+   again with the same attempt: each is told before it delivers.
 2. A repair: what it voided may be this very transaction, committed by another host.
 3. A commit that changed the same, or removed steps where the transaction saves one.
 
@@ -24,7 +25,7 @@ from tstore.core.data.writer import PackSet
 from tstore.core.format.objects.records import Fragment, Record
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.tree.changes import Changes, Overlap
-from tstore.core.log.expiry import guard_expiry
+from tstore.core.log.expiry import guard_expiry, last_collection
 from tstore.core.log.group_commit import Newer, Retry
 from tstore.core.log.log import check_against_collection
 from tstore.core.log.pages import read_pages
@@ -172,6 +173,15 @@ class Exclusion:
         if newer.tags or newer.tagged or newer.dropped or newer.deleted or newer.replaces:
             changes = await run(Changes.from_record, record, inline)
             self._check_conflicts(version, changes.overlap(Changes.from_record(newer, [])).conflicts)
+
+    async def check_begun_again(self, base: int) -> None:
+        """Compare the last collection up to a version, which hosts that begin again have read.
+
+        It may still be deleting objects whose keys the transaction uses again.
+        """
+        if last := await last_collection(self._log, base):
+            record = Record(self._member.transaction, base, 0.0)
+            await check_against_collection(self._log, record, last, await self._log.record(last))
 
     def _check_voided(self, version: int, newer: Record) -> None:
         if newer.voids or newer.was_voided:

@@ -264,8 +264,9 @@ class CooperativeCommit:
         """Create this host's fragment and return it, or one with the same values that it delivered before."""
         key = self.member.fragment_key(0, self.member.host)
         try:
+            await self.exclusion.check_begun_again(fragment.base)
             await self.number_of_hosts.check_before_delivery()
-        except Inconsistent:
+        except (Conflict, Inconsistent):
             raise
         except TStoreError as error:
             await self.check_undelivered(error)

@@ -53,9 +53,11 @@ __all__ = ["BatchResult", "Outcome", "simulate", "simulate_many"]
 _DEADLINE = 3_600.0  # virtual seconds within which every host must end
 _BATCH = 25  # runs per task of a process
 _FIRST_REPAIRED, _FIRST_ARCHIVED, _FIRST_WITH_MORE, _FIRST_HARSH = 1000, 2000, 3000, 4000
+_FIRST_REPEATED = 5_000_000
 _REPAIRED = 0.25  # the share of runs with a repair; before `_FIRST_WITH_MORE`, of those where nothing excludes it
 _MISPLACED = 0.3  # the share of repaired runs in which a record is misplaced
 _REPAIR_CRASHES = (0, 0.005, 0.02)
+_REPEATED = 0.3  # the share of cooperative checkpoints whose hosts begin again
 _BESIDE = 12  # operations of a host that archives while another one stands still
 _DRAIN = 60.0  # virtual seconds after which all late requests have arrived
 
@@ -227,13 +229,16 @@ class _Run:
         name = f"job{number}" if step is None else f"step/{step}"
         attempts = rng.randint(1, 3)
         concurrent = rng.random() < 0.5
+        # the hosts of the last attempt may begin it again, after a gc has perhaps condemned it
+        again = random.Random(f"again {self.seed} {number}")
+        repeats = step is not None and self.seed >= _FIRST_REPEATED and again.random() < _REPEATED
         durable = rng.random() < 0.8
         members = []
         for attempt in range(attempts):
             values = tuple(self.primary.history.new_value() for _ in range(hosts))
             deleting = tuple(h for h in range(hosts) if rng.random() < 0.4)
             # one host may run twice in a checkpoint, since what it writes does not depend on the base
-            twice = step is not None and rng.random() < 0.2
+            twice = step is not None and (rng.random() < 0.2 or (repeats and attempt == attempts - 1))
             withdraws = step is not None and rng.random() < 0.5
             plan = PlannedCommit(name, f"a{attempt}", hosts, values, step, durable, deleting, twice, withdraws)
             timeout = rng.choice((3.0, 10.0, 60.0))
@@ -244,6 +249,14 @@ class _Run:
                 await self._wait(members)
                 members = []
         await self._wait(members)
+        if repeats:
+            await asyncio.sleep(again.uniform(0, 150))
+            await self._wait(
+                [
+                    asyncio.create_task(self._run_member(plan, host, timeout, again.expovariate(1)))
+                    for host in range(hosts)
+                ]
+            )
 
     async def _wait(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Wait for the tasks of hosts to end, and note their errors as violations."""
