@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,6 +135,23 @@ async def test_a_version_that_is_void_already_costs_no_root_that_has_the_changes
     report = await (await tstore.open(store.url)).repair(void=[6], void_intact=[2])
     assert report.ok
     assert await voided(store.url, 9) == [2, 4]
+
+
+async def test_a_cache_on_disk_has_no_root_from_before_a_repair(tmp_path: Path) -> None:
+    """A new process reads no record of the repair: it begins at a later root, or reads an older version."""
+    store, _ = await filled(9)
+
+    async def lacking(at: int | None) -> list[int]:
+        storage = (await tstore.open(store.url)).log.storage
+        snapshot = await (await tstore.open(storage, "r", cache=tmp_path)).snapshot(at)
+        values = (await (await snapshot.array("a")).read()).tolist()
+        return [v for v in range(2, snapshot.version + 1) if values[v] != v]
+
+    assert [await lacking(at) for at in (8, 9)] == [[], []]
+    await (await tstore.open(store.url)).repair(void_intact=[5])
+    other = await tstore.open(store.url)
+    assert [await write(other) for _ in range(4)] == [11, 12, 13, 14]
+    assert [await lacking(at) for at in (8, 9, None)] == [[5], [5], [5, 10]]
 
 
 async def test_a_snapshot_whose_root_was_written_anew_says_that_the_timeline_changed() -> None:

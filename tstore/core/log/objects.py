@@ -27,7 +27,7 @@ from tstore.core.log.pages import PageReader, SegmentReader, read_range
 from tstore.core.runtime.computing import compute
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage
-from tstore.core.storage.cache import forget
+from tstore.core.storage.cache import forget, without_cache
 from tstore.core.storage.objects import SHORT_OBJECT
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 
@@ -150,11 +150,11 @@ class MetadataObjects:
 
         def end(length: int) -> bytes:
             start = max(0, size - length)
-            return read_range(self.storage, key, start, size - start, lambda data: data)
+            return read_range(without_cache(self.storage), key, start, size - start, lambda data: data)
 
         tail = end(_ROOT_END)
         if (length := frame_length(tail) + ROOT_TRAILER) > len(tail):
-            if not is_in_pages(read_range(self.storage, key, 0, ROOT_TRAILER, lambda data: data)):
+            if not is_in_pages(read_range(without_cache(self.storage), key, 0, ROOT_TRAILER, lambda data: data)):
                 length = size
             if length > size:
                 raise Corrupt(f"a root of {size} bytes does not end in a frame")

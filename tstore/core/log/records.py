@@ -235,10 +235,6 @@ class Records:
         """Return the record of a version if it is cached."""
         return self._cached.get(version)
 
-    def cached_versions(self) -> list[int]:
-        """Return the versions whose records are cached."""
-        return self._cached.versions()
-
     def __contains__(self, version: int) -> bool:
         return version in self._cached
 

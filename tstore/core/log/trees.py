@@ -30,7 +30,7 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
-from tstore.core.format.layout import ROOT_EVERY, commit_key, root_chain, root_key, version_of
+from tstore.core.format.layout import ROOT_EVERY, commit_key, root_chain, version_of
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.records import Record, Root, StoredRecord
 from tstore.core.format.objects.references import Manifest
@@ -43,14 +43,11 @@ from tstore.core.log.pages import pages_of_root
 from tstore.core.log.records import CACHED_RECORDS, Records, VersionCache
 from tstore.core.runtime.event_loops import PerLoop, run_apart
 from tstore.core.runtime.pool import run, uses_threads
-from tstore.core.storage.base import Storage
-from tstore.core.storage.cache import forget, forget_all
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 
 __all__ = ["Trees"]
 
 _CACHED = 4
-_MAX_FORGOTTEN = 1 << 14  # roots that are dropped from the cache on disk one by one
 
 
 class _ReadAhead(NamedTuple):
@@ -205,18 +202,14 @@ class Trees:
         return changes
 
     async def drop_voided(self) -> None:
-        """Drop the trees, records and roots of versions that a repair voided, the roots also in the cache on disk.
+        """Drop the trees and records of versions that a repair voided.
 
         Raise `TimelineChanged` if this process has used a record that was voided since, and `Corrupt` if that
         record is there again, as from a backup made before the repair.
         """
         voided = self._records.voided
         while voided:
-            versions = sorted(voided)
-            last = max([versions[-1], *self._records.cached_versions()])
-            roots = range(-(-versions[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
-            await run(_forget_roots, self._objects.storage, roots)
-            for version in versions:
+            for version in sorted(voided):
                 self._cached.drop_from(version)
                 self._copies.drop_from(version)
                 self._objects.commits.forget(version)
@@ -300,10 +293,6 @@ class Trees:
         Raise an error if this record can't be read: then no tree from this version up to `newest` can be built.
         """
         root, stored = await asyncio.gather(self.root(version), self._records.stored_below(version, newest))
-        if root is not None and not _is_of(root, version, stored):
-            # the cache may have the root of another store, which was at this URL before
-            forgotten = await run(forget, self._objects.storage, root_key(version))
-            root = await self.root(version) if forgotten else None
         return root if root is not None and _is_of(root, version, stored) else None
 
     async def _tree_of_root(self, root: Root, lost: set[int]) -> Tree | None:
@@ -386,11 +375,3 @@ def _only_writes(record: Record, manifests: Sequence[Manifest]) -> bool:
 
 def _drop_if_long(stored: StoredRecord) -> _ReadAhead:
     return _ReadAhead(None if stored.is_long else stored.record.of_head, stored.record.replaces)
-
-
-def _forget_roots(storage: Storage, versions: range) -> None:
-    if len(versions) > _MAX_FORGOTTEN:
-        forget_all(storage)
-    else:
-        for version in versions:
-            forget(storage, root_key(version))

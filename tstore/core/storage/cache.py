@@ -1,13 +1,13 @@
 """A local cache in front of any storage: immutable objects are cached in files as they are read.
 
-1. Roots and manifests are cached whole. Each ends in a checksum, which is verified before the object is cached
-   and at every use. Of a pack, or of a manifest or root in pages, the ranges that were read are cached, cut at
+1. Manifests are cached whole. Each ends in a checksum, which is verified before the object is cached and at every
+   use. Of a pack, or of a manifest or root in pages, the ranges that were read are cached, cut at
    multiples of `PIECE`, each followed by a checksum (`_RangeReader`). A torn or changed file counts as missing:
    the object is read again.
 2. Records are never cached: if a backup is restored at the same URL, the same names belong to other records, and
-   only the store can tell which. Everything cached is bound to a record: a root contains the record's checksum,
-   and the record contains a manifest's checksum and the id of a pack's transaction. The marker, hints, fragments,
-   heartbeats and the absence of an object are not cached either.
+   only the store can tell which. Everything cached is bound to a record, which contains a manifest's checksum and
+   the id of a pack's transaction. Nor are roots, which a repair writes anew, but for their pages, whose checksums
+   are in the root. The marker, hints, fragments, heartbeats and the absence of an object are not cached either.
 3. File names are derived from the store's URL, its uuid and the key, so that stores, and copies of a store, do not
    mix.
 4. A reader may reject cached bytes whose checksum is right, because the server sent wrong bytes, or because a
@@ -26,7 +26,6 @@ import fcntl
 import functools
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -46,13 +45,13 @@ from tstore.core.storage.objects import Buffers, Durability, read_limit
 from tstore.core.storage.wrapper import Wrapper
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
 
-__all__ = ["PIECE", "Cache", "CachedStorage", "forget", "forget_all", "without_cache"]
+__all__ = ["PIECE", "Cache", "CachedStorage", "forget", "without_cache"]
 
 PIECE = 4 << 20
 """The maximum bytes of a pack in one file."""
 
 _RANGE = re.compile(r"(\d{1,20})-(\d{1,20})", re.ASCII)  # names of the files of a pack
-_WHOLE = re.compile(r"roots/\d{20}|txn/[^/]+/manifest(-[^/]*)?")  # keys of objects that are cached whole
+_WHOLE = re.compile(r"txn/[^/]+/manifest(-[^/]*)?")  # keys of objects that are cached whole
 _CHECKS = 32  # how often a process that writes `size` bytes checks the limit
 _TARGET = 0.9  # the fraction of the limit that remains in use after an eviction
 _ABANDONED = 3600.0  # seconds without a write after which a temporary file is abandoned
@@ -177,10 +176,6 @@ class CachedStorage(Wrapper):
             _remove(file)
         return bool(files)
 
-    def forget_all(self) -> None:
-        """Drop all that is cached of the store."""
-        shutil.rmtree(self._folder_of_store, ignore_errors=True)
-
 
 class _CachedRange(NamedTuple):
     start: int
@@ -286,12 +281,6 @@ def without_cache(storage: Storage) -> Storage:
 def forget(storage: Storage, key: str) -> bool:
     """Drop what is cached of an object; return whether anything was cached, so that a second read may differ."""
     return isinstance(storage, CachedStorage) and storage.forget(key)
-
-
-def forget_all(storage: Storage) -> None:
-    """Drop all that is cached of a store."""
-    if isinstance(storage, CachedStorage):
-        storage.forget_all()
 
 
 def _read_whole(path: str, max_size: int) -> bytes | None:
