@@ -195,8 +195,8 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a repeated save does not sync the record": (
         "guarantees/test_durability.py::test_an_existing_commit_is_synced_before_its_report",
         Edit(
-            "tstore.checkpoint.save:Checkpoint._confirm_repeated",
-            "await store.log.make_durable(version, checked_durability(self.durability))",
+            "tstore.checkpoint.checkpoint:Checkpoint._confirm_repeated",
+            "await store.log.make_durable(version, checked_durability(self.settings.durability))",
             "pass",
         ),
     ),
@@ -244,7 +244,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "save reuses again after SourceCondemned": (
         "maintenance/test_collect.py::test_a_save_that_rewrites_chunks_reuses_no_others",
-        Edit("tstore.checkpoint.save:Checkpoint.save", "_no_prior)", "_newest_step)"),
+        Edit("tstore.checkpoint.checkpoint:Checkpoint.save", "_no_prior)", "_newest_step)"),
     ),
     "a commit does not wait for operations": (
         "transactions/test_operations.py::test_a_commit_waits_for_pending_writes",
@@ -420,7 +420,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a transaction on a voided version commits": (
         REPAIRS + "test_a_transaction_that_has_not_read_the_voided_record_conflicts",
-        Edit("tstore.core.log.log:refuse_voided", "if voided and", "if False and"),
+        Edit("tstore.core.log.expiry:refuse_voided", "if voided and", "if False and"),
     ),
     "finish commits what was voided": (
         REPAIRS + "test_finish_never_commits_again_what_was_voided",

@@ -194,7 +194,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "a condemned transaction commits": [
         Edit(
-            "tstore.core.log.log:refuse_condemned",
+            "tstore.core.format.tree.retention:refuse_condemned",
             "if record.transaction in collection.transactions:",
             "if False:",
         )

@@ -30,6 +30,7 @@ class Edit(NamedTuple):
         source = textwrap.dedent(inspect.getsource(getattr(owner, last)))
         assert source.count(self.old) == 1, f"{self.function} has changed; adapt this mutation: {self.old!r}"
         flags = __future__.annotations.compiler_flag
+        assert inspect.unwrap(getattr(owner, last)).__module__ == name, f"{self.function} is defined elsewhere"
         code = compile(source.replace(self.old, self.new), f"<mutated {self.function}>", "exec", flags)
         made: dict[str, Any] = {}
         exec(code, module.__dict__, made)
