@@ -113,7 +113,10 @@ class ChunkCodec:
         return self._header_size(self._groups(shape)) + packed_size(math.prod(shape), self.format.bits)
 
     def overhead(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of an encoded chunk that are neither codes nor offsets or scales of groups."""
+        """Return the number of bytes of an encoded chunk that are neither codes nor offsets or scales of groups.
+
+        Raise `SizeError` as `size` does.
+        """
         groups = self._groups(shape)
         unit = 4 if self.scale == "e4m3" else 0
         return self._header_size(groups) - self._parameters_size(groups) + unit

@@ -54,12 +54,16 @@ class Exponents:
     def below(self, f: Format | str) -> float:
         """Return the share of nonzero values below 2^(1 - bias), the smallest normal of f.
 
-        Formats with X = 0 have no normals: all their values are below 2^(1 - bias).
+        Formats with X = 0 have no normals: all their values are below 2^(1 - bias). Raise `FormatError` for a
+        name of no format.
         """
         return self._share(self.counts[: max(0, 1 - as_format(f).bias - self.lowest)])
 
     def above(self, f: Format | str) -> float:
-        """Return the share of nonzero values whose exponent exceeds that of the largest value of f."""
+        """Return the share of nonzero values whose exponent exceeds that of the largest value of f.
+
+        Raise `FormatError` for a name of no format.
+        """
         top = math.frexp(as_format(f).max)[1] - 1
         return self._share(self.counts[max(0, top + 1 - self.lowest) :])
 

@@ -170,7 +170,10 @@ def as_format(f: Format | str) -> Format:
 
 
 def formats(bits: int) -> tuple[Format, ...]:
-    """Return all formats of a width of 2 ... 16 bits, with their standard biases, fewest exponent bits first."""
+    """Return all formats of a width of 2 ... 16 bits, with their standard biases, fewest exponent bits first.
+
+    Raise `FormatError` for another width.
+    """
     if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)) or not 2 <= bits <= 16:
         raise FormatError(f"there are no formats of {bits!r} bits; expected an integer from 2 to 16")
     return tuple(Format(f"e{x}m{int(bits) - 1 - x}") for x in range(min(8, int(bits) - 1) + 1))

@@ -339,7 +339,10 @@ def _unpacked(packed: jax.Array, bits: int, count: int) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def fake_quantize(x: Any, f: Format | str, axis: int | None = None, block: int | None = None) -> jax.Array:
-    """Return the values of `quantize(x, f, axis, block)`; the derivative is 1 everywhere (straight-through)."""
+    """Return the values of `quantize(x, f, axis, block)`; the derivative is 1 everywhere (straight-through).
+
+    Raise as `quantize` does.
+    """
     return quantize(x, f, axis, block).dequantize()
 
 

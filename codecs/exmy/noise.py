@@ -110,7 +110,10 @@ def compare(x: Any, y: Any, *, threads: int = 1) -> Difference:
 
 
 def energy(x: Any) -> float:
-    """Return the sum of squares of finite values: float16, bfloat16, float32 or float64 of any shape."""
+    """Return the sum of the squares of x; NaN or infinity if x has any, or if the squares overflow.
+
+    `x`: float16, bfloat16, float32 or float64 of any shape. Raise `DtypeError` for other dtypes.
+    """
     elements, kind, _ = as_flat(x)
     return kernels.energy(kind, elements)
 
@@ -128,6 +131,7 @@ def sqnr(x: Any, y: Any) -> float:
 
     `x`: the original, `y`: the approximation, as for `compare`. Infinity if they are finite and equal, or empty;
     else NaN if all squared errors underflow float64 (errors below 1e-162); else -infinity if the squares of x are
-    all 0; else NaN if x or y has a NaN or infinity, or if the squares overflow (magnitudes beyond 1e154).
+    all 0; else NaN if x or y has a NaN or infinity, or if the squares overflow (magnitudes beyond 1e154). Raise as
+    `compare` does.
     """
     return compare(x, y).sqnr

@@ -97,7 +97,10 @@ def as_bytes(packed: Any, bits: int, count: int) -> NDArray[np.uint8]:
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return the size in bytes of `count` packed codes: `bits` bytes for every 8 codes or part of 8."""
+    """Return the size in bytes of `count` packed codes: `bits` bytes for every 8 codes or part of 8.
+
+    Raise `SizeError` for a negative count, and `FormatError` for a width outside of 2 ... 16 bits.
+    """
     return (check_count(count) + 7) // 8 * _check_bits(bits)
 
 

@@ -314,7 +314,10 @@ def _check_tensor(name: str, value: Any) -> None:
 def fake_quantize(
     x: torch.Tensor, f: Format | str, axis: int | None = None, block: int | None = None
 ) -> torch.Tensor:
-    """Return the values of `quantize(x, f, axis, block)`; the gradient is 1 everywhere (straight-through)."""
+    """Return the values of `quantize(x, f, axis, block)`; the gradient is 1 everywhere (straight-through).
+
+    Raise as `quantize` does.
+    """
     values: torch.Tensor = _FakeQuantize.apply(x, f, axis, block)  # type: ignore[no-untyped-call]
     return values
 

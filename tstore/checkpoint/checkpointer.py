@@ -74,6 +74,18 @@ class Checkpointer:
     Raises
     ------
     `InvalidArgument`, and `Misuse` for `OnPreemption` outside of the main thread.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> with tstore.Checkpointer("memory://of-checkpointer", every=10, keep=2) as checkpoints:
+    ...     state = checkpoints.restore_latest() or {"w": np.zeros(4)}
+    ...     for step in range(1 + (checkpoints.latest() or 0), 31):
+    ...         state = {"w": state["w"] + 1}
+    ...         if checkpoints.should_save(step):
+    ...             _ = checkpoints.save(step, state, metrics={"loss": 1 / step})
+    ...     checkpoints.latest(), checkpoints.best("loss")
+    (30, 30)
     """
 
     @hinting
@@ -205,7 +217,7 @@ class Checkpointer:
     async def best(self, metric: str, order: Literal["min", "max"] = "min") -> int | None:
         """Return the step with the lowest or highest value of a metric, the newest of equal ones.
 
-        Return None if no step has a finite value of the metric.
+        Return None if no step has a finite value of the metric. Raise `InvalidArgument` for another order.
         """
         if order not in ("min", "max"):
             raise InvalidArgument(f"order={quote(order)}: expected 'min' or 'max'")
@@ -239,7 +251,10 @@ class Checkpointer:
         return None
 
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
-        """Restore a step as `tstore.restore` does, with its options; wait for saves under way first."""
+        """Restore a step as `tstore.restore` does, with its options; wait for saves under way first.
+
+        Raise what `tstore.restore` raises, and the error of a save that failed.
+        """
         await self.wait()
         options = {"host": self._host, "hosts": self._hosts, **options}
         return await restore(self._store, checked_step(step), target=target, **options)

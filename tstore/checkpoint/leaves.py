@@ -107,7 +107,7 @@ class Shards:
         The mesh is a `Mesh`, a jax Mesh or a torch DeviceMesh, the spec a `P`, a jax PartitionSpec or
         `Placements`. With `replicas="split"` the replicas of a shard divide the shard into equal pieces of about
         `min_bytes` or more, at most one for each replica. On a host that holds no shard, `values` may be anything
-        with a shape and a dtype.
+        with a shape and a dtype. Raise `InvalidArgument` for a host or an axis that the mesh does not have.
         """
         from tstore.sharding import Mesh, ReplicaSplit
 
@@ -136,7 +136,7 @@ class Shards:
         """Return a target for `restore`: every region that a device of `host` needs, replicas included.
 
         The mesh and the spec are as for `of`. A halo has a width for each dimension; each region is extended by
-        that width into the neighboring regions.
+        that width, in elements, into the neighboring regions. Raise `InvalidArgument` as `of` does.
         """
         from tstore.sharding import Mesh, with_halo
 
@@ -155,7 +155,10 @@ class Shards:
         return list(zip(self.layout.indices, self.values, strict=True))
 
     def with_values(self, values: Sequence[npt.NDArray[Any] | None]) -> Shards:
-        """Return the same regions with these values, in the order of `parts`."""
+        """Return the same regions with these values, in the order of `parts`.
+
+        Raise `InvalidArgument` unless each part has one array, of its shape and dtype.
+        """
         if len(values) != len(self.values):
             raise InvalidArgument(f"{len(values)} values are passed for {len(self.values)} parts")
         shards = Shards.__new__(Shards)

@@ -217,7 +217,10 @@ class Array:
         return self._select(self._view.orthogonal, tuple(items))
 
     def transpose(self, *axes: int | Sequence[int]) -> Array:
-        """Return the view with its axes in the given order, by default reversed, like NumPy's `transpose`."""
+        """Return the view with its axes in the given order, by default reversed, like NumPy's `transpose`.
+
+        Raise `InvalidArgument` unless each axis is given once.
+        """
         order: Any = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
         try:
             if not axes or order is None:
@@ -331,6 +334,9 @@ class Array:
 
         New elements count as never written: they read as the fill value only if the array is sparse, or if their
         chunk contains other values. Values that a smaller shape cuts off do not return when the array grows.
+
+        Raise `InvalidArgument` for another number of axes, a negative length, and on a view, and `Misuse` for an
+        array of a snapshot or of a transaction that has ended.
         """
         if not self._view.is_whole(self._meta.shape):
             raise InvalidArgument(f"{self.path}: only a whole array can be resized, not a view of one")

@@ -287,7 +287,8 @@ class Store:
     def history(self) -> AsyncIterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.
 
-        Transactions that were committed together share a version.
+        Transactions that were committed together share a version. Raise `Corrupt` if a record is damaged, and
+        `NotFound` if one is missing.
         """
         return history(self._log.reader)
 
@@ -299,7 +300,7 @@ class Store:
         """Return the version that a transaction was committed as, or None if it is not committed.
 
         If the store is open for writing, the version is durable on return, unless it was committed with durability
-        "none". The cost grows with the number of commits.
+        "none". The cost grows with the number of commits. Raise `Corrupt` if a record is damaged.
         """
         version = await self._log.reader.find(checked_text("transaction", transaction))
         if version is not None and self.mode != "r":
@@ -335,7 +336,8 @@ class Store:
     async def verify(self, progress: Callable[[VerifyProgress], object] | None = None) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
 
-        The cache is bypassed. `progress` is called with the work done, often and from any thread.
+        The cache is bypassed. `progress` is called with the work done, often and from any thread. Faults are in
+        the report, and are not raised.
         """
         from tstore.core.maintenance.verify import verify_store
 

@@ -58,7 +58,9 @@ class Checkpointer(tstore.Checkpointer):
         """Restore the newest step as `restore` does, the same in all processes; return None if there is none."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
-        """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""
+        """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first.
+
+        Raise what `tstore.jax.restore` raises, and the error of a save that failed."""
 
 def explain(
     store: str | os.PathLike[str] | Store,

@@ -85,7 +85,10 @@ class Checkpointer(checkpointer.Checkpointer):
         return number
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
-        """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""
+        """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first.
+
+        Raise what `tstore.jax.restore` raises, and the error of a save that failed.
+        """
         restored = restore(self._store, checked_step(step), target=target, **options)
 
         async def run() -> Any:

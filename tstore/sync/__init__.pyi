@@ -233,14 +233,19 @@ class Array:
         """Stage a new shape with the same number of axes; chunks outside of it are dropped.
 
         New elements count as never written: they read as the fill value only if the array is sparse, or if their
-        chunk contains other values. Values that a smaller shape cuts off do not return when the array grows."""
+        chunk contains other values. Values that a smaller shape cuts off do not return when the array grows.
+
+        Raise `InvalidArgument` for another number of axes, a negative length, and on a view, and `Misuse` for an
+        array of a snapshot or of a transaction that has ended."""
 
     @property
     def T(self) -> Array:
         """The view with its axes in reverse order."""
 
     def transpose(self, *axes: int | Sequence[int]) -> Array:
-        """Return the view with its axes in the given order, by default reversed, like NumPy's `transpose`."""
+        """Return the view with its axes in the given order, by default reversed, like NumPy's `transpose`.
+
+        Raise `InvalidArgument` unless each axis is given once."""
 
     def isel(self, /, **indices: IndexItem) -> Array:
         """Return the view that selects along axes by name, along each independently: `isel(layer=3)`.
@@ -305,7 +310,19 @@ class Checkpointer:
 
     Raises
     ------
-    `InvalidArgument`, and `Misuse` for `OnPreemption` outside of the main thread."""
+    `InvalidArgument`, and `Misuse` for `OnPreemption` outside of the main thread.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> with tstore.Checkpointer("memory://of-checkpointer", every=10, keep=2) as checkpoints:
+    ...     state = checkpoints.restore_latest() or {"w": np.zeros(4)}
+    ...     for step in range(1 + (checkpoints.latest() or 0), 31):
+    ...         state = {"w": state["w"] + 1}
+    ...         if checkpoints.should_save(step):
+    ...             _ = checkpoints.save(step, state, metrics={"loss": 1 / step})
+    ...     checkpoints.latest(), checkpoints.best("loss")
+    (30, 30)"""
 
     def __init__(
         self,
@@ -357,7 +374,7 @@ class Checkpointer:
     def best(self, metric: str, order: Literal["min", "max"] = "min") -> int | None:
         """Return the step with the lowest or highest value of a metric, the newest of equal ones.
 
-        Return None if no step has a finite value of the metric."""
+        Return None if no step has a finite value of the metric. Raise `InvalidArgument` for another order."""
 
     def steps(self) -> list[Step]:
         """Wait for saves under way; return the saved steps in increasing order, none if there is no store.
@@ -373,7 +390,9 @@ class Checkpointer:
         hosts, and call `restore` with it; the classes of `tstore.torch` and `tstore.jax` do that."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
-        """Restore a step as `tstore.restore` does, with its options; wait for saves under way first."""
+        """Restore a step as `tstore.restore` does, with its options; wait for saves under way first.
+
+        Raise what `tstore.restore` raises, and the error of a save that failed."""
 
     def rollback(self, step: int) -> int:
         """Make a step the newest: remove all later steps in one commit, and return the version of that commit.
@@ -514,7 +533,7 @@ class Store:
         """Return the version that a transaction was committed as, or None if it is not committed.
 
         If the store is open for writing, the version is durable on return, unless it was committed with durability
-        "none". The cost grows with the number of commits."""
+        "none". The cost grows with the number of commits. Raise `Corrupt` if a record is damaged."""
 
     def pending(self) -> list[PendingTransaction]:
         """Return the cooperative transactions that are not committed, with the hosts that are absent.
@@ -547,7 +566,8 @@ class Store:
     def verify(self, progress: Callable[[VerifyProgress], object] | None = None) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
 
-        The cache is bypassed. `progress` is called with the work done, often and from any thread."""
+        The cache is bypassed. `progress` is called with the work done, often and from any thread. Faults are in
+        the report, and are not raised."""
 
     def repair(self, void: Sequence[int] = ..., *, void_intact: Sequence[int] = ...) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
@@ -579,7 +599,8 @@ class Store:
     def history(self) -> Iterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.
 
-        Transactions that were committed together share a version."""
+        Transactions that were committed together share a version. Raise `Corrupt` if a record is damaged, and
+        `NotFound` if one is missing."""
 
     def __enter__(self) -> Store: ...
     def __exit__(self, *_: object) -> None: ...

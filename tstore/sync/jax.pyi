@@ -55,7 +55,9 @@ class Checkpointer(sync.Checkpointer):
         Raise what `save_async` raises, and the error of an earlier save once this one has begun."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
-        """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""
+        """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first.
+
+        Raise what `tstore.jax.restore` raises, and the error of a save that failed."""
 
     def restore_latest(self, target: Any = None, **options: Any) -> Any:
         """Restore the newest step as `restore` does, the same in all processes; return None if there is none."""

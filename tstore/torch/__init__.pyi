@@ -59,7 +59,9 @@ class Checkpointer(tstore.Checkpointer):
         only once this one has begun."""
 
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
-        """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first."""
+        """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first.
+
+        Raise what `tstore.torch.restore` raises, and the error of a save that failed."""
 
 class Reader(Any):  # type: ignore[misc]
     """Loads a checkpoint with `dcp.load(state_dict, storage_reader=Reader(url))`, by default the newest step.
@@ -262,4 +264,6 @@ def save_async(
     """Begin a save in the background; return its `BackgroundSave` once the tensors may be changed.
 
     The arguments are those of `save`, and `staging` and `in_flight` those of `tstore.save_async`. Tensors of a GPU
-    are copied to the host in a separate stream. If all tensors are on GPUs, nothing is copied twice."""
+    are copied to the host in a separate stream. If all tensors are on GPUs, nothing is copied twice.
+
+    Raise as `tstore.save_async` does, and `InvalidArgument` as `save` does."""

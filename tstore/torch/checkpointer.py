@@ -88,7 +88,10 @@ class Checkpointer(checkpointer.Checkpointer):
         return run()
 
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
-        """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first."""
+        """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first.
+
+        Raise what `tstore.torch.restore` raises, and the error of a save that failed.
+        """
         await self.wait()
         return await restore_among(self._processes, self._store, checked_step(step), target=target, **options)
 

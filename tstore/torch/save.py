@@ -105,6 +105,8 @@ def save_async(
 
     The arguments are those of `save`, and `staging` and `in_flight` those of `tstore.save_async`. Tensors of a GPU
     are copied to the host in a separate stream. If all tensors are on GPUs, nothing is copied twice.
+
+    Raise as `tstore.save_async` does, and `InvalidArgument` as `save` does.
     """
     plan = _checked_plan(tree, group, host, hosts, attempt)
     return background.save_async(
