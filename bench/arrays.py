@@ -15,7 +15,6 @@ of as much. One element of a compressed chunk takes all of it, so that of long c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -173,7 +172,7 @@ def bars(results: Results, volumes: Sequence[Volume]) -> list[Bar]:
     return out
 
 
-@program.command(help=__doc__)
+@program.command(__doc__)
 @program.rounds_option(3)
 @program.names_option("--only", ROWS)
 @program.names_option("--peers", PEERS, "; the raw limits and tstore always run")
@@ -187,35 +186,27 @@ def bars(results: Results, volumes: Sequence[Volume]) -> list[Bar]:
 @program.json_option
 @program.dir_option
 def main(
-    rounds: int,
-    only: list[str],
-    peers: list[str],
-    side: int,
-    chunks: str,
-    codecs: list[str],
-    json_file: Path | None,
-    parent: Path,
-    **sizes: int,
+    run: program.Run, only: list[str], peers: list[str], side: int, chunks: str, codecs: list[str], **numbers: int
 ) -> None:
+    rounds = numbers.pop("rounds")
     volumes = [Volume(side, int(chunk), codec) for chunk in chunks.split(",") for codec in codecs]
     if any(side % volume.chunk for volume in volumes):
         raise click.BadParameter(f"expected divisors of {side}, not {chunks}", param_hint="--chunks")
     titles = {name: each.title for name, each in CONTENDERS.items()}
-    with program.running(parent, json_file) as run:
-        bench = ArrayRounds(run.folder / "volume", titles, PEERS, peers, run.log)
-        bench.sizes, bench.rows = Sizes(**sizes), only
-        document: dict[str, Any] = {"unit": "seconds and bytes of all reads of a row", "sizes": sizes}
-        document["volumes"] = [volume._asdict() for volume in volumes]
-        bench.save = lambda results: run.write(bars(results, volumes), works=report.as_data(results), **document)
-        for turn in range(rounds):
-            run.log(f"round {turn + 1} of {rounds}")
-            for volume in volumes:
-                if set(only) - {"arrays"}:
-                    bench.volume(volume, turn)
-            if "arrays" in only:
-                bench.many_arrays(turn)
-        run.show(report.cost_table(bench.results))
-        run.finish(bars(bench.results, volumes), works=report.as_data(bench.results), **document)
+    bench = ArrayRounds(run.folder / "volume", titles, PEERS, peers, run.log)
+    bench.sizes, bench.rows = Sizes(**numbers), only
+    document: dict[str, Any] = {"unit": "seconds and bytes of all reads of a row", "sizes": numbers}
+    document["volumes"] = [volume._asdict() for volume in volumes]
+    bench.save = lambda results: run.write(bars(results, volumes), works=report.as_data(results), **document)
+    for turn in range(rounds):
+        run.log(f"round {turn + 1} of {rounds}")
+        for volume in volumes:
+            if set(only) - {"arrays"}:
+                bench.volume(volume, turn)
+        if "arrays" in only:
+            bench.many_arrays(turn)
+    run.show(report.cost_table(bench.results))
+    run.finish(bars(bench.results, volumes), works=report.as_data(bench.results), **document)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,11 @@ def lead(
     return fastest(figures, peers, measure).ratio(measure, figures.get(name, NONE))
 
 
+def faster(figures: Mapping[str, Figures], name: str, other: str, measure: str = "seconds") -> float:
+    """Return how many times as fast one work is as another, the median of the rounds."""
+    return figures[other].ratio(measure, figures[name])
+
+
 def median_of(values: Iterable[float]) -> float:
     """Return the median, or NaN of no values."""
     some = list(values)

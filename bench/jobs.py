@@ -12,7 +12,6 @@ minutes on two cores, 14 GB of free memory and 10 GB of free disk.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -201,7 +200,7 @@ def _large_bars(figures: dict[str, Figures], nbytes: int) -> list[Bar]:
     return out
 
 
-@program.command(help=__doc__)
+@program.command(__doc__, 170)
 @program.rounds_option(3)
 @program.names_option("--only", WORKLOADS)
 @program.names_option("--contenders", list(CONTENDERS), "; raw always runs")
@@ -209,28 +208,19 @@ def _large_bars(figures: dict[str, Figures], nbytes: int) -> list[Bar]:
 @click.option("--leaves", default=10_000, type=click.IntRange(10), help="Number of small leaves.")
 @program.json_option
 @program.dir_option
-def main(
-    rounds: int,
-    only: list[str],
-    contenders: list[str],
-    size: int,
-    leaves: int,
-    json_file: Path | None,
-    parent: Path,
-) -> None:
+def main(run: program.Run, rounds: int, only: list[str], contenders: list[str], size: int, leaves: int) -> None:
     workloads = {"large": large(size * 2**20), "leaves": small_leaves(leaves)}
     titles = {name: each.title for name, each in CONTENDERS.items()}
     optional = [name for name in CONTENDERS if name != "raw"]
-    with program.running(parent, json_file, 170) as run:
-        bench = JobRounds(run.folder / "state", titles, optional, contenders, run.log)
-        for work in (workloads[name] for name in only):
-            for turn in range(rounds):
-                run.log(f"{work.name}: round {turn + 1} of {rounds}")
-                bench.round(work, turn)
-            run.show(*tables(work.title, bench.results[work.name]))
-        document: dict[str, Any] = {"unit": "seconds; bytes of peak memory; shares"}
-        document["workloads"] = report.as_data(bench.results)
-        run.finish(bars(bench.results, workloads["large"].nbytes), **document)
+    bench = JobRounds(run.folder / "state", titles, optional, contenders, run.log)
+    for work in (workloads[name] for name in only):
+        for turn in range(rounds):
+            run.log(f"{work.name}: round {turn + 1} of {rounds}")
+            bench.round(work, turn)
+        run.show(*tables(work.title, bench.results[work.name]))
+    document: dict[str, Any] = {"unit": "seconds; bytes of peak memory; shares"}
+    document["workloads"] = report.as_data(bench.results)
+    run.finish(bars(bench.results, workloads["large"].nbytes), **document)
 
 
 if __name__ == "__main__":

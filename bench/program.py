@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from bench.bars import Bar, bar_table, bars_as_data
 COUNT = click.IntRange(1)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
-command = partial(click.command, context_settings={"max_content_width": 110, "show_default": True})
+CONTEXT = {"max_content_width": 110, "show_default": True}
+
 json_option = click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file."
 )
@@ -72,13 +72,23 @@ class Run:
         self.write(bars, **document)
 
 
-@contextlib.contextmanager
-def running(parent: Path = Path(), json_file: Path | None = None, width: int = 120) -> Iterator[Run]:
-    """Make a folder for a run, which is removed at the end, and print what the machine is."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = width
-    with tempfile.TemporaryDirectory(prefix="tstore-bench-", dir=parent.resolve()) as name:
-        about = machine.describe(Path(name))
-        console.print_json(json.dumps(about))
-        yield Run(Path(name), console, Console(stderr=True).print, about, json_file)
+def command(text: str | None, width: int = 120) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a command of a function that takes a run, and has the option `--json`, and perhaps `--dir`.
+
+    The run has a new folder, which is removed at the end; what the machine is has been printed.
+    """
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        @wraps(function)
+        def call(json_file: Path | None, parent: Path | None = None, **options: Any) -> None:
+            console = Console()
+            if not console.is_terminal:
+                console.width = width
+            with tempfile.TemporaryDirectory(prefix="tstore-bench-", dir=parent and parent.resolve()) as name:
+                about = machine.describe(Path(name))
+                console.print_json(json.dumps(about))
+                function(Run(Path(name), console, Console(stderr=True).print, about, json_file), **options)
+
+        return click.command(help=text, context_settings=CONTEXT)(call)
+
+    return decorate

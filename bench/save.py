@@ -10,7 +10,6 @@ free memory and 5 GB of free disk. The kernels of exmy are measured by `python -
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -180,23 +179,22 @@ def as_data(figures: dict[str, Figures], nbytes: int) -> dict[str, Any]:
     }
 
 
-@program.command(help=__doc__)
+@program.command(__doc__)
 @program.rounds_option(5)
 @program.names_option("--only", list(WORKLOADS))
 @program.names_option("--peers", list(CONTENDERS), "; raw and tstore always run")
 @program.json_option
 @program.dir_option
-def main(rounds: int, only: list[str], peers: list[str], json_file: Path | None, parent: Path) -> None:
+def main(run: program.Run, rounds: int, only: list[str], peers: list[str]) -> None:
     titles = {name: each.title for name, each in CONTENDERS.items()}
-    with program.running(parent, json_file) as run:
-        bench = SaveRounds(run.folder / "state", titles, PEERS, peers, run.log)
-        for work in (WORKLOADS[name] for name in only):
-            for turn in range(rounds):
-                run.log(f"{work.name}: round {turn + 1} of {rounds}")
-                bench.round(work, turn)
-            run.show(save_table(work.title, bench.results[work.name]))
-        workloads = {work: as_data(figures, WORKLOADS[work].nbytes) for work, figures in bench.results.items()}
-        run.finish(bars(bench.results), unit="GB/s (1e9 bytes of float32)", workloads=workloads)
+    bench = SaveRounds(run.folder / "state", titles, PEERS, peers, run.log)
+    for work in (WORKLOADS[name] for name in only):
+        for turn in range(rounds):
+            run.log(f"{work.name}: round {turn + 1} of {rounds}")
+            bench.round(work, turn)
+        run.show(save_table(work.title, bench.results[work.name]))
+    workloads = {work: as_data(figures, WORKLOADS[work].nbytes) for work, figures in bench.results.items()}
+    run.finish(bars(bench.results), unit="GB/s (1e9 bytes of float32)", workloads=workloads)
 
 
 if __name__ == "__main__":

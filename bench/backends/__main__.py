@@ -12,8 +12,6 @@ Linux only.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from bench import program
@@ -22,31 +20,30 @@ from bench.backends.rounds import ARRAYS, Measurement, Served
 from bench.backends.servers import SERVERS
 
 
-@program.command(help=__doc__)
+@program.command(__doc__)
 @program.rounds_option(5)
 @click.option("--hosts", default=8, type=program.COUNT)
 @click.option("--size", default=256, type=program.COUNT, help="MiB of the checkpoint.")
 @program.names_option("--only", [*SERVERS, "latency"])
 @program.json_option
 @program.dir_option
-def main(rounds: int, hosts: int, size: int, only: list[str], json_file: Path | None, parent: Path) -> None:
+def main(run: program.Run, rounds: int, hosts: int, size: int, only: list[str]) -> None:
     rows = size * 2**20 // hosts // ARRAYS // 4096
     work = Served("checkpoint", "", ARRAYS, (rows * hosts, 1024), (max(1, min(rows, 1024)), 1024))
-    with program.running(parent, json_file) as run:
-        measured = Measurement(run.folder, {}, (), (), run.log)
-        measured.work, measured.hosts = work, hosts
-        for turn in range(rounds):
-            for server in (s for s in only if s in SERVERS):
-                run.log(f"round {turn + 1} of {rounds}: {server}")
-                measured.round(server, turn)
-        run.show(*measured.tables())
-        bars, document = measured.bars(), measured.data()
-        if "latency" in only:
-            delayed = latency.measure(rounds)
-            run.show(f"{delayed}")
-            bars += delayed.bars()
-            document["latency"] = delayed._asdict()
-        run.finish(bars, **document)
+    measured = Measurement(run.folder, {}, (), (), run.log)
+    measured.work, measured.hosts = work, hosts
+    for turn in range(rounds):
+        for server in (s for s in only if s in SERVERS):
+            run.log(f"round {turn + 1} of {rounds}: {server}")
+            measured.round(server, turn)
+    run.show(*measured.tables())
+    bars, document = measured.bars(), measured.data()
+    if "latency" in only:
+        delayed = latency.measure(rounds)
+        run.show(f"{delayed}")
+        bars += delayed.bars()
+        document["latency"] = delayed._asdict()
+    run.finish(bars, **document)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Benchmarks of the codecs: `python -m bench.exmy speed`, `quality`, `lossless` or `big`."""
+"""Benchmarks of the codecs: `python -m bench.exmy speed`, `quality`, `lossless`, `checkpoint` or `model`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from bench.exmy.big import big
 from bench.exmy.checkpoint import checkpoint
 from bench.exmy.lossless import lossless
 from bench.exmy.model import model
@@ -17,7 +16,7 @@ def main() -> None:
     pass
 
 
-for command in (speed, quality, lossless, checkpoint, model, big):
+for command in (speed, quality, lossless, checkpoint, model):
     main.add_command(command)
 
 if __name__ == "__main__":

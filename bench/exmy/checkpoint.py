@@ -10,27 +10,27 @@ of the rounds. Asserts no figure.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
+from functools import partial
 from typing import Any
 
 import click
 import exmy
 import numpy as np
 from numcodecs import Zstd
-from rich.console import Console
 from rich.table import Table
 
 import tstore.sync
-from bench import machine
-from bench.bars import Bar, bar_table, bars_as_data
-from bench.cost import Cost, measured
-from bench.exmy.speed import measure, ratio
+from bench import program
+from bench.bars import Bar
+from bench.cost import measured
+from bench.exmy.speed import measure
+from bench.figures import Figures, faster
+from bench.report import MIB, table
+from bench.rounds import Rounds, rotated
 
 SAVE = "save, codecs='e4m3'"
 WAYS: dict[str, dict[str, Any]] = {
@@ -43,49 +43,33 @@ WAYS: dict[str, dict[str, Any]] = {
 CODE_STEPS = {"e2m1": 0.7, "e3m4": 0.125, "e2m6": 0.03, "e3m7": 0.01}
 """Formats of codes for entropy coding, and the step for values of standard deviation 1: 3, 5, 7 and 9 bits."""
 
-Costs = dict[str, list[Cost]]
 
-
-def run_round(folder: Path, tree: dict[str, Any], turn: int, costs: Costs) -> None:
+def run_round(rounds: Rounds, tree: dict[str, Any], turn: int) -> None:
     """Measure all works of one round in a new store."""
 
-    reserve = machine.Reserve()
-    nbytes = sum(x.nbytes for x in tree.values())
-
     def cost(name: str, work: Callable[[], Any]) -> None:
-        reserve.acquire(nbytes)
-        reserve.release()
-        costs.setdefault(name, []).append(measured(work))
+        rounds.make_room(sum(x.nbytes for x in tree.values()))
+        rounds.add("checkpoint", name, turn, measured(work))
 
-    with tempfile.TemporaryDirectory(dir=folder) as place, tstore.sync.open(place) as store:
-        cost("save", lambda: tstore.sync.save(store, tree, 0))
-        cost(SAVE, lambda: tstore.sync.save(store, tree, 1, codecs="e4m3"))
-        ways = list(WAYS.items())
-        for name, options in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
-            cost(
-                name,
-                lambda name=name, options=options: tstore.sync.quantize(store, at="step/0", tag=name, **options),
-            )
+    with tempfile.TemporaryDirectory(dir=rounds.folder) as place, tstore.sync.open(place) as store:
+        cost("save", partial(tstore.sync.save, store, tree, 0))
+        cost(SAVE, partial(tstore.sync.save, store, tree, 1, codecs="e4m3"))
+        for name, options in rotated(WAYS.items(), turn):
+            cost(name, partial(tstore.sync.quantize, store, at="step/0", tag=name, **options))
         for step, name in ((0, "restore"), (1, "restore e4m3")):
-            cost(name, lambda step=step: tstore.sync.restore(store, step))
+            cost(name, partial(tstore.sync.restore, store, step))
 
 
-def costs_table(costs: Costs, nbytes: int) -> Table:
-    out = Table(title="a checkpoint", title_justify="left")
-    for head in ("", "GB/s", "CPU s/GB", "memory MiB", f"speed ÷ {SAVE}"):
-        out.add_column(head, justify="right" if head else "left", no_wrap=True)
-    for name, rows in costs.items():
-        speed = median(nbytes / 1e9 / row.seconds for row in rows)
-        cpu = median(row.cpu / nbytes * 1e9 for row in rows)
-        memory = median(row.memory for row in rows) / (1 << 20)
-        cells = f"{speed:.2f}", f"{cpu:.2f}", f"{memory:.0f}", f"{speed_ratio(costs, name, SAVE):.2f}"
-        out.add_row(name, *cells)
-    return out
-
-
-def speed_ratio(costs: Costs, name: str, other: str) -> float:
-    """Return the median over the rounds of how many times as fast one work is as another."""
-    return median(b.seconds / a.seconds for a, b in zip(costs[name], costs[other], strict=True))
+def costs_table(figures: dict[str, Figures], nbytes: int) -> Table:
+    gb = nbytes / 1e9
+    rows = [
+        [
+            *(name, f"{gb / f.median('seconds'):.2f}", f"{f.median('cpu') / gb:.2f}"),
+            *(f"{f.median('memory') / MIB:.0f}", f"{faster(figures, name, SAVE):.2f}"),
+        ]
+        for name, f in figures.items()
+    ]
+    return table("a checkpoint", ("", "GB/s", "CPU s/GB", "memory MiB", f"speed ÷ {SAVE}"), rows)
 
 
 def entropy_rows(rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
@@ -97,66 +81,52 @@ def entropy_rows(rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
     x = np.random.default_rng(20).standard_normal(1 << 20, dtype=np.float32)
     y, zstd, rows, bars = np.ones_like(x), Zstd(level=1), [], []
     for name, step in CODE_STEPS.items():
-        format = exmy.Format(name)
-        codec = exmy.ChunkCodec(format, step / format.smallest_subnormal)
+        form = exmy.Format(name)
+        codec = exmy.ChunkCodec(form, step / form.smallest_subnormal)
         codes = codec.encode(x)
         stored, decoded = zstd.encode(codes), np.empty_like(codes)
 
-        def decode(codec: Any = codec, stored: Any = stored, decoded: Any = decoded) -> None:
-            codec.decode(zstd.decode(stored, decoded), x.shape, x.dtype, y)
+        def alone(stored: Any = stored, decoded: Any = decoded) -> Any:
+            return zstd.decode(stored, decoded)
 
-        calls = {
-            "encode": lambda codec=codec, codes=codes: zstd.encode(codec.encode(x, codes)),
-            "decode": decode,
-            "zstd alone": lambda stored=stored, decoded=decoded: zstd.decode(stored, decoded),
-            "zstd, fill": lambda stored=stored, decoded=decoded: (zstd.decode(stored, decoded), y.fill(1)),
-            "np.copyto": lambda: np.copyto(y, x),
+        calls: dict[str, Callable[[], Any]] = {
+            "encode": partial(lambda codec, codes: zstd.encode(codec.encode(x, codes)), codec, codes),
+            "decode": partial(lambda codec, alone: codec.decode(alone(), x.shape, x.dtype, y), codec, alone),
+            "zstd alone": alone,
+            "zstd, fill": partial(lambda alone: (alone(), y.fill(1)), alone),  # type: ignore[func-returns-value]
+            "np.copyto": partial(np.copyto, y, x),
         }
-        seconds = measure(calls, rounds, time.thread_time)
-        speeds = {call: median(x.nbytes / 1e9 / s for s in times) for call, times in seconds.items()}
+        figures = measure(calls, rounds, time.thread_time)
+        speeds = {call: x.nbytes / 1e9 / f.median("seconds") for call, f in figures.items()}
         rows.append({"name": name, "bits": 8 * len(stored) / x.size, **speeds})
-        share = ratio(seconds, "decode", "zstd alone")
         bars.append(Bar(f"entropy-coded {name}: encode, one core", 0.4, speeds["encode"], unit=" GB/s"))
-        bars.append(Bar(f"entropy-coded {name}: decode ÷ zstd alone", 0.8, share))
-        share = ratio(seconds, "decode", "zstd, fill")
-        bars.append(Bar(f"entropy-coded {name}: decode ÷ zstd and a fill of the output", 0.8, share))
+        for other, what in (("zstd alone", "zstd alone"), ("zstd, fill", "zstd and a fill of the output")):
+            bars.append(Bar(f"entropy-coded {name}: decode ÷ {what}", 0.8, faster(figures, "decode", other)))
     return rows, bars
 
 
-def entropy_table(rows: list[dict[str, Any]]) -> Table:
-    out = Table(title="entropy-coded eXmY, GB/s of float32 on one core", title_justify="left")
-    for head in ("", *list(rows[0])[1:]):
-        out.add_column(head, justify="right" if head else "left")
-    for row in rows:
-        out.add_row(row["name"], *(f"{value:.2f}" for value in list(row.values())[1:]))
-    return out
-
-
-@click.command(help=__doc__, context_settings={"max_content_width": 110})
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--arrays", default=8, show_default=True, type=click.IntRange(1), help="Of 4096 x 4096 float32.")
-@click.option("--dir", "folder", default=".", type=click.Path(path_type=Path), help="The folder for the stores.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-def checkpoint(rounds: int, arrays: int, folder: Path, json_file: Path | None) -> None:
-    console = Console(width=None if Console().is_terminal else 120)
-    about = machine.describe(folder)
-    console.print_json(json.dumps(about))
+@program.command(__doc__)
+@program.rounds_option(5)
+@click.option("--arrays", default=8, type=program.COUNT, help="Of 4096 x 4096 float32.")
+@program.json_option
+@program.dir_option
+def checkpoint(run: program.Run, rounds: int, arrays: int) -> None:
     rng = np.random.default_rng(20)
     tree = {f"layer{i}": rng.standard_normal((4096, 4096), np.float32) * np.float32(0.02) for i in range(arrays)}
-    costs: Costs = {}
+    bench = Rounds(run.folder, {}, (), (), run.log)
     for turn in range(rounds):
-        run_round(folder, tree, turn, costs)
-    nbytes = sum(x.nbytes for x in tree.values())
-    console.print(costs_table(costs, nbytes))
+        run_round(bench, tree, turn)
+    figures = bench.results["checkpoint"]
     needs = {name: 0.4 if "formats" in options else 0.2 for name, options in WAYS.items()}
-    bars = [Bar(f"{name} ÷ {SAVE}", need, speed_ratio(costs, name, SAVE)) for name, need in needs.items()]
-    bars.append(Bar("restore e4m3 ÷ restore", 0.8, speed_ratio(costs, "restore e4m3", "restore")))
+    bars = [Bar(f"{name} ÷ {SAVE}", need, faster(figures, name, SAVE)) for name, need in needs.items()]
+    bars.append(Bar("restore e4m3 ÷ restore", 0.8, faster(figures, "restore e4m3", "restore")))
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     rows, entropy_bars = entropy_rows(5 * rounds)
-    console.print(entropy_table(rows))
-    bars += entropy_bars
-    console.print(bar_table(bars))
-    if json_file:
-        figures = {name: [row._asdict() for row in all_rows] for name, all_rows in costs.items()}
-        data = {"machine": about, "checkpoint": figures, "entropy": rows, "bars": bars_as_data(bars)}
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
+    cells = [[row["name"], *(f"{value:.2f}" for value in list(row.values())[1:])] for row in rows]
+    title = "entropy-coded eXmY, GB/s of float32 on one core"
+    run.show(costs_table(figures, arrays * 2**26), table(title, ("", *list(rows[0])[1:]), cells))
+    costs = {
+        name: [{measure: by[turn] for measure, by in f.values.items()} for turn in range(rounds)]
+        for name, f in figures.items()
+    }
+    run.finish([*bars, *entropy_bars], checkpoint=costs, entropy=rows)

@@ -10,10 +10,8 @@ minute.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,11 +19,11 @@ from typing import Any
 import click
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
-from bench import machine
+from bench import program
+from bench.report import table
 from tstore.core.format.arrays.array_metadata import ArrayMeta, dtype_named
 from tstore.core.format.arrays.codecs import Codecs
 
@@ -54,27 +52,17 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 }
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 110})
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
+@program.command(__doc__)
+@program.rounds_option(5)
 @click.option(
     "--weights", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Safetensors file to use."
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-def lossless(rounds: int, weights: Path | None, json_file: Path | None) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    about = machine.describe(Path.cwd())
-    console.print_json(json.dumps(about))
+@program.json_option
+def lossless(run: program.Run, rounds: int, weights: Path | None) -> None:
     values = _tensors(weights or _real_weights())
-    figures = {}
-    for name in ZIPNN:
-        figures[name] = measure(values.astype(dtype_named(name)), rounds)
-        console.print(_table(name, figures[name]))
-    if json_file:
-        json_file.write_text(
-            json.dumps({"machine": about, "published": ZIPNN, "figures": figures}, indent=1) + "\n"
-        )
+    figures = {name: measure(values.astype(dtype_named(name)), rounds) for name in ZIPNN}
+    run.show(*(_table(name, results) for name, results in figures.items()))
+    run.finish([], published=ZIPNN, figures=figures)
 
 
 def measure(values: npt.NDArray[Any], rounds: int) -> dict[str, dict[str, Any]]:
@@ -117,15 +105,16 @@ def _codecs(settings: dict[str, Any] | None, values: npt.NDArray[Any]) -> Codecs
 
 
 def _table(dtype: str, figures: dict[str, dict[str, Any]]) -> Table:
-    out = Table(title=f"{dtype}: one core", title_justify="left")
-    for head in ("", "size", "encode GB/s", "decode GB/s", "min–max of encode"):
-        out.add_column(head, justify="right" if head else "left", no_wrap=True)
-    for name, results in figures.items():
-        encode: Sequence[float] = results["encode"]
-        speeds = f"{median(encode):.2f}", f"{median(results['decode']):.2f}"
-        out.add_row(name, f"{results['ratio']:.1%}", *speeds, f"{min(encode):.2f}–{max(encode):.2f}")
-    out.add_row("ZipNN, as published", f"{ZIPNN[dtype]:.0%}", "–", "–", "–")
-    return out
+    rows = [
+        [
+            *(name, f"{f['ratio']:.1%}", f"{median(f['encode']):.2f}", f"{median(f['decode']):.2f}"),
+            f"{min(f['encode']):.2f}–{max(f['encode']):.2f}",
+        ]
+        for name, f in figures.items()
+    ]
+    rows.append(["ZipNN, as published", f"{ZIPNN[dtype]:.0%}", "–", "–", "–"])
+    heads = ("", "size", "encode GB/s", "decode GB/s", "min–max of encode")
+    return table(f"{dtype}: one core", heads, rows)
 
 
 def _tensors(path: Path) -> npt.NDArray[np.float32]:

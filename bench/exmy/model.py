@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,12 @@ import click
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 
 import tstore
-from bench import machine
-from bench.bars import Bar, bar_table, bars_as_data
+from bench import program
+from bench.bars import Bar
+from bench.report import table
 
 Floats = npt.NDArray[np.float32]
 
@@ -170,29 +168,20 @@ def bars(rows: list[dict[str, Any]]) -> list[Bar]:
     ]
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    out = Table(title="all-MiniLM-L6-v2", title_justify="left")
-    for head in ("", "bits/value", "1 - cosine"):
-        out.add_column(head, justify="right" if head else "left")
+def model_table(rows: list[dict[str, Any]]) -> Table:
+    cells: list[list[str] | str] = []
     way = ""
     for row in rows:
         if row["way"] != way and (row["way"] not in PEERS or way not in PEERS):
-            out.add_section()
+            cells.append("")
         way = row["way"]
-        out.add_row(f"{way}, {row['target']:g}", f"{row['bits']:.2f}", f"{row['1-cos']:.5f}")
-    return out
+        cells.append([f"{way}, {row['target']:g}", f"{row['bits']:.2f}", f"{row['1-cos']:.5f}"])
+    return table("all-MiniLM-L6-v2", ("", "bits/value", "1 - cosine"), cells)
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 110})
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-def model(json_file: Path | None) -> None:
-    console = Console(width=None if Console().is_terminal else 120)
-    example = load_example()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = asyncio.run(measure(folder, example))
-    console.print(table(rows))
-    met = bars(rows)
-    console.print(bar_table(met))
-    if json_file:
-        data = {"machine": machine.describe(Path.cwd()), "rows": rows, "bars": bars_as_data(met)}
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
+@program.command(__doc__)
+@program.json_option
+def model(run: program.Run) -> None:
+    rows = asyncio.run(measure(f"{run.folder}", load_example()))
+    run.show(model_table(rows))
+    run.finish(bars(rows), rows=rows)

@@ -9,7 +9,6 @@ heavy tails the SQNR depends on the few largest samples. `choose` is measured on
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,8 +22,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench import machine
-from bench.bars import Bar, bar_table
+from bench import program
+from bench.bars import Bar
+from bench.report import table
 
 COUNT = 1 << 19
 WIDTHS = range(2, 9)
@@ -125,35 +125,26 @@ def _sqnr(x: Any, f: exmy.Format, **options: Any) -> float:
     return exmy.sqnr(x, exmy.quantize(x, f, **options).dequantize())
 
 
-def table(name: str, figures: dict[str, Measured]) -> Table:
-    out = Table(title=f"{name}: SQNR in dB (and the difference from the stored figure)", title_justify="left")
-    out.add_column("")
-    for mode in MODES:
-        out.add_column(mode, justify="right")
+def quality_table(name: str, figures: dict[str, Measured]) -> Table:
+    rows: list[list[str] | str] = []
     bits = 0
     for f, figure in figures.items():
         if exmy.Format(f).bits != bits:
             bits = exmy.Format(f).bits
-            out.add_section()
+            rows.append("")
         stored = figure.stored
-        expected = stored.p2, stored.opt, stored.mx32, stored.row4096
-        cells = zip(figure.sqnr.values(), expected, strict=True)
-        out.add_row(f, *(f"{sqnr:.2f} ({sqnr - reference:+.2f})" for sqnr, reference in cells))
-    return out
+        cells = zip(figure.sqnr.values(), (stored.p2, stored.opt, stored.mx32, stored.row4096), strict=True)
+        rows.append([f, *(f"{sqnr:.2f} ({sqnr - reference:+.2f})" for sqnr, reference in cells)])
+    return table(f"{name}: SQNR in dB (and the difference from the stored figure)", ("", *MODES), rows)
 
 
 def choice_table(chosen: dict[str, dict[int, Chosen]]) -> Table:
-    out = Table(title="choose(x, bits=…): the format chosen, the best of the width, dB lost", title_justify="left")
-    for head in ("bits", *chosen):
-        out.add_column(head)
-    for bits in WIDTHS:
-        cells = []
-        for by_width in chosen.values():
-            choice = by_width[bits]
-            names, best = "/".join(dict.fromkeys(choice.names)), "/".join(dict.fromkeys(choice.best))
-            cells.append(f"{names}  best {best}  −{choice.lost:.2f}")
-        out.add_row(str(bits), *cells)
-    return out
+    def cell(choice: Chosen) -> str:
+        names, best = ("/".join(dict.fromkeys(each)) for each in (choice.names, choice.best))
+        return f"{names}  best {best}  −{choice.lost:.2f}"
+
+    rows = [[str(bits), *(cell(by_width[bits]) for by_width in chosen.values())] for bits in WIDTHS]
+    return table("choose(x, bits=…): the format chosen, the best of the width, dB lost", ("bits", *chosen), rows)
 
 
 def bars(measured: dict[str, dict[str, Measured]], chosen: dict[str, dict[int, Chosen]]) -> list[Bar]:
@@ -180,25 +171,12 @@ def bars(measured: dict[str, dict[str, Measured]], chosen: dict[str, dict[int, C
     return out
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 110})
-@click.option("--draws", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-def quality(draws: int, json_file: Path | None) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
+@program.command(__doc__)
+@click.option("--draws", default=5, type=program.COUNT)
+@program.json_option
+def quality(run: program.Run, draws: int) -> None:
     measured, chosen = measure(draws)
-    for name, figures in measured.items():
-        console.print(table(name, figures))
-    console.print(choice_table(chosen))
-    margins = bars(measured, chosen)
-    console.print(bar_table(margins))
-    if json_file:
-        data = {
-            "machine": machine.describe(Path.cwd()),
-            "unit": "dB",
-            "formats": {name: {f: asdict(m) for f, m in figures.items()} for name, figures in measured.items()},
-            "choose": {name: {bits: asdict(c) for bits, c in widths.items()} for name, widths in chosen.items()},
-            "bars": [asdict(bar) | {"met": bar.met} for bar in margins],
-        }
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
+    run.show(*(quality_table(name, figures) for name, figures in measured.items()), choice_table(chosen))
+    formats = {name: {f: asdict(m) for f, m in figures.items()} for name, figures in measured.items()}
+    choices = {name: {bits: asdict(c) for bits, c in widths.items()} for name, widths in chosen.items()}
+    run.finish(bars(measured, chosen), unit="dB", formats=formats, choose=choices)

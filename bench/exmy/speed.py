@@ -9,24 +9,23 @@ for typical formats, and asserts no figure.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
+from functools import partial
 from typing import Any
 
 import click
 import exmy
 import ml_dtypes
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from bench import machine
-from bench.bars import Bar, bar_table
+from bench import program
+from bench.bars import Bar
 from bench.exmy import floatx
+from bench.figures import Figures, faster, median_of
+from bench.report import table
 
 TYPICAL = ("e1m0", "e1m1", "e2m1", "e2m2", "e3m2", "e3m3", "e4m3", "e4m4", "e4m5", "e5m5", "e5m6", "e5m7")
 TYPICAL += ("e5m8", "e5m9", "e5m10")  # one format for each width of 2 to 16 bits
@@ -40,28 +39,22 @@ SHARING: dict[str, dict[str, int]] = {
     "block of 128": {"block": 128},
     "block of 32, axis 0": {"axis": 0, "block": 32},
 }
+SCALES = ("max", "search", "float")
 COPY = "np.copyto"
 
 Calls = dict[str, Callable[[], Any]]
-Seconds = dict[str, list[float]]
 
 
-def measure(calls: Calls, rounds: int, clock: Callable[[], float] = time.perf_counter) -> Seconds:
+def measure(calls: Calls, rounds: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, Figures]:
     """Return the seconds of each call and round; the calls are interleaved."""
-    seconds: Seconds = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(rounds):
+    figures = {name: Figures(name) for name in calls}
+    for turn in range(-1, rounds):
         for name, call in calls.items():
             start = clock()
             call()
-            seconds[name].append(clock() - start)
-    return seconds
-
-
-def ratio(seconds: Seconds, mine: str, other: str, share: float = 1.0) -> float:
-    """Return how many times as fast one call is as another, which does `share` of its work."""
-    return median(b / share / a for a, b in zip(seconds[mine], seconds[other], strict=True))
+            if turn >= 0:  # the first call of each is a rehearsal
+                figures[name].add("seconds", turn, clock() - start)
+    return figures
 
 
 class Bench:
@@ -85,14 +78,14 @@ class Bench:
 
     def packed(self, title: str, names: list[str], level: str, need: float) -> None:
         """Measure encoding and decoding of float32, format by format."""
+        copy = partial(np.copyto, self.y, self.x)
         for name in names:
             f = exmy.Format(name)
             with exmy.kernels.use(level):
-                calls = {COPY: lambda: np.copyto(self.y, self.x)}
-                seconds = measure(calls | self.kernel_calls(f, self.x, self.y, "float32"), self.rounds)
-            for call in list(seconds)[1:]:
+                figures = measure({COPY: copy} | self.kernel_calls(f, self.x, self.y, "float32"), self.rounds)
+            for call in list(figures)[1:]:
                 self._row(
-                    title, call, self.x.nbytes, seconds, {"× copyto": ratio(seconds, call, COPY)}, bits=f.bits
+                    title, call, self.x.nbytes, figures, "× copyto", faster(figures, call, COPY), bits=f.bits
                 )
         # the bars apply to the slowest format
         for verb in ("encode", "decode"):
@@ -102,130 +95,105 @@ class Bench:
 
     def bfloat16(self, title: str, level: str) -> None:
         x, y = self.x.astype(ml_dtypes.bfloat16), self.y.astype(ml_dtypes.bfloat16)
-        slowest = []
+        copy, slowest = partial(np.copyto, y.view(np.uint16), x.view(np.uint16)), []
         for name in ("e4m3", "e3m2", "e2m1"):
-            calls: Calls = {COPY: lambda: np.copyto(y.view(np.uint16), x.view(np.uint16))}
             with exmy.kernels.use(level):
-                seconds = measure(calls | self.kernel_calls(exmy.Format(name), x, y, "bfloat16"), self.rounds)
-            for call in list(seconds)[1:]:
-                slowest.append(ratio(seconds, call, COPY))
-                self._row(title, call, x.nbytes, seconds, {"× copyto": slowest[-1]})
+                kernels = self.kernel_calls(exmy.Format(name), x, y, "bfloat16")
+                figures = measure({COPY: copy} | kernels, self.rounds)
+            for call in kernels:
+                slowest.append(faster(figures, call, COPY))
+                self._row(title, call, x.nbytes, figures, "× copyto", slowest[-1])
         if level == exmy.kernels.levels()[-1]:
             self.bars.append(Bar(f"bfloat16, slowest ÷ copyto of bfloat16 ({level})", 0.5, min(slowest)))
 
     def others(self, title: str) -> None:
         """Measure exmy beside other Python packages, on a part of the values, because the others are slow."""
         x = self.x[: self.x.size // 8]
-        y = np.ones_like(x)
-        slowest = []
+        y, slowest = np.ones_like(x), []
+
+        def compared(name: str, calls: Calls, what: str) -> list[float]:
+            """Measure the kernels beside two calls that do the same."""
+            kernels = self.kernel_calls(exmy.Format(name), x, y, "float32")
+            figures = measure(kernels | calls, self.rounds)
+            ratios = [faster(figures, mine, other) for mine, other in zip(kernels, calls, strict=True)]
+            for mine, by in zip(kernels, ratios, strict=True):
+                self._row(title, f"{mine} ÷ {what}", x.nbytes, figures, "× the other", by, of=mine)
+            return ratios
+
         for dtype, name in CASTS.items():
             narrow = np.dtype(getattr(ml_dtypes, dtype))
             codes = x.astype(narrow)
-            calls = self.kernel_calls(exmy.Format(name), x, y, "float32")
-            calls |= {"astype narrow": lambda x=x, narrow=narrow: x.astype(narrow)}
-            calls |= {"astype float32": lambda codes=codes: codes.astype(np.float32)}
-            seconds = measure(calls, self.rounds)
-            for mine, other in zip(list(seconds)[:2], list(seconds)[2:], strict=True):
-                slowest.append(ratio(seconds, mine, other))
-                self._row(title, f"{mine} ÷ {dtype}", x.nbytes, seconds, {"× the other": slowest[-1]}, of=mine)
+            casts = {
+                "astype narrow": partial(x.astype, narrow),
+                "astype float32": partial(codes.astype, np.float32),
+            }
+            slowest += compared(name, casts, dtype)
         self.bars.append(Bar("slowest ÷ ml_dtypes' cast", 20, min(slowest)))
         packed = floatx.encode(x)
         assert np.array_equal(floatx.decode(packed), exmy.round(x, "e3m2"))
-        calls = self.kernel_calls(exmy.Format("e3m2"), x, y, "float32")
-        calls |= {"packing": lambda: floatx.encode(x), "unpacking": lambda: floatx.decode(packed)}
-        seconds = measure(calls, self.rounds)
-        for mine, other in (("encode e3m2", "packing"), ("decode e3m2", "unpacking")):
-            times = {"× the other": ratio(seconds, mine, other)}
-            self._row(title, f"{mine} ÷ torchao's packing in NumPy", x.nbytes, seconds, times, of=mine)
+        packing = {"packing": partial(floatx.encode, x), "unpacking": partial(floatx.decode, packed)}
+        compared("e3m2", packing, "torchao's packing in NumPy")
 
     def searches(self, title: str, names: tuple[str, ...]) -> None:
         """Measure `quantize` with each scale, and `choose`, as multiples of the time of scale "max"."""
         matrix = self.x.reshape(-1, 4096)
-        rounds = max(3, self.rounds // 3)
+
+        def compared(calls: Calls, label: str = "{}", first: int = 0) -> dict[str, float]:
+            figures = measure(calls, max(3, self.rounds // 3))
+            times = {call: faster(figures, "max", call) for call in list(calls)[first:]}
+            for call, by in times.items():
+                self._row(title, label.format(call), matrix.nbytes, figures, "time ÷ max", by, of=call)
+            return times
+
         most = []
         for name in names:
             for sharing, options in SHARING.items():
-                calls: Calls = {
-                    scale: lambda name=name, scale=scale, options=options: exmy.quantize(
-                        matrix, name, scale=scale, **options
-                    )
-                    for scale in ("max", "search", "float")
-                }
-                seconds = measure(calls, rounds)
-                for scale in calls:
-                    times = 1 / ratio(seconds, scale, "max")
-                    row = f"{name} {sharing}, {scale}"
-                    self._row(title, row, matrix.nbytes, seconds, {"time ÷ max": times}, of=scale)
-                    if (sharing, scale) == ("row", "search"):
-                        most.append(times)
+                calls = {s: partial(exmy.quantize, matrix, name, scale=s, **options) for s in SCALES}
+                times = compared(calls, f"{name} {sharing}, {{}}")
+                most += [times["search"]] if sharing == "row" else []
         self.bars.append(Bar("search by rows, slowest format, time ÷ max", 3, max(most), most=True))
-        if hasattr(exmy, "choose"):
-            calls = {"max": lambda: exmy.quantize(matrix, "e4m3", scale="max")}
-            calls |= {
-                f"choose bits={bits}": lambda bits=bits: exmy.choose(matrix, bits=bits) for bits in (4, 6, 8)
-            }
-            calls |= {"choose min_sqnr=30": lambda: exmy.choose(matrix, min_sqnr=30)}
-            seconds = measure(calls, rounds)
-            times_of = {call: 1 / ratio(seconds, call, "max") for call in list(calls)[1:]}
-            for call, times in times_of.items():
-                self._row(title, call, matrix.nbytes, seconds, {"time ÷ max": times})
-            self.bars.append(Bar("choose, slowest, time ÷ max", 2, max(times_of.values()), most=True))
+        calls = {"max": partial(exmy.quantize, matrix, "e4m3", scale="max")}
+        calls |= {f"choose bits={bits}": partial(exmy.choose, matrix, bits=bits) for bits in (4, 6, 8)}
+        calls |= {"choose min_sqnr=30": partial(exmy.choose, matrix, min_sqnr=30)}
+        slowest = max(compared(calls, first=1).values())
+        self.bars.append(Bar("choose, slowest, time ÷ max", 2, slowest, most=True))
 
     def _row(
-        self,
-        title: str,
-        name: str,
-        nbytes: int,
-        seconds: Seconds,
-        ratios: dict[str, float],
-        of: str = "",
-        **more: Any,
+        self, title: str, name: str, nbytes: int, figures: Any, key: str, by: float, of: str = "", **more: Any
     ) -> None:
-        speeds = [nbytes / 1e9 / s for s in seconds[of or name]]
-        row = {"name": name, "GB/s": median(speeds), "min": min(speeds), "max": max(speeds), **ratios, **more}
+        speeds = [nbytes / 1e9 / s for s in figures[of or name].of("seconds").values()]
+        row = {"name": name, "GB/s": median_of(speeds), "min": min(speeds), "max": max(speeds), key: by, **more}
         self.rows.setdefault(title, []).append(row)
 
     def table(self, title: str) -> Table:
-        ratios = [key for key in self.rows[title][0] if key.startswith(("×", "time"))]
-        out = Table(title=title, title_justify="left")
-        for head in ("", "GB/s", "min–max", *ratios):
-            out.add_column(head, justify="right" if head else "left", no_wrap=True)
-        for row in self.rows[title]:
-            span = f"{row['min']:.3g}–{row['max']:.3g}"
-            out.add_row(row["name"], f"{row['GB/s']:.3g}", span, *(f"{row[key]:.2f}" for key in ratios))
-        return out
+        ratio = next(key for key in self.rows[title][0] if key.startswith(("×", "time")))
+        rows = [
+            [r["name"], f"{r['GB/s']:.3g}", f"{r['min']:.3g}–{r['max']:.3g}", f"{r[ratio]:.2f}"]
+            for r in self.rows[title]
+        ]
+        return table(title, ("", "GB/s", "min–max", ratio), rows)
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 110})
-@click.option("--rounds", default=15, show_default=True, type=click.IntRange(1))
-@click.option("--values", default=16 << 20, show_default=True, type=click.IntRange(1 << 16))
-@click.option("--formats", default="typical", show_default=True, type=click.Choice(["typical", "all"]))
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-def speed(rounds: int, values: int, formats: str, json_file: Path | None) -> None:
+@program.command(__doc__)
+@program.rounds_option(15)
+@click.option("--values", default=16 << 20, type=click.IntRange(1 << 16))
+@click.option("--formats", default="typical", type=click.Choice(["typical", "all"]))
+@program.json_option
+def speed(run: program.Run, rounds: int, values: int, formats: str) -> None:
     names = [*TYPICAL, *MORE]
     if formats == "all":
         names = [f.name for bits in range(2, 17) for f in exmy.formats(bits)]
-    console = Console(width=None if Console().is_terminal else 120)
-    about = machine.describe(Path.cwd())
-    console.print_json(json.dumps(about))
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     bench = Bench(values // 4096 * 4096, rounds)
     levels = [level for level in ("avx512", "avx2") if level in exmy.kernels.levels()]
+    sections: dict[str, Callable[[str], None]] = {}
     for level in levels or [exmy.kernels.level()]:
-        title = f"float32 and packed bytes, {level}"
-        bench.packed(title, names, level, 1.2 if level == "avx512" else 0.7)
-        console.print(bench.table(title))
-        title = f"bfloat16 and packed bytes, {level}"
-        bench.bfloat16(title, level)
-        console.print(bench.table(title))
-    sections: list[tuple[str, Callable[[str], None]]] = [
-        ("other packages", bench.others),
-        ("searching", lambda title: bench.searches(title, ("e4m3", "e3m2", "e2m1", "e0m7"))),
-    ]
-    for title, run in sections:
-        run(title)
-        console.print(bench.table(title))
-    console.print(bar_table(bench.bars))
-    if json_file:
-        bars = [vars(bar) | {"met": bar.met} for bar in bench.bars]
-        json_file.write_text(json.dumps({"machine": about, "tables": bench.rows, "bars": bars}, indent=1) + "\n")
+        need = 1.2 if level == "avx512" else 0.7
+        sections[f"float32 and packed bytes, {level}"] = partial(bench.packed, names=names, level=level, need=need)
+        sections[f"bfloat16 and packed bytes, {level}"] = partial(bench.bfloat16, level=level)
+    sections["other packages"] = bench.others
+    sections["searching"] = partial(bench.searches, names=("e4m3", "e3m2", "e2m1", "e0m7"))
+    for title, section in sections.items():
+        section(title)
+        run.show(bench.table(title))
+    run.finish(bench.bars, tables=bench.rows)

@@ -26,7 +26,7 @@ ROWS = (*CHUNKS_ROWS, "arrays", "leaves", "group", "commits", "poll", "chunks64k
 _CHANGES = f"Commits that a reader polls; change makes as many, at most {CHANGES}."
 
 
-@program.command(help=__doc__)
+@program.command(__doc__, 170)
 @program.rounds_option(3)
 @program.names_option("--only", ROWS)
 @program.names_option("--peers", PEERS, "; raw and tstore always run")
@@ -45,30 +45,22 @@ _CHANGES = f"Commits that a reader polls; change makes as many, at most {CHANGES
 @program.json_option
 @program.dir_option
 def main(
-    rounds: int,
-    only: list[str],
-    peers: list[str],
-    leaves: str,
-    before: Path | None,
-    json_file: Path | None,
-    parent: Path,
-    **numbers: Any,
+    run: program.Run, rounds: int, only: list[str], peers: list[str], leaves: str, before: Path | None, **how: Any
 ) -> None:
-    sizes = Sizes(leaves=tuple(int(count) for count in leaves.split(",")), **numbers)
-    with program.running(parent, json_file, 170) as run:
-        bench = Bench(run.folder / "store", TITLES, PEERS, peers, run.log)
-        bench.sizes, bench.before = sizes, before and before.resolve()
-        for turn in range(rounds):
-            run.log(f"round {turn + 1} of {rounds}")
-            if set(only) & set(CHUNKS_ROWS):
-                bench.chunks(turn, only)
-            for row in ROWS[len(CHUNKS_ROWS) :]:
-                if row in only:
-                    getattr(bench, row)(turn)
-        run.show(cost_table(bench.results, report.remarks(bench.results)))
-        unit = "seconds and bytes: of one commit for change and commits, of one read for poll"
-        works = as_data(bench.results)
-        run.finish(report.bars(bench.results, sizes), unit=unit, sizes=sizes._asdict(), works=works)
+    bench = Bench(run.folder / "store", TITLES, PEERS, peers, run.log)
+    bench.sizes = Sizes(leaves=tuple(map(int, leaves.split(","))), **how)
+    bench.before = before and before.resolve()
+    for turn in range(rounds):
+        run.log(f"round {turn + 1} of {rounds}")
+        if set(only) & set(CHUNKS_ROWS):
+            bench.chunks(turn, only)
+        for row in ROWS[len(CHUNKS_ROWS) :]:
+            if row in only:
+                getattr(bench, row)(turn)
+    run.show(cost_table(bench.results, report.remarks(bench.results)))
+    unit = "seconds and bytes: of one commit for change and commits, of one read for poll"
+    works = as_data(bench.results)
+    run.finish(report.bars(bench.results, bench.sizes), unit=unit, sizes=bench.sizes._asdict(), works=works)
 
 
 if __name__ == "__main__":

@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from bench.cost import Cost, Meter
 from bench.processes import until
 from bench.workloads import WIDTH
-from bench.writers.model import Bucket, GcsStorage, ModelHost
-from tstore.core.log.marker import Marker
+from bench.writers.model import MODEL, Bucket, GcsStorage, ModelHost
 from tstore.core.runtime.pool import without_threads
 from tstore.core.runtime.world import use_world
-from tstore.core.storage.objects import Buffers, Durability
+from tstore.core.storage.objects import Durability, PutMode
+from tstore.core.storage.wrapper import Request
 from tstore.core.store import Store
 from tstore.core.store import open as open_store
 from tstore.lab.simulation.virtual import VirtualLoop
 
-_MODEL = Marker(1, uuid.UUID(int=1))
+T = TypeVar("T")
 
 
 class RealHost:
@@ -104,17 +105,13 @@ class _Bucket(Bucket):
             gc.freeze()  # the objects of other hosts must not cost this one time
             self._meter, self.moved = Meter(), [0, 0]
 
-    def create(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        super().create(key, data, durable=durable)
+    def add(self, key: str, data: bytes | bytearray, mode: PutMode = PutMode.CREATE) -> None:
+        super().add(key, data, mode)
         self.moved[1] += len(data)
         if key.startswith("commits/") and self._meter is not None:
             cost, (read, written) = self._meter.cost(), self.moved
-            self.cost = cost._replace(
-                seconds=self.visible - self.last_byte,
-                memory=max(0.0, cost.memory - written),
-                read=read,
-                written=written,
-            )
+            memory, seconds = max(0.0, cost.memory - written), self.visible - self.last_byte
+            self.cost = cost._replace(seconds=seconds, memory=memory, read=read, written=written)
 
 
 class _Storage(GcsStorage):
@@ -125,14 +122,11 @@ class _Storage(GcsStorage):
         self._watched = bucket
         self._uploaded = False
 
-    async def get(self, key: str, max_size: int | None = None) -> bytes:
-        data = await super().get(key, max_size)
-        self._watched.moved[0] += len(data)
-        return data
-
-    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        await super().read(key, offset, buffers, size)
-        self._watched.moved[0] += size
+    async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
+        result = await super().around(request, call)
+        if request.operation in ("get", "read"):
+            self._watched.moved[0] += len(result) if isinstance(result, bytes) else request.size
+        return result
 
     async def flush(self, prefix: str, durability: Durability) -> None:
         await super().flush(prefix, durability)
@@ -149,7 +143,7 @@ async def _commit(hosts: int, chunks: int, seed: int) -> Cost:
 
     async def host(number: int) -> None:
         with use_world(ModelHost(f"{seed} {number}")), without_threads(nothing):
-            store = Store(_Storage(bucket), _MODEL, "a")
+            store = Store(_Storage(bucket), MODEL, "a")
             tx = store.transaction(name="model", host=number, hosts=hosts, attempt="model")
             array = await tx.create_array("big", (hosts * chunks * WIDTH,), "int64", chunks=(WIDTH,))
             first = number * chunks * WIDTH

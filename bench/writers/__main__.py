@@ -29,7 +29,7 @@ MODEL_HOSTS = (64, 256, 1024, 4096)
 _PLOTS = click.Path(file_okay=False, path_type=Path)
 
 
-@program.command(help=__doc__)
+@program.command(__doc__, 170)
 @program.rounds_option(3, "Rounds of the measurements with a bar; others have 1.")
 @program.names_option("--only", QUESTIONS)
 @click.option("--hosts", default=",".join(map(str, HOSTS)), help="Numbers of hosts, comma-separated.")
@@ -41,31 +41,23 @@ _PLOTS = click.Path(file_okay=False, path_type=Path)
 )
 @program.dir_option
 def main(
-    rounds: int,
-    only: list[str],
-    hosts: str,
-    seconds: float,
-    minutes: float,
-    json_file: Path | None,
-    plot: Path | None,
-    parent: Path,
+    run: program.Run, rounds: int, only: list[str], hosts: str, minutes: float, plot: Path | None, **how: float
 ) -> None:
     counts = sorted({int(n) for n in hosts.split(",")})
     commits: report.Commits = []
-    with program.running(parent, json_file, 170) as run:
-        bench = Bench(run.folder / "store", run.log, time.monotonic() + 60 * minutes)
-        for question, measure in _jobs(bench, counts, rounds, seconds, commits):
-            if question in only:
-                measure()
-        run.show(*report.parts(bench.rows, commits))
-        models = [{"uploads": up, **c._asdict(), "per_host": c.per_host} for up, c in commits]
-        run.finish(report.bars(bench.rows, commits), rows=bench.rows, model=models)
-        run.show(*report.limits(bench.rows))
-        if bench.skipped:
-            run.show(f"skipped for lack of time (--minutes {minutes:g}): {'; '.join(bench.skipped)}")
-        if plot:
-            for path in report.plot(bench.rows, commits, plot, len(bench.skipped)):
-                run.log(str(path))
+    bench = Bench(run.folder / "store", run.log, time.monotonic() + 60 * minutes)
+    for question, measure in _jobs(bench, counts, rounds, commits=commits, **how):
+        if question in only:
+            measure()
+    run.show(*report.parts(bench.rows, commits))
+    models = [{"uploads": up, **c._asdict(), "per_host": c.per_host} for up, c in commits]
+    run.finish(report.bars(bench.rows, commits), rows=bench.rows, model=models)
+    run.show(*report.limits(bench.rows))
+    if bench.skipped:
+        run.show(f"skipped for lack of time (--minutes {minutes:g}): {'; '.join(bench.skipped)}")
+    if plot:
+        for path in report.plot(bench.rows, commits, plot, len(bench.skipped)):
+            run.log(str(path))
 
 
 Job = tuple[str, Callable[[], None]]

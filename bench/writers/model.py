@@ -23,8 +23,8 @@ import math
 import random
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,11 +32,12 @@ import tstore
 from tstore.core.log.marker import Marker
 from tstore.core.runtime.pool import without_threads
 from tstore.core.runtime.world import World, use_world
-from tstore.core.storage.base import Storage
-from tstore.core.storage.objects import Buffers, Capabilities, Durability, Entry, Keys, Page, PutMode, Tuning
+from tstore.core.storage.base import PackWriter
+from tstore.core.storage.memory import MemoryStorage
+from tstore.core.storage.objects import Capabilities, Durability, Keys, PutMode, Tuning
+from tstore.core.storage.wrapper import Request, Wrapper
 from tstore.core.store import Store
-from tstore.errors import AlreadyExists, NotFound
-from tstore.lab.simulation.storage import SharedObjects
+from tstore.errors import AlreadyExists
 from tstore.lab.simulation.virtual import VirtualLoop
 
 READ, WRITE = 0.025, 0.060
@@ -46,6 +47,7 @@ PAGE = 1000
 OBJECTS, OBJECT = 4, 64 << 20
 BANDWIDTH, BANDWIDTH_SPREAD = 200e6, 0.1
 PAUSE, LONGEST_PAUSE = 0.1, 10.0
+T = TypeVar("T")
 MODEL = Marker(1, uuid.UUID(int=1))
 WIDTH = 2048  # values that each host writes: enough for a pack
 
@@ -84,39 +86,50 @@ class _Rate:
         return True
 
 
-class Bucket(SharedObjects):
+class Bucket(MemoryStorage):
     """The bucket: its objects, its rates, and the number of requests by kind."""
 
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, native_io=True)
+    tuning = Tuning(streams=32, batch=OBJECT, piece=OBJECT, gap=256 << 10)
+
     def __init__(self, seed: int) -> None:
-        super().__init__({})
+        super().__init__(f"model-{uuid.uuid4()}")
         self.reads, self.writes = _Rate(READS), _Rate(WRITES)
         self.requests: Counter[str] = Counter()
         self.refused = 0
         self.replaced: dict[str, float] = {}
         self.random = random.Random(seed)
         self.loop = asyncio.get_running_loop()
-        self.folders: dict[str, dict[str, None]] = {}
+        self.by_folder: dict[str, dict[str, None]] = {}
         self.last_byte = 0.0
         self.visible = 0.0
 
-    def create(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        super().create(key, data, durable=durable)
-        self.folders.setdefault(key.rpartition("/")[0], {})[key] = None
+    def add(self, key: str, data: bytes | bytearray, mode: PutMode = PutMode.CREATE) -> None:
+        super().add(key, data, mode)
+        self.by_folder.setdefault(key.rpartition("/")[0], {})[key] = None
         if key.startswith("commits/"):
             self.visible = self.loop.time()
 
-    def keys(self, prefix: str) -> Keys:
-        """Return the sorted keys with a prefix."""
+    def remove(self, key: str) -> None:
+        super().remove(key)
+        self.by_folder[key.rpartition("/")[0]].pop(key, None)
+
+    async def list(self, prefix: str) -> Keys:
+        """Return the sorted keys with a prefix: of few folders, since thousands of hosts list."""
         folder = prefix.rpartition("/")[0]
-        keys_below = [k for f, keys in self.folders.items() if f == folder or f.startswith(prefix) for k in keys]
-        return sorted(k for k in keys_below if k.startswith(prefix))
+        below = [k for f, keys in self.by_folder.items() if f == folder or f.startswith(prefix) for k in keys]
+        return sorted(k for k in below if k.startswith(prefix))
+
+    async def folders(self, prefix: str) -> Keys:
+        folders = [f"{folder}/" for folder in self.by_folder]
+        return sorted({f[len(prefix) :].partition("/")[0] for f in folders if f.startswith(prefix)})
 
     async def request(self, kind: str, median: float, rate: _Rate, name: str = "") -> None:
         """Send a request to the server, and retry until it is accepted."""
         pause = PAUSE
         while True:
             self.requests[kind] += 1
-            await asyncio.sleep(0.5 * self.random.lognormvariate(math.log(median), SPREAD))
+            await asyncio.sleep(self.half(median))
             now = self.loop.time()
             if now - self.replaced.get(name, -1.0) >= 1.0 and rate.admit(now):
                 if name:
@@ -126,137 +139,62 @@ class Bucket(SharedObjects):
             pause = min(LONGEST_PAUSE, self.random.uniform(PAUSE, 3 * pause))
             await asyncio.sleep(0.5 * READ + pause)
 
-    async def respond(self, median: float) -> None:
-        """Wait for the response to arrive."""
-        await asyncio.sleep(0.5 * self.random.lognormvariate(math.log(median), SPREAD))
+    def half(self, median: float) -> float:
+        """Return the seconds until a request has arrived, or its response."""
+        return 0.5 * self.random.lognormvariate(math.log(median), SPREAD)
 
 
-class GcsStorage(Storage):
-    """The storage of a host."""
-
-    url = "gs://model"
-    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, native_io=True)
-    tuning = Tuning(streams=32, batch=OBJECT, piece=OBJECT, gap=256 << 10)
+class GcsStorage(Wrapper):
+    """The storage of a host: its requests take their time."""
 
     def __init__(self, bucket: Bucket, uploads: bool) -> None:
+        super().__init__(bucket)
         self._bucket = bucket
         self._uploads = uploads
-        self._finished: dict[str, bytearray] = {}
 
-    async def get(self, key: str, max_size: int | None = None) -> bytes:
-        await self._bucket.request("get", READ, self._bucket.reads)
-        data = self._bucket.objects.get(key)
-        await self._bucket.respond(READ)
-        if data is None:
-            raise NotFound(f"model: there is no object {key}")
-        return data
-
-    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        await self._bucket.request("read", READ, self._bucket.reads)
-        data = self._bucket.objects.get(key)
-        await self._bucket.respond(READ)
-        if data is None:
-            raise NotFound(f"model: there is no object {key}")
-        for buffer in buffers:
-            memoryview(buffer)[:] = data[offset : offset + len(buffer)]
-            offset += len(buffer)
-
-    async def head(self, key: str) -> Entry | None:
-        await self._bucket.request("head", READ, self._bucket.reads)
-        data = self._bucket.objects.get(key)
-        await self._bucket.respond(READ)
-        return None if data is None else Entry(key, len(data))
-
-    async def put(
-        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
-    ) -> None:
-        data = b"".join(buffers)
-        await (self._create(key, data) if mode is PutMode.CREATE else self._replace(key, data))
-
-    async def _create(self, key: str, data: bytes) -> None:
-        await self._bucket.request("create", WRITE, self._bucket.writes)
+    async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
+        kind, bucket = _KINDS.get(request.operation, request.operation), self._bucket
+        if kind == "":
+            return await call()
+        writes = kind in ("create", "replace", "delete")
+        median, rate = (WRITE, bucket.writes) if writes else (READ, bucket.reads)
+        await bucket.request(kind, median, rate, request.key if kind == "replace" else "")
         try:
-            self._bucket.create(key, data)
+            result = await call()
         finally:
-            await self._bucket.respond(WRITE)
-
-    async def _replace(self, key: str, data: bytes) -> None:
-        await self._bucket.request("replace", WRITE, self._bucket.writes, key)
-        self._bucket.objects[key] = data
-        await self._bucket.respond(WRITE)
-
-    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        if delimiter:
-            yield Page([], [f"{prefix}{name}/" for name in await self.folders(prefix)])
-        else:
-            yield Page([Entry(key, 0) for key in await self.list(prefix)], [])
-
-    async def list(self, prefix: str) -> Keys:
-        for _ in range(max(1, -(-len(self._bucket.keys(prefix)) // PAGE))):
-            await self._bucket.request("list", READ, self._bucket.reads)
-            keys = self._bucket.keys(prefix)
-            await self._bucket.respond(READ)
-        return keys
-
-    async def folders(self, prefix: str) -> Keys:
-        await self._bucket.request("list", READ, self._bucket.reads)
-        folders = [f"{folder}/" for folder in self._bucket.folders]
-        await self._bucket.respond(READ)
-        return sorted({f[len(prefix) :].partition("/")[0] for f in folders if f.startswith(prefix)})
-
-    async def delete(self, key: str) -> None:
-        await self._bucket.request("delete", WRITE, self._bucket.writes)
-        self._bucket.objects.pop(key, None)
-        await self._bucket.respond(WRITE)
+            await asyncio.sleep(bucket.half(median))
+        if request.operation == "list" and isinstance(result, list):
+            for _ in range(PAGE, len(result), PAGE):
+                await bucket.request(kind, median, rate)
+                await asyncio.sleep(bucket.half(median))
+        return result
 
     async def flush(self, prefix: str, durability: Durability) -> None:
         """Upload the packs, which takes as long as the upload of objects of the modelled sizes."""
-        if not prefix.startswith("txn/"):
+        bucket = self._bucket
+        if not prefix.startswith("txn/") or not self.finished:
             return
-        bucket, packs = self._bucket, self._finished
-        if not packs:
-            return
-        self._finished = {}
+        self.finished = False
         if self._uploads:
             bandwidth = BANDWIDTH * bucket.random.lognormvariate(0, BANDWIDTH_SPREAD)
             seconds = OBJECT / (bandwidth / OBJECTS)
             await asyncio.gather(*[self._upload(seconds) for _ in range(OBJECTS)])
-        for key, data in packs.items():
-            bucket.create(key, bytes(data))
         bucket.last_byte = max(bucket.last_byte, bucket.loop.time())
+
+    finished = False
+
+    def writer(self, key: str, durability: Durability) -> PackWriter:
+        self.finished = True
+        return super().writer(key, durability)
 
     async def _upload(self, seconds: float) -> None:
         await self._bucket.request("upload", WRITE, self._bucket.writes)
         await asyncio.sleep(seconds)
-        await self._bucket.respond(WRITE)
-
-    async def empty(self) -> bool:
-        return not self._bucket.objects
-
-    async def close(self) -> None:
-        return None
-
-    def writer(self, key: str, durability: Durability) -> _Pack:
-        return _Pack(key, self._finished)
+        await asyncio.sleep(self._bucket.half(WRITE))
 
 
-class _Pack:
-    def __init__(self, key: str, packs: dict[str, bytearray]) -> None:
-        self.key = key
-        self._packs = packs
-        self._data = bytearray()
-
-    def append(self, buffers: Any, size: int) -> int:
-        offset = len(self._data)
-        for buffer in buffers:
-            self._data += buffer
-        return offset
-
-    def finish(self) -> None:
-        self._packs[self.key] = self._data
-
-    def discard(self) -> None:
-        return None
+_KINDS = {"folders": "list", "age": "list", "empty": "", "enclosing": "", "sync": "", "sweep": ""}
+"""What operations are to the bucket; those without a name are no requests."""
 
 
 class ModelHost(World):

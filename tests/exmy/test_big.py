@@ -1,4 +1,4 @@
-"""Positions beyond 2^32, without arrays of that size (`python -m bench.exmy big` uses real ones)."""
+"""Positions beyond 2^32, without arrays of that size."""
 
 import itertools
 
