@@ -15,7 +15,6 @@ import itertools
 import json
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,8 +24,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+
+from bench import program
+from bench.report import table
 
 IMPORTS = ("import tstore", "import tstore.sync")
 WORKS = {
@@ -133,23 +133,17 @@ def rows(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
     return out
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 110, "show_default": True})
-@click.option("--repeats", default=5, type=click.IntRange(1), help="Profiled calls of each work.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-def main(repeats: int, json_file: Path | None) -> None:
-    with tempfile.TemporaryDirectory(prefix="tstore-bench-") as folder:
-        measured = rows(Path(folder), repeats)
-    table = Table(title="breadth", title_justify="left")
-    for head in ("", "calls", "functions", "modules entered", "modules loaded"):
-        table.add_column(head, justify="right" if head else "left", no_wrap=True)
-    for name, row in measured.items():
-        table.add_row(WORKS.get(name, name), *(f"{row[f]:,.0f}" if f in row else "–" for f in FIGURES))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    console.print(table)
-    if json_file:
-        json_file.write_text(json.dumps(measured, indent=1) + "\n")
+@program.command(__doc__)
+@click.option("--repeats", default=5, type=program.COUNT, help="Profiled calls of each work.")
+@program.json_option
+def main(run: program.Run, repeats: int) -> None:
+    measured = rows(run.folder, repeats)
+    cells = [
+        [WORKS.get(name, name), *(f"{row[f]:,.0f}" if f in row else "–" for f in FIGURES)]
+        for name, row in measured.items()
+    ]
+    run.show(table("breadth", ("", "calls", "functions", "modules entered", "modules loaded"), cells))
+    run.write([], **measured)
 
 
 if __name__ == "__main__":

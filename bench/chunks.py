@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bench.contender import Contender, Point
+from bench.contender import Contender, New, Point
 from bench.cost import Cost, measured
 from bench.workloads import GROUP, WIDTH, Index, array_name, counted
 
@@ -32,8 +32,7 @@ class ChunkProcess:
 
     def write(self, durable: bool) -> Cost:
         """Write all values of the volume into an empty folder."""
-        arrays = {_VOLUME: self._work.make()}
-        return measured(lambda: self._contender.create(arrays, self._work.chunks, self._work.codecs, durable))
+        return self._create(New({_VOLUME: self._work.make()}, self._work.chunks, self._work.codecs, durable))
 
     def read_all(self) -> Cost:
         """Read all values into a new array."""
@@ -69,12 +68,15 @@ class ChunkProcess:
     def write_chunks(self, chunks: int) -> Cost:
         """Create a store with an array `big` of this number of chunks, and the array `small`."""
         arrays = {"big": counted(chunks * WIDTH), "small": counted(_SMALL * WIDTH)}
-        return measured(lambda: self._contender.create(arrays, (WIDTH,)))
+        return self._create(New(arrays, (WIDTH,)))
 
     def write_arrays(self, count: int) -> Cost:
         """Create a store with this number of arrays in groups."""
         arrays = {array_name(n): np.full(4, n) for n in range(count)}
-        return measured(lambda: self._contender.create(arrays, None))
+        return self._create(New(arrays, None))
+
+    def _create(self, new: New) -> Cost:
+        return measured(lambda: self._contender.create(new))
 
     def read_one(self, name: str, index: int, value: int) -> Cost:
         """Read one element of the newest version of an array; the first call opens the store."""

@@ -20,6 +20,15 @@ Piece = tuple[str, tuple[slice, ...], Values]
 Point = tuple[int, ...]
 
 
+class New(NamedTuple):
+    """New arrays, each in chunks of one shape; in one chunk each, and in groups, if there is none."""
+
+    arrays: Arrays
+    chunk: Index | None
+    codecs: list[dict[str, Any]] = RAW
+    durable: bool = True
+
+
 class Saved(NamedTuple):
     """The monotonic times when a host's bytes were written and its call returned, and the argument of `merge`."""
 
@@ -115,10 +124,8 @@ class Contender:
 
     # arrays in chunks
 
-    def create(
-        self, arrays: Arrays, chunk: Index | None, codecs: Sequence[dict[str, Any]] = RAW, durable: bool = True
-    ) -> None:
-        """Commit new arrays, each in chunks of one shape; in one chunk each, and in groups, if there is none."""
+    def create(self, new: New) -> None:
+        """Commit new arrays."""
         raise NotImplementedError
 
     def open(self, name: str) -> None:

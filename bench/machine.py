@@ -16,20 +16,8 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-PACKAGES = (
-    "tstore",
-    "tensorstore",
-    "icechunk",
-    "safetensors",
-    "numpy",
-    "zarr",
-    "xxhash",
-    "ml_dtypes",
-    "aiohttp",
-    "gcsfs",
-    "jax",
-)
-PACKAGES += ("orbax-checkpoint", "torch")
+PACKAGES = ("tstore", "tensorstore", "icechunk", "safetensors", "numpy", "zarr", "xxhash", "ml_dtypes", "aiohttp")
+PACKAGES += ("gcsfs", "jax", "orbax-checkpoint", "torch")
 
 
 def describe(folder: Path) -> dict[str, Any]:

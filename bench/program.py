@@ -48,6 +48,7 @@ def names_option(option: str, known: Sequence[str], more: str = "") -> Callable[
 class Run:
     """A run of a program: its empty folder, where it prints and logs, and the description of the machine."""
 
+    parent: Path
     folder: Path
     console: Console
     log: Callable[[str], None]
@@ -87,7 +88,10 @@ def command(text: str | None, width: int = 120) -> Callable[[Callable[..., None]
             with tempfile.TemporaryDirectory(prefix="tstore-bench-", dir=parent and parent.resolve()) as name:
                 about = machine.describe(Path(name))
                 console.print_json(json.dumps(about))
-                function(Run(Path(name), console, Console(stderr=True).print, about, json_file), **options)
+                function(
+                    Run(Path(name).parent, Path(name), console, Console(stderr=True).print, about, json_file),
+                    **options,
+                )
 
         return click.command(help=text, context_settings=CONTEXT)(call)
 

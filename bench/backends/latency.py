@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import tstore
+import tstore.sync as tstore
 from bench.bars import Bar
 from tstore.core.storage.memory import MemoryStorage
 from tstore.core.storage.remote import as_remote
@@ -37,40 +37,31 @@ class Latencies(NamedTuple):
         )
 
     def bars(self) -> list[Bar]:
-        ratio = median(a / b for a, b in zip(self.many, self.one, strict=True))
+        ratio, most = median(a / b for a, b in zip(self.many, self.one, strict=True)), self.objects + 5
+        what, requests = f"requests of a commit of {self.objects} objects", sum(self.save.values())
         return [
             Bar(f"50 ms a request: {self.arrays} arrays ÷ one", 3, ratio, most=True),
-            Bar(
-                f"requests of a commit of {self.objects} objects",
-                self.objects + 5,
-                sum(self.save.values()),
-                most=True,
-                unit="",
-            ),
+            Bar(what, most, requests, most=True, unit=""),
         ]
 
 
 def measure(rounds: int) -> Latencies:
     """Measure a store with many arrays, and another with the same bytes in one array."""
-    return asyncio.run(_measure(rounds))
-
-
-async def _measure(rounds: int) -> Latencies:
     values = np.random.default_rng(0).random((ARRAYS, EACH // 8))
     many, one = uuid.uuid4().hex, uuid.uuid4().hex
-    async with await tstore.open(as_remote(MemoryStorage(many))) as store:
+    with tstore.open(as_remote(MemoryStorage(many))) as store:
         before = store.traffic.requests if store.traffic else {}
-        await tstore.save(store, {f"a{i}": values[i] for i in range(ARRAYS)}, 0)
+        tstore.save(store, {f"a{i}": values[i] for i in range(ARRAYS)}, 0)
         after = store.traffic.requests if store.traffic else {}
-        objects = len(await store.log.storage.list("txn/")) + 1
-    async with await tstore.open(as_remote(MemoryStorage(one))) as store:
-        await tstore.save(store, {"a": values}, 0)
+    objects = len(asyncio.run(MemoryStorage(many).list("txn/"))) + 1
+    with tstore.open(as_remote(MemoryStorage(one))) as store:
+        tstore.save(store, {"a": values}, 0)
     requests = {k: n - before.get(k, 0) for k, n in after.items() if n > before.get(k, 0)}
     result = Latencies(ARRAYS, [], [], requests, objects)
     for _ in range(rounds):
         for name, seconds in ((many, result.many), (one, result.one)):
             began = time.perf_counter()
-            async with await tstore.open(as_remote(Faults(MemoryStorage(name), latency=LATENCY)), "r") as store:
-                await tstore.restore(store, 0)
+            with tstore.open(as_remote(Faults(MemoryStorage(name), latency=LATENCY)), "r") as store:
+                tstore.restore(store, 0)
             seconds.append(time.perf_counter() - began)
     return result

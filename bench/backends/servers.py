@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.support import fileservers, gcs, moto_server
 
@@ -45,15 +45,20 @@ def local(parent: Path) -> Iterator[Place]:
 
 
 @contextlib.contextmanager
+def announced(*command: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Run a command that serves a store; yield its process and the document with its address."""
+    with _process([sys.executable, *command, "--port", "0", "--json"], stderr=subprocess.DEVNULL) as process:
+        yield process.pid, json.loads(_line(process))
+
+
+@contextlib.contextmanager
 def serve(parent: Path) -> Iterator[Place]:
     """Start `tstore serve` for a store, and the same server for arbitrary names."""
     with _folder(parent) as folder, contextlib.ExitStack() as stack:
-        options = ["--create", "--port", "0", "--json"]
-        command = [sys.executable, "-m", "tstore", "serve", str(folder / "store"), *options]
-        log = stack.enter_context((folder / "log").open("wb"))
-        store = stack.enter_context(_process(command, stderr=log))
-        other = stack.enter_context(_process([sys.executable, "-c", _ANY_NAMES, str(folder / "any")], stderr=log))
-        yield Place(json.loads(_line(store))["url"], _line(other), folder / "any", {})
+        command = ("-m", "tstore", "serve", str(folder / "store"), "--create")
+        _, document = stack.enter_context(announced(*command))
+        other = [sys.executable, "-c", _ANY_NAMES, str(folder / "any")]
+        yield Place(document["url"], _line(stack.enter_context(_process(other))), folder / "any", {})
 
 
 @contextlib.contextmanager
@@ -89,24 +94,17 @@ def _folder(parent: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _process(command: list[str], **options: object) -> Iterator[subprocess.Popen[str]]:
-    started = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        **options,  # type: ignore[call-overload]
-    )
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.communicate()
+def _process(command: list[str], stderr: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
 
 
 def _line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
-    line = process.stdout.readline().strip()
-    if not line:
-        raise RuntimeError(f"{process.args} ended with {process.wait()}")
-    return line
+    if line := process.stdout.readline().strip():
+        return line
+    raise RuntimeError(f"{process.args!r} ended with {process.wait()}")

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.contender import SLOTS, Saved, value_of
+from bench.contender import SLOTS, New, Saved, value_of
 from bench.peers.zarr import Zarr
-from bench.workloads import RAW, Arrays, Index, Values
+from bench.workloads import Index, Values
 
 
 class Icechunk(Zarr):
@@ -43,11 +43,9 @@ class Icechunk(Zarr):
     def newest(self) -> Any:
         return self.zarr.open_group(self.repository.readonly_session("main").store, mode="r")
 
-    def create(
-        self, arrays: Arrays, chunk: Index | None, codecs: Sequence[dict[str, Any]] = RAW, durable: bool = True
-    ) -> None:
+    def create(self, new: New) -> None:
         session = self.icechunk.Repository.create(self.storage()).writable_session("main")
-        self.put(session.store, arrays, chunk, codecs)
+        self.put(session.store, new)
         session.commit("create")
 
     def write(self, name: str, index: Index, values: Values) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.contender import Contender, Saved, value_of
-from bench.workloads import RAW, Arrays, Index, Tree, Values, flat
+from bench.contender import Contender, New, Saved, value_of
+from bench.workloads import Arrays, Index, Tree, Values, flat
 
 _RECORD = 560  # bytes of a record of tstore with a chunk of 8 bytes
 
@@ -87,10 +87,8 @@ class Raw(Files):
         one_thread = RawOneThread(0, 1, self.folder, self.work)
         return lambda: one_thread.put(copies, folder, True)
 
-    def create(
-        self, arrays: Arrays, chunk: Index | None, codecs: Sequence[dict[str, Any]] = RAW, durable: bool = True
-    ) -> None:
-        self.put(arrays, self.folder, durable)
+    def create(self, new: New) -> None:
+        self.put(new.arrays, self.folder, new.durable)
 
     def open(self, name: str) -> None:
         """Do nothing."""
@@ -173,10 +171,8 @@ class RawChunks(Contender):
         self.pool, self.local = ThreadPoolExecutor(2), threading.local()
         self.along = self.work.side // self.work.chunk  # chunks along each axis
 
-    def create(
-        self, arrays: Arrays, chunk: Index | None, codecs: Sequence[dict[str, Any]] = RAW, durable: bool = True
-    ) -> None:
-        [values] = arrays.values()
+    def create(self, new: New) -> None:
+        [values] = new.arrays.values()
         lock, index, size = threading.Lock(), np.zeros((self.along**3, 2), np.int64), self.work.chunk
         fd, end = os.open(self.folder / "chunks", os.O_WRONLY | os.O_CREAT, 0o644), 0
 
@@ -192,7 +188,7 @@ class RawChunks(Contender):
             os.pwrite(fd, data, index[number, 0])
 
         list(self.pool.map(write, range(self.along**3)))
-        if durable:
+        if new.durable:
             os.fsync(fd)
         os.close(fd)
         np.save(self.folder / "index.npy", index)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.contender import Contender, Point, Saved, gathered, value_of
-from bench.workloads import RAW, Arrays, Index, Tree, Values
+from bench.contender import Contender, New, Point, Saved, gathered, value_of
+from bench.workloads import RAW, Index, Tree, Values
 
 _SLAB = 100_000  # chunks of one transaction, since one for ten million takes far more memory
 
@@ -59,22 +59,18 @@ class TensorStore(Contender):
 
     # arrays in chunks
 
-    def create(
-        self, arrays: Arrays, chunk: Index | None, codecs: Sequence[dict[str, Any]] = RAW, durable: bool = True
-    ) -> None:
-        self.put(f"{self.folder}", arrays, chunk, codecs, durable)
+    def create(self, new: New) -> None:
+        self.put(f"{self.folder}", new)
 
-    def put(
-        self, place: str, arrays: Arrays, chunk: Index | None, codecs: Sequence[dict[str, Any]], durable: bool
-    ) -> None:
-        root = self.root(place, durable).result()
+    def put(self, place: str, new: New) -> None:
+        root = self.root(place, new.durable).result()
         opened = [
-            self.ts.open(self.spec(values, chunk, codecs), kvstore=root / f"{name}/", create=True)
-            for name, values in arrays.items()
+            self.ts.open(self.spec(values, new.chunk, new.codecs), kvstore=root / f"{name}/", create=True)
+            for name, values in new.arrays.items()
         ]
         writes = [
             array.result().write(values, can_reference_source_data_indefinitely=self.by_reference)
-            for array, values in zip(opened, arrays.values(), strict=True)
+            for array, values in zip(opened, new.arrays.values(), strict=True)
         ]
         for write in writes:
             write.result()
@@ -113,7 +109,7 @@ class TensorStore(Contender):
         return f"{self.folder}/{step}"
 
     def save(self, step: int, durable: bool) -> None:
-        self.put(self.place(step), self.arrays, self.work.chunk, RAW, durable)
+        self.put(self.place(step), New(self.arrays, self.work.chunk, RAW, durable))
 
     def restore(self, step: int, what: str) -> Tree:
         root = self.root(self.place(step)).result()
@@ -149,17 +145,15 @@ class TensorStoreOcdbt(TensorStore):
     def driver(self, place: str) -> dict[str, Any]:
         return {"driver": "ocdbt", "base": super().driver(place)}
 
-    def put(
-        self, place: str, arrays: Arrays, chunk: Index | None, codecs: Sequence[dict[str, Any]], durable: bool
-    ) -> None:
-        root = self.root(place, durable).result()
+    def put(self, place: str, new: New) -> None:
+        root = self.root(place, new.durable).result()
 
         def opened(name: str, values: Values, **how: Any) -> Any:
-            spec = self.spec(values, chunk, codecs)
+            spec = self.spec(values, new.chunk, new.codecs)
             return self.ts.open(spec, kvstore=root / f"{name}/", create=True, **how)
 
-        limit = _SLAB * (chunk[0] if chunk else 1)
-        long = {name: values for name, values in arrays.items() if values.ndim == 1 and len(values) > limit}
+        limit = _SLAB * (new.chunk[0] if new.chunk else 1)
+        long = {name: values for name, values in new.arrays.items() if values.ndim == 1 and len(values) > limit}
         for name, values in long.items():
             array = opened(name, values).result()
             for start in range(0, len(values), limit):
@@ -167,12 +161,12 @@ class TensorStoreOcdbt(TensorStore):
                 with self.ts.Transaction(atomic=True) as transaction:
                     array.with_transaction(transaction)[slab].write(values[slab]).result()
         transaction = self.ts.Transaction(atomic=True)
-        short = [item for item in arrays.items() if item[0] not in long]
+        short = [item for item in new.arrays.items() if item[0] not in long]
         for batch in (short[start : start + 1000] for start in range(0, len(short), 1000)):
-            new = [opened(name, values, transaction=transaction) for name, values in batch]
+            handles = [opened(name, values, transaction=transaction) for name, values in batch]
             writes = [
                 array.result().write(values, can_reference_source_data_indefinitely=True)
-                for array, (_, values) in zip(new, batch, strict=True)
+                for array, (_, values) in zip(handles, batch, strict=True)
             ]
             for write in writes:
                 write.copy.result()

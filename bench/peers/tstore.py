@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bench.contender import SLOTS, Contender, Point, Saved, gathered, value_of
-from bench.workloads import RAW, Arrays, Index, Tree, Values
+from bench.contender import SLOTS, Contender, New, Point, Saved, gathered, value_of
+from bench.workloads import Arrays, Index, Tree, Values
 
 
 def durability(durable: bool) -> Any:
@@ -45,7 +45,7 @@ class TStore(Contender):
 
     def save(self, step: int, durable: bool) -> None:
         if self.work.chunked:
-            self.create(self.arrays, self.work.chunk, durable=durable)
+            self.create(New(self.arrays, self.work.chunk, durable=durable))
         else:
             options = {} if self.codecs is None else {"codecs": self.codecs}
             self.sync.save(self.url, self.state, step, durability=durability(durable), **options)
@@ -72,23 +72,19 @@ class TStore(Contender):
     def store(self) -> Any:
         return self.runner.run(self.tstore.open(self.url, "r+"))
 
-    def create(
-        self, arrays: Arrays, chunk: Index | None, codecs: Sequence[dict[str, Any]] = RAW, durable: bool = True
-    ) -> None:
-        if chunk is None:
+    def create(self, new: New) -> None:
+        how = durability(new.durable)
+        if new.chunk is None:
             tree: dict[str, Arrays] = {}
-            for path, values in arrays.items():
+            for path, values in new.arrays.items():
                 group, _, name = path.rpartition("/")
                 tree.setdefault(group, {})[name] = values
-            self.runner.run(self.tstore.save(self.url, tree, 0, durability=durability(durable)))
-        else:
-            self.runner.run(self._create(arrays, chunk, codecs, durability(durable)))
-
-    async def _create(self, arrays: Arrays, chunk: Index, codecs: Sequence[Any], how: Any) -> None:
-        async with await self.tstore.open(self.url) as store, store.transaction(durability=how) as tx:
-            for name, values in arrays.items():
-                array = await tx.create_array(name, values.shape, values.dtype, chunks=chunk, codecs=codecs)
-                await array.write(values)
+            self.sync.save(self.url, tree, 0, durability=how)
+            return
+        with self.sync.open(self.url) as store, store.transaction(durability=how) as tx:
+            for name, values in new.arrays.items():
+                array = tx.create_array(name, values.shape, values.dtype, chunks=new.chunk, codecs=new.codecs)
+                array.write(values)
 
     def open(self, name: str) -> None:
         async def newest(store: Any) -> Any:

@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from bench.contender import Contender, Point, gathered
-from bench.workloads import RAW, Arrays, Index, Values
+from bench.contender import Contender, New, Point, gathered
+from bench.workloads import Index, Values
 
 
 class Zarr(Contender):
@@ -25,15 +25,13 @@ class Zarr(Contender):
             raise ImportError(f"zarr-python {self.zarr.__version__} has no {name}")
         self.zarr.config.set({"codec_pipeline.path": self.pipeline})
 
-    def create(
-        self, arrays: Arrays, chunk: Index | None, codecs: Sequence[dict[str, Any]] = RAW, durable: bool = True
-    ) -> None:
-        self.put(self.zarr.storage.LocalStore(self.folder), arrays, chunk, codecs)
+    def create(self, new: New) -> None:
+        self.put(self.zarr.storage.LocalStore(self.folder), new)
 
-    def put(self, store: Any, arrays: Arrays, chunk: Index | None, codecs: Sequence[dict[str, Any]] = RAW) -> None:
-        root, (serializer, *compressors) = self.zarr.create_group(store), codecs
-        for name, values in arrays.items():
-            how = {"shape": values.shape, "dtype": values.dtype, "chunks": chunk or values.shape}
+    def put(self, store: Any, new: New) -> None:
+        root, (serializer, *compressors) = self.zarr.create_group(store), new.codecs
+        for name, values in new.arrays.items():
+            how = {"shape": values.shape, "dtype": values.dtype, "chunks": new.chunk or values.shape}
             array = root.create_array(name, **how, serializer=serializer, compressors=compressors or None)
             array[...] = values
 

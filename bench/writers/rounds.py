@@ -21,6 +21,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,16 @@ STATE = Weights("state", "1 GiB in 16 arrays of 4096×4096", 16, (4096, 4096), (
 _KILL_AFTER = 0.1  # seconds; no contender has saved a gigabyte by then
 
 
+class Setting(NamedTuple):
+    """What a row measures, without its question."""
+
+    contender: str
+    hosts: int
+    tasks: int
+    durable: bool
+    round: int
+
+
 class Committed(NamedTuple):
     """The latencies of one writer's small commits in seconds, and the number of retries."""
 
@@ -71,27 +82,18 @@ class WriterProcess:
         self._number = number
         self._contender = make(number, count, Path(), STATE, durable)
 
-    def enter(self, folder: Path, work: Weights) -> None:
-        """Use the store in a folder."""
-        self._contender.enter(folder, work)
-
     def generate(self) -> None:
         """Generate this host's part of the state."""
         len(self._contender.arrays)
 
-    def begin(self, writers: int) -> None:
-        self._contender.begin(writers)
-
-    def join(self, attempt: int) -> None:
-        self._contender.join(attempt)
+    def do(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the contender."""
+        return getattr(self._contender, method)(*arguments)
 
     def save(self, start: float, attempt: int) -> Saved:
         """Save this host's part of the state, beginning at the time `start`."""
         until(start)
         return self._contender.save_part(attempt)
-
-    def merge(self, payloads: Sequence[bytes]) -> float:
-        return self._contender.merge(payloads)
 
     def check(self) -> None:
         """Raise `ValueError` unless this host's part of the state reads back unchanged."""
@@ -121,9 +123,6 @@ class WriterProcess:
         """Return the CPU seconds of this process so far, of all its threads."""
         return time.process_time()
 
-    def lost(self, made: Sequence[int]) -> int:
-        return self._contender.lost(made)
-
 
 class Bench:
     """Runs measurements in a folder, appends their rows to `rows`, and reports progress to `log`.
@@ -143,62 +142,49 @@ class Bench:
         """Measure one round of all contenders."""
         for name in rotated(COOPERATIVE, turn):
             if durable in CONTENDERS[name].durabilities:
-                self._attempt("cooperative", name, hosts, 1, durable, turn, self._save)
+                self._attempt("cooperative", self._save, Setting(name, hosts, 1, durable, turn))
 
     def independent(self, hosts: int, tasks: int, durable: bool, turn: int, seconds: float) -> None:
         """Measure one round of all contenders, in `hosts` processes of `tasks` tasks each."""
-
-        def commit(name: str, hosts: int, tasks: int, durable: bool) -> Row:
-            return self._commit(name, hosts, tasks, durable, seconds)
-
         for name in rotated(INDEPENDENT, turn):
-            contender = CONTENDERS[name]
-            if durable in contender.durabilities and (contender.tasks or tasks == 1):
-                self._attempt("independent", name, hosts, tasks, durable, turn, commit)
+            if durable in CONTENDERS[name].durabilities and (CONTENDERS[name].tasks or tasks == 1):
+                setting = Setting(name, hosts, tasks, durable, turn)
+                self._attempt("independent", partial(self._commit, seconds=seconds), setting)
 
     def killed(self, hosts: int, turn: int) -> None:
         """Measure one round of all contenders, with fsync."""
         for name in rotated(KILLED, turn):
-            self._attempt("killed", name, hosts, 1, True, turn, self._kill)
+            self._attempt("killed", self._kill, Setting(name, hosts, 1, True, turn))
 
-    def _attempt(
-        self,
-        question: str,
-        name: str,
-        hosts: int,
-        tasks: int,
-        durable: bool,
-        turn: int,
-        measure: Callable[[str, int, int, bool], Row],
-    ) -> None:
-        row: Row = {"question": question, "contender": name, "hosts": hosts}
-        row |= {"tasks": tasks, "durable": durable, "round": turn}
-        what = f"{question}: {CONTENDERS[name].title}, {hosts} hosts" + (f" × {tasks} tasks" if tasks > 1 else "")
+    def _attempt(self, question: str, measure: Callable[[Setting], Row], of: Setting) -> None:
+        row: Row = {"question": question, **of._asdict()}
+        what = f"{question}: {CONTENDERS[of.contender].title}, {of.hosts} hosts"
+        what += f" × {of.tasks} tasks" if of.tasks > 1 else ""
         if time.monotonic() > self.end:
             self.skipped.append(what)
             return
         self._log(what)
         try:
-            row |= measure(name, hosts, tasks, durable)
+            row |= measure(of)
         except (HostError, ImportError, ValueError) as error:
             row["error"] = str(error).splitlines()[0][:200]
-            self._log(f"{question}: {name}: {row['error']}")
+            self._log(f"{question}: {of.contender}: {row['error']}")
         self._reserve.release()
         self.rows.append(row)
 
-    def _hosts(self, name: str, hosts: int, durable: bool) -> Hosts:
-        return Hosts(hosts, WriterProcess, CONTENDERS[name], durable)
+    def _job(self, of: Setting) -> Hosts:
+        return Hosts(of.hosts, WriterProcess, CONTENDERS[of.contender], of.durable)
 
-    def _save(self, name: str, hosts: int, tasks: int, durable: bool) -> Row:
+    def _save(self, of: Setting) -> Row:
         machine.clear(self.folder)
-        with self._hosts(name, hosts, durable) as job:
-            self._rehearse(name, job, "rehearsal")
+        with self._job(of) as job:
+            self._rehearse(of, job, "rehearsal")
             self._enter(job, "store")
-            job.call("begin", 0, hosts=[0])
-            job.call("join", 0)
+            job.call("do", "begin", 0, hosts=[0])
+            job.call("do", "join", 0)
             self._make_room()
             start, numbers = job.call_at_once("save", 0)
-            end, written = self._end(name, job, numbers)
+            end, written = self._end(of, job, numbers)
             job.call("check")
         seconds = end - start
         figures = {"seconds": seconds, "gbps": STATE.nbytes / 1e9 / seconds}
@@ -207,40 +193,40 @@ class Bench:
     def _enter(self, job: Hosts, folder: str, work: Weights = STATE) -> None:
         path = self.folder / folder
         path.mkdir(exist_ok=True)
-        job.call("enter", path, work)
+        job.call("do", "enter", path, work)
         job.call("generate")
 
-    def _rehearse(self, name: str, job: Hosts, folder: str) -> None:
+    def _rehearse(self, of: Setting, job: Hosts, folder: str) -> None:
         """Run everything that is timed once, with a small state."""
         self._enter(job, folder, STATE.small())
-        job.call("begin", 0, hosts=[0])
-        job.call("join", 0)
-        self._end(name, job, job.call_at_once("save", 0)[1])
+        job.call("do", "begin", 0, hosts=[0])
+        job.call("do", "join", 0)
+        self._end(of, job, job.call_at_once("save", 0)[1])
 
-    def _end(self, name: str, job: Hosts, numbers: Sequence[int]) -> tuple[float, float]:
+    def _end(self, of: Setting, job: Hosts, numbers: Sequence[int]) -> tuple[float, float]:
         saved = job.results(numbers)
         end = max(s.ended for s in saved)
-        if CONTENDERS[name].merges:
-            [end] = job.call("merge", [s.payload for s in saved], hosts=[0])
+        if CONTENDERS[of.contender].merges:
+            [end] = job.call("do", "merge", [s.payload for s in saved], hosts=[0])
         return end, max(s.written for s in saved)
 
-    def _commit(self, name: str, hosts: int, tasks: int, durable: bool, seconds: float) -> Row:
+    def _commit(self, of: Setting, seconds: float) -> Row:
         # the files of the others stay: ext4 without a journal reuses no inode within a minute of its deletion, and
         # looks at all of these whenever a file is created, which took more CPU than the commits
         folder = self.folder / f"commits-{len(self.rows)}"
         folder.mkdir(parents=True)
         os.sync()
-        with self._hosts(name, hosts, durable) as job:
-            job.call("enter", folder, STATE)
-            job.call("begin", hosts * tasks, hosts=[0])
-            job.call("join", 0)
+        with self._job(of) as job:
+            job.call("do", "enter", folder, STATE)
+            job.call("do", "begin", of.hosts * of.tasks, hosts=[0])
+            job.call("do", "join", 0)
             cpu = -sum(job.call("cpu"))
-            start, numbers = job.call_at_once("commit_for", seconds, tasks)
+            start, numbers = job.call_at_once("commit_for", seconds, of.tasks)
             writers = [writer for host in job.results(numbers) for writer in host]
             took = time.monotonic() - start
             cpu += sum(job.call("cpu"))
             made = [len(w.seconds) for w in writers]
-            [lost] = job.call("lost", made, hosts=[0])
+            [lost] = job.call("do", "lost", made, hosts=[0])
         each = np.concatenate([w.seconds for w in writers]) * 1e3
         return {
             "rate": sum(made) / took,
@@ -254,24 +240,24 @@ class Bench:
             "lost": lost,
         }
 
-    def _kill(self, name: str, hosts: int, tasks: int, durable: bool) -> Row:
+    def _kill(self, of: Setting) -> Row:
         machine.clear(self.folder)
-        with self._hosts(name, hosts, durable) as job, self._hosts(name, hosts, durable) as after:
-            self._rehearse(name, job, "rehearsal")
-            self._rehearse(name, after, "rehearsal of the next")
+        with self._job(of) as job, self._job(of) as after:
+            self._rehearse(of, job, "rehearsal")
+            self._rehearse(of, after, "rehearsal of the next")
             self._enter(job, "store")
             self._enter(after, "store")
-            job.call("begin", 0, hosts=[0])
-            job.call("join", 0)
-            after.call("join", 1)
+            job.call("do", "begin", 0, hosts=[0])
+            job.call("do", "join", 0)
+            after.call("do", "join", 1)
             self._make_room()
             start, _ = job.call_at_once("save", 0)
             time.sleep(max(0.0, start + _KILL_AFTER - time.monotonic()))
             killed = time.monotonic()
-            for number in [hosts // 2, *range(hosts)]:
+            for number in [of.hosts // 2, *range(of.hosts)]:
                 job.kill(number)
             _, numbers = after.call_at_once("save", 1)
-            end, _ = self._end(name, after, numbers)
+            end, _ = self._end(of, after, numbers)
             after.call("check")
         return {"seconds": end - killed}
 

@@ -1,9 +1,17 @@
-"""The measurements of `bench.scale`, in interleaved rounds of all contenders.
+"""Costs that grow with a store: millions of chunks, many arrays, thousands of commits, beside peers.
+
+    pip install -e '.[bench]' && python -m bench.scale --json figures.json
+
+Measured are time, CPU time, peak memory and the bytes read and written, each in a new process, of tstore,
+tensorstore's ocdbt, icechunk and safetensors where they can do the work. Figures are medians of interleaved
+rounds, ratios are medians of the paired ratios of the rounds: quote ratios. Checks what is read, and asserts no
+figure. Peers that are not installed, or would take too long, are left out. Linux only; needs 12 GB of free memory
+and 8 GB of free disk.
 
 Each piece of work runs in a new process, whose cost is measured from the first use of a library on. Not measured
 are: importing the library, making values, emptying the folder, syncing the disk, and filling or evicting the page
-cache. A peer is skipped if a rehearsal of a part of the work tells that all of it would take more than `LIMIT`
-seconds, and gets no more rounds of a work that has taken so long.
+cache. A peer is skipped if a rehearsal of a part of the work tells that all of it would take more than four
+minutes, and gets no more rounds of a work that has taken so long.
 """
 
 from __future__ import annotations
@@ -18,17 +26,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import machine, save
+import click
+
+from bench import machine, program, save
+from bench.bars import Bar
 from bench.chunks import ChunkProcess
 from bench.contender import Contender
 from bench.cost import Cost, mean
+from bench.figures import NONE, lead
+from bench.group import RealHost, VirtualHosts
 from bench.peers.icechunk import Icechunk
 from bench.peers.raw import RawFiles
 from bench.peers.tensorstore import TensorStoreCaching
 from bench.peers.tstore import TStore
 from bench.processes import Hosts
-from bench.rounds import LIMIT, Skipped
-from bench.scale.group import RealHost, VirtualHosts
+from bench.report import MIB, as_data, cost_table
+from bench.rounds import LIMIT, Results, Skipped
 from bench.states import CLEAR, EVICT, WARM, StateRounds
 from bench.workloads import GROUP, WIDTH, Weights, array_name, chunks64k, leaves, value_at
 from bench.writers.rounds import Bench as Writers
@@ -52,7 +65,7 @@ _SAVERS = {
     "leaves": ("raw1", "safetensors", "ts-ocdbt", "tstore"),
     "chunks64k": ("raw1", "raw2", "ts-file", "ts-ocdbt", "tstore"),
 }
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 class Sizes(NamedTuple):
@@ -243,3 +256,121 @@ def speeds_of(checkout: Path, folder: Path) -> dict[str, float]:
         raise RuntimeError((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])
     speeds: dict[str, float] = json.loads(figures.read_text())["workloads"]["large"]["tstore"]["median"]
     return speeds
+
+
+_RAW = ("raw1", "raw2")
+_TENSORSTORE = ("ts-file", "ts-ocdbt")
+
+
+def remarks(results: Results) -> list[str]:
+    """Return what the table does not say."""
+    if not any(work.startswith("group") for work in results):
+        return []
+    return [
+        "group: seconds from the last byte to the commit, virtual for virtual hosts; the costs of the finisher"
+    ]
+
+
+def bars(results: Results, sizes: Sizes) -> list[Bar]:
+    """Return the bars of the rows that ran."""
+    out: list[Bar] = []
+
+    def most(work: str, *needs: tuple[str, float, str, float, str]) -> None:
+        """Add bars for measures of tstore: the measure, the most, its unit, the factor to it, and what it is."""
+        if work in results:
+            mine = results[work].get("tstore", NONE)
+            for measure, need, unit, factor, what in needs:
+                out.append(Bar(f"{work}: {what}", need, mine.median(measure) * factor, most=True, unit=unit))
+
+    def grown(work: str, former: str, measure: str, need: float, what: str) -> None:
+        """Add a bar for the ratio of a measure to that of another work."""
+        if work in results:
+            by = results[work].get("tstore", NONE).ratio(measure, results[former]["tstore"])
+            out.append(Bar(f"{work}: {what}", need, by, most=True))
+
+    def faster(work: str, peers: tuple[str, ...], need: float, what: str) -> None:
+        """Add a bar for the time of the fastest peer ÷ that of tstore."""
+        if work in results:
+            out.append(Bar(f"{work}: {what} ÷ tstore", need, lead(results[work], peers)))
+
+    memory = ("memory", 256, " MiB", 1 / MIB)
+    most("write", (*memory, "memory beyond the array"), ("cpu", 1.5, " µs", 1e6 / sizes.chunks, "CPU a chunk"))
+    few_bytes = ("read", 4, " MiB", 1 / MIB, "bytes read")
+    for work in ("open", "beside"):
+        most(work, ("cpu", 40, " ms", 1e3, "CPU"), ("memory", 24, " MiB", 1 / MIB, "memory"), few_bytes)
+    written = ("written", 64, " KiB", 1 / 1024, "bytes written a commit")
+    most("change", ("cpu", 10, " ms", 1e3, "CPU a commit"), written)
+    most("arrays: read one", ("cpu", 60, " ms", 1e3, "CPU"))
+    most("arrays: restore a group", ("cpu", 60, " ms", 1e3, "CPU"), few_bytes)
+    most("arrays: list a group", ("cpu", 20, " ms", 1e3, "CPU"))
+    for count in sizes.leaves:
+        for what in ("save", "restore warm"):
+            faster(f"{count:,} leaves: {what}", ("safetensors",), 0.6, "safetensors")
+            faster(f"{count:,} leaves: {what}", ("ts-ocdbt",), 6, "tensorstore ocdbt")
+    few, many = (f"group: {hosts} hosts" for hosts in (FEW_HOSTS, sizes.hosts))
+    finisher = (("cpu", 10, " s", 1, "CPU of the finisher"), (*memory, "memory of the finisher"))
+    most(many, *finisher)
+    grown(many, few, "seconds", 4, f"delay ÷ that of {FEW_HOSTS} hosts")
+    most(f"group: {FEW_HOSTS} processes", *finisher)
+    for place in PLACES:
+        work = f"commits, {place}: 1 process"
+        most(work, ("cpu", 0.5, " ms", 1e3, "CPU a commit"))
+        if work in results:
+            beyond = results[work].get("tstore", NONE).beyond("cpu", results[work].get("raw-files", NONE))
+            out.append(Bar(f"{work}: CPU a commit beyond raw", 0.5, 1e3 * beyond, most=True, unit=" ms"))
+        faster(f"commits, {place}: 8 processes", ("ts-ocdbt",), 2, "tensorstore ocdbt")
+        faster(f"commits, {place}: 8 tasks", ("ts-ocdbt",), 1, "tensorstore ocdbt")
+    grown("poll: last tenth", "poll: first tenth", "cpu", 1.5, "CPU of a poll ÷ first tenth")
+    faster("chunks64k: restore warm", _TENSORSTORE, 2.5, "better tensorstore")
+    faster("chunks64k: restore warm", _RAW, 0.75, "raw")
+    faster("chunks64k: restore cold", _RAW, 0.9, "raw")
+    for work in results:
+        if work.startswith("large: "):
+            faster(work, ("before",), 0.97, "before")
+    return out
+
+
+CHUNKS_ROWS = ("write", "open", "change")
+ROWS = (*CHUNKS_ROWS, "arrays", "leaves", "group", "commits", "poll", "chunks64k", "large")
+_CHANGES = f"Commits that a reader polls; change makes as many, at most {CHANGES}."
+
+
+@program.command(__doc__, 170)
+@program.rounds_option(3)
+@program.names_option("--only", ROWS)
+@program.names_option("--peers", PEERS, "; raw and tstore always run")
+@click.option(
+    "--chunks", default=10_000_000, type=program.COUNT, help="Chunks of 64 bytes, of one host or all hosts."
+)
+@click.option("--leaves", default="10000,100000", help="Numbers of leaves of 4 KiB, comma-separated.")
+@click.option("--arrays", default=100_000, type=click.IntRange(10), help="Arrays in groups of ten.")
+@click.option("--hosts", default=4096, type=click.IntRange(FEW_HOSTS), help="Virtual hosts of one commit.")
+@click.option("--commits", default=5000, type=click.IntRange(10), help=_CHANGES)
+@click.option("--size", default=256, type=click.IntRange(4), help="MiB of the array in chunks of 64 KiB.")
+@click.option("--seconds", default=2.0, help="Duration of each measurement of small commits.")
+@click.option(
+    "--before", type=program.FOLDER, help="A checkout of an earlier commit, to compare with in the row large."
+)
+@program.json_option
+@program.dir_option
+def main(
+    run: program.Run, rounds: int, only: list[str], peers: list[str], leaves: str, before: Path | None, **how: Any
+) -> None:
+    bench = Bench(run.folder / "store", TITLES, PEERS, peers, run.log)
+    bench.sizes = Sizes(leaves=tuple(map(int, leaves.split(","))), **how)
+    bench.before = before and before.resolve()
+    for turn in range(rounds):
+        run.log(f"round {turn + 1} of {rounds}")
+        if set(only) & set(CHUNKS_ROWS):
+            bench.chunks(turn, only)
+        for row in ROWS[len(CHUNKS_ROWS) :]:
+            if row in only:
+                getattr(bench, row)(turn)
+    run.show(cost_table(bench.results, remarks(bench.results)))
+    unit = "seconds and bytes: of one commit for change and commits, of one read for poll"
+    works = as_data(bench.results)
+    run.finish(bars(bench.results, bench.sizes), unit=unit, sizes=bench.sizes._asdict(), works=works)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Benchmarks of costs that grow with a store: `python -m bench.scale`."""
