@@ -61,6 +61,9 @@ def _samples(tensor: torch.Tensor) -> torch.Tensor:
     if samples is None or tensor.itemsize not in _BITS or tensor.layout != torch.strided:
         return tensor
     count, starts = samples
-    numbers = torch.cat([torch.arange(start, start + count, device=tensor.device) for start in starts])
     values = tensor.resolve_conj().resolve_neg().view(_BITS[tensor.itemsize])
+    if values.is_contiguous():
+        flat = values.view(-1)
+        return torch.cat([flat[start : start + count] for start in starts])
+    numbers = torch.cat([torch.arange(start, start + count, device=tensor.device) for start in starts])
     return values[torch.unravel_index(numbers, tensor.shape)]
