@@ -141,7 +141,7 @@ def test_odd_structures_in_a_store(tmp_path: Path) -> None:
 
 def test_keys_that_collide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers and complex numbers are hashed without a secret; NaNs are different keys with the same text."""
-    monkeypatch.setattr("tstore.core.format.number_keys._MAX_SECONDS", 0.3)
+    monkeypatch.setattr("tstore.core.format.tree_document._MAX_SECONDS", 0.3)
     numbers = [["int", str(n)] for n in equal_hashes(40_000)]
     lines = [["complex", f"{float(-1_000_003 * n).hex()} {float(n).hex()}"] for n in range(1, 40_000)]
     for keys in (numbers, lines):

@@ -14,7 +14,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
-from tstore.checkpoint.streamed import StreamedArray
+from tstore.checkpoint.jobs import StreamedArray
 from tstore.core.runtime import pool
 from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Denied, InvalidArgument, Misuse
 

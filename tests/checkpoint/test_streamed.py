@@ -11,7 +11,7 @@ import pytest
 
 import tstore
 from tests.support.weights import raw
-from tstore.checkpoint.streamed import StreamedArray
+from tstore.checkpoint.jobs import StreamedArray
 from tstore.errors import Corrupt
 
 SMALL = 1 << 16
@@ -19,7 +19,7 @@ SMALL = 1 << 16
 
 @pytest.fixture(autouse=True)
 def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.checkpoint.streamed._REGION_BYTES", SMALL)
+    monkeypatch.setattr("tstore.checkpoint.jobs._REGION_BYTES", SMALL)
 
 
 @pytest.mark.parametrize(

@@ -744,14 +744,14 @@ def test_numbers_that_collide_and_values_that_fill_the_memory(
 ) -> None:
     if "memory" in message:
         monkeypatch.setattr("tstore.convert.pickled._MEMORY", 1 << 18)
-    monkeypatch.setattr("tstore.core.format.number_keys._MAX_SECONDS", 0.5)
+    monkeypatch.setattr("tstore.core.format.tree_document._MAX_SECONDS", 0.5)
     data = np.frombuffer(archive(HEAD + pickled + b"."), np.uint8)
     with bounded_time(20), pytest.raises((Corrupt, UnsupportedFormat), match=message):
         read_archive(data, "x")
 
 
 def test_small_numbers_that_walk_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.core.format.number_keys._MAX_SECONDS", 0.1)
+    monkeypatch.setattr("tstore.core.format.tree_document._MAX_SECONDS", 0.1)
     pickled = b"}(" + b"".join(b"J" + struct.pack("<i", n) + b"N" for n in long_walks(15)) + b"u."
     data = np.frombuffer(archive(HEAD + pickled), np.uint8)
     with bounded_time(5), pytest.raises(Corrupt, match="numbers as keys of dicts collide"):

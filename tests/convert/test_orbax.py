@@ -18,7 +18,7 @@ import pytest
 import tstore
 from tests.support.sources import imported, untold_removals
 from tests.support.weights import raw
-from tstore.checkpoint.streamed import StreamedArray
+from tstore.checkpoint.jobs import StreamedArray
 from tstore.cli import main
 from tstore.convert.importing import SourceKind, import_checkpoint, recognize
 from tstore.convert.orbax import open_orbax
@@ -95,7 +95,7 @@ async def test_numbers_of_a_state_are_restored_into_its_abstract_tree(peers: Pat
 async def test_regions_are_whole_pieces_of_the_source(
     peers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tstore.checkpoint.streamed._REGION_BYTES", 600_000)
+    monkeypatch.setattr("tstore.checkpoint.jobs._REGION_BYTES", 600_000)
     tree = open_orbax(str(peers / "files"))
     w, read = tree["params"]["w"], []
     assert w.region_shape == (512, 256)  # one piece is 512 kB

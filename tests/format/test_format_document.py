@@ -28,8 +28,8 @@ from tstore.core.format.objects.pages import decode_page
 from tstore.core.format.objects.records import Record, Root
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.objects.segments import SEGMENT_ROW
-from tstore.core.format.objects.short_manifests import short_manifest
 from tstore.core.log.marker import Marker
+from tstore.core.transactions.staged_manifest import short_manifest
 from tstore.errors import UnsupportedFormat
 
 TEXT = Path(layout.__file__).with_name("FORMAT.md").read_text()

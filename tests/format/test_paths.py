@@ -11,10 +11,10 @@ from tests.support.fuzzing import bounded_time
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.objects.records import Record
 from tstore.core.format.objects.references import Manifest
+from tstore.core.format.objects.wellformed import check_paths
 from tstore.core.format.paths import checked_path, is_at_or_below
 from tstore.core.format.tree.tree import Tree, group_document
 from tstore.core.format.tree.validation import next_tree, run_steps
-from tstore.core.format.wellformed import check_paths
 from tstore.errors import Corrupt, InvalidArgument
 
 NAMES = ["a", "b", "a.", "a-b", "aa", "é", "a b"]  # some sort before "/", some after

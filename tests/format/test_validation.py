@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.core.format.objects.chunk_refs import ChunkTable
-from tstore.core.format.objects.chunk_rows import ChunkRow
-from tstore.core.format.objects.columns import SHORT_COLUMN
+from tstore.core.format.objects.chunk_rows import SHORT_COLUMN, ChunkRow
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.tree.validation import check_chunks, run_steps
 from tstore.errors import Corrupt

@@ -74,9 +74,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "values cut off by a resize come back": (
         "transactions/test_transaction.py::test_values_cut_off_by_a_resize_do_not_come_back",
-        Edit(
-            "tstore.core.format.tree.resizing:shrinking_axes", "if length < former and length % chunk", "if False"
-        ),
+        Edit("tstore.core.format.tree.node:shrinking_axes", "if length < former and length % chunk", "if False"),
     ),
     "an append passes over a resize": (
         "transactions/test_append.py::test_what_conflicts",

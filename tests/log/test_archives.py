@@ -20,8 +20,7 @@ from tests.support.http_server import ADMIN, WRITE, client_of, everybody
 from tstore import Keep
 from tstore.core.format.frame import link_of, linked
 from tstore.core.format.layout import archive_end, archive_key, commit_key
-from tstore.core.format.objects.archives import Archive
-from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.encoding import Archive, encode
 from tstore.core.format.objects.records import Record
 from tstore.core.log.commits import CommitObjects
 from tstore.core.log.history import Commit

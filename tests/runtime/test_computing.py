@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.core.runtime.computing import compute
+from tstore.core.runtime.concurrency import compute
 from tstore.core.runtime.pool import run
 
 
@@ -100,7 +100,7 @@ def test_a_cancellation_leaves_nothing_pending_in_the_interpreter() -> None:
     code = """
         import asyncio, sys
         from tests.runtime.test_computing import Endless, total
-        from tstore.core.runtime.computing import compute
+        from tstore.core.runtime.concurrency import compute
 
         async def cancel(call, *arguments, pause):
             task = asyncio.create_task(compute(call, *arguments))

@@ -52,7 +52,7 @@ ENDINGS = {
     """,
     "a function of atexit": "atexit.register(tstore.save, url, tree, 1)",
     "a function of atexit that others come before": """
-        from tstore.core.runtime.background_loop import BACKGROUND
+        from tstore.core.runtime.event_loops import BACKGROUND
         atexit.unregister(BACKGROUND._finish)
         atexit.register(tstore.save, url, tree, 1)
         atexit.register(BACKGROUND._finish)

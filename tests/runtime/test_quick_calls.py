@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tstore.core.runtime import pool
-from tstore.core.runtime.quick_calls import QuickCalls
+from tstore.core.runtime.concurrency import QuickCalls
 
 
 class Clock:
@@ -34,8 +34,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     time = SimpleNamespace(perf_counter=lambda: clock.now)
-    monkeypatch.setattr("tstore.core.runtime.quick_calls.time", time)
-    monkeypatch.setattr("tstore.core.runtime.quick_calls._waits", lambda: clock.waits)
+    monkeypatch.setattr("tstore.core.runtime.concurrency.time", time)
+    monkeypatch.setattr("tstore.core.runtime.concurrency._waits", lambda: clock.waits)
     return clock
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tstore.core.runtime.shared_calls import SharedCalls
+from tstore.core.runtime.concurrency import SharedCalls
 
 
 class Counter:

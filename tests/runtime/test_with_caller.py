@@ -9,8 +9,8 @@ import pytest
 
 from tests.support import processes
 from tests.support.interrupts import AT_EVERY_MOMENT
+from tstore.core.runtime.concurrency import each_with_caller
 from tstore.core.runtime.pool import WORKERS
-from tstore.core.runtime.with_caller import each_with_caller
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 100])
@@ -66,7 +66,7 @@ INTERRUPTED_ANYWHERE = (
     AT_EVERY_MOMENT
     + """
     import queue, threading
-    from tstore.core.runtime.with_caller import each_with_caller
+    from tstore.core.runtime.concurrency import each_with_caller
 
     def helped():
         helped, caller = queue.SimpleQueue(), threading.get_ident()

@@ -16,8 +16,7 @@ import tstore
 from tests.support.forging import placed_in
 from tstore import Keep
 from tstore.core.format.layout import archive_key, commit_key, version_of
-from tstore.core.format.objects.archives import Archive
-from tstore.core.format.objects.encoding import decode, encode
+from tstore.core.format.objects.encoding import Archive, decode, encode
 from tstore.core.format.objects.records import Record
 from tstore.core.tags import move_tag, set_tag
 from tstore.errors import Denied, TStoreError

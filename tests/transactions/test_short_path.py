@@ -23,10 +23,10 @@ from tstore.core.format.objects import references
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow
 from tstore.core.format.objects.references import Manifest
-from tstore.core.format.objects.short_manifests import short_manifest
 from tstore.core.format.tree.nodes import Nodes
 from tstore.core.runtime.pool import Workers
 from tstore.core.runtime.world import World, use_world
+from tstore.core.transactions.staged_manifest import short_manifest
 from tstore.errors import Corrupt
 
 MAX_CALLS = 422
@@ -165,7 +165,7 @@ async def test_the_short_way_writes_the_bytes_of_the_general_one(
 
 
 async def test_a_small_commit_makes_few_calls_and_no_hops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.core.runtime.quick_calls._QUICK", float("inf"))  # on any disk
+    monkeypatch.setattr("tstore.core.runtime.concurrency._QUICK", float("inf"))  # on any disk
     store = await tstore.open(tmp_path / "store", "x")
     async with store.transaction() as tx:
         await tx.create_array("a", (1000,), "int64", (1,), sparse=True)

@@ -1,14 +1,13 @@
 """Checkpoints: a nested structure of arrays as one commit, saved by any number of hosts and restored by others.
 
-1. `structure`: containers, split into a document and leaves, and built again; `keys`: their keys in paths.
-   `leaves`: arrays of other libraries as NumPy arrays, `Shards`, one host's part of an array, and `PerHost`.
-   `per_host`: the values of hosts as bytes. `streamed`: arrays that are read as they are saved.
+1. `structure`: containers, split into a document and leaves, and built again. `leaves`: arrays of other libraries
+   as NumPy arrays, `Shards`, one host's part of an array, and `PerHost`. `per_host`: the values of hosts as bytes.
 2. `save`: a tree as one commit, with `options`; `checkpoint`: its transaction. `jobs`: the write jobs of its
    arrays. `replicated`: checksums of what hosts must have alike. `union`: one tree from trees that differ between
    hosts.
 3. `background`: saves while the caller goes on, to a `background_store`, from the copies that `staging` makes.
-   `checkpointer`: a series of saves at the steps that `policies` choose. `rollback`: going on from an earlier
-   step of a series.
+   `checkpointer`: a series of saves at the steps that `policies` choose. `rollback`: going on from an earlier step
+   of a series.
 4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
    `reading`: the regions that it reads. `restore`: the restore itself, and the plan of its reads.
 

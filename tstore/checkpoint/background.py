@@ -26,8 +26,7 @@ from tstore.checkpoint.save import checkpoint_to_save
 from tstore.checkpoint.staging import StagingMemory
 from tstore.core.format.arguments import quote
 from tstore.core.pickling import refusal
-from tstore.core.runtime.background_loop import BACKGROUND, SIGNAL_CHECK
-from tstore.core.runtime.event_loops import LoopCall, PerLoop
+from tstore.core.runtime.event_loops import BACKGROUND, SIGNAL_CHECK, LoopCall, PerLoop
 from tstore.core.runtime.pool import low_priority, wait_all
 from tstore.core.store import Store
 from tstore.errors import DeadlineExceeded, InvalidArgument, Misuse

@@ -14,7 +14,7 @@ from tstore.checkpoint.options import CommitSettings
 from tstore.core.data.writer import WriteJob
 from tstore.core.format.objects.records import Fragment
 from tstore.core.format.tree.tree import group_document
-from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.runtime.pool import give_way, low_priority, run_to_end, wait_all
 from tstore.core.snapshot import Snapshot, snapshot_of
 from tstore.core.steps import step_tag, step_tags, steps_of

@@ -22,7 +22,7 @@ from tstore.core.format.arguments import checked_commit_timeout, checked_index, 
 from tstore.core.format.tree.retention import Keep, checked_keep
 from tstore.core.hints import hinting
 from tstore.core.pickling import refusal
-from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.steps import Step, saved_steps, steps
 from tstore.core.store import Store, opened
 from tstore.core.transactions.attempts import Attempt

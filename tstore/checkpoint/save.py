@@ -10,10 +10,9 @@ import msgspec
 import xxhash
 
 from tstore.checkpoint.checkpoint import Checkpoint
-from tstore.checkpoint.jobs import write_jobs
+from tstore.checkpoint.jobs import StreamedArray, write_jobs
 from tstore.checkpoint.leaves import PerHost, Shards, as_values
 from tstore.checkpoint.options import CommitOptions, CommitSettings, SaveOptions, complete
-from tstore.checkpoint.streamed import StreamedArray
 from tstore.checkpoint.structure import flatten
 from tstore.core.format.arguments import checked_index, checked_step, quote
 from tstore.core.format.tree_document import host_path

@@ -27,7 +27,7 @@ from tstore.core.format.tree_document import (
     value_path,
 )
 from tstore.core.format.tree_parts import part_of
-from tstore.core.runtime.computing import compute
+from tstore.core.runtime.concurrency import compute
 from tstore.core.snapshot import Snapshot
 from tstore.errors import InvalidArgument, NotFound, StructureMismatch, bullet_list, parsing
 

@@ -9,18 +9,18 @@ import contextlib
 import copy
 import dataclasses
 import io
-from collections.abc import Callable, Mapping, MutableMapping
+import re
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 
-from tstore.checkpoint.keys import are_names, join, named_items
 from tstore.checkpoint.leaves import PerHost
 from tstore.core.format.bounds import PATH_LEVELS, path_excess_message
-from tstore.core.format.number_keys import NumberKeys
 from tstore.core.format.tree_document import (
     MAX_LEVELS,
     SCALARS,
+    NumberKeys,
     TreeDocument,
     host_path,
     host_places,
@@ -32,7 +32,63 @@ from tstore.core.format.tree_document import (
 )
 from tstore.errors import InvalidArgument
 
-__all__ = ["IMPL", "flatten", "scalars_in", "unflatten", "unflatten_like"]
+__all__ = [
+    "IMPL",
+    "are_names",
+    "flatten",
+    "join",
+    "named_items",
+    "path_part",
+    "scalars_in",
+    "unflatten",
+    "unflatten_like",
+]
+
+_ESCAPED = re.compile(r"[%/\x00-\x1f]")
+_RESERVED = frozenset({".", "..", "zarr.json"})  # names that no node can have
+_MAX_EQUAL_TEXTS = 16  # keys of a dict with the same text: some of other types, or NaNs, of which no two are equal
+
+
+def named_items(
+    mapping: Mapping[Any, Any], error: type[ValueError] = InvalidArgument
+) -> Iterator[tuple[Any, Any, str]]:
+    """Yield keys, values and path components; a "%" distinguishes keys with the same text, such as 5 and "5".
+
+    Raise `error` if too many keys have the same text.
+    """
+    if type(mapping) is dict and are_names(mapping):
+        yield from zip(mapping, mapping.values(), mapping, strict=True)
+        return
+    used_parts: set[str] = set()
+    for key, value in mapping.items():
+        text = part = path_part(key)
+        while part in used_parts:
+            part += "%"
+        if len(part) > len(text) + _MAX_EQUAL_TEXTS:
+            raise error(f"a dict has over {_MAX_EQUAL_TEXTS} keys that are written {text:.40}; use text as keys")
+        used_parts.add(part)
+        yield key, value, part
+
+
+def are_names(keys: Mapping[Any, Any]) -> bool:
+    """Return whether `path_part` returns all keys of a mapping as they are."""
+    if set(map(type, keys)) != {str} or "" in keys or not _RESERVED.isdisjoint(keys):
+        return False
+    return _ESCAPED.search("".join(keys)) is None
+
+
+def path_part(key: Any) -> str:
+    """Return the component of a path for a key of a dict."""
+    part = str(key) or "%"
+    if key != "" and _ESCAPED.search(part) is not None:
+        part = _ESCAPED.sub(lambda match: f"%{ord(match[0]):02x}", part)
+    return f"%{part}" if part in _RESERVED else part
+
+
+def join(path: str, part: str) -> str:
+    """Return the path of a component below a path."""
+    return f"{path}/{part}" if path else part
+
 
 IMPL = "impl="
 """Typed PRNG keys of JAX are stored as a dict: their data, at this key with the name of their implementation."""

@@ -15,10 +15,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tstore.checkpoint.keys import path_part
 from tstore.checkpoint.leaves import PerHost, Shards
 from tstore.checkpoint.replicated import array_checksums
-from tstore.checkpoint.structure import flatten, unflatten
+from tstore.checkpoint.structure import flatten, path_part, unflatten
 from tstore.core.format.tree_document import (
     TreeDocument,
     expanded,

@@ -21,7 +21,7 @@ from tstore.convert.nesting import Keys, nested
 from tstore.convert.pickled import Instance, Name, Unreadable, Visits, parse_pickle
 from tstore.convert.pieces import Piece, joined
 from tstore.convert.torch_archive import read_archive
-from tstore.core.format.arrays.tensors import TORCH_DTYPES
+from tstore.core.data.casting import TORCH_DTYPES
 from tstore.core.storage.objects import mapped_errors
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 

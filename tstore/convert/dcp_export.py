@@ -19,7 +19,7 @@ from tstore.convert.exporting import ExportReport, ProgressCallback, snapshot_to
 from tstore.convert.files import StrPath, refuse_existing
 from tstore.convert.names import attributes_in, below, subtree_of
 from tstore.core.array import Array
-from tstore.core.format.arrays.tensors import TORCH_DTYPES
+from tstore.core.data.casting import TORCH_DTYPES
 from tstore.core.format.tree_document import TreeDocument
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint.streamed import StreamedArray
+from tstore.checkpoint.jobs import StreamedArray
 from tstore.convert.files import read_whole, within
 from tstore.convert.pieces import Piece, joined
 from tstore.convert.safetensors import open_tensors

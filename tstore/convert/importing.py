@@ -25,7 +25,7 @@ from tstore.convert.skipping import pruned
 from tstore.convert.torch_file import open_state_dict, open_trusted
 from tstore.core.format.arguments import quote
 from tstore.core.format.plain_text import pluralize
-from tstore.core.runtime.computing import compute
+from tstore.core.runtime.concurrency import compute
 from tstore.core.storage.objects import mapped_errors
 from tstore.core.store import Store
 from tstore.errors import InvalidArgument, TStoreError, UnsupportedFormat, bullet_list, name_list

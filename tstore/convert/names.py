@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tstore.checkpoint.keys import path_part
+from tstore.checkpoint.structure import path_part
 from tstore.core.format.arguments import quote
 from tstore.core.format.paths import is_at_or_below
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE

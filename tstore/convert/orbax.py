@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint.streamed import StreamedArray
+from tstore.checkpoint.jobs import StreamedArray
 from tstore.checkpoint.structure import IMPL
 from tstore.convert.files import left_out_of, read_whole
 from tstore.convert.nesting import Keys, nested

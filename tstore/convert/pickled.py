@@ -16,7 +16,7 @@ import pickletools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from tstore.core.format.number_keys import NumberKeys
+from tstore.core.format.tree_document import NumberKeys
 from tstore.errors import Corrupt, UnsupportedFormat
 
 __all__ = ["Instance", "Name", "PersistentId", "Unreadable", "Visits", "check_key", "parse_pickle"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tstore.checkpoint.keys import path_part
+from tstore.checkpoint.structure import path_part
 from tstore.convert.pickled import Unreadable
 from tstore.core.format.patterns import compile_patterns
 

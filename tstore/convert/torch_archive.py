@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.convert.pickled import Instance, Name, PersistentId, Unreadable, Visits, check_key, parse_pickle
-from tstore.core.format.arrays.tensors import TORCH_DTYPES
+from tstore.core.data.casting import TORCH_DTYPES
 from tstore.errors import Corrupt, UnsupportedFormat
 
 __all__ = ["read_archive"]

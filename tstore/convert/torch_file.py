@@ -18,7 +18,7 @@ from tstore.convert.files import map_file
 from tstore.convert.pickled import Unreadable
 from tstore.convert.skipping import pruned
 from tstore.convert.torch_archive import read_archive
-from tstore.core.format.arrays.tensors import TORCH_DTYPES, tensor_values
+from tstore.core.data.casting import TORCH_DTYPES, tensor_values
 from tstore.core.format.tree_document import MAX_LEVELS, SCALARS
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, name_list
 

@@ -18,14 +18,14 @@ import numpy.typing as npt
 from tstore.convert.folder import Folder
 from tstore.convert.zarr_v2 import v3_array
 from tstore.core.array import Appended
-from tstore.core.data.chunk_memory import chunk_memory
+from tstore.core.data.pieces import chunk_memory
 from tstore.core.data.planning import ByteRange, ReadPlan
 from tstore.core.format.arrays.array_metadata import ArrayMeta, ChunkNames
 from tstore.core.format.arrays.grid import Selection, chunk_number, part_of, projections
 from tstore.core.format.arrays.points import PointProjection, PointSelection, point_projections
 from tstore.core.format.paths import parents
 from tstore.core.format.plain_text import pluralize, with_json_numbers
-from tstore.core.runtime.computing import compute
+from tstore.core.runtime.concurrency import compute
 from tstore.core.runtime.pool import each
 from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
 

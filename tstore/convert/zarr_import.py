@@ -21,7 +21,7 @@ from tstore.core.format.arrays.grid import chunk_coordinates
 from tstore.core.format.checksums import block_checks
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow
-from tstore.core.runtime.computing import compute
+from tstore.core.runtime.concurrency import compute
 from tstore.core.runtime.pool import each
 from tstore.core.store import Store, opened
 from tstore.core.transactions.encoded import EncodedStaging

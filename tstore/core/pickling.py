@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 from tstore.core.array import Appended, Array, parts_of, viewed
 from tstore.core.format.arrays.views import View
 from tstore.core.log.reader import LogReader
-from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.snapshot import Snapshot, log_of
 from tstore.core.storage.connect import Address
 from tstore.core.store import Mode, Store, open

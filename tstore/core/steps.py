@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tstore.core.format.arguments import checked_step, step_number
-from tstore.core.format.wellformed import date_of
+from tstore.core.format.objects.wellformed import date_of
 from tstore.core.log.expiry import changes_nothing, ledger_at, living_versions, state_of
 from tstore.core.snapshot import Snapshot, snapshot_of
 from tstore.core.store import Store, opened

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import tree_util
 
-from tstore.checkpoint.keys import path_part
+from tstore.checkpoint.structure import path_part
 from tstore.core.format.tree_document import MAX_LEVELS
 from tstore.errors import InvalidArgument
 

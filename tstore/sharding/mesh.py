@@ -11,9 +11,11 @@ The semantics are those of JAX's NamedSharding (GSPMD):
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tstore.errors import InvalidArgument
@@ -21,7 +23,7 @@ from tstore.sharding.boxes import Index, checked_int
 from tstore.sharding.placements import Placements, PlacementsLayout
 from tstore.sharding.spec import P, SpecLayout
 
-__all__ = ["Mesh", "Shard"]
+__all__ = ["Mesh", "Pipeline", "Shard", "pod"]
 
 
 class Shard(NamedTuple):
@@ -227,3 +229,98 @@ def _checked_sizes(shape: Mapping[str, int]) -> dict[str, int]:
             raise InvalidArgument(f"the name of a mesh axis must be a non-empty string, not {axis!r}")
         sizes[axis] = checked_int(size, f"the size of mesh axis {axis!r}", 1)
     return sizes
+
+
+_MULTIPOD = MappingProxyType({"x": 128, "y": 32})
+
+
+def pod(shape: Mapping[str, int] = _MULTIPOD, host_block: Sequence[int] = (2, 2)) -> Mesh:
+    """Return the mesh of a pod with these named axes: by default a TPU v3 multipod of 128 × 32 chips.
+
+    `host_block` is the shape of the block of chips of one host. Hosts are numbered in row-major order. Name the
+    axes as the specs of the arrays do, as in `pod({"data": 128, "model": 32})`. Raise `InvalidArgument` if the
+    blocks do not fill the grid.
+    """
+    sizes = tuple(Mesh(shape).shape.values())
+    block = tuple(checked_int(n, "a side of host_block", 1) for n in host_block)
+    if len(block) != len(sizes) or any(n % b for n, b in zip(sizes, block, strict=True)):
+        raise InvalidArgument(f"blocks of {block} chips do not fill a pod of {sizes}; pass host_block=…")
+    grid = [n // b for n, b in zip(sizes, block, strict=True)]
+    strides = [math.prod(grid[axis + 1 :]) for axis in range(len(grid))]
+    device_hosts = [
+        sum(x // b * stride for x, b, stride in zip(chip, block, strides, strict=True))
+        for chip in itertools.product(*map(range, sizes))
+    ]
+    return Mesh(shape, device_hosts=device_hosts)
+
+
+class Pipeline:
+    """The layers and hosts of each stage of a pipeline.
+
+    `Pipeline(4, 24, hosts_per_stage=2)` has layers 0 to 5 on hosts 0 and 1, and so on. If the layers do not divide
+    evenly, the first stages have one layer more than the others. `layers` may also be the number of layers of each
+    stage (GPipe's `balance`), 0 for a stage without layers. Raise `InvalidArgument` for a negative number of
+    layers of a stage, for any other argument below 1, or if there is not one number of layers per stage.
+    """
+
+    __slots__ = ("_first", "hosts", "hosts_per_stage", "stages")
+
+    stages: int
+    """The number of stages."""
+    hosts_per_stage: int
+    """The number of hosts of each stage."""
+    hosts: int
+    """The number of hosts."""
+
+    def __init__(self, stages: int, layers: int | Sequence[int], hosts_per_stage: int = 1) -> None:
+        self.stages = checked_int(stages, "the number of stages", 1)
+        self.hosts_per_stage = checked_int(hosts_per_stage, "hosts_per_stage", 1)
+        self.hosts = self.stages * self.hosts_per_stage
+        if isinstance(layers, Sequence):
+            counts = [checked_int(count, "the number of layers of a stage", 0) for count in layers]
+        else:
+            each, remainder = divmod(checked_int(layers, "the number of layers", 1), self.stages)
+            counts = [each + (stage < remainder) for stage in range(self.stages)]
+        if len(counts) != self.stages:
+            raise InvalidArgument(f"{len(counts)} numbers of layers for {self.stages} stages; pass one for each")
+        self._first = [0, *itertools.accumulate(counts)]
+
+    def layers(self, stage: int) -> range:
+        """Return the layers of a stage; raise `InvalidArgument` if there is no such stage."""
+        self._check("stage", stage, self.stages)
+        return range(self._first[stage], self._first[stage + 1])
+
+    def stage_of_layer(self, layer: int) -> int:
+        """Return the stage of a layer; raise `InvalidArgument` if there is no such layer."""
+        self._check("layer", layer, self._first[-1])
+        return next(stage for stage in range(self.stages) if layer < self._first[stage + 1])
+
+    def stage_of_host(self, host: int) -> int:
+        """Return the stage of a host; raise `InvalidArgument` if there is no such host."""
+        self._check("host", host, self.hosts)
+        return host // self.hosts_per_stage
+
+    def mesh(self, stage: int, shape: Mapping[str, int]) -> Mesh:
+        """Return a mesh of this shape over the hosts of a stage, each with an equal number of consecutive devices.
+
+        The hosts of other stages have no device on this mesh. Raise `InvalidArgument` if there is no such stage,
+        or if the devices do not divide evenly over its hosts.
+        """
+        self._check("stage", stage, self.stages)
+        devices = Mesh(shape).devices
+        per_host, remainder = divmod(devices, self.hosts_per_stage)
+        if remainder:
+            raise InvalidArgument(
+                f"a mesh of {devices} devices does not divide over the {self.hosts_per_stage} hosts of a stage; "
+                f"pass a shape with a multiple of {self.hosts_per_stage} devices"
+            )
+        first = stage * self.hosts_per_stage
+        return Mesh(shape, device_hosts=[first + d // per_host for d in range(devices)], hosts=self.hosts)
+
+    def __repr__(self) -> str:
+        counts = [len(self.layers(stage)) for stage in range(self.stages)]
+        return f"Pipeline({self.stages}, {counts}, hosts_per_stage={self.hosts_per_stage})"
+
+    def _check(self, name: str, number: int, count: int) -> None:
+        if checked_int(number, f"the number of a {name}", 0) >= count:
+            raise InvalidArgument(f"there is no {name} {number}; pass one of 0 to {count - 1}")

@@ -26,7 +26,7 @@ from tstore.core.array import parts_of
 from tstore.core.data.casting import Casting
 from tstore.core.format.arrays.indices import Index, Indexer
 from tstore.core.hints import no_such_name
-from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.runtime.pool import WORKERS
 from tstore.core.store import Mode
 from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped, unwrapped, wraps

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.event_loops import BACKGROUND
 
 __all__ = ["BLOCKING_TYPES", "BlockingWrapper", "blocking", "call_unwrapped", "unwrapped", "wraps"]
 

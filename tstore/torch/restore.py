@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from tstore.checkpoint.keys import path_part
 from tstore.checkpoint.leaves import PerHost
 from tstore.checkpoint.reading import Reading
 from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
 from tstore.checkpoint.source import Source
-from tstore.checkpoint.structure import flatten, scalars_in, unflatten
+from tstore.checkpoint.structure import flatten, path_part, scalars_in, unflatten
 from tstore.core.data.reader import new_values
 from tstore.core.runtime import pool
 from tstore.core.snapshot import Snapshot

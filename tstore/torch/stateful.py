@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tstore.checkpoint.keys import path_part
 from tstore.checkpoint.leaves import PerHost
+from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
 from tstore.torch.dtensors import local_tensor
 from tstore.torch.forms import has_form, original_form, original_forms, stored_form

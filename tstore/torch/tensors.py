@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tstore.core.data.casting import TORCH_DTYPES, tensor_values
 from tstore.core.format.arrays.grid import may_overlap
-from tstore.core.format.arrays.tensors import TORCH_DTYPES, tensor_values
 from tstore.errors import InvalidArgument
 
 __all__ = [

@@ -28,7 +28,7 @@ from tstore.core.format.arguments import quote
 from tstore.core.format.arrays.array_metadata import ChunkNames
 from tstore.core.format.tree.node import Node
 from tstore.core.pickling import raises_when_used
-from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.runtime.pool import run, wait_all
 from tstore.core.snapshot import Snapshot
 from tstore.core.transactions.encoded import EncodedStaging, Extent

@@ -11,12 +11,11 @@ The objects that describe a chunk on its way from `save` to disk and back:
 
 1. `write_job`: what to write, and the references to it. `batches`: copy, encode, checksum. `writer`: compare with
    the previous version, write; long chunks block by block.
-2. `pieces`: the byte ranges of packs to read (a chunk, some of its blocks). `runs`: those of many chunks at once,
-   and in `small_arrays` of many arrays; `point_pieces`: those from which index arrays select elements;
-   `tile_pieces`: tiles of eXmY codes. Each piece delivers its values. `planning`: the pieces of a read, in
-   batches. `reader`: read these, verify, decode, store the values in the result; small reads of one loop turn
-   together.
+2. `pieces`: the byte ranges of packs to read (a chunk, some of its blocks). `runs`: those of many chunks at once;
+   `point_pieces`: those from which index arrays select elements; `tile_pieces`: tiles of eXmY codes. Each piece
+   delivers its values. `planning`: the pieces of a read, in batches, those of many small arrays together.
+   `reader`: read these, verify, decode, store the values in the result; small reads of one loop turn together.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value. `joined_codes`: the codes of a region of
-   an array. `casting`: values that a caller passes. `encoded_chunks`: the encoded bytes of any chunks.
-   `chunk_memory`: memory for the values of one.
+   an array. `casting`: values that a caller passes, also as tensors of PyTorch. `encoded_chunks`: the encoded
+   bytes of any chunks.
 """

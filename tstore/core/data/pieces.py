@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -20,7 +21,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.data.chunk_memory import chunk_memory
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import (
     Projection,
@@ -30,10 +30,12 @@ from tstore.core.format.arrays.grid import (
     whole,
 )
 from tstore.core.format.arrays.points import PointSelection
+from tstore.core.format.arrays.variable import is_variable
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.core.format.objects.chunk_refs import ChunkSource
 from tstore.core.format.objects.chunk_rows import ChunkRow
 from tstore.core.format.tree.node import Node
+from tstore.core.runtime.budget import scratch
 from tstore.errors import Corrupt
 
 __all__ = [
@@ -44,8 +46,20 @@ __all__ = [
     "StackJob",
     "Values",
     "can_decode_into",
+    "chunk_memory",
     "with_shared_bytes",
 ]
+
+
+@contextlib.contextmanager
+def chunk_memory(meta: ArrayMeta) -> Iterator[npt.NDArray[Any]]:
+    """Yield an array of the shape and dtype of a chunk; its memory is reused once the context ends."""
+    if is_variable(meta.dtype):
+        yield np.empty(meta.chunks, meta.dtype)
+        return
+    with scratch(meta.chunk_size * meta.dtype.itemsize) as buffer:
+        yield buffer.view(meta.dtype).reshape(meta.chunks)
+
 
 Values = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

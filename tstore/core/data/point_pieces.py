@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tstore.core.data.chunk_memory import chunk_memory
-from tstore.core.data.pieces import Bytes, ChunkPiece, ReadJob, Values
+from tstore.core.data.pieces import Bytes, ChunkPiece, ReadJob, Values, chunk_memory
 from tstore.core.data.tile_pieces import point_tile_pieces
 from tstore.core.format.arrays.points import PointProjection
 from tstore.core.format.checksums import BLOCK

@@ -35,9 +35,9 @@ from tstore.core.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.core.data.planning import batches_of, parts_of, pieces_of
 from tstore.core.format.arrays.variable import is_variable
 from tstore.core.runtime.budget import aligned_offset, page_aligned, populate, scratch
+from tstore.core.runtime.concurrency import each_with_caller
 from tstore.core.runtime.event_loops import PerLoop
 from tstore.core.runtime.pool import each, run
-from tstore.core.runtime.with_caller import each_with_caller
 from tstore.core.storage.base import PackReader, Storage
 from tstore.core.storage.cache import forget
 from tstore.errors import Corrupt, InvalidArgument, NotFound

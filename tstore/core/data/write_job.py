@@ -13,8 +13,7 @@ import numpy.typing as npt
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE, as_checks, block_checks
 from tstore.core.format.objects.chunk_refs import ChunkSource, ChunkTable
-from tstore.core.format.objects.chunk_rows import ChunkRow, chunk_rows
-from tstore.core.format.objects.columns import SHORT_COLUMN
+from tstore.core.format.objects.chunk_rows import SHORT_COLUMN, ChunkRow, chunk_rows
 from tstore.core.format.objects.segments import Segment
 
 __all__ = ["EncodedRun", "StagedChunks", "Values", "WriteJob", "joined_checks"]

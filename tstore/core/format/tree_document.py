@@ -11,10 +11,15 @@ array. A key is a Python scalar's node, so that 5 and "5" differ.
 
 A value that each host has for itself (`tstore.PerHost`) is a dict with an array of bytes for each host: that of
 host 3 is at "…/%host=3". No key gives such a path, because a "%" in a key becomes "%25".
+
+`NumberKeys` bounds the time that keys chosen by others may take. Python hashes text and bytes with a secret, but
+numbers without one. So a file can choose numbers, even small and different ones, so that each is inserted only
+after a look at most of those before it: 100,000 take a minute.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +29,7 @@ from tstore.core.format.paths import parents
 __all__ = [
     "MAX_LEVELS",
     "SCALARS",
+    "NumberKeys",
     "TreeDocument",
     "expanded",
     "host_path",
@@ -230,3 +236,24 @@ def _add_paths(node: TreeDocument, paths: list[str]) -> None:
                 paths.append(item[1])
             else:
                 _add_paths(item, paths)
+
+
+_MAX_SECONDS = 5.0  # of CPU; a million numbers that were not chosen to collide take less than one
+
+
+class NumberKeys:
+    """Inserts the keys of all dicts of one file, until those that are not text have taken too long."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def insert(self, target: dict[Any, Any], key: Any, value: Any) -> None:
+        """Do `target[key] = value`; raise `ValueError` if all such calls have taken more than 5 s of CPU."""
+        if isinstance(key, (str, bytes)):
+            target[key] = value
+            return
+        start = time.thread_time()
+        target[key] = value
+        self._seconds += time.thread_time() - start
+        if self._seconds > _MAX_SECONDS:
+            raise ValueError("numbers as keys of dicts collide")

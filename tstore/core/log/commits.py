@@ -35,8 +35,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from tstore.core.format.layout import ARCHIVE_EVERY, archive_end, archive_key, by_archive, commit_key
-from tstore.core.format.objects.archives import Archive, ArchiveEnd
-from tstore.core.format.objects.encoding import decode
+from tstore.core.format.objects.encoding import Archive, ArchiveEnd, decode
 from tstore.core.runtime.event_loops import PerLoop
 from tstore.core.storage.base import LEADING_BYTES, Leading, Objects, Storage
 from tstore.core.storage.objects import SHORT_OBJECT, Durability, overlong

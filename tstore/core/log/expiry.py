@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from tstore.core.format.layout import ARCHIVE_EVERY
 from tstore.core.format.objects.records import Collection, LivingVersion, Record
+from tstore.core.format.objects.wellformed import date_of
 from tstore.core.format.tree.retention import Ledger
 from tstore.core.format.tree.tree import Tree
-from tstore.core.format.wellformed import date_of
 from tstore.core.log.reader import LogReader
 from tstore.errors import Conflict, Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable, UnsupportedFormat
 

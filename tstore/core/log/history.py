@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from tstore.core.format.arguments import quote
 from tstore.core.format.objects.records import Part, Record
+from tstore.core.format.objects.wellformed import date_of
 from tstore.core.format.tree.retention import step_of
-from tstore.core.format.wellformed import date_of
 from tstore.core.log.expiry import living_versions
 from tstore.core.log.reader import LogReader
 from tstore.errors import InvalidArgument, NotFound, name_list

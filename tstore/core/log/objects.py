@@ -24,7 +24,7 @@ from tstore.core.format.objects.roots import (
 from tstore.core.format.tree.nodes import Nodes
 from tstore.core.log.commits import CommitObjects
 from tstore.core.log.pages import PageReader, SegmentReader, read_range
-from tstore.core.runtime.computing import compute
+from tstore.core.runtime.concurrency import compute
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage
 from tstore.core.storage.cache import forget, without_cache

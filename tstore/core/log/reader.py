@@ -34,9 +34,8 @@ from tstore.core.log.commits import NEVER, Bounds, Search
 from tstore.core.log.objects import MetadataObjects
 from tstore.core.log.records import Records
 from tstore.core.log.trees import Trees
-from tstore.core.runtime.concurrency import Prefetch, batched, together
+from tstore.core.runtime.concurrency import Prefetch, SharedCalls, batched, together
 from tstore.core.runtime.pool import run
-from tstore.core.runtime.shared_calls import SharedCalls
 from tstore.core.storage.base import Storage
 from tstore.core.storage.connect import Address
 from tstore.errors import Corrupt, NotFound, Unavailable, UnsupportedFormat

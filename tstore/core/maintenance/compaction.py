@@ -31,8 +31,7 @@ from tstore.core.format.layout import (
     archive_versions,
     commit_key,
 )
-from tstore.core.format.objects.archives import Archive
-from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.encoding import Archive, encode
 from tstore.core.log.commits import CommitObjects
 from tstore.core.log.reader import LogReader
 from tstore.core.log.records import Chain

@@ -26,8 +26,7 @@ from tstore.core.format.layout import (
     commit_key,
     root_key,
 )
-from tstore.core.format.objects.archives import Archive
-from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.encoding import Archive, encode
 from tstore.core.format.objects.records import REPAIR, REPLACED, RESUMES, VOIDED, Record
 from tstore.core.log.commits import CommitObjects
 from tstore.core.log.expiry import named_collection

@@ -27,8 +27,7 @@ from tstore.core.format.checksums import block_checks
 from tstore.core.format.objects.chunk_rows import ChunkRow
 from tstore.core.format.objects.layers import Table, last_number
 from tstore.core.format.tree.changes import same_json
-from tstore.core.format.tree.node import Node, check_in_grid
-from tstore.core.format.tree.resizing import resized
+from tstore.core.format.tree.node import Node, check_in_grid, resized
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.core.runtime.pool import run
 from tstore.core.transactions.staged_tree import StagedTree

@@ -37,8 +37,7 @@ from tstore.core.format.objects.merges import Merge
 from tstore.core.format.objects.references import EXTENDS
 from tstore.core.format.objects.segments import SegmentSource, fitting
 from tstore.core.format.tree.changes import NO_NUMBERS, NodeChange
-from tstore.core.format.tree.node import Node, check_in_grid
-from tstore.core.format.tree.resizing import chunks_at_edge, resized, shrinking_axes
+from tstore.core.format.tree.node import Node, check_in_grid, chunks_at_edge, resized, shrinking_axes
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage
 from tstore.core.transactions.merging import merge_references

@@ -34,8 +34,8 @@ from tstore.core.runtime.pool import give_way, run
 from tstore.core.storage.objects import Durability
 from tstore.core.transactions.lifecycle import Lifecycle, Operation
 from tstore.core.transactions.membership import Membership
-from tstore.core.transactions.reused import ReusedPacks
 from tstore.core.transactions.staged_array import StagedArray
+from tstore.core.transactions.staged_manifest import ReusedPacks
 from tstore.core.transactions.staged_tree import StagedTree
 from tstore.core.transactions.tag_edits import TagEdits
 from tstore.errors import Conflict, Corrupt, NotFound

@@ -35,8 +35,7 @@ from tstore.core.format.layout import (
     is_record,
     version_of,
 )
-from tstore.core.format.objects.archives import Archive
-from tstore.core.format.objects.encoding import decode
+from tstore.core.format.objects.encoding import Archive, decode
 from tstore.core.storage.base import Storage
 from tstore.core.storage.objects import (
     Buffers,

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from tstore.core.runtime.background_loop import BACKGROUND
-from tstore.core.runtime.event_loops import LoopCall
+from tstore.core.runtime.event_loops import BACKGROUND, LoopCall
 from tstore.core.storage.base import Storage
 from tstore.core.store import Store, open
 from tstore.errors import TimelineChanged

@@ -33,8 +33,7 @@ from typing import NamedTuple
 from tstore.core.format.bounds import MAX_METRICS, tags_excess_message
 from tstore.core.format.frame import check_of
 from tstore.core.format.layout import MARKER, ROOT_EVERY, archive_end, commit_key, root_key
-from tstore.core.format.objects.archives import Archive
-from tstore.core.format.objects.encoding import encode
+from tstore.core.format.objects.encoding import Archive, encode
 from tstore.core.format.objects.records import REPAIR, Record, Root
 from tstore.core.format.tree.added_chunks import added_chunks
 from tstore.core.format.tree.retention import Ledger, check_collection, packs_of

@@ -28,13 +28,12 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from tstore.core.format.layout import ROOT_EVERY, version_of
-from tstore.core.format.objects.archives import Archive
-from tstore.core.format.objects.encoding import decode
+from tstore.core.format.objects.encoding import Archive, decode
 from tstore.core.format.objects.pages import check_object
 from tstore.core.format.objects.records import Fragment, Record, Root
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.objects.roots import decode_root
-from tstore.core.format.wellformed import check_documents
+from tstore.core.format.objects.wellformed import check_documents
 from tstore.core.log.marker import Marker
 from tstore.core.storage.objects import checked_key
 from tstore.core.transactions.decision import withdrawal_in

@@ -26,7 +26,7 @@ from aiohttp import web
 from tstore.core.format.bounds import max_object_size
 from tstore.core.format.checksums import BlockHash
 from tstore.core.format.layout import version_of
-from tstore.core.format.objects.archives import Archive
+from tstore.core.format.objects.encoding import Archive
 from tstore.core.format.objects.records import Record, Root
 from tstore.core.log.marker import Marker
 from tstore.core.log.roots import has_lost_changes

@@ -30,7 +30,7 @@ from tstore.core.data.pieces import ReadJob
 from tstore.core.data.reader import new_values
 from tstore.core.format.arguments import quote
 from tstore.core.format.arrays.grid import Selection
-from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.snapshot import Snapshot
 from tstore.core.steps import check_one_version, chosen_snapshot
 from tstore.core.store import open

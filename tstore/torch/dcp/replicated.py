@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from tstore.checkpoint.keys import join, path_part
 from tstore.checkpoint.leaves import PerHost
 from tstore.checkpoint.replicated import sampled, value_checksums
-from tstore.checkpoint.structure import flatten, scalars_in
+from tstore.checkpoint.structure import flatten, join, path_part, scalars_in
 from tstore.core.format.tree_document import SCALARS
 from tstore.errors import InvalidArgument
 from tstore.torch.tensors import host_values

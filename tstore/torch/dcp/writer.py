@@ -22,7 +22,7 @@ from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.checkpoint.structure import flatten, scalars_in
 from tstore.core.format.arguments import checked_step, quote
 from tstore.core.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, nested_document
-from tstore.core.runtime.background_loop import BACKGROUND
+from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.store import Store, open
 from tstore.core.transactions.attempts import Attempt
 from tstore.core.transactions.transaction import Transaction, staging_of

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE
-from tstore.core.format.objects.chunk_rows import ChunkRow, Columns, RowColumns
-from tstore.core.format.objects.columns import SHORT_COLUMN, largest, ranges
+from tstore.core.format.objects.chunk_rows import SHORT_COLUMN, ChunkRow, Columns, RowColumns, largest, ranges
 from tstore.errors import Corrupt
 
 __all__ = ["ChunkSource", "ChunkTable"]

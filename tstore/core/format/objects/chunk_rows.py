@@ -1,4 +1,4 @@
-"""The reference to one chunk, and the columns of references to many; pure, no I/O.
+"""The reference to one chunk, and the columns of references to many, as manifests have them; pure, no I/O.
 
 Columns are NumPy arrays. Those of few chunks are made from `ChunkRow` objects when they are needed: NumPy's calls
 would take most of a small commit, whose references are often looked up one by one, or not at all.
@@ -17,9 +17,57 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE, as_checks
-from tstore.core.format.objects.columns import SHORT_COLUMN
+from tstore.errors import Corrupt
 
-__all__ = ["ChunkRow", "Columns", "RowColumns", "chunk_rows"]
+__all__ = [
+    "SHORT_COLUMN",
+    "ChunkRow",
+    "Columns",
+    "RowColumns",
+    "chunk_rows",
+    "largest",
+    "parse_column",
+    "ranges",
+    "total",
+]
+
+SHORT_COLUMN = 64
+"""The length of a column up to which Python's loops are faster than NumPy's functions."""
+
+
+_DTYPES = {name: np.dtype(name) for name in ("<u4", "<u8")}  # NumPy parses a name at each call
+
+
+def parse_column(data: bytes, dtype: str) -> npt.NDArray[Any]:
+    """Return the values of a column; raise `Corrupt` if the last value is cut short."""
+    try:
+        return np.frombuffer(data, _DTYPES[dtype])
+    except ValueError:
+        size = _DTYPES[dtype].itemsize
+        raise Corrupt(f"a column has {len(data)} bytes, expected a multiple of {size}") from None
+
+
+def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
+    """Return the largest value of a column, 0 if it is empty."""
+    if len(values) > SHORT_COLUMN:
+        return int(values.max())
+    listed = values.tolist()
+    return max(listed) if listed else 0
+
+
+def total(values: npt.NDArray[np.uint64], max_value: int) -> int:
+    """Return the sum of a column, or -1 if it is long and a value exceeds `max_value`: the sum might overflow."""
+    if len(values) <= SHORT_COLUMN:
+        return sum(values.tolist())
+    return int(values.sum()) if largest(values) <= max_value else -1
+
+
+def ranges(starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the integers of the ranges with these starts and sizes, one range after the other."""
+    ends = np.cumsum(sizes)
+    within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - sizes, sizes)
+    values: npt.NDArray[np.int64] = within + np.repeat(starts, sizes)
+    return values
 
 
 class ChunkRow(msgspec.Struct, frozen=True, gc=False):

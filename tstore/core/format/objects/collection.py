@@ -12,7 +12,13 @@ import numpy as np
 from tstore.core.format.bounds import MAX_ALIVE, MAX_NAMES
 from tstore.core.format.layout import is_collectable, is_transaction_object, owner_of
 from tstore.core.format.objects.references import Body, Names, Natural
-from tstore.core.format.wellformed import check_ascending, check_keys, check_tags, check_time, check_transactions
+from tstore.core.format.objects.wellformed import (
+    check_ascending,
+    check_keys,
+    check_tags,
+    check_time,
+    check_transactions,
+)
 from tstore.errors import Corrupt
 
 __all__ = ["Collection", "LivingVersion"]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tstore.core.format.arrays.array_metadata import SHORT_DOCUMENT, ArrayMeta, short_meta
-from tstore.core.format.wellformed import check_documents
+from tstore.core.format.objects.wellformed import check_documents
 from tstore.errors import Corrupt, UnsupportedFormat, parsing
 
 __all__ = ["LONG_DOCUMENT", "Document"]

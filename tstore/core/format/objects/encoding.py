@@ -41,7 +41,7 @@ from tstore.core.format.frame import (
     seal,
     unseal,
 )
-from tstore.core.format.objects.archives import Archive, ArchiveEnd
+from tstore.core.format.layout import ARCHIVE_EVERY, commit_key
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.records import (
     MAX_PARTS_READ,
@@ -52,11 +52,47 @@ from tstore.core.format.objects.records import (
     Record,
     Root,
 )
-from tstore.core.format.objects.references import EXTENDS, Body, Manifest
-from tstore.core.format.wellformed import check_documents
+from tstore.core.format.objects.references import EXTENDS, Body, Manifest, Natural
+from tstore.core.format.objects.wellformed import check_documents
 from tstore.errors import Corrupt, InvalidArgument
 
-__all__ = ["collection_excess_message", "decode", "decode_record", "encode", "max_value_count", "memory_of"]
+__all__ = [
+    "Archive",
+    "ArchiveEnd",
+    "collection_excess_message",
+    "decode",
+    "decode_record",
+    "encode",
+    "max_value_count",
+    "memory_of",
+]
+
+
+class ArchiveEnd(Body, frozen=True):
+    """The first field of an archive: all that is decoded where its checksum is checked but no record is needed."""
+
+    end: Natural
+
+
+class Archive(ArchiveEnd, frozen=True):
+    """The bytes of the `ARCHIVE_EVERY` records up to version `end`, a multiple of that number."""
+
+    records: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=ARCHIVE_EVERY)]
+
+    def validate(self) -> None:
+        """Raise `Corrupt` unless there are as many records as an archive has."""
+        if not self.end or self.end % ARCHIVE_EVERY or len(self.records) != ARCHIVE_EVERY:
+            raise Corrupt(
+                f"an archive of {len(self.records)} records ends at version {self.end}; expected {ARCHIVE_EVERY} "
+                "records up to a multiple of that"
+            )
+
+    def record(self, version: int) -> bytes:
+        """Return the bytes of the record of a version; raise `Corrupt` if it has other versions."""
+        if not self.end - ARCHIVE_EVERY < version <= self.end:
+            raise Corrupt(f"an archive up to version {self.end} does not have {commit_key(version)}")
+        return self.records[version - self.end - 1]
+
 
 T = TypeVar("T", bound=Body)
 

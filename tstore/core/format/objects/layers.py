@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.core.format.objects.chunk_refs import ChunkTable
-from tstore.core.format.objects.columns import ranges
+from tstore.core.format.objects.chunk_rows import ranges
 from tstore.core.format.objects.segments import Segment, SegmentedTable, SegmentSource
 
 __all__ = [

@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from tstore.core.format.checksums import CHECK_SIZE
 from tstore.core.format.objects.chunk_refs import ChunkTable
-from tstore.core.format.objects.columns import parse_column
+from tstore.core.format.objects.chunk_rows import parse_column
 from tstore.core.format.objects.layers import Table, between, layers, segments_first, segments_of
 from tstore.core.format.objects.segments import SEGMENT_ROWS, Segment, SegmentedTable, fitting
 from tstore.errors import Corrupt

@@ -14,7 +14,7 @@ from tstore.core.format.bounds import MANIFEST_BYTES, MANIFEST_NODES
 from tstore.core.format.frame import SHORTEST_FRAME, check_of
 from tstore.core.format.layout import is_manifest
 from tstore.core.format.objects.references import Body, Checksum, Natural
-from tstore.core.format.wellformed import check_keys, check_paths
+from tstore.core.format.objects.wellformed import check_keys, check_paths
 from tstore.errors import Corrupt
 
 __all__ = ["MAX_PAGES", "PAGE_HEADER", "ObjectRef", "Page", "PagePlace", "reference"]

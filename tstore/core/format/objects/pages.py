@@ -19,7 +19,7 @@ from tstore.core.format.frame import MAGIC, check_of
 from tstore.core.format.objects.encoding import decode, encode
 from tstore.core.format.objects.object_ref import PAGE_HEADER, ObjectRef, Page, PagePlace, reference
 from tstore.core.format.objects.references import Manifest
-from tstore.core.format.wellformed import check_documents
+from tstore.core.format.objects.wellformed import check_documents
 from tstore.errors import Corrupt, UnsupportedFormat
 
 __all__ = [

@@ -22,7 +22,7 @@ from tstore.core.format.layout import (
 from tstore.core.format.objects.collection import Collection, LivingVersion
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.references import Body, Checksum, Manifest, Message, Names, Natural
-from tstore.core.format.wellformed import (
+from tstore.core.format.objects.wellformed import (
     check_metadata,
     check_packs,
     check_paths,

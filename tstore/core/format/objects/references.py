@@ -22,11 +22,9 @@ import numpy.typing as npt
 from tstore.core.format.bounds import MAX_NAMES
 from tstore.core.format.checksums import CHECK_SIZE, as_checks
 from tstore.core.format.objects.chunk_refs import ChunkTable
-from tstore.core.format.objects.chunk_rows import ChunkRow
-from tstore.core.format.objects.columns import parse_column
+from tstore.core.format.objects.chunk_rows import ChunkRow, parse_column
 from tstore.core.format.objects.documents import LONG_DOCUMENT, Document
 from tstore.core.format.objects.layers import Table, layers, overlay_each, segments_first
-from tstore.core.format.objects.manifest_checks import NodeColumns, check_nodes, check_order, surely_valid_rows
 from tstore.core.format.objects.merges import Merge, MergeEntry
 from tstore.core.format.objects.segments import (
     NO_SOURCE,
@@ -37,7 +35,15 @@ from tstore.core.format.objects.segments import (
     parse_segments,
     segment_columns,
 )
-from tstore.core.format.wellformed import LONGEST_MESSAGE, check_documents, check_packs
+from tstore.core.format.objects.wellformed import (
+    LONGEST_MESSAGE,
+    NodeColumns,
+    check_documents,
+    check_nodes,
+    check_order,
+    check_packs,
+    surely_valid_rows,
+)
 from tstore.errors import Corrupt
 
 __all__ = ["EXTENDS", "REPLACES", "Body", "Checksum", "Manifest", "Message", "Names", "Natural"]

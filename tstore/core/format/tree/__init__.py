@@ -1,9 +1,8 @@
 """The tree of a version, and the rules by which a commit may change it; pure, no I/O.
 
-1. `node`: a group or array with its chunks; `nodes`: those of a version; `stored_nodes`: those of manifests, and
-   what changed after them.
+1. `node`: a group or array with its chunks, also those of another shape; `nodes`: those of a version;
+   `stored_nodes`: those of manifests, and what changed after them.
 2. `tree`: the nodes and tags, and what a commit makes of them. `changes`: what it changes, and when two commits
    conflict. `validation`: whether a record can be the next commit. `added_chunks`: the chunks that it adds.
-   `resizing`: the chunks of an array of another shape.
 3. `retention`: which versions to keep, the ledger of living versions, and what a garbage collection may delete.
 """

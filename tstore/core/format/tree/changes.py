@@ -54,7 +54,7 @@ import numpy.typing as npt
 
 from tstore.core.format.arguments import step_number
 from tstore.core.format.objects.chunk_refs import ChunkTable
-from tstore.core.format.objects.columns import SHORT_COLUMN
+from tstore.core.format.objects.chunk_rows import SHORT_COLUMN
 from tstore.core.format.objects.documents import Document
 from tstore.core.format.objects.layers import Table, numbers_of
 from tstore.core.format.objects.records import Record

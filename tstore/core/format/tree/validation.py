@@ -28,8 +28,7 @@ import numpy.typing as npt
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.checksums import block_checks
 from tstore.core.format.objects.chunk_refs import ChunkTable
-from tstore.core.format.objects.chunk_rows import ChunkRow
-from tstore.core.format.objects.columns import SHORT_COLUMN
+from tstore.core.format.objects.chunk_rows import SHORT_COLUMN, ChunkRow
 from tstore.core.format.objects.documents import Document
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.records import Record

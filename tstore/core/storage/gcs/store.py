@@ -47,9 +47,8 @@ from tstore.core.storage.gcs.responses import (
     server_time,
 )
 from tstore.core.storage.http.body import Response
-from tstore.core.storage.http.proxies import environment_proxy
 from tstore.core.storage.http.responses import check_data, sanitize
-from tstore.core.storage.http.session import Session, parse_address, tls_context
+from tstore.core.storage.http.session import Session, environment_proxy, parse_address, tls_context
 from tstore.core.storage.limits import checked_timeout
 from tstore.core.storage.objects import (
     MAX_OBJECT_BYTES,

@@ -13,6 +13,9 @@
    After a create that took effect, the repetition would find the key taken. Instead the error is `Unavailable`.
 5. `limits.Deadline` bounds the time of a request.
 6. Neither an error nor its cause shows a token, even if a server sends one back.
+
+A server has a long time to respond to a long body (`limits.Deadline`). If its machine has vanished, or something
+in between has dropped the connection silently, the kernel breaks the connection within two minutes.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import ssl
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
@@ -39,7 +43,6 @@ from tstore.core.runtime.event_loops import PerLoop
 from tstore.core.storage import limits
 from tstore.core.storage.http.body import Response
 from tstore.core.storage.http.responses import is_temporary, sanitize
-from tstore.core.storage.http.sockets import open_socket
 from tstore.core.storage.http.tokens import Token, warn_if_cleartext
 from tstore.core.storage.limits import Deadline
 from tstore.core.storage.objects import Buffers
@@ -53,7 +56,33 @@ from tstore.errors import (
     Unreachable,
 )
 
-__all__ = ["Session", "parse_address", "tls_context"]
+__all__ = ["Session", "environment_proxy", "open_socket", "parse_address", "tls_context"]
+
+_GONE_SECONDS = 120
+_OPTIONS = {  # as far as the system has them
+    "TCP_KEEPIDLE": 30,
+    "TCP_KEEPINTVL": 30,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 1000 * _GONE_SECONDS,
+}
+
+_Address = tuple[int, int, int, str, tuple[object, ...]]
+
+
+def open_socket(address: _Address) -> socket.socket:
+    """Return a socket for an address as `socket.getaddrinfo` returns it."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _OPTIONS.items():
+            if hasattr(socket, name):
+                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    except OSError:
+        made.close()
+        raise
+    return made
+
 
 _UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _MAX_REDIRECTS = 5
@@ -366,3 +395,26 @@ def _strip(error: aiohttp.ClientError, clean: Callable[[str], str]) -> str:
     error.args = (text,)
     error.__cause__ = error.__context__ = None
     return text
+
+
+def environment_proxy(url: URL) -> URL | None:
+    """Return the proxy for a server, by the rules of urllib, None if there is none.
+
+    Raise `InvalidArgument`, which shows no password, if it can't be used.
+    """
+    proxies = getproxies()
+    text = proxies.get(url.scheme) or proxies.get("all")
+    if not text or proxy_bypass(f"{url.host}:{url.port}"):
+        return None
+    name = f"{url.scheme.upper()}_PROXY" if proxies.get(url.scheme) else "ALL_PROXY"
+    try:
+        proxy = URL(text if "://" in text else f"http://{text}")
+        usable = proxy.scheme in ("http", "https") and bool(proxy.host) and proxy.port is not None
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InvalidArgument(
+            f"the proxy of {name} can't be used for {url.origin()}; expected http://host:port, or the name of the "
+            "server in NO_PROXY"
+        )
+    return proxy

@@ -33,8 +33,8 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
+from tstore.core.runtime.concurrency import QuickCalls
 from tstore.core.runtime.pool import run
-from tstore.core.runtime.quick_calls import QuickCalls
 from tstore.core.storage.objects import Buffers, BufferStream, Durability, Entry, PutMode, mapped_errors
 from tstore.errors import AlreadyExists, Denied, Unavailable
 

@@ -40,9 +40,8 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from tstore.core.runtime.concurrency import batched, together
+from tstore.core.runtime.concurrency import QuickCalls, batched, together
 from tstore.core.runtime.pool import WORKERS, run
-from tstore.core.runtime.quick_calls import QuickCalls
 from tstore.core.storage.base import LEADING_BYTES, Leading, Objects, Storage
 from tstore.core.storage.local.atomic_file import (
     LocalStagedObject,

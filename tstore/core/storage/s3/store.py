@@ -26,6 +26,7 @@ import email.utils
 import functools
 import io
 import os
+import re
 import secrets
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -37,7 +38,7 @@ from tstore.core.format.bounds import HEAD_BYTES
 from tstore.core.runtime.event_loops import PerLoop, wait_io
 from tstore.core.storage.base import Storage
 from tstore.core.storage.http.responses import sanitize
-from tstore.core.storage.http.sockets import open_socket
+from tstore.core.storage.http.session import open_socket
 from tstore.core.storage.limits import CONNECT_SECONDS, IDLE_SECONDS, Deadline, ResponseMemory
 from tstore.core.storage.objects import (
     Buffers,
@@ -52,7 +53,6 @@ from tstore.core.storage.objects import (
     read_limit,
     too_short,
 )
-from tstore.core.storage.s3.address import split_url
 from tstore.core.storage.s3.checksums import StoredBytes, crc32, declare_checksum
 from tstore.core.storage.s3.responses import (
     BoundedSession,
@@ -63,7 +63,30 @@ from tstore.core.storage.s3.responses import (
 )
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, TStoreError, Unavailable
 
-__all__ = ["S3Storage"]
+__all__ = ["S3Storage", "split_url"]
+
+_NAME = r"[a-zA-Z0-9-]{1,63}"
+_ARN = re.compile(  # of an access point, which takes the place of a bucket
+    rf"arn:[a-z-]+:s3[a-z-]*:[a-z0-9-]*:[0-9]*:(?:outpost[/:]{_NAME}[/:])?accesspoint[/:][a-zA-Z0-9.-]{{1,63}}"
+)
+_BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return the bucket, or the ARN of an access point, and the path below it without slashes at its ends."""
+    rest = url.partition("://")[2]
+    arn = _ARN.match(rest)
+    bucket = arn[0] if arn is not None else rest.partition("/")[0]
+    prefix = rest[len(bucket) :]
+    if (arn is None and not _BUCKET.fullmatch(bucket)) or prefix[:1] not in ("", "/"):
+        shown = "" if "@" in url else f"{url!r:.200} has no valid bucket: "  # before the @ may be a password
+        raise InvalidArgument(
+            f"{shown}the URL of a store on S3 is s3://bucket/path, or s3://arn:…:accesspoint/name/path; "
+            "credentials go into storage_options, as key and secret, or into the environment"
+        )
+    prefix = prefix.strip("/")
+    return bucket, checked_key(prefix, f"s3://{bucket}") if prefix else ""
+
 
 _CONNECTIONS = 64
 _PIECE = 256 << 10
