@@ -39,12 +39,12 @@ async def load(query: Query) -> Document:
     below = query.number("before") or math.inf
     page = [row for row in rows if row.version < below]
     shown = page[-_ROWS:][::-1]
-    main = {row.version for row in rows} | {copy["version"] for row in rows for copy in row.copies}
+    main = {row.version for row in rows} | {copy.version for row in rows for copy in row.copies}
     entries = [commit.entry for commit in current.commits]
     others = [
-        entry | {"expiring": entry["version"] in expiring}
+        msgspec.structs.replace(entry, expiring=entry.version in expiring)
         for entry in entries
-        if entry["version"] not in main and entry["version"] < below
+        if entry.version not in main and entry.version < below
     ]
     return {
         "command": shell_command("log", [query.address])
@@ -55,7 +55,7 @@ async def load(query: Query) -> Document:
         "unit": "version" if not rows or rows[0].step is None else "step",
         "count": len(rows),
         "status": status.describe(query, current, await hosts.load(query), query.results.newest("nonfinite")),
-        "rows": [row.document(expiring) for row in shown],
+        "rows": [row.shown(expiring) for row in shown],
         "older": shown[-1].version if len(page) > len(shown) else None,
         "newer": None if math.isinf(below) else True,
         "series": _series(rows),
@@ -90,14 +90,14 @@ async def _details(store: Store, version: int) -> Document:
 def _series(rows: Sequence[Row]) -> Document:
     """Return columns over all rows: the steps or versions, their metrics, bytes and seconds."""
     entries = [row.commit.entry for row in rows]
-    names = list(dict.fromkeys(name for entry in entries for name in entry["metrics"]))
+    names = list(dict.fromkeys(name for entry in entries for name in entry.metrics))
     return {
         "x": [row.version if row.step is None else row.step for row in rows],
         "versions": [row.version for row in rows],
-        "bytes_added": [entry["bytes_added"] for entry in entries],
+        "bytes_added": [entry.bytes_added for entry in entries],
         "seconds": [row.seconds for row in rows],
-        "metrics": {name: [entry["metrics"].get(name) for entry in entries] for name in names[:_MAX_METRICS]},
-        "metric_count": max([len(names), *(entry["metric_count"] for entry in entries)]),
+        "metrics": {name: [entry.metrics.get(name) for entry in entries] for name in names[:_MAX_METRICS]},
+        "metric_count": max([len(names), *(entry.metric_count for entry in entries)]),
     }
 
 

@@ -11,8 +11,6 @@ import datetime
 import math
 import statistics
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from tstore.core.format.arguments import step_number
 from tstore.errors import Corrupt, InvalidArgument, NotFound
@@ -79,7 +77,7 @@ def describe(query: Query, timeline: Timeline, pending: Document, found: Documen
     return {
         "state": state,
         "look_at": [name for name, of in states.items() if of == state and state in ("bad", "warn")],
-        "bytes_added": sum(commit.entry["bytes_added"] for commit in timeline.commits),
+        "bytes_added": sum(commit.entry.bytes_added for commit in timeline.commits),
         **facts,
     }
 
@@ -98,7 +96,7 @@ def _step(rows: list[Row]) -> Document:
         "version": newest.version,
         "age": round(age, 3),
         "usual": usual,
-        "bytes_added": newest.commit.entry["bytes_added"],
+        "bytes_added": newest.commit.entry.bytes_added,
     }
 
 
@@ -117,15 +115,14 @@ def _hosts(newest: Row | None, pending: Document) -> Document:
     stuck = any(not t["active"] or t["counts"]["silent"] for t in current)
     return {
         "state": "warn" if stuck else "good" if current else "",
-        "hosts": None if newest is None else newest.commit.entry["hosts"],
+        "hosts": None if newest is None else newest.commit.entry.hosts,
         "under_way": [{key: t[key] for key in ("name", "hosts", "active", "counts")} for t in current],
     }
 
 
 def _values(newest: Row, found: Document | None) -> Document:
     """Return what is known of NaN and infinity in the metrics and in the arrays of the newest step."""
-    metrics: Mapping[str, Any] = newest.commit.entry["metrics"]
-    wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
+    wrong = [name for name, value in newest.commit.entry.metrics.items() if not math.isfinite(value)]
     if found is not None and found["version"] != newest.version:
         found = None
     bad = bool(wrong) or (found is not None and bool(found["problem"] or found["found"]))

@@ -9,7 +9,9 @@ import itertools
 import os.path
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from msgspec import Struct
 
 from tstore.core.format.arguments import quote
 from tstore.core.format.paths import checked_path
@@ -54,7 +56,7 @@ async def load(query: Query) -> Document:
     first = query.number("first") or 0
     found = await _search(index, find) if find else None
     rows, total = await run(_select, index, group, found, sort, order)
-    shown = [row.document() for row in rows[first : first + _ROWS]]
+    shown = [row.shown() for row in rows[first : first + _ROWS]]
     whole = first == 0 and not query.number("level")  # not the rows that scripts add to a page
     if whole:
         await run(_unfold, index, shown, sort, order)
@@ -81,6 +83,41 @@ async def load(query: Query) -> Document:
     }
 
 
+class TreeRow(Struct):
+    """A `Row` as the page shows it; the `rows` of an open group are directly in it."""
+
+    name: str
+    path: str
+    kind: Literal["group", "array"]
+    arrays: int
+    rows: list[TreeRow] | None
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    chunks: tuple[int, ...] | None
+    codec: str | None
+    values: int
+    stored_bytes: int
+    bits_per_value: float
+
+
+class Total(Struct):
+    """The sums of the rows."""
+
+    arrays: int
+    values: int
+    stored_bytes: int
+
+
+class Tile(Struct):
+    """A rectangle of the treemap; `part` numbers the groups that have colours of their own."""
+
+    name: str
+    path: str
+    kind: Literal["group", "array", "rest"]
+    part: int
+    stored_bytes: int
+
+
 class Row(NamedTuple):
     """A group with the totals of the arrays below it, or one array (`info`)."""
 
@@ -96,23 +133,23 @@ class Row(NamedTuple):
         """Stored bits per value."""
         return 8 * self.stored_bytes / self.values if self.values else 0.0
 
-    def document(self) -> dict[str, Any]:
-        """Return the row as JSON values."""
+    def shown(self) -> TreeRow:
+        """Return the row as the page shows it."""
         info = self.info
-        return {
-            "name": self.name,
-            "path": self.path,
-            "kind": "group" if info is None else "array",
-            "arrays": self.arrays,
-            "rows": None,
-            "dtype": None if info is None else info.dtype,
-            "shape": None if info is None else list(info.shape),
-            "chunks": None if info is None else list(info.chunks),
-            "codec": None if info is None else info.codec,
-            "values": self.values,
-            "stored_bytes": self.stored_bytes,
-            "bits_per_value": self.bits,
-        }
+        return TreeRow(
+            name=self.name,
+            path=self.path,
+            kind="group" if info is None else "array",
+            arrays=self.arrays,
+            rows=None,
+            dtype=None if info is None else info.dtype,
+            shape=None if info is None else info.shape,
+            chunks=None if info is None else info.chunks,
+            codec=None if info is None else info.codec,
+            values=self.values,
+            stored_bytes=self.stored_bytes,
+            bits_per_value=self.bits,
+        )
 
 
 class Index:
@@ -196,7 +233,7 @@ def _search_some(arrays: Iterator[ArrayInfo], matches: Callable[[str], bool], fo
 
 def _select(
     index: Index, group: str, found: Sequence[ArrayInfo] | None, sort: str, order: str
-) -> tuple[list[Row], Document]:
+) -> tuple[list[Row], Total]:
     """Return the sorted rows of a group, or of the arrays that were found, and their total."""
     if found is not None:
         rows = [_array_row(array, array.path) for array in found]
@@ -204,11 +241,8 @@ def _select(
         rows = list(index.rows(group))
         if group and not rows:
             raise NotFound(f"there is no group {checked_path(group)!r} in this version")
-    total = {
-        "arrays": sum(row.arrays for row in rows),
-        "values": sum(row.values for row in rows),
-        "stored_bytes": sum(row.stored_bytes for row in rows),
-    }
+    sums = (sum(row.arrays for row in rows), sum(row.values for row in rows))
+    total = Total(*sums, sum(row.stored_bytes for row in rows))
     if sort != "name":
         keys: dict[str, Any] = {
             "bytes": lambda row: row.stored_bytes,
@@ -223,26 +257,26 @@ def _select(
     return rows, total
 
 
-def _unfold(index: Index, rows: Sequence[Document], sort: str, order: str) -> None:
+def _unfold(index: Index, rows: Sequence[TreeRow], sort: str, order: str) -> None:
     """Add to groups the rows directly in them, level by level, as long as there are few rows in all."""
     room, level = _MAX_UNFOLDED - len(rows), rows
-    while groups := [row for row in level if row["kind"] == "group"]:
+    while groups := [row for row in level if row.kind == "group"]:
         if len(groups) > room:  # each has a row at least, so none is looked up
             return
-        room -= sum(len(index.rows(row["path"])) for row in groups)
+        room -= sum(len(index.rows(row.path)) for row in groups)
         if room < 0:
             return
         for row in groups:
-            inner, _ = _select(index, row["path"], None, sort, order)
-            row["rows"] = [below.document() for below in inner]
-        level = [below for row in groups for below in row["rows"]]
+            inner, _ = _select(index, row.path, None, sort, order)
+            row.rows = [below.shown() for below in inner]
+        level = [below for row in groups for below in row.rows or ()]
 
 
 def _array_row(array: ArrayInfo, name: str) -> Row:
     return Row(name, array.path, 1, array.size, array.stored_bytes, array)
 
 
-def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
+def _tiles(index: Index, rows: Sequence[Row]) -> list[Tile]:
     """Return what the treemap shows: the rows, with the largest groups replaced by what they contain.
 
     Names begin below the group that the largest tiles share; `part` numbers the groups below it. The smallest rows
@@ -267,20 +301,12 @@ def _tiles(index: Index, rows: Sequence[Row]) -> list[Document]:
     shown = [row for _, _, row in sorted([*done, *heap])]
     names, parts = _names_and_parts(shown)
     tiles = [
-        {
-            "name": name,
-            "path": row.path,
-            "kind": "group" if row.info is None else "array",
-            "part": part,
-            "stored_bytes": row.stored_bytes,
-        }
+        Tile(name, row.path, "group" if row.info is None else "array", part, row.stored_bytes)
         for row, name, part in zip(shown, names, parts, strict=True)
     ]
     if rest:
         size = -sum(entry[0] for entry in rest)
-        tiles.append(
-            {"name": f"{len(rest):,} others", "path": "", "kind": "rest", "part": 0, "stored_bytes": size}
-        )
+        tiles.append(Tile(f"{len(rest):,} others", "", "rest", 0, size))
     return tiles
 
 
