@@ -19,6 +19,8 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+COMPILED = ("exmy._kernels", "tstore.core.format.kernels")
+
 # Names are relative to tstore; "" is tstore/__init__.py.
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
@@ -127,12 +129,13 @@ def layer_of(module: str, layers: Sequence[Sequence[str]]) -> str:
 
 
 def targets_of(module: Module, modules: Mapping[str, Module]) -> Iterator[tuple[str, int]]:
-    """Yield the full names of the tstore modules that a module imports, with line numbers."""
+    """Yield the full names of the modules of its own library that a module imports, with line numbers."""
     for import_ in module.imports:
-        target = (
-            f"{import_.module}.{import_.name}" if f"{import_.module}.{import_.name}" in modules else import_.module
-        )
-        if within(target, "tstore") and target != module.name:
+        full = f"{import_.module}.{import_.name}"
+        if full in COMPILED:
+            continue
+        target = full if full in modules else import_.module
+        if target.partition(".")[0] == module.name.partition(".")[0] and target != module.name:
             yield target, import_.line
 
 

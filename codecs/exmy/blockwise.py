@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from exmy import reference
 from exmy.elements import Array, Kind, Layout
+from exmy.groups import Groups
 from exmy.rounding import Dither
-
-if TYPE_CHECKING:
-    from exmy.groups import Groups
 
 __all__ = [
     "best_factors",

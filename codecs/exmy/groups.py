@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from exmy import kernels
 from exmy.elements import Array
 from exmy.errors import FormatError, SizeError
 
@@ -90,7 +89,7 @@ class Groups:
         return i // (self.length * self.inner) * self.inner + i % self.inner
 
     def strips(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of groups to pass to `runs`: about 2^18 elements each, but at least one group."""
+        """Yield ranges of groups to pass to `kernels.runs`: about 2^18 elements each, but at least one group."""
         count, inner = math.prod(self.counts), self.inner
         step = max(1, _STRIP_SIZE // self.length)
         if step < inner:  # part of a set of `inner` interleaved groups
@@ -99,18 +98,3 @@ class Groups:
         else:  # whole sets of `inner` interleaved groups
             step = step // inner * inner
             yield from ((low, min(low + step, count)) for low in range(0, count, step))
-
-    def runs(self, elements: Array, low: int, high: int) -> Array:
-        """Return the groups low ... high-1 of one strip as the rows of a contiguous matrix."""
-        length, inner = self.length, self.inner
-        if inner == 1:
-            return elements[low * length : high * length].reshape(high - low, length)
-        out = np.empty((high - low, length), elements.dtype)
-        first = low
-        while first < high:
-            outer, column = divmod(first, inner)
-            matrix = elements[outer * length * inner : (outer + 1) * length * inner].reshape(length, inner)
-            stop = min(high, first - column + inner)
-            kernels.columns(matrix, column, out[first - low : stop - low])
-            first = stop
-        return out

@@ -13,18 +13,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from exmy import blockwise
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import KernelError, SlowPathWarning
+from exmy.groups import Groups
 from exmy.rounding import Dither
 from exmy.user_warnings import warn
-
-if TYPE_CHECKING:
-    from exmy.groups import Groups
 
 try:
     from exmy import _kernels
@@ -52,6 +49,7 @@ __all__ = [
     "peak",
     "peaks",
     "round",
+    "runs",
     "split_planes",
     "squared_errors",
     "unpack",
@@ -295,6 +293,22 @@ def columns(matrix: Array, first: int, out: Array) -> None:
         _kernels.columns(matrix.itemsize, rows, stride, first, len(out), matrix, out)
     else:
         out[...] = matrix[:, first : first + len(out)].T
+
+
+def runs(groups: Groups, elements: Array, low: int, high: int) -> Array:
+    """Return the groups low ... high-1 of one strip as the rows of a contiguous matrix."""
+    length, inner = groups.length, groups.inner
+    if inner == 1:
+        return elements[low * length : high * length].reshape(high - low, length)
+    out = np.empty((high - low, length), elements.dtype)
+    first = low
+    while first < high:
+        outer, column = divmod(first, inner)
+        matrix = elements[outer * length * inner : (outer + 1) * length * inner].reshape(length, inner)
+        stop = min(high, first - column + inner)
+        columns(matrix, column, out[first - low : stop - low])
+        first = stop
+    return out
 
 
 def encode_groups(

@@ -43,7 +43,7 @@ def group_peaks(elements: Array, kind: Kind, groups: Groups, threads: int) -> ND
     out = np.zeros(math.prod(groups.counts))
 
     def scan_rows(low: int, high: int) -> None:
-        kernels.peaks(kind, groups.runs(elements, low, high), out[low:high])
+        kernels.peaks(kind, kernels.runs(groups, elements, low, high), out[low:high])
 
     def scan_columns(low: int, high: int) -> None:
         word, mask = _MAGNITUDE_BITS[elements.itemsize]
@@ -140,7 +140,7 @@ def _search(
     tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - lowest + 1)
 
     def search_part(low: int, high: int) -> None:
-        runs = groups.runs(elements, low, high)
+        runs = kernels.runs(groups, elements, low, high)
         weights = None if importance is None else importance.runs(groups, low, high)
         best, error = np.empty(high - low, np.int64), np.empty(high - low)
         part = (base[low:high], _OFFSET_FACTORS, tries[low:high], best, error)

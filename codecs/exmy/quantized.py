@@ -189,7 +189,7 @@ class Quantized:
             return 0
         limits, count = self._clipping_limits(), 0
         for low, high in self.groups.strips():
-            runs = self.groups.runs(elements, low, high)
+            runs = kernels.runs(self.groups, elements, low, high)
             if runs.shape[1] <= _LINE:
                 count += _count_above(runs, limits[low:high], kind)
                 continue

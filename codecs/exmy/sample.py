@@ -300,7 +300,9 @@ def _group_runs(elements: Array, groups: Groups, importance: Importance | None) 
     if elements.size <= SAMPLE_SIZE:
         if not elements.size:
             return elements.reshape(0, 1), None
-        return groups.runs(elements, 0, count), None if importance is None else importance.runs(groups, 0, count)
+        return kernels.runs(groups, elements, 0, count), None if importance is None else importance.runs(
+            groups, 0, count
+        )
     if length > SAMPLE_SIZE // _LONG_ROWS:
         rows = min(count, _LONG_ROWS)
         starts = np.linspace(0, length - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH // rows).astype(np.int64)

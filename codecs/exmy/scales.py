@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exmy import importance as weighted
-from exmy import reference
+from exmy import kernels, reference
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import FormatError
 from exmy.format import Format
@@ -243,7 +243,7 @@ def _noise(
     factors = 1 / scales.astype(np.float64)
 
     def measure(low: int, high: int) -> None:
-        runs = groups.runs(elements, low, high)
+        runs = kernels.runs(groups, elements, low, high)
         weights = None if importance is None else importance.runs(groups, low, high)
         weighted.noise(kind, layout, runs, weights, factors[low:high], np.ones(1), noise[low:high])
 
