@@ -15,7 +15,7 @@ from tstore.core.data.writer import WriteJob
 from tstore.core.format.objects.records import Fragment
 from tstore.core.format.tree.tree import group_document
 from tstore.core.runtime.event_loops import BACKGROUND
-from tstore.core.runtime.pool import give_way, low_priority, run_to_end, wait_all
+from tstore.core.runtime.pool import give_way, has_low_priority, low_priority, run_to_end, wait_all
 from tstore.core.snapshot import Snapshot, snapshot_of
 from tstore.core.steps import step_tag, step_tags, steps_of
 from tstore.core.storage.objects import checked_durability
@@ -90,13 +90,15 @@ class Checkpoint(NamedTuple):
         `on_written` is called when all values are written. The caller's arrays may change from then on, so the
         save fails if it would have to read them a second time.
         """
-        with self._priority():
-            try:
-                return await self._commit(store, self.attempt, _newest_step, on_written)
-            except SourceCondemned:  # all hosts get this error, and save again under the same new attempt
-                if on_written is not None:
-                    raise
-                return await self._commit(store, self._rewriting_attempt(), _no_prior)
+        if self.settings.priority == "low" and not has_low_priority():
+            with low_priority():
+                return await self.save(store, on_written)
+        try:
+            return await self._commit(store, self.attempt, _newest_step, on_written)
+        except SourceCondemned:  # all hosts get this error, and save again under the same new attempt
+            if on_written is not None:
+                raise
+            return await self._commit(store, self._rewriting_attempt(), _no_prior)
 
     @contextlib.asynccontextmanager
     async def withdrawn_on_error(self, opened: Callable[[], Awaitable[Store]]) -> AsyncIterator[None]:
@@ -123,14 +125,16 @@ class Checkpoint(NamedTuple):
 
     async def stage(self, store: Store) -> Transaction:
         """Write the values into a transaction and return it; `commit_step` or `Transaction.deliver` ends it."""
+        if self.settings.priority == "low" and not has_low_priority():
+            with low_priority():
+                return await self.stage(store)
         tx, replaced = await self._transaction(store, self.attempt)
         try:
             base = await staging_of(tx).base()
             version = self._other_save(base.tags, replaced)
             if version is not None:
                 raise self._already_saved(store, version)
-            with self._priority():
-                await self._write(staging_of(tx), await _newest_step(store, base.tags, base.version))
+            await self._write(staging_of(tx), await _newest_step(store, base.tags, base.version))
             return tx
         except BaseException:
             await tx.abort()
@@ -174,9 +178,6 @@ class Checkpoint(NamedTuple):
             if version is None:
                 raise
             return version
-
-    def _priority(self) -> contextlib.AbstractContextManager[None]:
-        return low_priority() if self.settings.priority == "low" else contextlib.nullcontext()
 
     async def _version_after(self, error: BaseException, tx: Transaction) -> int | None:
         """Withdraw the transaction of a failed save if the checkpoint `withdraws`; return its version, if any.
