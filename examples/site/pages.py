@@ -257,6 +257,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return linked(relinked(markdown, f"{GUIDES}/{page.file.src_uri}")) if own else markdown
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Mend what stops a keyboard or a screen reader: anchors that are links, and a dialog without a name."""
+    output = re.sub(r'<a href="" id="([^"]+)"></a>', r'<span id="\1"></span>', output)
+    return output.replace(' role="dialog"', ' role="dialog" aria-label="Search"')
+
+
 def on_post_build(config: Any) -> None:
     """Remove the addresses from which the theme may fetch scripts, and files that no page uses."""
     scripts = Path(config.site_dir, "assets", "javascripts")
