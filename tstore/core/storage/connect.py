@@ -102,13 +102,17 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
             "that name)"
         )
     options = {**options_for(text), **(storage_options or {})}
-    seconds = options.pop(_RETRY_TIMEOUT, None)
+    seconds, policy = options.pop(_RETRY_TIMEOUT, None), None
+    if seconds is not None:  # checked first, because a kind of storage may need a package that is not installed
+        from tstore.core.storage.retry import RetryPolicy
+
+        policy = RetryPolicy.lasting(seconds)
     remote = _remote(scheme, text, options)
     if remote is not None:
         from tstore.core.storage.remote import as_remote
-        from tstore.core.storage.retry import RETRY_POLICY, RetryPolicy
+        from tstore.core.storage.retry import RETRY_POLICY
 
-        return as_remote(remote, RETRY_POLICY if seconds is None else RetryPolicy.lasting(seconds))
+        return as_remote(remote, policy or RETRY_POLICY)
     if seconds is not None:
         options[_RETRY_TIMEOUT] = seconds
     if options:
