@@ -85,6 +85,7 @@ class ArrayRounds(Rounds):
     Calls `save` after each piece of work, so that an interrupted run keeps its figures.
     """
 
+    contenders = CONTENDERS
     sizes: Sizes
     rows: Sequence[str]
     save: Callable[[Results], None]
@@ -192,8 +193,7 @@ def main(
     volumes = [Volume(side, int(chunk), codec) for chunk in chunks.split(",") for codec in codecs]
     if any(side % volume.chunk for volume in volumes):
         raise click.BadParameter(f"expected divisors of {side}, not {chunks}", param_hint="--chunks")
-    titles = {name: each.title for name, each in CONTENDERS.items()}
-    bench = ArrayRounds(run.folder / "volume", titles, PEERS, peers, run.log)
+    bench = ArrayRounds(run.folder / "volume", run.log, PEERS, peers)
     bench.sizes, bench.rows = Sizes(**numbers), only
     document: dict[str, Any] = {"unit": "seconds and bytes of all reads of a row", "sizes": numbers}
     document["volumes"] = [volume._asdict() for volume in volumes]

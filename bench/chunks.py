@@ -38,7 +38,6 @@ class ChunkProcess:
         """Read all values into a new array."""
         self._contender.open(_VOLUME)
         cost, values = _done(lambda: self._contender.read((slice(None),) * 3))
-        values = values.reshape(-1).view(np.uint16).reshape(self._work.shape)
         for z in range(0, self._work.side, 37):
             self._check((slice(z, z + 1), slice(None), slice(None)), values[z : z + 1])
         return cost

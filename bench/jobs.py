@@ -48,7 +48,6 @@ CONTENDERS: dict[str, type[Contender]] = {
 TSTORE = ("tstore", "tstore-jax", "tstore-torch")
 ORBAX = ("orbax", "orbax-plain")
 PEERS = (*ORBAX, "dcp")
-LARGE_ONLY = ("orbax-plain",)
 WORKLOADS = ("large", "leaves")
 
 COPY = "memory copy"
@@ -61,24 +60,19 @@ STAGINGS = ("memory", "turns")
 _FROZEN_STEPS = 3
 
 
-def staged(measure: str, staging: str) -> str:
-    """Return the name of a measure of saves in the background."""
-    return measure if staging == "memory" else f"{measure}, {staging}"
-
-
 def blocking(staging: str) -> str:
     """Return the measure of how long a save in the background blocks its caller."""
-    return staged("blocking", staging)
+    return "blocking" if staging == "memory" else f"blocking, {staging}"
 
 
 def slowed(staging: str) -> str:
     """Return the measure of the share by which training is slower during a save in the background."""
-    return staged("training slowed", staging)
+    return blocking(staging).replace("blocking", "training slowed")
 
 
 def lock(staging: str) -> str:
     """Return the measure of the share of the time in which training waits for the lock during such a save."""
-    return staged("waits for lock", staging)
+    return blocking(staging).replace("blocking", "waits for lock")
 
 
 def peak(measure: str) -> str:
@@ -90,14 +84,9 @@ class JobRounds(StateRounds):
     """Rounds of all contenders; figures are seconds, unless they are peaks of memory or shares, by workload."""
 
     contenders = CONTENDERS
+    large_only = ("orbax-plain",)
 
-    def round(self, work: Weights, turn: int) -> None:
-        names = [name for name in CONTENDERS if work.name == "large" or name not in LARGE_ONLY]
-        for name in self.names(names, turn, work.name):
-            with self.attempt(work.name, name), self.job(name, work) as hosts:
-                self._measure(hosts, name, work, turn)
-
-    def _measure(self, hosts: Hosts, name: str, work: Weights, turn: int) -> None:
+    def measure(self, hosts: Hosts, name: str, work: Weights, turn: int) -> None:
         contender, once = CONTENDERS[name], work.nbytes
 
         def add(measure: str, costs: list[Cost]) -> None:
@@ -210,14 +199,9 @@ def _large_bars(figures: dict[str, Figures], nbytes: int) -> list[Bar]:
 @program.dir_option
 def main(run: program.Run, rounds: int, only: list[str], contenders: list[str], size: int, leaves: int) -> None:
     workloads = {"large": large(size * 2**20), "leaves": small_leaves(leaves)}
-    titles = {name: each.title for name, each in CONTENDERS.items()}
-    optional = [name for name in CONTENDERS if name != "raw"]
-    bench = JobRounds(run.folder / "state", titles, optional, contenders, run.log)
+    bench = JobRounds(run.folder / "state", run.log, [name for name in CONTENDERS if name != "raw"], contenders)
     for work in (workloads[name] for name in only):
-        for turn in range(rounds):
-            run.log(f"{work.name}: round {turn + 1} of {rounds}")
-            bench.round(work, turn)
-        run.show(*tables(work.title, bench.results[work.name]))
+        run.show(*tables(work.title, bench.run(work, rounds)))
     document: dict[str, Any] = {"unit": "seconds; bytes of peak memory; shares"}
     document["workloads"] = report.as_data(bench.results)
     run.finish(bars(bench.results, workloads["large"].nbytes), **document)

@@ -132,7 +132,7 @@ class Pages(Rounds):
 @program.json_option
 @program.dir_option
 def main(run: program.Run, rounds: int, steps: int, arrays: int, many: int, gets: int, keep: bool) -> None:
-    bench = Pages(run.parent if keep else run.folder, {}, (), (), run.log)
+    bench = Pages(run.parent if keep else run.folder, run.log)
     stores = bench.folder / f"run-{steps}-{arrays}", bench.folder / f"tree-{many}"
     run.log("making the stores")
     if not stores[0].exists():

@@ -32,7 +32,8 @@ class Hosts:
     """`count` processes, each with its own `make(number, count, *arguments)`."""
 
     def __init__(self, count: int, make: Callable[..., Any], *arguments: Any) -> None:
-        _CONTEXT.set_forkserver_preload([name for name in LIBRARIES if importlib.util.find_spec(name)])
+        libraries = [name for name in LIBRARIES if importlib.util.find_spec(name)]
+        _CONTEXT.set_forkserver_preload([*libraries, make.__module__])  # by the first of all hosts
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for number in range(count):

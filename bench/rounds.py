@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench import machine
+from bench.contender import Contender
 from bench.cost import Cost
 from bench.figures import Figures
 from bench.processes import HostError
@@ -35,17 +36,15 @@ def rotated(items: Iterable[T], turn: int) -> list[T]:
 
 
 class Rounds:
-    """The figures of contenders with these titles in a folder; `optional` ones run only if among the `peers`."""
+    """The figures of contenders in a folder; `optional` ones run only if they are among the `peers`."""
+
+    contenders: Mapping[str, type[Contender]] = {}
+    """Which have titles; others are called by their names."""
 
     def __init__(
-        self,
-        folder: Path,
-        titles: Mapping[str, str],
-        optional: Sequence[str],
-        peers: Sequence[str],
-        log: Callable[[str], None],
+        self, folder: Path, log: Callable[[str], None], optional: Sequence[str] = (), peers: Sequence[str] = ()
     ) -> None:
-        self.folder, self.titles, self.optional, self.peers, self.log = folder, titles, optional, peers, log
+        self.folder, self.log, self.optional, self.peers = folder, log, optional, peers
         self.results: Results = {}
         self.reserve = machine.Reserve()
         self._spent: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds by work and contender
@@ -72,7 +71,8 @@ class Rounds:
 
     def figures(self, work: str, name: str) -> Figures:
         """Return the figures of a contender, which are empty at first."""
-        return self.results.setdefault(work, {}).setdefault(name, Figures(self.titles.get(name, name)))
+        title = self.contenders[name].title if name in self.contenders else name
+        return self.results.setdefault(work, {}).setdefault(name, Figures(title))
 
     def add(self, work: str, name: str, turn: int, measures: Mapping[str, float] | Cost) -> None:
         """Add the measures of a round."""

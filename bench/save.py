@@ -22,6 +22,7 @@ from bench.peers.raw import Raw, RawTwoFiles
 from bench.peers.safetensors import NumPy, Safetensors
 from bench.peers.tensorstore import TensorStore, TensorStoreCopying, TensorStoreOcdbt
 from bench.peers.tstore import TStore, TStoreE4M3
+from bench.processes import Hosts
 from bench.report import MIB, failures, table
 from bench.rounds import Results
 from bench.states import CLEAR, EVICT, WARM, StateRounds
@@ -41,7 +42,6 @@ CONTENDERS: dict[str, type[Contender]] = {
 RAW = ("raw1", "raw2")
 TENSORSTORE = ("ts-file", "ts-file-copy", "ts-ocdbt")
 PEERS = [name for name in CONTENDERS if name not in RAW and not name.startswith("tstore")]
-LARGE_ONLY = ("ts-file-copy", "tstore-e4m3")
 MEASURES = ("save durable", "save not durable", "restore warm", "restore cold")
 PEAKS = {"save": "save: peak memory", "restore": "restore: peak memory"}
 COLD_SHARE = "share read from the disk in a cold restore"
@@ -61,14 +61,9 @@ class SaveRounds(StateRounds):
     """Rounds of all contenders; the figures are GB/s, bytes of peak memory and shares, by workload."""
 
     contenders = CONTENDERS
+    large_only = ("ts-file-copy", "tstore-e4m3")
 
-    def round(self, work: Weights, turn: int) -> None:
-        names = [name for name in CONTENDERS if work.name == "large" or name not in LARGE_ONLY]
-        for name in self.names(names, turn, work.name):
-            with self.attempt(work.name, name):
-                self._measure(name, work, turn)
-
-    def _measure(self, name: str, work: Weights, turn: int) -> None:
+    def measure(self, hosts: Hosts, name: str, work: Weights, turn: int) -> None:
         once, twice, contender = work.nbytes, 2 * work.nbytes, CONTENDERS[name]
         durable, not_durable, warm, cold = MEASURES
         steps: list[tuple[str, Any, int, str, tuple[Any, ...]]] = [
@@ -79,18 +74,17 @@ class SaveRounds(StateRounds):
             steps.append((warm, WARM, once, "restore", (0, "same", turn == 0)))
             steps.append((cold, EVICT, twice, "restore", (0, "same", False)))
         peaks: dict[str, float] = {}
-        with self.job(name, work) as hosts:
-            hosts.call("rehearse")
-            hosts.call("make_state")
-            for measure, before, spare, do, arguments in steps:
-                before(self.folder)
-                [read] = hosts.call("from_disk")
-                [cost] = self.timed(hosts, spare, do, *arguments)
-                self.add(work.name, name, turn, {measure: once / 1e9 / cost.seconds})
-                peaks[do] = max(peaks.get(do, 0.0), cost.memory)
-                if measure == cold:
-                    share = (hosts.call("from_disk")[0] - read) / machine.stored_bytes(self.folder)
-                    self.add(work.name, name, turn, {COLD_SHARE: share})
+        hosts.call("rehearse")
+        hosts.call("make_state")
+        for measure, before, spare, do, arguments in steps:
+            before(self.folder)
+            [read] = hosts.call("from_disk")
+            [cost] = self.timed(hosts, spare, do, *arguments)
+            self.add(work.name, name, turn, {measure: once / 1e9 / cost.seconds})
+            peaks[do] = max(peaks.get(do, 0.0), cost.memory)
+            if measure == cold:
+                share = (hosts.call("from_disk")[0] - read) / machine.stored_bytes(self.folder)
+                self.add(work.name, name, turn, {COLD_SHARE: share})
         self.add(work.name, name, turn, {PEAKS[phase]: peak for phase, peak in peaks.items()})
 
 
@@ -186,13 +180,9 @@ def as_data(figures: dict[str, Figures], nbytes: int) -> dict[str, Any]:
 @program.json_option
 @program.dir_option
 def main(run: program.Run, rounds: int, only: list[str], peers: list[str]) -> None:
-    titles = {name: each.title for name, each in CONTENDERS.items()}
-    bench = SaveRounds(run.folder / "state", titles, PEERS, peers, run.log)
+    bench = SaveRounds(run.folder / "state", run.log, PEERS, peers)
     for work in (WORKLOADS[name] for name in only):
-        for turn in range(rounds):
-            run.log(f"{work.name}: round {turn + 1} of {rounds}")
-            bench.round(work, turn)
-        run.show(save_table(work.title, bench.results[work.name]))
+        run.show(save_table(work.title, bench.run(work, rounds)))
     workloads = {work: as_data(figures, WORKLOADS[work].nbytes) for work, figures in bench.results.items()}
     run.finish(bars(bench.results), unit="GB/s (1e9 bytes of float32)", workloads=workloads)
 

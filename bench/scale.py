@@ -58,8 +58,6 @@ POLLED = 10
 FEW_HOSTS = 64
 PLACES = {"disk": None, "tmpfs": Path("/dev/shm")}
 
-TITLES = {n: each.title for n, each in (CONTENDERS | save.CONTENDERS).items()} | {"raw-files": RawFiles.title}
-
 _REHEARSAL = 50  # how much smaller a rehearsal is
 _SAVERS = {
     "leaves": ("raw1", "safetensors", "ts-ocdbt", "tstore"),
@@ -83,7 +81,7 @@ class Sizes(NamedTuple):
 class Bench(StateRounds):
     """Runs rows in a folder; `results` has the figures by piece of work and contender, by the fields of `Cost`."""
 
-    contenders = save.CONTENDERS
+    contenders = CONTENDERS | save.CONTENDERS | {"raw-files": RawFiles}
     sizes: Sizes
     before: Path | None = None
 
@@ -356,7 +354,7 @@ _CHANGES = f"Commits that a reader polls; change makes as many, at most {CHANGES
 def main(
     run: program.Run, rounds: int, only: list[str], peers: list[str], leaves: str, before: Path | None, **how: Any
 ) -> None:
-    bench = Bench(run.folder / "store", TITLES, PEERS, peers, run.log)
+    bench = Bench(run.folder / "store", run.log, PEERS, peers)
     bench.sizes = Sizes(leaves=tuple(map(int, leaves.split(","))), **how)
     bench.before = before and before.resolve()
     for turn in range(rounds):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 from bench import machine
 from bench.contender import Contender, Piece
 from bench.cost import Cost, Meter
+from bench.figures import Figures
 from bench.processes import Hosts
 from bench.rounds import Rounds
 from bench.workloads import Weights
@@ -181,7 +182,22 @@ def check(work: Weights, pieces: list[Piece], exact: bool = True) -> None:
 class StateRounds(Rounds):
     """Rounds of contenders that save and restore states."""
 
-    contenders: Mapping[str, type[Contender]]
+    large_only: Sequence[str] = ()
+    """The contenders that save nothing but the large state."""
+
+    def run(self, work: Weights, rounds: int) -> dict[str, Figures]:
+        """Return the figures of all contenders on a workload."""
+        names = [name for name in self.contenders if work.name == "large" or name not in self.large_only]
+        for turn in range(rounds):
+            self.log(f"{work.name}: round {turn + 1} of {rounds}")
+            for name in self.names(names, turn, work.name):
+                with self.attempt(work.name, name), self.job(name, work) as hosts:
+                    self.measure(hosts, name, work, turn)
+        return self.results[work.name]
+
+    def measure(self, hosts: Hosts, name: str, work: Weights, turn: int) -> None:
+        """Add the figures of a round of a contender, whose job has started."""
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def job(self, name: str, work: Weights) -> Iterator[Hosts]:

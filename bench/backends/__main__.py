@@ -30,7 +30,7 @@ from bench.backends.servers import SERVERS
 def main(run: program.Run, rounds: int, hosts: int, size: int, only: list[str]) -> None:
     rows = size * 2**20 // hosts // ARRAYS // 4096
     work = Served("checkpoint", "", ARRAYS, (rows * hosts, 1024), (max(1, min(rows, 1024)), 1024))
-    measured = Measurement(run.folder, {}, (), (), run.log)
+    measured = Measurement(run.folder, run.log)
     measured.work, measured.hosts = work, hosts
     for turn in range(rounds):
         for server in (s for s in only if s in SERVERS):

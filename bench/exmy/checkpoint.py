@@ -113,7 +113,7 @@ def entropy_rows(rounds: int) -> tuple[list[dict[str, Any]], list[Bar]]:
 def checkpoint(run: program.Run, rounds: int, arrays: int) -> None:
     rng = np.random.default_rng(20)
     tree = {f"layer{i}": rng.standard_normal((4096, 4096), np.float32) * np.float32(0.02) for i in range(arrays)}
-    bench = Rounds(run.folder, {}, (), (), run.log)
+    bench = Rounds(run.folder, run.log)
     for turn in range(rounds):
         run_round(bench, tree, turn)
     figures = bench.results["checkpoint"]

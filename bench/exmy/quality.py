@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import exmy
@@ -41,8 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class StoredFigures:
+class StoredFigures(NamedTuple):
     """The figures of exmy_sqnr.txt for one format and distribution, in dB.
 
     `opt` has the best float scale for the tensor, and `p2` the best power of two. `mx32` has the better of two
@@ -56,16 +54,14 @@ class StoredFigures:
     row4096: float
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """The SQNR of one format on the first draw of a distribution, in dB by mode."""
 
     sqnr: dict[str, float]
     stored: StoredFigures
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """For one width of one distribution, the format that `choose` returned for each draw, and the best format."""
 
     names: list[str]
@@ -177,6 +173,9 @@ def bars(measured: dict[str, dict[str, Measured]], chosen: dict[str, dict[int, C
 def quality(run: program.Run, draws: int) -> None:
     measured, chosen = measure(draws)
     run.show(*(quality_table(name, figures) for name, figures in measured.items()), choice_table(chosen))
-    formats = {name: {f: asdict(m) for f, m in figures.items()} for name, figures in measured.items()}
-    choices = {name: {bits: asdict(c) for bits, c in widths.items()} for name, widths in chosen.items()}
+    formats = {
+        name: {f: {"sqnr": m.sqnr, "stored": m.stored._asdict()} for f, m in figures.items()}
+        for name, figures in measured.items()
+    }
+    choices = {name: {bits: c._asdict() for bits, c in widths.items()} for name, widths in chosen.items()}
     run.finish(bars(measured, chosen), unit="dB", formats=formats, choose=choices)
