@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,9 @@ from tstore.core.data.pieces import ReadJob, StackJob
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import Selection, chunk_number, may_overlap, whole
 from tstore.errors import InvalidArgument
-from tstore.sharding import Index
+
+if TYPE_CHECKING:
+    from tstore.sharding import Index
 
 __all__ = ["Reading", "RestorePlan", "unallocated"]
 

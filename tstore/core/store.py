@@ -16,7 +16,6 @@ import numpy as np
 from tstore.core.format.arguments import checked_indices, checked_metadata, checked_text, quote
 from tstore.core.format.tree.retention import ABANDONED_AFTER, Keep
 from tstore.core.log.expiry import check_tag_alive
-from tstore.core.log.history import Commit, history, version_at, version_named
 from tstore.core.log.log import Log
 from tstore.core.log.marker import Marker, create_marker, marker_for
 from tstore.core.log.reader import LogReader, read_hint
@@ -33,6 +32,7 @@ from tstore.core.transactions.transaction import Transaction
 from tstore.errors import Denied, InvalidArgument, Misuse, NotAStore, NotFound, TStoreError
 
 if TYPE_CHECKING:  # what few programs use is imported when it is used
+    from tstore.core.log.history import Commit
     from tstore.core.maintenance.diff import Diff
     from tstore.core.maintenance.gc import CollectReport
     from tstore.core.maintenance.repair import RepairReport
@@ -252,12 +252,16 @@ class Store:
             raise InvalidArgument(f"at={quote(at)}: expected a version, a tag, a datetime, or None for the head")
         newest = await self._log.reader.newest()
         if isinstance(at, datetime.datetime):
+            from tstore.core.log.history import version_at
+
             version = await version_at(self._log.reader, at, newest)
         else:
             version = await self._resolve(at, newest)
         return await snapshot_of(self._log.reader, version, newest)
 
     async def _resolve(self, at: int | str, newest: int) -> int:
+        from tstore.core.log.history import version_named
+
         try:
             return await version_named(self._log.reader, at, newest)
         except NotFound:
@@ -290,6 +294,8 @@ class Store:
         Transactions that were committed together share a version. Raise `Corrupt` if a record is damaged, and
         `NotFound` if one is missing.
         """
+        from tstore.core.log.history import history
+
         return history(self._log.reader)
 
     async def tags(self) -> dict[str, int]:

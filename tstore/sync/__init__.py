@@ -8,7 +8,8 @@ waits for the calls that its threads have started.
 The types are in a stub, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
 Python's type system can't express "the same parameters, with a blocking store in place of an async one". `facade`
 makes the blocking names. What is not defined here is made when it is first used: functions are blocking, types are
-those of `tstore`, and so is `zarr`; `jax` and `torch` are packages of blocking names.
+those of `tstore`, and so is `zarr`; `Checkpointer` is that of `checkpointer`; `jax` and `torch` are packages of
+blocking names.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tstore.core.hints import no_such_name
 from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.runtime.pool import WORKERS
 from tstore.core.store import Mode
-from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped, unwrapped, wraps
+from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, unwrapped, wraps
 
 __all__ = _async.__all__
 
@@ -243,38 +244,15 @@ class Store(BlockingWrapper):
     __exit__ = blocking(_async.Store.__aexit__)
 
 
-class Checkpointer(BlockingWrapper):
-    __doc__ = (_async.Checkpointer.__doc__ or "").replace("`async with`", "`with`")
-
-    @wraps(_async.Checkpointer.__init__)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(call_unwrapped(_async.Checkpointer, *args, **kwargs))
-
-    preempted = blocking(_async.Checkpointer.preempted)
-
-    should_save = blocking(_async.Checkpointer.should_save)
-    save = blocking(_async.Checkpointer.save)
-    latest = blocking(_async.Checkpointer.latest)
-    best = blocking(_async.Checkpointer.best)
-    steps = blocking(_async.Checkpointer.steps)
-    restore_latest = blocking(_async.Checkpointer.restore_latest)
-    restore = blocking(_async.Checkpointer.restore)
-    rollback = blocking(_async.Checkpointer.rollback)
-    wait = blocking(_async.Checkpointer.wait)
-    close = blocking(_async.Checkpointer.close)
-
-    def __enter__(self) -> Checkpointer:
-        return self
-
-    __exit__ = blocking(_async.Checkpointer.__aexit__)
-
-
 BLOCKING_TYPES.update(
     {_async.Array: Array, _async.Snapshot: Snapshot, _async.Store: Store, _async.Transaction: Transaction}
 )
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Checkpointer":
+        globals()[name] = importlib.import_module("tstore.sync.checkpointer").Checkpointer
+        return globals()[name]
     if name in ("jax", "torch"):
         return importlib.import_module(f"{__name__}.{name}")
     if name != "zarr" and name not in __all__:

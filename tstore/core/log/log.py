@@ -58,7 +58,6 @@ from tstore.core.log.expiry import check_unaffected, named_collection, refuse_vo
 from tstore.core.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.core.log.reader import LogReader
 from tstore.core.log.records import OtherHistory
-from tstore.core.log.roots import write_root
 from tstore.core.storage.base import StagedObject, Storage
 from tstore.core.storage.objects import Durability
 from tstore.errors import (
@@ -356,6 +355,8 @@ class Append:
     async def _finish(self, version: int) -> int:
         self._log.note_appended(version)
         if version % ROOT_EVERY == 0:
+            from tstore.core.log.roots import write_root  # when a version has one
+
             await write_root(self._log, version)
         return version
 

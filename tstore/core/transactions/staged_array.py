@@ -40,7 +40,6 @@ from tstore.core.format.tree.changes import NO_NUMBERS, NodeChange
 from tstore.core.format.tree.node import Node, check_in_grid, chunks_at_edge, resized, shrinking_axes
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage
-from tstore.core.transactions.merging import merge_references
 from tstore.core.transactions.patches import Patch, Region, whole_chunk, write_patched
 from tstore.errors import Corrupt, Misuse, NotFound
 
@@ -146,6 +145,8 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
 
     async def merge_base(self, base: Node, packs: PackSet, source: SegmentSource) -> None:
         """Merge references of the base if that pays, unless they can't be read, for which no commit fails."""
+        from tstore.core.transactions.merging import merge_references
+
         added = len(self._rows) + sum(map(len, (*self.tables, *self._patched)))
         try:
             self.merge = await merge_references(base.tables, added, packs, source)

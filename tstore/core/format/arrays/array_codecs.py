@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.format.arrays.compressors import Bytes, max_encoded_size
 from tstore.core.format.arrays.dtypes import is_ml_dtype
 from tstore.core.format.arrays.grid import chunk_number
 from tstore.core.format.arrays.numcodecs_classes import checked_int, new_codec, settings_of, unsupported
 from tstore.core.format.arrays.variable import MAX_ENCODED, bytes_in, is_variable
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
+
+if TYPE_CHECKING:  # imported with the first codec that compresses
+    from tstore.core.format.arrays.compressors import Bytes
 
 __all__ = ["FLOATS", "ArrayCodec", "ExmyCodec", "TileRange", "Tiles", "as_array_codec"]
 
@@ -283,6 +285,8 @@ class _Numcodec(ArrayCodec):
     ) -> None:
         # zarr-python requires a configuration, even an empty one
         self.document = {"name": document["name"], "configuration": document.get("configuration") or {}}
+        from tstore.core.format.arrays.compressors import max_encoded_size
+
         self.max_size = max_encoded_size(math.prod(shape) * dtype.itemsize)
         self._dtype = dtype
         self._codec = new_codec(document, settings)
