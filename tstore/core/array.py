@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Never, NoReturn, Protocol
+from typing import Any, NamedTuple, Never, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from tstore.core.format.arrays.points import PointSelection
 from tstore.core.format.arrays.views import View, whole_view
 from tstore.errors import InvalidArgument, InvalidIndex, Misuse
 
-__all__ = ["Appended", "Array", "ArraySource", "meta_of", "parts_of", "read_of", "viewed"]
+__all__ = ["Appended", "Array", "ArrayParts", "ArraySource", "parts_of", "read_of", "viewed"]
 
 
 class ArraySource(Protocol):
@@ -388,14 +388,18 @@ def read_of(array: Array, out: npt.NDArray[Any] | None = None) -> _Read:
     return _Read(array, out)
 
 
-def parts_of(array: Array) -> tuple[ArraySource, str, View]:
-    """Return the source, the path and the view of an array, from which another process can make it again."""
-    return array._source, array.path, array._view
+class ArrayParts(NamedTuple):
+    """What an array, or a view of one, is made of; `meta` is that of the whole array."""
+
+    source: ArraySource
+    path: str
+    view: View
+    meta: ArrayMeta
 
 
-def meta_of(array: Array) -> ArrayMeta:
-    """Return the metadata of the array of a view."""
-    return array._meta
+def parts_of(array: Array) -> ArrayParts:
+    """Return the private side of an array, for modules that read or copy its chunks."""
+    return ArrayParts(array._source, array.path, array._view, array._meta)
 
 
 def viewed(array: Array, view: View) -> Array:

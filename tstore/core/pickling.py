@@ -148,7 +148,8 @@ async def _version(log: LogReader, number: int) -> _Version:
 
 
 def _reduce_array(array: Array) -> tuple[Any, ...]:
-    return _array, parts_of(array)
+    source, path, view, _ = parts_of(array)
+    return _array, (source, path, view)
 
 
 @raises_when_used(Array)

@@ -156,7 +156,7 @@ class Snapshot:
         `Array.read` raises the error. Raise `InvalidArgument` for an unsuitable `out`.
         """
         storage = self._log.storage
-        _, path, shown = parts_of(view)
+        _, path, shown, _ = parts_of(view)
         try:
             node = array_node(self._tree, path, self.location)
             selection = shown.selection()

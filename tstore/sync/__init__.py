@@ -74,7 +74,7 @@ class Array(BlockingWrapper):
     @wraps(_async.Array.read)
     def read(self, out: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
         array = self._wrapped
-        source, _, _ = parts_of(array)
+        source = parts_of(array).source
         values: np.ndarray[Any, Any] | None = None
         if isinstance(source, _async.Snapshot) and not BACKGROUND.is_running_here():
             values = source.read_in_this_thread(array, out, WORKERS)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.array import Appended, Array, meta_of, parts_of
+from tstore.core.array import Appended, Array, parts_of
 from tstore.core.data.pieces import ReadJob
 from tstore.core.data.planning import ReadPlan, read_plan
 from tstore.core.data.reader import read_chunks
@@ -79,10 +79,10 @@ async def new_array(
 
 async def _discard(array: Array) -> None:
     """Drop an array that this transaction has created, unless it was deleted since."""
-    source, path, _ = parts_of(array)
+    source, path, _, meta = parts_of(array)
     assert isinstance(source, HandleSource)
     async with source.staging.operation() as staged:
-        staged.check_handle(path, meta_of(array), source.taken)
+        staged.check_handle(path, meta, source.taken)
         staged.remove(path)
 
 
@@ -91,10 +91,10 @@ async def check_handle(array: Array) -> None:
 
     Raise `NotFound` if it was deleted.
     """
-    source, path, _ = parts_of(array)
+    source, path, _, meta = parts_of(array)
     assert isinstance(source, HandleSource)
     async with source.staging.operation() as staged:
-        staged.check_handle(path, meta_of(array), source.taken)
+        staged.check_handle(path, meta, source.taken)
 
 
 class HandleSource:
