@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import gcs
+from tests.support.thresholds import Thresholds
 from tstore.lab.simulation.scenario import import_core
 
 settings.register_profile("default", max_examples=30, deadline=None)  # a busy machine may be slow
@@ -103,6 +104,13 @@ def tmp_path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a new store, in a folder and in memory. Modules that need others override this fixture."""
     return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4()}"
+
+
+@pytest.fixture
+def thresholds() -> Iterator[Thresholds]:
+    """A function that changes thresholds of tstore until the end of the test."""
+    with Thresholds() as thresholds:
+        yield thresholds
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,11 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.support.raw_http import RawResponse, Request, hang, ok, serving
+from tests.support.thresholds import Thresholds
 from tstore.core.format.bounds import COLLECTION_BYTES
 from tstore.core.log.reader import LogReader
 from tstore.core.runtime.event_loops import on_io
 from tstore.core.runtime.pool import Workers
-from tstore.core.storage import limits
 from tstore.core.storage.base import Storage
 from tstore.core.storage.cache import Cache, CachedStorage
 from tstore.core.storage.connect import connect
@@ -58,9 +58,8 @@ DIALECTS = [http, gcs, s3]
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.2)
-    monkeypatch.setattr(limits, "BODY_RATE", 4096)
+def impatient(thresholds: Thresholds) -> None:
+    thresholds(CONNECT_SECONDS=0.2, BODY_RATE=4096)
 
 
 @contextlib.asynccontextmanager
@@ -179,8 +178,8 @@ def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 
 
 @on_virtual_time
-async def test_a_transfer_above_the_minimum_rate_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_RATE", 1000)
+async def test_a_transfer_above_the_minimum_rate_has_no_deadline(thresholds: Thresholds) -> None:
+    thresholds(BODY_RATE=1000)
     async with Deadline(0.4) as within:
         for _ in range(60):
             await asyncio.sleep(0.02)
@@ -385,9 +384,9 @@ LISTS: list[Listing] = [lambda b: b.list("p"), lambda b: b.folders("p"), lambda 
 @pytest.mark.parametrize("listing_of", LISTS, ids=["list", "folders", "age"])
 @pytest.mark.parametrize("names", [[], ["p/a"]], ids=["empty", "the-same"])
 async def test_a_list_without_new_names_ends(
-    dialect: Callable[[str], Storage], listing_of: Listing, names: list[str], monkeypatch: pytest.MonkeyPatch
+    dialect: Callable[[str], Storage], listing_of: Listing, names: list[str], thresholds: Thresholds
 ) -> None:
-    monkeypatch.setattr(limits, "EMPTY_PAGES", 10)
+    thresholds(EMPTY_PAGES=10)
     async with asking(dialect, pages(dialect, lambda number: names)) as storage:
         with pytest.raises(Corrupt, match="no new name for 10 pages"):
             await asyncio.wait_for(listing_of(storage), 60)
@@ -395,9 +394,9 @@ async def test_a_list_without_new_names_ends(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_an_endless_list_of_new_names_ends(
-    dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
+    dialect: Callable[[str], Storage], thresholds: Thresholds
 ) -> None:
-    monkeypatch.setattr(limits, "LISTING_BYTES", 100_000)
+    thresholds(LISTING_BYTES=100_000)
 
     def page(number: int) -> list[str]:
         return [f"p{number:09d}-{i:03d}" for i in range(100)]
@@ -408,11 +407,8 @@ async def test_an_endless_list_of_new_names_ends(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_list_that_is_too_slow_ends(
-    dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "LISTING_GRACE", 0.2)
-    monkeypatch.setattr(limits, "LISTING_RATE", 1_000_000)  # more than one name per page reaches
+async def test_a_list_that_is_too_slow_ends(dialect: Callable[[str], Storage], thresholds: Thresholds) -> None:
+    thresholds(LISTING_GRACE=0.2, LISTING_RATE=1_000_000)  # more than one name per page reaches
 
     def page(number: int) -> list[str]:
         return [f"p{number:09d}"]
@@ -423,8 +419,8 @@ async def test_a_list_that_is_too_slow_ends(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_retried_list_ends_too(dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "EMPTY_PAGES", 10)
+async def test_a_retried_list_ends_too(dialect: Callable[[str], Storage], thresholds: Thresholds) -> None:
+    thresholds(EMPTY_PAGES=10)
     async with serving(pages(dialect, lambda number: ["p/a"])) as server:
         storage = as_remote(dialect(server.url))
         with pytest.raises(Corrupt, match="no new name"):

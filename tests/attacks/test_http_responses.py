@@ -16,8 +16,8 @@ import tstore
 from tests.support import ports
 from tests.support.http_server import MARKER
 from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok, part, serving, then
+from tests.support.thresholds import Thresholds
 from tstore.core.format.checksums import BLOCK, block_checks
-from tstore.core.storage import limits
 from tstore.core.storage.http.store import HttpStorage
 from tstore.core.storage.objects import PutMode
 from tstore.errors import (
@@ -80,9 +80,8 @@ ALL = [*READS, *WRITES, pages]
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.2)
+def impatient(thresholds: Thresholds) -> None:
+    thresholds(IDLE_SECONDS=0.2, CONNECT_SECONDS=0.2)
 
 
 async def fails(
@@ -135,9 +134,8 @@ async def test_a_server_that_stops_reading_a_body_is_unavailable(impatient: None
     await fails(Unavailable, big, ok(b"", OURS), hang, match="silent")
 
 
-async def test_a_slow_server_that_goes_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "IDLE_SECONDS", 1.0)
-    monkeypatch.setattr(limits, "BODY_RATE", 8)
+async def test_a_slow_server_that_goes_on_is_waited_for(thresholds: Thresholds) -> None:
+    thresholds(IDLE_SECONDS=1.0, BODY_RATE=8)
 
     async def drip(request: Request) -> bytes:
         request.writer.write(ok(b"", length=20))
@@ -150,8 +148,8 @@ async def test_a_slow_server_that_goes_on_is_waited_for(monkeypatch: pytest.Monk
         assert await store.get("k") == DATA[:20]
 
 
-async def test_a_server_that_reads_a_body_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "IDLE_SECONDS", 1.0)
+async def test_a_server_that_reads_a_body_slowly_is_waited_for(thresholds: Thresholds) -> None:
+    thresholds(IDLE_SECONDS=1.0)
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from tests.support.raw_http import Request, ok, part, serving
+from tests.support.thresholds import Thresholds
 from tstore.core.runtime.event_loops import on_io
-from tstore.core.storage import limits
 from tstore.core.storage.base import Storage
 from tstore.core.storage.gcs.store import GcsStorage
 from tstore.core.storage.http.store import HttpStorage
@@ -375,10 +375,9 @@ def check_error(error: BaseException, hidden: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Unclosed connection:ResourceWarning")
 @pytest.mark.timeout(int(float(os.environ.get("TSTORE_FUZZ_SECONDS", "0"))) + 300)
 async def test_random_responses_end_in_data_or_an_error_of_tstore(
-    kind: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
+    kind: Callable[[str], Storage], thresholds: Thresholds
 ) -> None:
-    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.2)
-    monkeypatch.setattr(limits, "EMPTY_PAGES", 5)
+    thresholds(CONNECT_SECONDS=0.2, EMPTY_PAGES=5)
     seconds, seed = os.environ.get("TSTORE_FUZZ_SECONDS"), os.environ.get("TSTORE_FUZZ_SEED")
     end = time.monotonic() + float(seconds) if seconds else None
     outcomes: Counter[str] = Counter()

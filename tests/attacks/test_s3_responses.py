@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.raw_http import RawResponse, Server, close, hang, ok, part, serving, then
+from tests.support.thresholds import Thresholds
 from tstore.core.runtime.event_loops import on_io
-from tstore.core.storage import limits
 from tstore.core.storage.objects import PutMode
 from tstore.core.storage.s3.store import S3Storage
 from tstore.errors import (
@@ -35,8 +35,8 @@ def refusal(status: str, code: str, *fields: str) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def connections_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.5)  # which the wait for a silent server includes
+def connections_are_fast(thresholds: Thresholds) -> None:
+    thresholds(CONNECT_SECONDS=0.5)  # which the wait for a silent server includes
 
 
 @contextlib.asynccontextmanager

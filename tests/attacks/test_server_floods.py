@@ -22,6 +22,7 @@ import trustme
 import tstore
 from tests.support.forging import forged
 from tests.support.http_server import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
+from tests.support.thresholds import Thresholds
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.checksums import block_checks
 from tstore.core.format.objects.chunk_refs import ChunkTable
@@ -30,7 +31,7 @@ from tstore.core.format.objects.records import Record
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.tree.tree import Tree
 from tstore.core.format.tree.validation import Steps, check_chunks, next_tree
-from tstore.service.server import Access, Certificate, Limits, Server, transfers
+from tstore.service.server import Access, Certificate, Limits, Server
 from tstore.service.server.limits import Shares, Turns
 from tstore.service.server.responses import Refused
 from tstore.service.server.transfers import Transfer, Transfers
@@ -49,10 +50,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(thresholds: Thresholds) -> None:
     """Let servers end slow transfers soon after they began, instead of after two seconds."""
-    monkeypatch.setattr(transfers, "_HEAD_START", 16 << 10)
-    monkeypatch.setattr(transfers, "_MIN_PACE", 64 << 20)
+    thresholds(_HEAD_START=16 << 10, _MIN_PACE=64 << 20)
 
 
 @contextlib.asynccontextmanager

@@ -28,6 +28,7 @@ from tests.support.http_server import (
     wire,
 )
 from tests.support.polling import blocking_until
+from tests.support.thresholds import Thresholds
 from tstore.core.storage.local.store import LocalStorage
 from tstore.errors import InvalidArgument, StorageFull
 from tstore.service.server import Access, Limits, Server
@@ -263,10 +264,10 @@ async def test_bodies_of_tiny_chunks_are_refused_early(place: Path, chunk: bytes
 
 @pytest.mark.parametrize(("path", "status"), [(PACK, 400), ("/odd", 403)])
 async def test_tiny_chunks_are_not_read_for_long(
-    place: Path, path: str, status: int, monkeypatch: pytest.MonkeyPatch
+    place: Path, path: str, status: int, thresholds: Thresholds
 ) -> None:
     """Neither if a body is wanted, nor if the request was refused without it."""
-    monkeypatch.setattr("tstore.service.server.connections._LINGER", 100.0)  # else refused bodies are read on
+    thresholds(_LINGER=100.0)  # else refused bodies are read on
     async with Server(place, access=everybody()) as server, wire(server) as raw:
         await raw.send(CHUNKED.replace(PACK.encode(), path.encode()))
         if status == 403:

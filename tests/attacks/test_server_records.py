@@ -23,6 +23,7 @@ import pytest
 import tstore
 from tests.support.forging import placed_in, sealed
 from tests.support.http_server import ADMIN, WRITE, Client, client_of, everybody
+from tests.support.thresholds import Thresholds
 from tstore import Keep
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.checksums import digest
@@ -36,7 +37,7 @@ from tstore.core.format.objects.references import Manifest
 from tstore.core.format.tree.tree import Tree, group_document
 from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
 from tstore.lab.simulation.scenario import override_constants
-from tstore.service.server import Server, admission, manifests
+from tstore.service.server import Server, manifests
 from tstore.service.server.log_state import LogState, manifest_memory
 
 VALUES = np.arange(40_000.0)
@@ -514,10 +515,10 @@ async def test_a_manifest_of_a_group_written_first_by_another_client(place: Plac
 # ---- the cost of a record
 
 
-async def test_the_tree_that_a_server_keeps_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_tree_that_a_server_keeps_is_bounded(place: Place, thresholds: Thresholds) -> None:
     """Overwritten chunks do not count."""
-    monkeypatch.setattr(admission, "MAX_MEMORY", 64 << 10)
-    monkeypatch.setattr(manifests, "MAX_MEMORY", 64 << 10)
+    thresholds(MAX_MEMORY=64 << 10)
+    thresholds(MAX_MEMORY=64 << 10)
     async with await opened(place.server) as store:
         async with store.transaction() as tx:
             array = await tx.create_array("small", (2000,), "u1", (2000,))
@@ -567,9 +568,9 @@ def _grown(data: bytes) -> tuple[Tree, int]:
     return Tree.empty().after(1, commit(), [decoded]), manifest_memory(decoded)
 
 
-async def test_many_small_groups_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MAX_MEMORY", 200_000)
-    monkeypatch.setattr(manifests, "MAX_MEMORY", 200_000)
+async def test_many_small_groups_are_refused(place: Place, thresholds: Thresholds) -> None:
+    thresholds(MAX_MEMORY=200_000)
+    thresholds(MAX_MEMORY=200_000)
     nodes = [(f"g{i}", group_document({}), True, ()) for i in range(1000)]
     key = "txn/forged/manifest-0"
     data = framed(Manifest.from_nodes(nodes))
@@ -580,8 +581,8 @@ async def test_many_small_groups_are_refused(place: Place, monkeypatch: pytest.M
     assert "all nodes" in json.loads(response.body)["error"]
 
 
-async def test_the_documents_of_a_record_are_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests, "_MAX_DOCUMENTS", 299)
+async def test_the_documents_of_a_record_are_bounded(place: Place, thresholds: Thresholds) -> None:
+    thresholds(_MAX_DOCUMENTS=299)
     async with await opened(place.server) as store:
         await large(store)  # its arrays share a document
         tx = store.transaction()
@@ -618,10 +619,10 @@ async def large(store: tstore.Store) -> None:
 
 @pytest.mark.parametrize("path", ["x", "many/7"])
 async def test_a_record_above_an_unreadable_version_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    tmp_path: Path, thresholds: Thresholds, path: str
 ) -> None:
     """It can't be validated against that version until the missing object is restored."""
-    monkeypatch.setattr(admission, "_RECHECK", 0.0)
+    thresholds(_RECHECK=0.0)
     folder = tmp_path / "store"
     async with await tstore.open(folder) as local:
         await filled(local)

@@ -34,6 +34,7 @@ from tests.support.http_server import (
     serving,
     wire,
 )
+from tests.support.thresholds import Thresholds
 from tstore.errors import Denied
 from tstore.service.server import Access, Limits, Server
 from tstore.service.server.folder import ConfinedStorage
@@ -174,8 +175,8 @@ async def test_a_stalled_reader_is_disconnected(place: Path, caplog: pytest.LogC
     logging.getLogger("tstore.server.access").removeHandler(answered)
 
 
-async def test_requests_beyond_the_limit_get_503(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.service.server.transfers._HEAD_START", 1 << 40)  # no transfer is ended
+async def test_requests_beyond_the_limit_get_503(place: Path, thresholds: Thresholds) -> None:
+    thresholds(_HEAD_START=1 << 40)  # no transfer is ended
     limits = Limits(requests=2, stall=20)
     async with Server(place, access=everybody(), limits=limits) as server, contextlib.AsyncExitStack() as held:
         for i in range(2):

@@ -19,6 +19,7 @@ import pytest
 import tstore
 from tests.support.collisions import equal_hashes
 from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
+from tests.support.thresholds import Thresholds
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
 from tstore.convert.exporting import export_safetensors
 from tstore.core.format.objects.documents import Document
@@ -179,14 +180,14 @@ def test_a_short_structure_with_endless_paths_is_invalid() -> None:
     tracemalloc.stop()
 
 
-async def test_the_paths_of_scalars_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_paths_of_scalars_are_bounded(monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds) -> None:
     """Nested dicts with long keys, or many scalars below one, have paths far longer than the document."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     deep: Any = 1
     for _ in range(199):
         deep = {"k" * 300: deep}
     many = {"k" * 4000: dict.fromkeys(range(10_000), 1)}
-    monkeypatch.setattr("tstore.checkpoint.structure._MAX_PATHS", 10 << 20)
+    thresholds(_MAX_PATHS=10 << 20)
     for tree, message in (
         (deep, "4,215 characters, more than 4,096"),
         (many, "more than 10,485,760 characters"),

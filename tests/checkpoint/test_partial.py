@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import tstore
 from tests.support.counted_reads import count_reads
+from tests.support.thresholds import Thresholds
 from tstore.checkpoint import source
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
-from tstore.core.format.objects import pages, segments
+from tstore.core.format.objects import pages
 from tstore.core.format.patterns import compile_patterns, extent_of
 from tstore.core.format.tree_parts import part_of
 from tstore.errors import NotFound
@@ -46,9 +47,8 @@ GLOBS = st.lists(
 
 
 @pytest.fixture
-def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "PAGE_BYTES", 4000)
-    monkeypatch.setattr(pages, "SHORT_MANIFEST", 4000)
+def short_pages(thresholds: Thresholds) -> None:
+    thresholds(PAGE_BYTES=4000, SHORT_MANIFEST=4000)
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +173,10 @@ async def test_a_group_whose_name_begins_others_costs_what_the_group_costs(
     assert sum(sizes) < 30_000 + 2 * 4000 + 2000  # as in the test above
 
 
-async def test_shards_read_the_segments_of_their_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_ROWS", 1000)
+async def test_shards_read_the_segments_of_their_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
+) -> None:
+    thresholds(SEGMENT_ROWS=1000)
     rows = 1 << 16
     async with await tstore.open(str(tmp_path)) as store, store.transaction(tag="step/1") as tx:
         w = await tx.create_array("w", (rows, 2), "i8", chunks=(1, 2))

@@ -17,6 +17,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support.fuzzing import bounded_time
+from tests.support.thresholds import Thresholds
 from tstore.cli import main
 from tstore.errors import Corrupt, InvalidArgument, NotFound, StructureMismatch
 
@@ -291,9 +292,9 @@ def stored(structure: Any, arrays: dict[str, Any] | None = None) -> bytes:
     return msgspec.msgpack.encode({"structure": structure, "arrays": arrays or {}})
 
 
-def test_hostile_bytes_of_a_host_are_refused_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_bytes_of_a_host_are_refused_at_once(url: str, thresholds: Thresholds) -> None:
     """Sizes, depths and keys are checked before the parser meets them."""
-    monkeypatch.setattr("tstore.checkpoint.per_host.NODE_METADATA_VALUES", 10_000)
+    thresholds(NODE_METADATA_VALUES=10_000)
     colliding = [-(2**61 - 1), 0, 2**61 - 1] + [n * (2**61 - 1) for n in range(2, 9)]
     many = b"\x82\xa6arrays\x80\xa9structure\xdd\x00\x00\x30\x00" + bytes(0x3000)
     hostile = {
@@ -313,8 +314,8 @@ def test_hostile_bytes_of_a_host_are_refused_at_once(url: str, monkeypatch: pyte
                 blocking.restore(store, step, only=f"x{step}")
 
 
-async def test_what_could_not_be_read_again_is_not_saved(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.checkpoint.per_host.NODE_METADATA_VALUES", 1000)
+async def test_what_could_not_be_read_again_is_not_saved(url: str, thresholds: Thresholds) -> None:
+    thresholds(NODE_METADATA_VALUES=1000)
     with pytest.raises(InvalidArgument, match=r"x: the PerHost has more than 1,000 values; use arrays"):
         await tstore.save(url, {"x": tstore.PerHost(list(range(1000)))}, 1)
 

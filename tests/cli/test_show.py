@@ -13,6 +13,7 @@ import pytest
 import tstore.sync as blocking
 from tests.support.commands import Call, failed
 from tests.support.counted_reads import count_reads
+from tests.support.thresholds import Thresholds
 from tstore.cli.results import Tree
 from tstore.cli.tree import show_tree
 from tstore.core.format.patterns import compile_patterns
@@ -95,10 +96,9 @@ def test_scalars_are_selected_as_arrays_are(tmp_path: Path, call: Call, path: st
 
 
 @pytest.fixture
-def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def many(tmp_path: Path, thresholds: Thresholds) -> Path:
     """Return a store with 3,000 arrays and as many scalars in 300 groups, whose metadata is in short pages."""
-    monkeypatch.setattr("tstore.core.format.objects.pages.PAGE_BYTES", 4000)
-    monkeypatch.setattr("tstore.core.format.objects.pages.SHORT_MANIFEST", 4000)
+    thresholds(PAGE_BYTES=4000, SHORT_MANIFEST=4000)
     tree = {f"g{g:03}": {f"a{a}": np.full(4, a) for a in range(10)} | {"lr": g / 2} for g in range(300)}
     blocking.save(tmp_path / "many", tree, 1)
     return tmp_path / "many"
@@ -129,10 +129,9 @@ def test_a_part_costs_what_the_part_costs(
 
 
 def test_a_part_of_what_no_save_wrote_costs_what_the_part_costs(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
-    monkeypatch.setattr("tstore.core.format.objects.pages.PAGE_BYTES", 4000)
-    monkeypatch.setattr("tstore.core.format.objects.pages.SHORT_MANIFEST", 4000)
+    thresholds(PAGE_BYTES=4000, SHORT_MANIFEST=4000)
     with blocking.open(tmp_path / "store") as opened, opened.transaction() as tx:
         for number in range(1000):
             tx.create_array(f"n{number:03}", (4,), "int64").write(number)
@@ -141,8 +140,7 @@ def test_a_part_of_what_no_save_wrote_costs_what_the_part_costs(
         assert len(json.loads(call(command, tmp_path / "store", path, "--json")[1])["arrays"]) == count
         assert sum(sizes) < 20_000
         monkeypatch.undo()
-        monkeypatch.setattr("tstore.core.format.objects.pages.PAGE_BYTES", 4000)
-        monkeypatch.setattr("tstore.core.format.objects.pages.SHORT_MANIFEST", 4000)
+        thresholds(PAGE_BYTES=4000, SHORT_MANIFEST=4000)
 
 
 def test_patterns(store: Path, tmp_path: Path, call: Call) -> None:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tstore
+from tests.support.thresholds import Thresholds
 from tests.support.weights import example, raw, real_weights, write_file
 from tstore.convert.exporting import export_safetensors
 from tstore.convert.importing import import_checkpoint
@@ -278,10 +279,8 @@ async def test_a_damaged_chunk_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunks", [(64, 128), (7, 1000), (1000, 10), (1, 1000)])
-async def test_slabs_cover_the_array(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: tuple[int, int]
-) -> None:
-    monkeypatch.setattr("tstore.convert.exporting._SLAB", 50_000)
+async def test_slabs_cover_the_array(tmp_path: Path, thresholds: Thresholds, chunks: tuple[int, int]) -> None:
+    thresholds(_SLAB=50_000)
     x = np.random.default_rng(0).random((1000, 1000))
     async with await tstore.open(tmp_path / "store") as store:
         async with store.transaction() as tx:
@@ -294,8 +293,8 @@ async def test_slabs_cover_the_array(
     assert told[-1] == (x.nbytes, x.nbytes)
 
 
-async def test_export_holds_one_slab_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.convert.exporting._SLAB", 1 << 20)
+async def test_export_holds_one_slab_at_a_time(tmp_path: Path, thresholds: Thresholds) -> None:
+    thresholds(_SLAB=1 << 20)
     async with await tstore.open(tmp_path / "store") as store:
         await tstore.save(store, {str(i): np.full((4096, 1024), i, np.float32) for i in range(4)}, 0)
         tracemalloc.start()

@@ -30,6 +30,7 @@ import tstore
 from tests.support.collisions import equal_hashes, long_walks
 from tests.support.fuzzing import bounded_time, fuzz, mutated
 from tests.support.lazy import lazy
+from tests.support.thresholds import Thresholds
 from tests.support.weights import raw
 from tstore.cli import main
 from tstore.convert.dcp import open_dcp
@@ -549,9 +550,7 @@ def test_a_value_that_is_used_many_times_costs_no_more_than_its_bytes(pickled: b
     assert len(str(raised.value)) < 1000
 
 
-def test_many_tensors_share_one_list_of_chunks(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_tensors_share_one_list_of_chunks(folder: Path, tmp_path: Path, thresholds: Thresholds) -> None:
     def share(metadata: Any) -> None:
         item = metadata.state_dict_metadata["model.layer.weight"]
         item.chunks *= 10
@@ -560,7 +559,7 @@ def test_many_tensors_share_one_list_of_chunks(
 
     path = with_metadata(folder, tmp_path / "shared", share)
     assert len(open_dcp(path)[0]) > 1000
-    monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 9000)
+    thresholds(_MAX_VISITS=9000)
     with pytest.raises(Corrupt, match="more than 9000 values"):
         open_dcp(path)
 
@@ -580,11 +579,11 @@ def test_metadata_is_read_in_time_and_without_a_crash(folder: Path, tmp_path: Pa
             assert len(str(raised.value)) < 1000
 
 
-def test_the_values_of_a_folder_are_counted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_values_of_a_folder_are_counted_together(tmp_path: Path, thresholds: Thresholds) -> None:
     save({str(i): (i, i) for i in range(100)}, tmp_path / "a")
-    monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 300)
+    thresholds(_MAX_VISITS=300)
     open_dcp(str(tmp_path / "a"))
-    monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 299)
+    thresholds(_MAX_VISITS=299)
     with pytest.raises(Corrupt, match="more than 299 values"):
         open_dcp(str(tmp_path / "a"))
 
@@ -614,26 +613,26 @@ def test_many_tensors_of_one_storage() -> None:
                 read_archive(np.frombuffer(data, np.uint8), "x")
 
 
-def test_an_archive_of_more_entries_than_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_of_more_entries_than_are_read(thresholds: Thresholds) -> None:
     data = np.frombuffer(archive(HEAD + b"]."), np.uint8)
     assert read_archive(data, "x") == []
-    monkeypatch.setattr("tstore.convert.torch_archive._MAX_DIRECTORY", 100)
+    thresholds(_MAX_DIRECTORY=100)
     with pytest.raises(Corrupt, match="its list of entries is too long"):
         read_archive(data, "x")
 
 
-def test_a_pickle_of_more_opcodes_than_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_of_more_opcodes_than_are_read(thresholds: Thresholds) -> None:
     data = np.frombuffer(archive(HEAD + b"]" + b"2" * 100 + b"."), np.uint8)  # DUP: a byte that takes 8 of memory
     assert read_archive(data, "x") == []
-    monkeypatch.setattr("tstore.convert.pickled._MAX_OPCODES", 100)
+    thresholds(_MAX_OPCODES=100)
     with pytest.raises(UnsupportedFormat, match="more than 100 opcodes"):
         read_archive(data, "x")
 
 
-def test_the_opcodes_of_all_archives_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_opcodes_of_all_archives_are_counted_together(thresholds: Thresholds) -> None:
     """Otherwise each of many archives could take half a minute."""
     archives = [np.frombuffer(archive(HEAD + b"](" + b"N" * 3000 + b"e."), np.uint8) for _ in range(3)]
-    monkeypatch.setattr("tstore.convert.pickled._MAX_OPCODES", 10_000)
+    thresholds(_MAX_OPCODES=10_000)
     visits = Visits("the folder")
     for data in archives:
         assert read_archive(data, "x", visits) == [None] * 3000
@@ -648,8 +647,8 @@ def test_long_metadata_of_short_files_is_refused_before_it_is_parsed(tmp_path: P
         open_dcp(str(tmp_path))
 
 
-async def test_archives_that_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 5000)
+async def test_archives_that_lie(tmp_path: Path, thresholds: Thresholds) -> None:
+    thresholds(_MAX_VISITS=5000)
     file = tmp_path / "x.pt"
     good = archive(tensor_pickle(0, (2, 2), (2, 1)), bytes(16))
     file.write_bytes(good)
@@ -740,10 +739,10 @@ NUMBERS = [int_key(number) + b"N" for number in COLLIDING]
     ids=range(13),
 )
 def test_numbers_that_collide_and_values_that_fill_the_memory(
-    pickled: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+    pickled: bytes, message: str, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
     if "memory" in message:
-        monkeypatch.setattr("tstore.convert.pickled._MEMORY", 1 << 18)
+        thresholds(_MEMORY=1 << 18)
     monkeypatch.setattr("tstore.core.format.tree_document._MAX_SECONDS", 0.5)
     data = np.frombuffer(archive(HEAD + pickled + b"."), np.uint8)
     with bounded_time(20), pytest.raises((Corrupt, UnsupportedFormat), match=message):

@@ -22,6 +22,7 @@ from tests.support.fileservers import aiohttp_files
 from tests.support.fuzzing import bounded_time
 from tests.support.http_server import READ, everybody
 from tests.support.lazy import lazy
+from tests.support.thresholds import Thresholds
 from tstore.convert.references import export_references, reader_options
 from tstore.core.format.frame import link_of, linked
 from tstore.core.format.layout import commit_key
@@ -316,13 +317,13 @@ def test_a_chunk_in_a_record_is_verified_before_it_is_copied(store: Path, tmp_pa
 
 
 def test_many_chunks_in_several_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_by_zarr: Reader
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds, read_by_zarr: Reader
 ) -> None:
     pytest.importorskip("fastparquet")
     from tstore.convert import references
 
     monkeypatch.setattr(references, "_RECORD", 7)
-    monkeypatch.setattr(references, "_ROUND", 5)
+    thresholds(_ROUND=5)
     values = np.arange(3600, dtype=np.int32).reshape(60, 60)
     with tstore.open(tmp_path / "store").transaction() as tx:
         tx.create_array("a", (60, 60), "int32", (9, 13)).write(values)

@@ -20,12 +20,12 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support import fileservers, gcs, http_server, moto_server, processes
+from tests.support.thresholds import Thresholds
 from tstore import Keep
 from tstore.cli import main
 from tstore.core.copying.copy import copy_to
 from tstore.core.format.layout import commit_key
 from tstore.core.log.expiry import living_versions
-from tstore.core.storage import packs
 from tstore.core.storage.connect import connect
 from tstore.core.storage.objects import Durability
 from tstore.errors import (
@@ -655,11 +655,9 @@ def served_by(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("kind", ["serve", "gcs", "s3"])
-async def test_to_a_server_and_back(
-    kind: str, new: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_to_a_server_and_back(kind: str, new: NewUrl, tmp_path: Path, thresholds: Thresholds) -> None:
     """With a pack too long for memory; the second copy is interrupted."""
-    monkeypatch.setattr(packs, "IN_MEMORY", 1 << 20)
+    thresholds(IN_MEMORY=1 << 20)
     source = new("local")
     big = {str(i): np.random.default_rng(i).random(1 << 19) for i in range(3)}
     store = await tstore.open(source)

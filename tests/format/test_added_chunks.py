@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.thresholds import Thresholds
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.checksums import CHECK_SIZE
 from tstore.core.format.objects.chunk_refs import ChunkTable
@@ -85,8 +86,8 @@ def test_chunks_that_the_nodes_have_are_left_out(
 
 
 @pytest.mark.parametrize("few", [0, 16])
-def test_only_the_newest_row_of_a_chunk_is_known(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
-    monkeypatch.setattr("tstore.core.format.tree.added_chunks._MIN_TOGETHER", few)
+def test_only_the_newest_row_of_a_chunk_is_known(thresholds: Thresholds, few: int) -> None:
+    thresholds(_MIN_TOGETHER=few)
     old, new = {0: (OTHERS[0], 0, 1)}, {0: (OTHERS[0], 1, 1)}
     nodes = {"w": node("w", [table(old), table(new)])}
     for written, added in ((old, [0]), (new, [])):

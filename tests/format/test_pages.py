@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.support.thresholds import Thresholds
 from tstore.core.format import layout
 from tstore.core.format.frame import seal
 from tstore.core.format.layout import root_key
@@ -101,10 +102,9 @@ GOLDEN_ROOT = (
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(thresholds: Thresholds) -> None:
     """Make pages of a few nodes."""
-    monkeypatch.setattr(module, "PAGE_BYTES", 300)
-    monkeypatch.setattr(module, "SHORT_MANIFEST", 300)
+    thresholds(PAGE_BYTES=300, SHORT_MANIFEST=300)
 
 
 def table_of(*numbers: int, by: str = "a") -> ChunkTable:
@@ -166,11 +166,9 @@ def test_a_short_manifest_is_one_frame() -> None:
     assert list(manifests_in(reference, data)) == [manifest]
 
 
-def test_a_page_has_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_has_a_bounded_number_of_nodes(thresholds: Thresholds) -> None:
     manifest = manifest_of(PATHS)
-    monkeypatch.setattr(module, "MANIFEST_NODES", 3)
-    monkeypatch.setattr(module, "PAGE_BYTES", manifest.size - 1)
-    monkeypatch.setattr(module, "SHORT_MANIFEST", manifest.size - 1)
+    thresholds(MANIFEST_NODES=3, PAGE_BYTES=manifest.size - 1, SHORT_MANIFEST=manifest.size - 1)
     reference, data = stored(KEY, manifest)
     assert [page.nodes for page in reference.pages] == [3, 3, 3, 3, 1]
     assert [path for m in manifests_in(reference, data) for path in m.paths] == PATHS
@@ -407,8 +405,8 @@ def test_a_page_with_the_same_paths_and_other_contents_is_corrupt() -> None:
             decode_page(forged[part], KEY, place)
 
 
-def test_a_very_long_manifest_has_longer_pages_rather_than_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAGE_BYTES", 1)
+def test_a_very_long_manifest_has_longer_pages_rather_than_too_many(thresholds: Thresholds) -> None:
+    thresholds(PAGE_BYTES=1)
     paths = [f"a{n:04}" for n in range(6000)]
     reference, data = stored(KEY, Manifest.from_nodes([(path, GROUP, True, ()) for path in paths]))
     assert 100 < len(reference.pages) <= MAX_PAGES

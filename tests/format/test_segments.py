@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.thresholds import Thresholds
 from tstore.core.format.checksums import digest
 from tstore.core.format.objects import segments as module
 from tstore.core.format.objects.chunk_refs import ChunkTable
@@ -186,9 +187,8 @@ def test_segments_that_newer_ones_replace_are_dropped() -> None:
     assert second is newest
 
 
-def test_cuts_are_bounded_in_rows_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
-    monkeypatch.setattr(module, "SEGMENT_BYTES", 200)
+def test_cuts_are_bounded_in_rows_and_bytes(thresholds: Thresholds) -> None:
+    thresholds(SEGMENT_ROWS=3, SEGMENT_BYTES=200)
     short = [ChunkRow(n, "txn/a/pack-0", 0, 1, bytes(16)) for n in range(7)]
     long = [ChunkRow(n, "txn/a/pack-0", 0, 20 << 20, bytes(320)) for n in (7, 8)]
     parts = list(cut(ChunkTable.from_rows([*short, *long])))
@@ -342,15 +342,15 @@ def test_a_merge_is_compared_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(steps) >= 1 + 10
 
 
-def test_a_merge_reads_some_segments_at_once_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.core.format.objects.merges.SEGMENT_ROWS", 10)
+def test_a_merge_reads_some_segments_at_once_and_each_once(thresholds: Thresholds) -> None:
+    thresholds(SEGMENT_ROWS=10)
     memory = Memory()
     tables: list[Table] = []
     for layer in range(9):
         numbers = range(layer, 9000, 9)
         rows = [ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in numbers]
         tables += segmented(memory, ChunkTable.from_rows(rows), 10)
-    monkeypatch.setattr("tstore.core.format.objects.merges.MIN_SEGMENTS", 1000)
+    thresholds(MIN_SEGMENTS=1000)
     plan = MergePlan.make(tables, 0, 1024)
     assert plan is not None
     taken, before, most = list[int](), 0, 0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tests.support.polling import until
+from tests.support.thresholds import Thresholds
 from tstore import cli
 from tstore.core.format.objects.records import Record
 from tstore.core.format.tree.changes import Changes
@@ -162,10 +163,10 @@ async def test_a_cancelled_commit_leaves_the_queue_and_the_others_commit(url: st
 
 
 async def test_commits_with_more_metadata_than_a_record_may_have_share_several(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
     """Each is within the bounds; readers would refuse one record with all of them."""
-    monkeypatch.setattr("tstore.core.format.objects.encoding.RECORD_VALUES", 1 << 14)
+    thresholds(RECORD_VALUES=1 << 14)
     monkeypatch.setattr("tstore.core.log.group_commit._MAX_VALUES", (1 << 14) - 1)
     await make(url, 4)
     store, faults = await open_faulty(url)

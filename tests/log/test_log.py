@@ -18,6 +18,7 @@ import pytest
 import tstore
 from tests.support.forging import place
 from tests.support.held_commit import held_commit
+from tests.support.thresholds import Thresholds
 from tstore.core.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.encoding import encode
@@ -252,7 +253,7 @@ async def test_a_request_that_lands_before_its_void_is_the_commit() -> None:
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize("operation", ["get", "create"])
 async def test_a_repeated_commit_that_fails_does_not_deny_the_first_one(
-    operation: str, exists: bool, monkeypatch: pytest.MonkeyPatch
+    operation: str, exists: bool, thresholds: Thresholds
 ) -> None:
     """The first one exists, or its request may land later; the transaction can be committed a third time."""
     url = anew()
@@ -261,7 +262,7 @@ async def test_a_repeated_commit_that_fails_does_not_deny_the_first_one(
     faults.fail("get", commit_key(2), nth=2)
     with pytest.raises(CommitOutcomeUnknown):
         await tx.commit()
-    monkeypatch.setattr("tstore.core.log.commits._RECENTLY", 0.0)  # a second later
+    thresholds(_RECENTLY=0.0)  # a second later
     faults.fail(operation, "commits/*", error=Unavailable if operation == "get" else StorageFull)
     if exists and operation == "create":
         assert await tx.commit() == 2

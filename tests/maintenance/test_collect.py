@@ -24,6 +24,7 @@ import tstore
 import tstore.sync as blocking
 from tests.support.held_commit import held_commit
 from tests.support.http_server import ADMIN, everybody
+from tests.support.thresholds import Thresholds
 from tstore import Keep
 from tstore.core import tags
 from tstore.core.format.layout import commit_key
@@ -743,10 +744,10 @@ async def slow_group(store: tstore.Store) -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 async def test_a_gc_takes_as_many_abandoned_transactions_as_its_record_can_name(
-    monkeypatch: pytest.MonkeyPatch, *, dies: bool
+    monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds, *, dies: bool
 ) -> None:
     """Otherwise a store with millions of them could never be collected again."""
-    monkeypatch.setattr("tstore.core.maintenance.gc._MAX_ABANDONED", 300)
+    thresholds(_MAX_ABANDONED=300)
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     await tstore.save(store, {"w": np.arange(9)}, 0)
     names = [f"{i:0100}" for i in range(8)]

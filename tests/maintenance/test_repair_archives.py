@@ -20,10 +20,10 @@ import pytest
 
 import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
+from tests.support.thresholds import Thresholds
 from tstore import Keep
 from tstore.cli import main
 from tstore.core.format.layout import archive_key, commit_key, root_key
-from tstore.core.format.objects import pages
 from tstore.core.maintenance.repair import repair_store
 from tstore.core.storage.base import Storage
 from tstore.core.storage.connect import connect
@@ -527,12 +527,11 @@ async def test_a_version_whose_changes_a_needed_root_has_is_not_voided() -> None
 
 @pytest.mark.parametrize(("collected", "paged"), [(False, False), (True, False), (True, True)])
 async def test_a_collection_keeps_what_a_lost_record_wrote(
-    collected: bool, paged: bool, monkeypatch: pytest.MonkeyPatch
+    collected: bool, paged: bool, thresholds: Thresholds
 ) -> None:
     """No record names its transaction any more; if its manifest is in pages, the root refers to that."""
     if paged:
-        monkeypatch.setattr(pages, "PAGE_BYTES", 500)
-        monkeypatch.setattr(pages, "SHORT_MANIFEST", 500)
+        thresholds(PAGE_BYTES=500, SHORT_MANIFEST=500)
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     values = np.arange(30000.0)
     await tstore.save(store, {"w": values, **{f"many/{i}": np.arange(200.0) for i in range(200)}}, 1)

@@ -13,6 +13,7 @@ import pytest
 
 import tstore
 from tests.support.held_commit import held_commit
+from tests.support.thresholds import Thresholds
 from tstore import Keep
 from tstore.core import tags
 from tstore.core.format.layout import commit_key, root_key
@@ -62,11 +63,11 @@ async def check_voided(store: tstore.Store) -> None:
 
 @pytest.mark.parametrize("applied", [True, False])
 async def test_a_patch_over_a_version_that_is_voided_is_not_committed(
-    applied: bool, monkeypatch: pytest.MonkeyPatch
+    applied: bool, thresholds: Thresholds
 ) -> None:
     """It is applied over that version, or is about to be, and has read only the record of the repair anew."""
     if applied:
-        monkeypatch.setattr("tstore.core.log.commits._RECENTLY", 0.0)  # the commit reads newer records first
+        thresholds(_RECENTLY=0.0)  # the commit reads newer records first
     store, faults = await new_store()
     tx, other = await write(store, 0), await tstore.open(store.url)
     await (await write(other, 1)).commit()
@@ -133,14 +134,14 @@ async def test_finish_during_a_repair_does_not_commit_again_what_was_voided(
 
 
 async def test_a_commit_that_exists_is_not_denied_because_another_was_voided(
-    monkeypatch: pytest.MonkeyPatch,
+    thresholds: Thresholds,
 ) -> None:
     store, faults = await new_store()
     await (await write(store, 0)).commit()
     tx = await create_group(store, "g")
     await unknown(faults, tx)
     await void(store, 2)
-    monkeypatch.setattr("tstore.core.log.commits._RECENTLY", 0.0)
+    thresholds(_RECENTLY=0.0)
     with pytest.raises(CommitOutcomeUnknown):
         await tx.commit()
     other = await tstore.open(store.url)

@@ -12,6 +12,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
+from tests.support.thresholds import Thresholds
 from tests.transactions.test_merges import make_small
 from tstore.core.copying.inventory import PackCheck
 from tstore.core.format.objects.chunk_refs import ChunkTable
@@ -108,9 +109,9 @@ async def random_history(store: tstore.Store, seed: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_differences_and_sizes_are_those_of_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    tmp_path: Path, thresholds: Thresholds, seed: int
 ) -> None:
-    make_small(monkeypatch)
+    make_small(thresholds)
     store = await tstore.open(tmp_path)
     states = await random_history(store, seed)
     for version, values in enumerate(states, 1):
@@ -128,11 +129,11 @@ async def test_differences_and_sizes_are_those_of_a_model(
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_each_damaged_chunk_is_reported_once_by_its_first_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    tmp_path: Path, thresholds: Thresholds, seed: int
 ) -> None:
     """Merges and resizes restate references; a chunk counts once, and is named by its first version."""
-    make_small(monkeypatch)
-    monkeypatch.setattr("tstore.core.data.writer._MAX_INLINE", 0)
+    make_small(thresholds)
+    thresholds(INLINE_BYTES=0)
     store = await tstore.open(tmp_path)
     states = await random_history(store, seed)
     labels: dict[tuple[str, int], str] = {}
@@ -156,11 +157,11 @@ async def test_each_damaged_chunk_is_reported_once_by_its_first_version(
 
 @pytest.mark.parametrize("ahead", [5, 1000])
 async def test_a_copy_checks_chunks_in_any_order_and_reads_segments_few_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds, ahead: int
 ) -> None:
     """Each segment has chunks all over the pack, as if columns had been written one after the other."""
-    make_small(monkeypatch)
-    monkeypatch.setattr("tstore.core.data.writer._MAX_INLINE", 0)
+    make_small(thresholds)
+    thresholds(INLINE_BYTES=0)
     monkeypatch.setattr("tstore.core.copying.inventory._STEP", 16)
     monkeypatch.setattr("tstore.core.copying.inventory._READ_AHEAD", ahead)
     loads: list[Segment] = []

@@ -28,6 +28,7 @@ import tstore
 from tests.support import processes
 from tests.support.forging import forged, placed_in
 from tests.support.http_server import READ, WRITE, client_of, everybody
+from tests.support.thresholds import Thresholds
 from tstore.core.format.layout import commit_key
 from tstore.core.maintenance.verify import VerifyReport
 from tstore.core.storage.local.store import LocalStorage
@@ -134,7 +135,7 @@ async def test_pages_of_a_long_run_follow_each_other(tmp_path: Path) -> None:
 
 
 async def test_a_new_version_reads_only_the_new_records(
-    server: Server, store: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, store: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
     read: list[str] = []
     short_objects = LocalStorage.short_objects
@@ -144,7 +145,7 @@ async def test_a_new_version_reads_only_the_new_records(
         return await short_objects(self, keys)
 
     monkeypatch.setattr(LocalStorage, "short_objects", noted)
-    monkeypatch.setattr("tstore.core.log.records.CACHED_RECORDS", 1)
+    thresholds(CACHED_RECORDS=1)
     w = np.zeros(100)
     for step in range(30, 400, 10):  # more records than are read with the first one
         await tstore.save(store, {"w": w}, step=step)
@@ -156,9 +157,9 @@ async def test_a_new_version_reads_only_the_new_records(
 
 
 async def test_a_history_that_changed_is_shown_as_a_new_server_shows_it(
-    server: Server, store: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, store: Path, thresholds: Thresholds
 ) -> None:
-    monkeypatch.setattr("tstore.core.log.records.CACHED_RECORDS", 1)  # a repair of a cached one opens it again
+    thresholds(CACHED_RECORDS=1)  # a repair of a cached one opens it again
 
     async def shown() -> None:
         async with Server(store, access=everybody(), page=Site()) as other:

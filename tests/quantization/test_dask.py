@@ -12,6 +12,7 @@ import pytest
 
 import tstore
 from tests.support.lazy import lazy
+from tests.support.thresholds import Thresholds
 
 distributed = lazy("distributed")
 
@@ -25,10 +26,8 @@ def client() -> Iterator[Any]:
             yield client
 
 
-async def test_a_dask_cluster_quantizes_a_checkpoint(
-    tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tstore.quantization.work._MIN_TASK_BYTES", 100_000)
+async def test_a_dask_cluster_quantizes_a_checkpoint(tmp_path: Path, client: Any, thresholds: Thresholds) -> None:
+    thresholds(_MIN_TASK_BYTES=100_000)
     rng = np.random.default_rng(3)
     tree = {f"w{i}": rng.normal(size=(100, 90 + i)).astype("f4") for i in range(8)}
     await tstore.save(tmp_path, tree, 0)

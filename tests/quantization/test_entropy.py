@@ -14,6 +14,7 @@ import zarr
 from zarr.core.buffer import default_buffer_prototype
 
 import tstore
+from tests.support.thresholds import Thresholds
 from tstore.errors import InvalidArgument
 from tstore.zarr import ZarrStore
 
@@ -100,9 +101,11 @@ async def test_large_arrays_are_sampled_and_in_small_chunks(tmp_path: Path) -> N
     assert np.array_equal(packed.dequantize(), y)
 
 
-async def test_a_wrong_estimate_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wrong_estimate_is_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
+) -> None:
     """The sample has the quiet first half of each row only; so the first choice takes more than the budget."""
-    monkeypatch.setattr("tstore.quantization.entropy._RUN", 512)
+    thresholds(_RUN=512)
     monkeypatch.setattr("tstore.quantization.entropy._SAMPLE_BYTES", 512 * 300)
     x = laplace(301, 1024)
     x[:, :512] *= 0.2
@@ -113,10 +116,10 @@ async def test_a_wrong_estimate_is_corrected(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_a_correction_encodes_only_arrays_whose_codecs_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
     """The sample has the quiet first half of each row of `w` only, as above; zeros have one possible codec."""
-    monkeypatch.setattr("tstore.quantization.entropy._RUN", 512)
+    thresholds(_RUN=512)
     monkeypatch.setattr("tstore.quantization.entropy._SAMPLE_BYTES", 512 * 300)
     x = laplace(301, 1024)
     x[:, :512] *= 0.2

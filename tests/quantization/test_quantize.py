@@ -19,6 +19,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
+from tests.support.thresholds import Thresholds
 from tstore.core.transactions.transaction import staging_of
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, SnapshotExpired, Unavailable
 from tstore.quantization.report import plot_report
@@ -155,10 +156,10 @@ async def test_packed_restores_other_codecs_unpacked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", [0, 130_000, 1 << 20])
 async def test_an_array_beyond_a_slab_is_fitted_and_encoded_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int
+    tmp_path: Path, thresholds: Thresholds, memory: int
 ) -> None:
-    monkeypatch.setattr("tstore.quantization.values.SLAB", 1 << 14)
-    monkeypatch.setattr("tstore.quantization.encoding.SLAB", 1 << 14)
+    thresholds(SLAB=1 << 14)
+    thresholds(SLAB=1 << 14)
     x = values(300, 100)
     x[211, 5] = 300.0  # an outlier in one of the later slabs
     await chunked(tmp_path, {"x": (x, (16, 50)), "y": (x, (7, 100)), "z": (x[:, :1].copy(), (100, 1))})
@@ -183,21 +184,19 @@ async def test_an_array_beyond_a_slab_is_fitted_and_encoded_in_pieces(
 )
 @pytest.mark.parametrize("shape", [(32, 43 * 128), (43 * 128, 32)])
 async def test_an_array_beyond_a_slab_is_sampled_in_whole_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], options: dict[str, Any]
+    tmp_path: Path, thresholds: Thresholds, shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     """Also if the axis that is divided into blocks is the longest."""
-    monkeypatch.setattr("tstore.quantization.values.SLAB", 1 << 16)
+    thresholds(SLAB=1 << 16)
     x = np.random.default_rng(0).standard_normal(shape, dtype="f4")
     await tstore.save(tmp_path, {"w": x}, 0)
     report = await tstore.quantize(tmp_path, **options)
     assert report.arrays[0].format is not None
 
 
-async def test_the_sample_of_an_array_represents_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_sample_of_an_array_represents_all_of_it(tmp_path: Path, thresholds: Thresholds) -> None:
     """Two arrays of which the last quarter differs get one format, also if a slab has the shape of the sample."""
-    monkeypatch.setattr("tstore.quantization.values.SLAB", 1 << 16)
+    thresholds(SLAB=1 << 16)
     rng = np.random.default_rng(0)
     x = np.concatenate([rng.standard_normal((192, 256)), rng.choice([-1.0, 1.0], (64, 256))]).astype("f4")
     await tstore.save(tmp_path, {"x": x, "y": x[:252]}, 0)
@@ -237,10 +236,9 @@ TARGETS = [{"bits": 5.0}, {"bits": 5.0, "block": None}, {"min_sqnr": 25.0, "bloc
 
 @pytest.mark.parametrize("options", TARGETS)
 async def test_values_are_read_once_where_memory_allows_and_the_result_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds, options: dict[str, Any]
 ) -> None:
-    for module in ("values", "encoding"):
-        monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
+    thresholds(SLAB=1 << 14)
     tree = {
         "large": values(128, 128),
         "larger": values(256, 128),
@@ -268,13 +266,13 @@ async def test_values_are_read_once_where_memory_allows_and_the_result_is_the_sa
 async def test_large_arrays_are_read_once_if_memory_suffices(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    thresholds: Thresholds,
     options: dict[str, Any],
     memory: int,
     is_local: bool,
     reads: int,
 ) -> None:
-    for module in ("values", "encoding"):
-        monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
+    thresholds(SLAB=1 << 14)
     x = values(256, 128)
     await tstore.save(tmp_path, {"w": x}, 0)
     monkeypatch.setattr("tstore.core.snapshot.is_local", lambda storage: is_local)
@@ -284,10 +282,9 @@ async def test_large_arrays_are_read_once_if_memory_suffices(
 
 
 async def test_a_bias_is_searched_once_in_a_pass_that_also_counts_exponents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
-    for module in ("values", "encoding"):
-        monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
+    thresholds(SLAB=1 << 14)
     x = values(256, 128)
     await tstore.save(tmp_path, {"w": x}, 0)
     fitted: list[str] = []
@@ -504,10 +501,9 @@ async def test_the_header_of_a_chunk_costs_no_width(tmp_path: Path, bits: float,
 
 
 async def test_a_chunk_that_is_decoded_whole_is_decoded_once_in_each_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
-    for module in ("values", "encoding"):
-        monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
+    thresholds(SLAB=1 << 14)
     store, x = await tstore.open(tmp_path), values(512, 128)
     async with store.transaction(tag="step/0") as tx:
         await (await tx.create_array("w", x.shape, "f4", x.shape, codecs=["bytes", "zstd"])).write(x)
@@ -1131,8 +1127,8 @@ def executors() -> list[Any]:
 
 
 @pytest.mark.parametrize("make", executors())
-async def test_an_executor_does_the_same_work(tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.quantization.work._MIN_TASK_BYTES", 30_000)
+async def test_an_executor_does_the_same_work(tmp_path: Path, make: Any, thresholds: Thresholds) -> None:
+    thresholds(_MIN_TASK_BYTES=30_000)
     tree = {f"w{i}": values(60, 50 + i, scale=1 / (i + 1)) for i in range(7)}
     await tstore.save(tmp_path, tree, 0)
     with make() as executor:
@@ -1168,8 +1164,8 @@ class Failing(ThreadPoolExecutor):
         return super().submit(broken) if "w3" in paths else super().submit(call, *args, **named)
 
 
-async def test_a_failing_worker_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.quantization.work._MIN_TASK_BYTES", 1)
+async def test_a_failing_worker_leaves_nothing_behind(tmp_path: Path, thresholds: Thresholds) -> None:
+    thresholds(_MIN_TASK_BYTES=1)
     await tstore.save(tmp_path, {f"w{i}": values(60, 50) for i in range(4)}, 0)
     with Failing(2) as executor, pytest.raises(OSError, match="the worker is gone"):
         await tstore.quantize(tmp_path, "e4m3", executor=executor)

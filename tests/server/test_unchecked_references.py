@@ -17,6 +17,7 @@ import pytest
 import tstore
 from tests.support.forging import forged, place, sealed
 from tests.support.http_server import ADMIN, WRITE, Client, Response, client_of, everybody
+from tests.support.thresholds import Thresholds
 from tests.support.work import CountedText, counted_work
 from tstore.core.format.layout import commit_key, root_key
 from tstore.core.format.objects.encoding import decode, decode_record, encode
@@ -236,7 +237,7 @@ async def test_long_tags_prevent_no_collection(tmp_path: Path) -> None:
 
 
 async def test_a_restarted_server_reads_the_living_versions_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
     """Requests that tag may come all at once, or always while others commit; any writer may send them."""
     url = str(tmp_path / "store")
@@ -251,7 +252,7 @@ async def test_a_restarted_server_reads_the_living_versions_once(
         assert (await client.create(f"/{commit_key(21)}", encode(Record("other", 20, 1.0)))).status == 201
         return ledger
 
-    monkeypatch.setattr("tstore.service.server.admission._MAX_FOLLOWED", 0)
+    thresholds(_MAX_FOLLOWED=0)
     monkeypatch.setattr("tstore.service.server.log_state.ledger_since", counted)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
         assert (
@@ -267,11 +268,9 @@ async def test_a_restarted_server_reads_the_living_versions_once(
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-async def test_tags_count_as_memory_of_the_server(
-    earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tstore.service.server.admission.MAX_MEMORY", 1 << 20)
-    monkeypatch.setattr("tstore.service.server.manifests.MAX_MEMORY", 1 << 20)
+async def test_tags_count_as_memory_of_the_server(earlier: bool, tmp_path: Path, thresholds: Thresholds) -> None:
+    thresholds(MAX_MEMORY=1 << 20)
+    thresholds(MAX_MEMORY=1 << 20)
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:

@@ -16,6 +16,7 @@ import tstore
 from tests.support import gcs, ports
 from tests.support.gcs_endpoint import Endpoint, Fault, Wrong, at
 from tests.support.processes import python
+from tests.support.thresholds import Thresholds
 from tstore.core.storage.gcs.store import GcsStorage
 from tstore.core.storage.objects import Entry, PutMode
 from tstore.core.storage.retry import RetryingStorage
@@ -126,8 +127,8 @@ async def test_one_of_many_creators_wins(objects: GcsStorage) -> None:
     assert await objects.get("commits/1") == b"replaced"
 
 
-async def test_lists(objects: GcsStorage, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.core.storage.gcs.store._PAGE", 10)
+async def test_lists(objects: GcsStorage, server: str, thresholds: Thresholds) -> None:
+    thresholds(_PAGE=10)
     other = GcsStorage(f"{objects.url}-2", endpoint_url=server)
     await other.put("not/ours", [b""], CREATE)
     await other.close()
@@ -324,11 +325,8 @@ async def test_a_web_page_is_not_an_object(endpoint: Endpoint, faulty: GcsStorag
             await call
 
 
-async def test_a_silent_server_is_given_up(
-    endpoint: Endpoint, faulty: GcsStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tstore.core.storage.limits.IDLE_SECONDS", 0.1)
-    monkeypatch.setattr("tstore.core.storage.limits.CONNECT_SECONDS", 1.0)
+async def test_a_silent_server_is_given_up(endpoint: Endpoint, faulty: GcsStorage, thresholds: Thresholds) -> None:
+    thresholds(IDLE_SECONDS=0.1, CONNECT_SECONDS=1.0)
     for method, call in [("POST", faulty.put("k", [b"x"], CREATE)), ("GET", faulty.get("k"))]:
         endpoint.faults = at(Fault(Wrong.SILENT), method)
         with pytest.raises(Unavailable, match="silent"):

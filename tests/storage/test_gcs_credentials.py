@@ -20,7 +20,7 @@ from google.auth.compute_engine import _metadata
 
 from tests.support import web_server
 from tests.support.gcs_endpoint import Endpoint, Fault, Wrong, at
-from tstore.core.storage import limits
+from tests.support.thresholds import Thresholds
 from tstore.core.storage.gcs.store import GcsStorage
 from tstore.core.storage.objects import Entry, PutMode
 from tstore.errors import (
@@ -231,10 +231,9 @@ async def test_a_token_service_that_fails_is_waited_for_if_it_may_recover(
 
 
 async def test_a_silent_token_service_costs_no_more_than_a_silent_server(
-    tokens: TokenService, renewed: GcsStorage, monkeypatch: pytest.MonkeyPatch
+    tokens: TokenService, renewed: GcsStorage, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
-    monkeypatch.setattr(limits, "IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.1)
+    thresholds(IDLE_SECONDS=0.2, CONNECT_SECONDS=0.1)
     tokens.gate.clear()
     async with asyncio.timeout(25):
         with pytest.raises(TemporaryFailure, match=r"credentials can't be obtained now .*silent"):

@@ -19,6 +19,7 @@ import trustme
 
 from tests.support.polling import until
 from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok, part, reset, serving, then
+from tests.support.thresholds import Thresholds
 from tstore.core.storage import limits
 from tstore.core.storage.http.body import Sink, fill
 from tstore.core.storage.http.passes import Passes, Stream
@@ -148,8 +149,8 @@ async def test_a_body_may_use_any_http_framing(places: Places, response: RawResp
         assert place.server.connections == (1 if kept else 2)
 
 
-async def test_a_slow_server_that_goes_on_is_waited_for(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "IDLE_SECONDS", 0.8)
+async def test_a_slow_server_that_goes_on_is_waited_for(places: Places, thresholds: Thresholds) -> None:
+    thresholds(IDLE_SECONDS=0.8)
     size = 1 << 20
     response = part(BODY[:size], f"0-{size - 1}/{size}")
 
@@ -191,9 +192,9 @@ async def test_a_long_body_needs_no_extra_memory(places: Places) -> None:
 @pytest.mark.parametrize(("behave", "match"), [(close, "broke"), (hang, r"silent for 0\.2 s"), (reset, "broke")])
 @pytest.mark.parametrize("begun", [HALF, WHOLE[:-1]])
 async def test_a_truncated_body_is_unavailable(
-    places: Places, begun: bytes, behave: Any, match: str, monkeypatch: pytest.MonkeyPatch
+    places: Places, begun: bytes, behave: Any, match: str, thresholds: Thresholds
 ) -> None:
-    monkeypatch.setattr(limits, "IDLE_SECONDS", 0.2)
+    thresholds(IDLE_SECONDS=0.2)
     async with places.serving(then(begun, behave), WHOLE) as place:
         with pytest.raises(Unavailable, match=match) as caught:
             await place.read()

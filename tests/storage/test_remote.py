@@ -21,6 +21,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support import processes
+from tests.support.thresholds import Thresholds
 from tstore.core.runtime import budget, event_loops
 from tstore.core.storage.base import Storage
 from tstore.core.storage.connect import connect
@@ -100,8 +101,8 @@ async def small_commit(store: tstore.Store, path: str) -> None:
         await (await tx.create_array(path, (3,), "f4")).write(np.ones(3, "f4"))
 
 
-async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.core.log.commits._RECENTLY", 60)  # so that a slow machine makes no difference
+async def test_opening_restoring_and_saving_take_few_round_trips(thresholds: Thresholds) -> None:
+    thresholds(_RECENTLY=60)  # so that a slow machine makes no difference
     name = anew()
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support import forks
+from tests.support.thresholds import Thresholds
 from tstore.core.storage.base import Leading, Storage
 from tstore.core.storage.connect import connect
 from tstore.core.storage.local.store import LocalStorage
@@ -66,9 +67,9 @@ async def test_missing_objects_are_not_found(storage: Storage) -> None:
 
 @pytest.mark.parametrize("quick", [5.0, 0.0], ids=["in one thread", "in several"])
 async def test_short_objects_are_read_in_the_order_of_their_keys(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch, quick: float
+    storage: Storage, thresholds: Thresholds, quick: float
 ) -> None:
-    monkeypatch.setattr("tstore.core.storage.local.store._QUICK_READS", quick)
+    thresholds(_QUICK_READS=quick)
     keys = [f"a/{number:03}" for number in range(200)]
     for key in keys:
         await storage.create(key, key.encode() if key != "a/017" else bytes(SHORT_OBJECT + 1), NONE)

@@ -14,6 +14,7 @@ import pytest
 import tstore.sync as tstore
 from tests.support.counted_reads import count_reads
 from tests.support.lazy import lazy
+from tests.support.thresholds import Thresholds
 from tstore.convert.importing import import_checkpoint
 from tstore.errors import InvalidArgument, Unavailable
 
@@ -381,10 +382,9 @@ def test_wrong_use(tmp_path: Path) -> None:
 
 
 def test_a_load_of_few_tensors_reads_the_metadata_of_these(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
-    monkeypatch.setattr("tstore.core.format.objects.pages.PAGE_BYTES", 4000)
-    monkeypatch.setattr("tstore.core.format.objects.pages.SHORT_MANIFEST", 4000)
+    thresholds(PAGE_BYTES=4000, SHORT_MANIFEST=4000)
     tstore.save(tmp_path, {f"w{number:04}": np.full(2, number) for number in range(2000)}, 1)
     sizes = count_reads(monkeypatch)
     read_data, before = stores.Reader.read_data, []

@@ -20,11 +20,11 @@ import tstore
 import tstore.sync as blocking
 from tests.support import forks, http_server
 from tests.support.polling import blocking_until
-from tstore.core.data import writer
+from tests.support.thresholds import Thresholds
 from tstore.core.storage.memory import MemoryStorage
 from tstore.core.storage.remote import RemoteStorage, as_remote
 from tstore.core.storage.retry import RetryPolicy
-from tstore.core.transactions import appends, staging
+from tstore.core.transactions import appends
 from tstore.errors import Conflict, InvalidArgument, Misuse
 from tstore.lab.conformance.faults import Chances, Faults
 
@@ -105,14 +105,10 @@ async def test_concurrent_appends_are_those_of_numpy_in_the_order_of_the_commits
     assert (await store.verify()).ok
 
 
-async def test_moved_values_are_written_in_slabs_and_in_segments(
-    monkeypatch: pytest.MonkeyPatch, url: str
-) -> None:
+async def test_moved_values_are_written_in_slabs_and_in_segments(thresholds: Thresholds, url: str) -> None:
     """Many chunks are renumbered or written again, also if their references are in segments."""
-    monkeypatch.setattr(appends, "_SLAB_BYTES", 100)
-    for module in (writer, staging):
-        monkeypatch.setattr(module, "MIN_SEGMENTED", 4)
-    monkeypatch.setattr(writer, "_MAX_INLINE", 0)
+    thresholds(_SLAB_BYTES=100, MIN_SEGMENTED=4)
+    thresholds(INLINE_BYTES=0)
     store = await made(url, 8)
     first, _ = await appending(store, range(40))  # renumbered
     second, _ = await appending(store, range(100, 151))  # at the end of a partial chunk
@@ -419,14 +415,14 @@ def test_processes_killed_at_random_moments_lose_nothing(tmp_path: Path, kind: s
         assert store.verify().ok
 
 
-async def test_moved_values_are_read_slab_by_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_moved_values_are_read_slab_by_slab(monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds) -> None:
     store, sizes, read = await made(f"memory://{uuid.uuid4()}", 5), [], appends.read_chunks
 
     async def counted(storage: Any, jobs: Any) -> None:
         sizes.extend(job.out.nbytes for job in jobs)
         await read(storage, jobs)
 
-    monkeypatch.setattr(appends, "_SLAB_BYTES", 64)
+    thresholds(_SLAB_BYTES=64)
     monkeypatch.setattr(appends, "read_chunks", counted)
     late, _ = await appending(store, list(range(100)))
     early, _ = await appending(store, [7, 8, 9])  # not a multiple of the chunk length

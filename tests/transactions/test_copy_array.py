@@ -18,6 +18,7 @@ import tstore
 import tstore.sync as blocking
 from tests.support import http_server
 from tests.support.fuzzing import bounded_time
+from tests.support.thresholds import Thresholds
 from tstore.convert.zarr_export import export_zarr
 from tstore.core.format.arrays.codecs import Chain
 from tstore.core.format.arrays.views import whole_view
@@ -131,10 +132,10 @@ async def test_a_copy_in_the_same_store_refers_to_the_same_chunks(tmp_path: Path
 
 
 async def test_each_chunk_is_written_once_within_the_memory_of_a_box(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, thresholds: Thresholds
 ) -> None:
     """The rows of 32 MiB become columns, in boxes of 2 MiB."""
-    monkeypatch.setattr(copies, "_BOX_BYTES", 2 * MIB)
+    thresholds(_BOX_BYTES=2 * MIB)
     store, target = await tstore.open(tmp_path / "a"), await tstore.open(tmp_path / "b")
     values = np.arange(4 * MIB).reshape(2048, 2048)
     async with store.transaction() as tx:
@@ -290,7 +291,9 @@ async def test_a_chunk_is_decoded_once_for_all_small_ones_that_it_becomes(monkey
     assert np.array_equal(await (await (await store.snapshot()).array("b")).read(), values)
 
 
-async def test_encoded_chunks_are_copied_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_encoded_chunks_are_copied_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
+) -> None:
     source, target = await tstore.open(anew()), await tstore.open(anew())
     values, sizes, read = np.arange(1000), [], copies.read_chunks
 
@@ -300,7 +303,7 @@ async def test_encoded_chunks_are_copied_few_at_a_time(monkeypatch: pytest.Monke
 
     async with source.transaction() as tx:
         await (await tx.create_array("a", values.shape, "i8", (50,))).write(values)
-    monkeypatch.setattr(copies, "_BOX_BYTES", 1000)
+    thresholds(_BOX_BYTES=1000)
     monkeypatch.setattr(copies, "read_chunks", counted)
     async with target.transaction() as tx:
         await tx.copy_array(await (await source.snapshot()).array("a"), "a")

@@ -13,7 +13,7 @@ import pytest
 
 import tstore
 from tests.support.forging import sealed
-from tstore.core.data import writer
+from tests.support.thresholds import Thresholds
 from tstore.core.format.layout import commit_key
 from tstore.core.format.objects.encoding import decode
 from tstore.core.format.objects.merges import MergeEntry
@@ -90,9 +90,9 @@ LIES: dict[str, Lie] = {
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small(thresholds: Thresholds) -> Iterator[None]:
     """Make segments of eight rows."""
-    monkeypatch.setattr(writer, "_MAX_INLINE", 8)  # one chunk
+    thresholds(INLINE_BYTES=8)  # one chunk
     with override_constants(SEGMENT_ROWS=8, MIN_SEGMENTED=4, MIN_HOST_ROWS=4):
         yield
 

@@ -15,9 +15,9 @@ import pytest
 import tstore
 from tests.support import forks
 from tests.support.polling import delivered, until
+from tests.support.thresholds import Thresholds
 from tstore.checkpoint.replicated import checksums
 from tstore.checkpoint.structure import flatten
-from tstore.core.transactions import cooperative
 from tstore.core.transactions.agreement import check_replicated
 from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
@@ -39,9 +39,9 @@ ROWS = 16
 
 
 @pytest.fixture
-def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def prompt(thresholds: Thresholds) -> None:
     """Let a waiting host take over from a refused one at once instead of after a second."""
-    monkeypatch.setattr(cooperative, "_GRACE", 0.02)
+    thresholds(_GRACE=0.02)
 
 
 @pytest.fixture

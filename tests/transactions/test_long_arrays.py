@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from zarr.core.buffer import cpu, default_buffer_prototype
 
 import tstore
+from tests.support.thresholds import Thresholds
 from tests.transactions.test_merges import make_small
-from tstore.core.data import write_job, writer
 from tstore.core.data.pieces import ReadJob
 from tstore.core.format.layout import root_key
 from tstore.core.format.objects import segments
@@ -57,11 +57,11 @@ def off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short(thresholds: Thresholds) -> Iterator[None]:
     """Make segments of three rows, for arrays of more than four."""
-    monkeypatch.setattr(writer, "_MIN_TABLES", 1)
-    monkeypatch.setattr(writer, "_MAX_INLINE", 0)
-    monkeypatch.setattr(write_job, "SHORT_COLUMN", 1)
+    thresholds(_MIN_TABLES=1)
+    thresholds(INLINE_BYTES=0)
+    thresholds(SHORT_COLUMN=1)
     with override_constants(SEGMENT_ROWS=3, MIN_SEGMENTED=4, MIN_HOST_ROWS=2):
         yield
 
@@ -154,11 +154,9 @@ async def test_changes_over_segments_are_read_back(url: str) -> None:
 
 @pytest.mark.parametrize("dimensions", [1, 2])
 @pytest.mark.parametrize(("url", "seed"), [(("local", "memory")[n % 2], n) for n in range(6)], indirect=["url"])
-async def test_resizes_of_random_arrays(
-    url: str, seed: int, dimensions: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_resizes_of_random_arrays(url: str, seed: int, dimensions: int, thresholds: Thresholds) -> None:
     """With a region grown in the transaction that shrank the array, before or after writes, over many layers."""
-    make_small(monkeypatch)
+    make_small(thresholds)
     rng, states = np.random.default_rng(seed), dict[int, np.ndarray]()
     store = await tstore.open(url)
     values = rng.integers(0, 99, (20, 4)[:dimensions])
@@ -201,10 +199,8 @@ async def test_resizes_of_random_arrays(
 
 
 @pytest.mark.parametrize("shape", [(19, 6), (20, 5), (17, 4), (9, 6)])
-async def test_values_cut_off_do_not_come_back(
-    url: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_small(monkeypatch)
+async def test_values_cut_off_do_not_come_back(url: str, shape: tuple[int, int], thresholds: Thresholds) -> None:
+    make_small(thresholds)
     store, values = await tstore.open(url), np.arange(1, 121).reshape(20, 6)
     async with store.transaction() as tx:
         await (await tx.create_array("w", (20, 6), "i8", (2, 3))).write(values)

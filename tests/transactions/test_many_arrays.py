@@ -15,30 +15,25 @@ from msgspec.structs import replace
 
 import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
+from tests.support.thresholds import Thresholds
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.layout import root_key
-from tstore.core.format.objects import pages
 from tstore.core.format.objects.encoding import encode
 from tstore.core.format.objects.object_ref import ObjectRef, Page
 from tstore.core.format.objects.records import Root
-from tstore.core.format.tree import nodes
 from tstore.core.format.tree.node import Node
 from tstore.core.format.tree.stored_nodes import ManifestNodes
 from tstore.core.log import pages as log_pages
 from tstore.core.log.pages import PageReader
 from tstore.core.maintenance.contents import contents
-from tstore.core.transactions import cooperative, staging
 from tstore.errors import AlreadyExists, Conflict, Corrupt, DeadlineExceeded, NotFound, SnapshotExpired
 from tstore.service.server import Server
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(thresholds: Thresholds) -> None:
     """Make pages of a few nodes, in objects however short."""
-    monkeypatch.setattr(pages, "PAGE_BYTES", 500)
-    monkeypatch.setattr(pages, "SHORT_MANIFEST", 500)
-    for module in (staging, cooperative):
-        monkeypatch.setattr(module, "INLINE_MANIFEST_BYTES", 0)
+    thresholds(PAGE_BYTES=500, SHORT_MANIFEST=500, INLINE_MANIFEST_BYTES=0)
 
 
 @pytest.fixture
@@ -429,10 +424,10 @@ async def test_calls_that_look_up_many_pages_do_not_block_the_event_loop(
 
 @pytest.mark.usefixtures("short")
 async def test_many_commits_to_one_array_do_not_block_a_process_that_follows(
-    tmp_path: Path, loaded: list[Page], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loaded: list[Page], thresholds: Thresholds
 ) -> None:
     """It lays them over the node from time to time, though nobody looks that up, so that no lookup takes long."""
-    monkeypatch.setattr(nodes, "_MAX_LAYERS", 4)
+    thresholds(_MAX_LAYERS=4)
     async with asyncio.timeout(60), Server(str(tmp_path / "store"), access=everybody()) as server:
         options = {"token": ADMIN}
         store = await tstore.open(server.url, storage_options=options)

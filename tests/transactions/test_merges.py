@@ -12,14 +12,13 @@ import pytest
 
 import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
-from tstore.core.data import write_job, writer
-from tstore.core.format.objects import merges, pages, segments
+from tests.support.thresholds import Thresholds
+from tstore.core.format.objects import merges
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.objects.segments import SegmentedTable
 from tstore.core.runtime import world
-from tstore.core.transactions import merging, staging
 from tstore.core.transactions.transaction import staging_of
 from tstore.errors import Conflict, InvalidArgument, SnapshotExpired
 from tstore.lab.simulation.scenario import override_constants
@@ -29,22 +28,14 @@ CHUNKS = 60
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(thresholds: Thresholds) -> None:
     """Make segments of three rows, and merge more than four rows, or two layers."""
-    make_small(monkeypatch)
+    make_small(thresholds)
 
 
-def make_small(monkeypatch: pytest.MonkeyPatch, work: int = 4) -> None:
-    for module in (segments, writer, merges):
-        monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
-    for module in (writer, staging):
-        monkeypatch.setattr(module, "MIN_SEGMENTED", 4)
-    monkeypatch.setattr(writer, "_MIN_TABLES", 1)
-    monkeypatch.setattr(writer, "_MAX_INLINE", 40)  # a few chunks
-    monkeypatch.setattr(write_job, "SHORT_COLUMN", 1)
-    monkeypatch.setattr(merges, "MAX_ROWS", 4)
-    monkeypatch.setattr(merges, "MAX_LAYERS", 2)
-    monkeypatch.setattr(merges, "MIN_SEGMENTS", work)
+def make_small(thresholds: Thresholds, work: int = 4) -> None:
+    thresholds(SEGMENT_ROWS=3, MIN_SEGMENTED=4, MIN_SEGMENTS=work, MAX_ROWS=4, MAX_LAYERS=2, SHORT_COLUMN=1)
+    thresholds(_MIN_TABLES=1, INLINE_BYTES=40)  # a few chunks are inline
 
 
 async def merges_of(store: tstore.Store) -> list[int]:
@@ -183,10 +174,9 @@ async def test_a_resize_restates_more_than_eight_layers(url: str) -> None:
 
 
 @pytest.fixture
-def rows_only(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def rows_only(small: None, thresholds: Thresholds) -> None:
     """Let all commits merge more than four rows, and no layers."""
-    monkeypatch.setattr(merges, "MAX_LAYERS", 1000)
-    monkeypatch.setattr(merging, "_COMMITS", 1)
+    thresholds(MAX_LAYERS=1000, _COMMITS=1)
 
 
 @pytest.mark.usefixtures("rows_only")
@@ -204,12 +194,12 @@ async def test_a_row_written_since_the_base_stays_above_the_merge(url: str) -> N
 
 @pytest.mark.usefixtures("rows_only")
 async def test_a_pack_of_which_only_a_segment_is_needed_is_kept(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, thresholds: Thresholds
 ) -> None:
     """The merged rows refer to packs of others, and the chunk of the merging commit is in its record."""
-    monkeypatch.setattr(writer, "_MAX_INLINE", 0)
+    thresholds(INLINE_BYTES=0)
     store, expected = await create_with_rows(url)
-    monkeypatch.setattr(writer, "_MAX_INLINE", 8)
+    thresholds(INLINE_BYTES=8)
     version = await write(store, 50, 50)
     assert await merges_of(store) == [version]
     await write(store, 51, 51)
@@ -220,16 +210,14 @@ async def test_a_pack_of_which_only_a_segment_is_needed_is_kept(
 
 
 @pytest.mark.usefixtures("rows_only")
-async def test_a_merge_replaces_all_rows_but_those_written_meanwhile(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_merge_replaces_all_rows_but_those_written_meanwhile(url: str, thresholds: Thresholds) -> None:
     store, expected = await create_with_rows(url)
     tx = store.transaction()
     await (await tx.array("w"))[50].write(50)
-    monkeypatch.setattr(merges, "MAX_ROWS", 1000)
+    thresholds(MAX_ROWS=1000)
     for number in (3, 1):
         await write(await tstore.open(url), number, 99)  # without a merge
-    monkeypatch.setattr(merges, "MAX_ROWS", 4)
+    thresholds(MAX_ROWS=4)
     assert await merges_of(store) == []
     version = await tx.commit()
     assert await merges_of(store) == [version]
@@ -239,9 +227,7 @@ async def test_a_merge_replaces_all_rows_but_those_written_meanwhile(
 
 
 @pytest.mark.usefixtures("rows_only")
-async def test_merges_of_two_arrays_leave_out_the_rows_written_meanwhile(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_merges_of_two_arrays_leave_out_the_rows_written_meanwhile(url: str, thresholds: Thresholds) -> None:
     store = await tstore.open(url)
     async with store.transaction() as tx:
         for path in ("v", "w"):
@@ -256,10 +242,10 @@ async def test_merges_of_two_arrays_leave_out_the_rows_written_meanwhile(
             await write_both(tx, number, number + 1)
     merging = store.transaction()
     await write_both(merging, 50, 50)
-    monkeypatch.setattr(merges, "MAX_ROWS", 1000)
+    thresholds(MAX_ROWS=1000)
     async with store.transaction() as tx:
         await write_both(tx, 3, 99)
-    monkeypatch.setattr(merges, "MAX_ROWS", 4)
+    thresholds(MAX_ROWS=4)
     assert await merges_of(store) == []
     version = await merging.commit()
     assert await merges_of(store) == [version]
@@ -269,15 +255,15 @@ async def test_merges_of_two_arrays_leave_out_the_rows_written_meanwhile(
 
 
 @pytest.mark.usefixtures("rows_only")
-async def test_segments_written_since_the_base_drop_the_merge(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_segments_written_since_the_base_drop_the_merge(url: str, thresholds: Thresholds) -> None:
     store, expected = await create(url)
     for number in range(5):
         await write(store, number, number + 1)
     tx = store.transaction()
     await (await tx.array("w"))[50].write(50)
-    monkeypatch.setattr(merges, "MAX_ROWS", 1000)
+    thresholds(MAX_ROWS=1000)
     await write(await tstore.open(url), 0, 99, stop=30, step=2)
-    monkeypatch.setattr(merges, "MAX_ROWS", 4)
+    thresholds(MAX_ROWS=4)
     await tx.commit()
     assert await merges_of(store) == []
     expected |= {1: 2, 3: 4} | dict.fromkeys(range(0, 30, 2), 99) | {50: 50}
@@ -302,17 +288,17 @@ async def test_a_row_below_newer_segments_is_not_restated(url: str) -> None:
 
 @pytest.mark.usefixtures("rows_only")
 async def test_a_collected_chunk_that_only_a_merge_needs_does_not_fail_the_commit(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
     """The transaction would restate a chunk that has been replaced since, and whose pack is condemned."""
-    monkeypatch.setattr(writer, "_MAX_INLINE", 0)
+    thresholds(INLINE_BYTES=0)
     store, expected = await create_with_rows(url)
     tx = store.transaction()
     await (await tx.array("w"))[50].write(50)
-    monkeypatch.setattr(merges, "MAX_ROWS", 1000)
+    thresholds(MAX_ROWS=1000)
     other = await tstore.open(url)
     await write(other, 0, 99, stop=30)
-    monkeypatch.setattr(merges, "MAX_ROWS", 4)
+    thresholds(MAX_ROWS=4)
     sealed, commit_now = asyncio.Event(), asyncio.Event()
     staged = staging_of(tx)
     seal = staged.seal
@@ -400,11 +386,9 @@ async def test_a_server_accepts_merges_and_their_roots(tmp_path: Path, small: No
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_server_accepts_merges_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_accepts_merges_in_pages(tmp_path: Path, thresholds: Thresholds) -> None:
     store, expected = await create(str(tmp_path / "store"))
-    monkeypatch.setattr(pages, "PAGE_BYTES", 500)
-    monkeypatch.setattr(pages, "SHORT_MANIFEST", 500)
-    monkeypatch.setattr(staging, "INLINE_MANIFEST_BYTES", 0)
+    thresholds(PAGE_BYTES=500, SHORT_MANIFEST=500, INLINE_MANIFEST_BYTES=0)
     async with Server(store.url, access=everybody()) as server:
         through = await tstore.open(server.url, storage_options={"token": WRITE})
         for turn in range(6):
@@ -430,9 +414,9 @@ STORAGE = ("local", "memory")
     indirect=["url"],
 )
 async def test_layers_and_rows_stay_few(
-    url: str, work: int, most: int, turns: int, monkeypatch: pytest.MonkeyPatch
+    url: str, work: int, most: int, turns: int, thresholds: Thresholds
 ) -> None:
-    monkeypatch.setattr(merges, "MIN_SEGMENTS", work)
+    thresholds(MIN_SEGMENTS=work)
     store, expected = await create(url)
     for turn in range(turns):
         await write(store, turn % 3, turn + 1, stop=CHUNKS, step=3)
@@ -529,10 +513,8 @@ def cut(model: dict[int, int], size: int) -> None:
     + [pytest.param(at, seed, 40, marks=pytest.mark.deep) for at in STORAGE for seed in range(9)],
     indirect=["url"],
 )
-async def test_every_version_equals_a_dict(
-    url: str, seed: int, batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_small(monkeypatch, work=[1, 4, 1000][seed % 3])
+async def test_every_version_equals_a_dict(url: str, seed: int, batches: int, thresholds: Thresholds) -> None:
+    make_small(thresholds, work=[1, 4, 1000][seed % 3])
     assert await play(url, random_batches(np.random.default_rng(seed), batches)) > 0
 
 
@@ -546,10 +528,9 @@ async def merged_rows(store: tstore.Store) -> list[int]:
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_long_layer_is_not_merged_with_short_ones(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_layer_is_not_merged_with_short_ones(url: str, thresholds: Thresholds) -> None:
     """So what merges write follows what commits change, not the length of the array."""
-    monkeypatch.setattr(merges, "MIN_SEGMENTS", 1000)
-    monkeypatch.setattr(merging, "_COMMITS", 1)
+    thresholds(MIN_SEGMENTS=1000, _COMMITS=1)
     store, expected = await create(url)
     await write_interleaved(store, expected, 6, 18)
     rows = await merged_rows(store)
@@ -559,9 +540,8 @@ async def test_a_long_layer_is_not_merged_with_short_ones(url: str, monkeypatch:
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_small_commit_merges_a_part_of_long_layers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merges, "MIN_SEGMENTS", 1)
-    monkeypatch.setattr(merging, "_COMMITS", 1)
+async def test_a_small_commit_merges_a_part_of_long_layers(url: str, thresholds: Thresholds) -> None:
+    thresholds(MIN_SEGMENTS=1, _COMMITS=1)
     store, expected = await create(url)
     await write_interleaved(store, expected, 2, CHUNKS)
     for number in range(3):
@@ -574,10 +554,9 @@ async def test_a_small_commit_merges_a_part_of_long_layers(url: str, monkeypatch
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_collection_keeps_the_segments_of_a_merge(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_collection_keeps_the_segments_of_a_merge(url: str, thresholds: Thresholds) -> None:
     """The commit that merged has expired, and its pack has nothing but segments."""
-    monkeypatch.setattr(merges, "MIN_SEGMENTS", 1000)
-    monkeypatch.setattr(merging, "_COMMITS", 1)
+    thresholds(MIN_SEGMENTS=1000, _COMMITS=1)
     store, expected = await create(url)
     await write_interleaved(store, expected, 2, 18)
     merging_version = await write(store, 50, 8)

@@ -19,6 +19,7 @@ import pytest
 import tstore
 from tests.support.counted_reads import count_reads
 from tests.support.http_server import ADMIN, everybody
+from tests.support.thresholds import Thresholds
 from tests.transactions.test_merges import make_small
 from tstore.core.format.layout import root_chain, root_key
 from tstore.core.format.objects import pages
@@ -359,9 +360,9 @@ async def test_pages_are_derived_if_those_of_all_roots_are_damaged(tmp_path: Pat
 
 @pytest.mark.usefixtures("short")
 async def test_pages_are_derived_if_segments_that_they_replace_have_expired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, thresholds: Thresholds
 ) -> None:
-    make_small(monkeypatch)
+    make_small(thresholds)
     store = await tstore.open(str(tmp_path / "store"))
     paths = [f"g{at:02}" for at in range(20)]
     await create(store, paths, 3)

@@ -16,6 +16,7 @@ import pytest
 import tstore
 from tests.support.dying import Dead, Dying
 from tests.support.polling import delivered, until
+from tests.support.thresholds import Thresholds
 from tstore.errors import (
     CommitOutcomeUnknown,
     Conflict,
@@ -267,9 +268,8 @@ async def test_the_next_attempt_may_have_another_size(url: str) -> None:
 # ---- who is shown
 
 
-async def test_a_waiting_host_is_listed_as_alive(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.core.transactions.pending._FIRST_DELAY", 0.0)
-    monkeypatch.setattr("tstore.core.transactions.pending._INTERVAL", 0.02)
+async def test_a_waiting_host_is_listed_as_alive(url: str, thresholds: Thresholds) -> None:
+    thresholds(_FIRST_DELAY=0.0, _INTERVAL=0.02)
     store = await tstore.open(url)
     waiting = asyncio.create_task(host(store, 1, 3))
 
@@ -286,8 +286,8 @@ async def test_a_waiting_host_is_listed_as_alive(url: str, monkeypatch: pytest.M
     assert not [k for k in await store.log.storage.list("txn/") if "/alive-" in k]
 
 
-async def test_heartbeats_that_fail_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.core.transactions.pending._FIRST_DELAY", 0.0)
+async def test_heartbeats_that_fail_do_not_matter(url: str, thresholds: Thresholds) -> None:
+    thresholds(_FIRST_DELAY=0.0)
     store, faults = await open_faulty(url)
     faults.fail("replace", "*/alive-*", times=100)
     faults.fail("delete", "*/alive-*", times=100)

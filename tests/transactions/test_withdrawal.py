@@ -15,6 +15,7 @@ import pytest
 
 import tstore
 from tests.support.dying import Dead, Dying
+from tests.support.thresholds import Thresholds
 from tstore import Checkpointer, Shards
 from tstore.core.format.objects.encoding import encode
 from tstore.core.storage.objects import Durability
@@ -107,10 +108,9 @@ async def test_a_host_may_withdraw_while_another_merges_its_block(
         await check_withdrawn(store, 0, 5)
 
 
-async def test_waiting_hosts_stop_at_once(url: str, hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_hosts_stop_at_once(url: str, hosts: int, thresholds: Thresholds) -> None:
     """Their own deadline is an hour."""
-    monkeypatch.setattr(cooperative, "_DECISION_INTERVAL", 0.01)
-    monkeypatch.setattr(cooperative, "_MAX_DECISION_RATE", 1e9)
+    thresholds(_DECISION_INTERVAL=0.01, _MAX_DECISION_RATE=1e9)
     store = await tstore.open(url)
     txs = await transactions(store, hosts)
     waiting = [asyncio.create_task(tx.commit(timeout=3600)) for tx in txs[1:]]

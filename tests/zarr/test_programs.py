@@ -22,10 +22,9 @@ import tstore
 import tstore.sync
 from tests.support.counted_reads import count_reads
 from tests.support.lazy import lazy
+from tests.support.thresholds import Thresholds
 from tstore.core.data.writer import PackSet
-from tstore.core.format.objects import pages
 from tstore.core.log.pages import PageReader
-from tstore.core.transactions import staging
 from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
 from tstore.zarr import ZarrStore
 from tstore.zarr.keys import ChunkKeys
@@ -611,11 +610,9 @@ def test_a_group_is_listed_without_its_chunks(store: tstore.sync.Store, monkeypa
 
 
 async def test_metadata_in_pages_is_listed_with_few_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
-    monkeypatch.setattr(pages, "PAGE_BYTES", 500)
-    monkeypatch.setattr(pages, "SHORT_MANIFEST", 500)
-    monkeypatch.setattr(staging, "INLINE_MANIFEST_BYTES", 0)
+    thresholds(PAGE_BYTES=500, SHORT_MANIFEST=500, INLINE_MANIFEST_BYTES=0)
     tree = {f"g{g:02}": {f"a{a}": np.full(4, a) for a in range(4)} for g in range(90)}
     await tstore.save(tmp_path, tree, 0)
     requests: list[int] = []  # pages in each

@@ -116,7 +116,7 @@ _BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # time with the interpreter's lock
 _BACKGROUND_BATCH = Limits(copied=min(32 << 20, BUDGET // WORKERS), encoded=8 << 20, staged=64 << 20)
 _BACKGROUND_UPLOAD = Limits(copied=8 << 20, encoded=8 << 20, staged=8 << 20)  # packs in memory are shorter
 _MIN_TABLES = 16  # that are collected before they are counted
-_MAX_INLINE = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
+INLINE_BYTES = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
 
 class PackSet:
@@ -144,7 +144,7 @@ class PackSet:
         head = deque(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // shortest)))
         if not head:
             return
-        if len(head) == 1 and self._inline_size + head[0].encoded_size <= _MAX_INLINE:
+        if len(head) == 1 and self._inline_size + head[0].encoded_size <= INLINE_BYTES:
             self._write_inline(head[0])  # takes less time than the hop to a thread
             return
         self._choose_prefix()
@@ -160,7 +160,7 @@ class PackSet:
 
     def write_inline(self, meta: ArrayMeta, number: int, values: Values) -> ChunkRow | None:
         """Write one whole chunk into the manifest; return None if `write` would not write it there unencoded."""
-        if not meta.chain.identity or self._inline_size + meta.encoded_size > _MAX_INLINE:
+        if not meta.chain.identity or self._inline_size + meta.encoded_size > INLINE_BYTES:
             return None
         data = values.astype(meta.dtype, casting="same_kind", copy=False).tobytes()
         self._inline_size += len(data)

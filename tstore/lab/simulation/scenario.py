@@ -214,7 +214,7 @@ def import_core() -> None:
 
 
 @contextlib.contextmanager
-def override_constants(**constants: int) -> Iterator[None]:
+def override_constants(**constants: float) -> Iterator[None]:
     """Replace constants, such as ROOT_EVERY=8, in all modules of tstore inside the block.
 
     Raise `LookupError` if no module has a constant of this name.
