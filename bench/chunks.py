@@ -89,6 +89,7 @@ class ChunkProcess:
 
     def list_one(self, number: int) -> Cost:
         """List the arrays of the group of that number."""
+        self._contender.prepare_to_list()
         paths = _paths(number)
         cost, names = _done(lambda: sorted(self._contender.names(paths[0].rpartition("/")[0])))
         return _expected(cost, names, sorted(path.rpartition("/")[2] for path in paths), f"group {number}")

@@ -142,7 +142,14 @@ class Contender:
 
     def read_group(self, paths: Sequence[str]) -> list[Any]:
         """Return the first element of each array of one group."""
-        return [(self.open(path), self.read((0,)))[1] for path in paths]
+        values = []
+        for path in paths:
+            self.open(path)
+            values.append(self.read((0,)))
+        return values
+
+    def prepare_to_list(self) -> None:
+        """Import what only `names` needs."""
 
     def names(self, group: str) -> list[str]:
         """Return the names of the arrays of a group."""

@@ -35,7 +35,6 @@ class TStore(Contender):
         self.tstore: Any = importlib.import_module("tstore")
         self.sync: Any = importlib.import_module(self.module)
         importlib.import_module("numcodecs.zstd")  # which tstore imports at its first use
-        importlib.import_module("tstore.cli")
 
     @property
     def url(self) -> str:
@@ -96,7 +95,7 @@ class TStore(Contender):
         async def read() -> Any:
             return await self.array[index].read()
 
-        return self.runner.run(read())  # type: ignore[no-any-return]
+        return self.runner.run(read())
 
     def read_points(self, points: Sequence[Point]) -> Sequence[Any]:
         return self.runner.run(gathered(lambda point: self.array[point].read(), points))
@@ -106,10 +105,13 @@ class TStore(Contender):
         tree = self.runner.run(self.tstore.restore(self.url, only=f"{group}/**"))
         return [tree[group][path.rpartition("/")[2]][0] for path in paths]
 
+    def prepare_to_list(self) -> None:
+        self.cli: Any = importlib.import_module("tstore.cli")
+        importlib.import_module("tstore.cli.commands")
+
     def names(self, group: str) -> list[str]:
-        cli = importlib.import_module("tstore.cli")
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            cli.main(["ls", self.url, group, "--json"])
+            self.cli.main(["ls", self.url, group, "--json"])
         return [array["path"].rpartition("/")[2] for array in json.loads(output.getvalue())["arrays"]]
 
     def write(self, name: str, index: Index, values: Values) -> None:
@@ -157,7 +159,7 @@ class TStore(Contender):
             snapshot = await self.joined.snapshot("step/0")
             return await (await snapshot.array(name))[self.mine].read()
 
-        return self.runner.run(read())  # type: ignore[no-any-return]
+        return self.runner.run(read())
 
     async def commit(self, writer: int, number: int) -> int:
         tx = self.joined.transaction(durability=durability(self.durable))
@@ -207,7 +209,7 @@ class TStoreApart(TStore):
         async def read() -> Any:
             return await (await (await self.joined.snapshot()).array(name)).read()
 
-        return self.runner.run(read())  # type: ignore[no-any-return]
+        return self.runner.run(read())
 
 
 class TStoreServed(TStore):
