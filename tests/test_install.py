@@ -110,6 +110,7 @@ MYPY = """
 strict = true
 [mypy-torch.*,jax.*,jaxlib.*,matplotlib.*,distributed.*,moto.*,rich.*,aiohttp.*,zarr.*,tokenizers.*,jinja2.*,grain.*]
 follow_imports = skip
+ignore_missing_imports = true
 """
 """What tstore and its guides import from these is no matter of users' types, and takes mypy most of its time."""
 
