@@ -31,6 +31,7 @@ CHUNKS = "tstore.service.server.chunk_checks:ChunkChecks."
 POISONED = "attacks/test_poisoned_chunks.py::"
 PLUGINS = "pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesis_pytestplugin"
 REPAIRS = "maintenance/test_repair_dependents.py::"
+ROOTS = "maintenance/test_repair_roots.py::"
 REPLAY = "tstore.core.maintenance.replay:Replay."
 PLAN, PLANS = "tstore.core.maintenance.repair_plan:RepairPlan.", "maintenance/test_repair_plan.py::"
 ENCODED, CONFLICTS = "tstore.core.transactions.encoded:", "tstore.core.transactions.conflicts:"
@@ -169,6 +170,10 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
             "replicated=dict(itertools.islice(replicated.items(), MAX_TAGS_SET))",
             "replicated=first.replicated",
         ),
+    ),
+    "a condemned transaction begins again": (
+        "transactions/test_begun_again.py::test_hosts_are_told_at_once_and_another_attempt_is_committed[manifest*-2]",
+        Edit(COOPERATIVE + "_create_fragment", "await self.exclusion.check_begun_again(fragment.base)", "pass"),
     ),
     "a redelivered fragment is not synced": (
         "guarantees/test_durability.py::test_a_redelivered_fragment_is_made_durable",
@@ -543,6 +548,34 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "records out of place are archived": (
         "log/test_chain.py::test_records_out_of_place_are_not_archived",
         Edit("tstore.core.maintenance.compaction:_archive", "chain.add(version, record, data)", "pass"),
+    ),
+    "a stale root outlives a repair": (
+        ROOTS + "test_no_reader_gets_a_root_with_voided_changes_once_the_repair_is_committed[3]",
+        Edit("tstore.core.maintenance.repair:_append", "or version % ROOT_EVERY == 0:", ":"),
+    ),
+    "a root vouches with voided changes": (
+        ROOTS + "test_a_repair_that_is_begun_again_uses_no_root_with_changes_that_it_has_voided",
+        Edit(
+            "tstore.core.maintenance.void_records:VoidRecords._find_resumptions",
+            "stop = min((v for v, resumes in self.resumes.items() if not resumes)",
+            "stop = min((v for v in self._former if not self.resumes.get(v, 1))",
+        ),
+    ),
+    "a repair ends others without their roots": (
+        ROOTS + "test_a_repair_that_ends_another_one_leaves_no_root_with_changes_that_this_voided",
+        Edit("tstore.core.maintenance.repair:repair_store", "{*wanted, *repairs.unlisted}", "set(wanted)"),
+    ),
+    "a repair ends others without their gc": (
+        ROOTS + "test_a_repair_that_ends_that_of_a_collection_expires_what_this_had_deleted",
+        Edit("tstore.core.maintenance.repair:repair_store", "in to_void if await", "in wanted if await"),
+    ),
+    "pages of two histories are mixed": (
+        ROOTS + "test_a_snapshot_whose_root_was_written_anew_says_that_the_timeline_changed",
+        Edit("tstore.core.log.pages:pages_of_root", "same = same and reference.matches", "reference.matches"),
+    ),
+    "a repair trusts what a gc is deleting": (
+        REPAIRS + "test_a_gc_that_is_still_deleting_what_a_version_needs_after_a_repair[True]",
+        Edit("tstore.core.maintenance.repair:_doomed", "if min(void, default=last) < last", "if False"),
     ),
     "a repair expires a head that is damaged": (
         PLANS + "test_the_head_of_a_voided_collection_lost_its_pack_in_another_way",

@@ -85,6 +85,7 @@ async def test_no_reader_gets_a_root_with_voided_changes_once_the_repair_is_comm
         await asyncio.wait([repair, *stops], return_when=asyncio.FIRST_COMPLETED)
         for version in range(newest + 1, newest + 3):
             assert set(await voided(store.url, version)) - {newest + 2} == {2}, faults.calls[made:]
+        assert (await (await tstore.open(store.url)).verify()).faults == []
         if repair.done():
             break
         repair.cancel()
@@ -92,7 +93,6 @@ async def test_no_reader_gets_a_root_with_voided_changes_once_the_repair_is_comm
             stop.cancel()
         requests += 1
     assert requests
-    assert (await (await tstore.open(store.url)).verify()).faults == []
 
 
 async def test_a_store_that_dies_after_it_wrote_a_root_leaves_none_with_voided_changes() -> None:
@@ -123,6 +123,21 @@ async def test_a_repair_that_ends_another_one_leaves_no_root_with_changes_that_t
     assert (await (await tstore.open(store.url)).repair(void_intact=[7])).voided == [7]
     for version, lacking in ((4, [2]), (6, [2]), (8, [2, 7])):
         assert await voided(store.url, version) == lacking
+
+
+async def test_a_repair_that_is_begun_again_uses_no_root_with_changes_that_it_has_voided() -> None:
+    """The root that would vouch for the lost version 6 also has the changes of version 2."""
+    store, _ = await filled(9)
+    repairing, faults = await open_faulty(store.url)
+    await repairing.log.storage.replace(commit_key(6), b"garbage")
+    faults.fail("replace", commit_key(6), times=100)
+    with pytest.raises(Unavailable):
+        await repairing.repair(void=[6], void_intact=[2])
+    assert [await write(store) for _ in range(3)] == [10, 11, 12]  # the roots that were deleted are there again
+    assert {root_key(8), root_key(12)} <= {*await store.log.storage.list("roots/")}
+    assert (await (await tstore.open(store.url)).repair(void=[6], void_intact=[2])).ok
+    for version in (8, 12, None):
+        assert [v for v in await voided(store.url, version) if v < 13] == [2, 6]
 
 
 async def test_a_version_that_is_void_already_costs_no_root_that_has_the_changes_of_a_lost_record() -> None:
@@ -171,3 +186,21 @@ async def test_a_snapshot_whose_root_was_written_anew_says_that_the_timeline_cha
         await (await tstore.open(url)).repair(void_intact=[3])
         with pytest.raises(TimelineChanged, match="as if a repair"):
             await snapshot.read_nodes()
+
+
+async def test_a_repair_that_ends_that_of_a_collection_expires_what_this_had_deleted() -> None:
+    store, _ = await open_faulty(f"memory://{uuid.uuid4()}")
+    for step in (1, 2, 3):
+        await tstore.save(store, {"w": np.full(4000, step)}, step)
+    assert (await store.collect(tstore.Keep(last=1))).version == 4
+    await tstore.save(store, {"w": np.full(4000, 5)}, 5)
+    await store.log.storage.replace(commit_key(4), b"garbage")
+    repairing, faults = await open_faulty(store.url)
+    faults.fail("create", "commits/*", times=100)
+    with pytest.raises(CommitOutcomeUnknown):
+        await repairing.repair(void=[4])
+    report = await (await tstore.open(store.url)).repair(void_intact=[5])
+    assert (report.ok, report.expired) == (True, [1, 2])
+    store = await tstore.open(store.url)
+    assert await tstore.steps(store) == [3]
+    assert (await store.verify()).faults == []
