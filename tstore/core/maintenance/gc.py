@@ -376,9 +376,9 @@ async def _delete(
     """Delete everything condemned by the collection of a version; objects already deleted are not an error.
 
     Markers, records and hints are never deleted, even if a (forged) record condemns them. Of a condemned
-    transaction only the objects `listed` before the record was created are deleted. A host of the same cooperative
-    transaction may start after the record was created and use the id again. When this host commits, it reads only
-    records newer than the one at which it started.
+    transaction only the objects `listed` before the record was created are deleted. Hosts of the same cooperative
+    transaction that begin again after that, and would use these keys again, are refused
+    (`Exclusion.check_begun_again`) until another collection is the last one.
     """
 
     async def delete(keys: Iterable[str]) -> None:
