@@ -80,7 +80,7 @@ class Reads:
         """The offset in a pack from which on reads take too long."""
         check = chunk_checks.ChunkChecks._check
 
-        def counted(checks: chunk_checks.ChunkChecks, piece: chunk_checks.Piece) -> None:
+        def counted(checks: chunk_checks.ChunkChecks, piece: chunk_checks.Extent) -> None:
             time.sleep(pause)
             if piece.starts[0] >= self.end:
                 raise TimeoutError
@@ -298,7 +298,7 @@ async def test_a_verification_begins_again_after_a_collection(
 
 def test_a_client_with_many_positions_displaces_only_its_own() -> None:
     progress = chunk_checks.CheckProgress()
-    piece = chunk_checks.Piece(PACK, *np.zeros((2, 1), "i8"), np.zeros((1, 16), "u1"))
+    piece = chunk_checks.Extent(PACK, *np.zeros((2, 1), "i8"), np.zeros((1, 16), "u1"))
     progress.advance(b"honest", "honest", piece._replace(stops=np.array([7])))
     for number in range(1000):
         progress.advance(b"%d" % number, "greedy", piece._replace(stops=np.array([number])))

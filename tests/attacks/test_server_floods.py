@@ -32,7 +32,7 @@ from tstore.core.format.objects.references import Manifest
 from tstore.core.format.tree.tree import Tree
 from tstore.core.format.tree.validation import Steps, check_chunks, next_tree
 from tstore.service.server import Access, Certificate, Limits, Server
-from tstore.service.server.limits import Shares, Turns
+from tstore.service.server.quotas import Shares, Turns
 from tstore.service.server.responses import Refused
 from tstore.service.server.transfers import Transfer, Transfers
 

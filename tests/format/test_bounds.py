@@ -14,7 +14,7 @@ from tstore.core.format.bounds import (
     json_excess_message,
     max_object_size,
     max_size_from_head,
-    packed_excess_message,
+    msgpack_excess_message,
 )
 from tstore.core.format.frame import seal
 from tstore.core.format.objects.encoding import collection_excess_message, decode, encode, memory_of
@@ -48,12 +48,12 @@ def test_values_and_levels_are_counted_exactly(seed: int) -> None:
     document = [[value(random.Random(seed)), b"\xff" * 300]]
     count, depth = measured(document)
     packed, text = msgspec.msgpack.encode(document), msgspec.json.encode(document[0][0])
-    assert packed_excess_message(packed, count, depth) == ""
-    assert "values" in packed_excess_message(packed, count - 1, depth)
-    assert "levels" in packed_excess_message(packed, count, depth - 1)
+    assert msgpack_excess_message(packed, count, depth) == ""
+    assert "values" in msgpack_excess_message(packed, count - 1, depth)
+    assert "levels" in msgpack_excess_message(packed, count, depth - 1)
     assert "levels" not in json_excess_message(text, 1 << 20, max(0, measured(document[0][0])[1] + 1))
     for cut in range(min(len(packed), 40)):
-        packed_excess_message(packed[:cut], count, depth)
+        msgpack_excess_message(packed[:cut], count, depth)
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 50_000, b"[" * 701 + b"]" * 701])
@@ -75,7 +75,7 @@ def test_many_values_are_detected_at_once() -> None:
     """In packed data by the bound; JSON is read in blocks, and not at all if it is too long."""
     empty_arrays = b"\xdd\x01\x00\x00\x00" + b"\x90" * (16 << 20)
     with counted_work() as work:
-        assert "values" in packed_excess_message(empty_arrays, 1000, 101)
+        assert "values" in msgpack_excess_message(empty_arrays, 1000, 101)
     assert work.steps < 20 * 1000
     with counted_work() as work:
         assert "values" in json_excess_message(b"[" + b"[]," * (1 << 23) + b"[]]")

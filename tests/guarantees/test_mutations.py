@@ -379,7 +379,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "metadata may be nested without a limit": (
         "format/test_bounds.py::test_values_and_levels_are_counted_exactly",
-        Edit("tstore.core.format.bounds:packed_excess_message", "if len(remaining) > levels:", "if False:"),
+        Edit("tstore.core.format.bounds:msgpack_excess_message", "if len(remaining) > levels:", "if False:"),
     ),
     "TLS handshakes are not counted": (
         "attacks/test_server_floods.py::test_the_oldest_handshake_is_closed_for_a_new_connection",
@@ -397,7 +397,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "turns go to the oldest request": (
         "attacks/test_server_floods.py::test_equal_clients_are_served_in_turn_however_many_requests_each_has",
-        Edit("tstore.service.server.limits:Shares._order", "self._served.get(waiter.client, 0)", "0"),
+        Edit("tstore.service.server.quotas:Shares._order", "self._served.get(waiter.client, 0)", "0"),
     ),
     "metadata is checked in one step": (
         "attacks/test_server_floods.py::test_large_metadata_is_checked_in_steps",

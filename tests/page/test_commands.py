@@ -20,7 +20,7 @@ from tstore.cli import main
 from tstore.core.tags import set_tag
 from tstore.service.page import Site
 from tstore.service.server import Access, Server
-from tstore.service.statistics.cache import RESULTS
+from tstore.service.statistics.results import RESULTS
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from tests.support.http_server import ADMIN, READ, client_of
 from tstore.errors import NotFound
 from tstore.service.page.navigation import VIEWS
 from tstore.service.server import Server
-from tstore.service.statistics.cache import RESULTS
 from tstore.service.statistics.reading import Batch, Sample
+from tstore.service.statistics.results import RESULTS
 
 MARKUP = "<img src=x onerror='alert(1)'>\"><script>alert(1)</script>"
 OVERRIDE = "\u202e"

@@ -17,8 +17,8 @@ from tests.support.http_server import READ, WRITE, Client, client_of, everybody
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.service.page import Site
 from tstore.service.server import Limits, Server
-from tstore.service.statistics.cache import RESULTS
 from tstore.service.statistics.heat_map import heat_map
+from tstore.service.statistics.results import RESULTS
 
 VALUES = np.random.default_rng(0).standard_normal((3000, 1000)).astype("f4")
 

@@ -34,7 +34,7 @@ from tstore.core.storage.objects import Durability
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.lab.simulation.virtual import VirtualLoop
 from tstore.service.server import Access, Certificate, JsonLines, Limits, Server, logging_to
-from tstore.service.server.limits import LIMITS, PIECE
+from tstore.service.server.quotas import LIMITS, PIECE
 from tstore.service.server.responses import Refused
 from tstore.service.server.transfers import Transfers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tstore.service.statistics.cache import RESULTS
+from tstore.service.statistics.results import RESULTS
 
 
 @pytest.fixture(autouse=True)

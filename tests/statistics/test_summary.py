@@ -22,7 +22,7 @@ import tstore.sync as blocking
 from tests.support.stored_array import stored
 from tstore.errors import InvalidArgument, NotFound
 from tstore.lab.conformance.faults import open_faulty
-from tstore.service.statistics.cache import ResultCache
+from tstore.service.statistics.results import ResultCache
 
 NUMBERS = np.random.default_rng(0).standard_normal((3000, 1000)).astype("f4")
 

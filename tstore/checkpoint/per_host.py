@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tstore.checkpoint.leaves import PerHost, Shards, as_values
 from tstore.checkpoint.structure import flatten, unflatten
 from tstore.core.format.arrays.dtypes import dtype_named, dtype_to_json, stored_dtype
-from tstore.core.format.bounds import NODE_METADATA_LEVELS, NODE_METADATA_VALUES, packed_excess_message
+from tstore.core.format.bounds import NODE_METADATA_LEVELS, NODE_METADATA_VALUES, msgpack_excess_message
 from tstore.core.format.tree_document import is_document, paths_in
 from tstore.errors import InvalidArgument, parsing
 
@@ -50,7 +50,7 @@ def encoded(path: str, value: Any) -> npt.NDArray[np.uint8]:
 
 
 def _excess_message(data: bytes | memoryview) -> str:
-    return packed_excess_message(data, NODE_METADATA_VALUES, NODE_METADATA_LEVELS)
+    return msgpack_excess_message(data, NODE_METADATA_VALUES, NODE_METADATA_LEVELS)
 
 
 def _parts(path: str, leaf: Any) -> tuple[Any, tuple[int, ...], bytes]:

@@ -23,7 +23,7 @@ from tstore.cli.text import (
 )
 from tstore.service.statistics.histograms import Histogram
 from tstore.service.statistics.loss import OtherFormat
-from tstore.service.statistics.reading import BUDGET, Coverage
+from tstore.service.statistics.reading import SAMPLE_BYTES, Coverage
 
 __all__ = ["budget_option", "stats"]
 
@@ -54,7 +54,7 @@ def budget_option(default: str, help: str) -> Callable[[Callable[..., int]], Cal
 @store_argument
 @click.argument("path")
 @at_options("A version number or a tag; by default the head, and with --loss the newest copy.")
-@budget_option(f"{BUDGET // 10**6}MB", "How many bytes of values to read, such as 100MB, or all.")
+@budget_option(f"{SAMPLE_BYTES // 10**6}MB", "How many bytes of values to read, such as 100MB, or all.")
 @click.option("--loss", is_flag=True, help="Show the error of an array of a quantized copy against its source.")
 @json_option
 def stats(store: str, path: str, at: int | str | None, budget: int | None, loss: bool, as_json: bool) -> int:

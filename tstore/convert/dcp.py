@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tstore.convert.file_parts import FilePart, joined
 from tstore.convert.files import map_file, read_whole, within
 from tstore.convert.nesting import Keys, nested
 from tstore.convert.pickled import Instance, Name, Unreadable, Visits, parse_pickle
-from tstore.convert.pieces import Piece, joined
 from tstore.convert.torch_archive import read_archive
 from tstore.core.data.casting import TORCH_DTYPES
 from tstore.core.storage.objects import mapped_errors
@@ -160,7 +160,7 @@ def _value(name: str, item: Instance, locations: list[_Location], files: _Files)
     chunk_sizes = {
         str(_size(chunk["offsets"])): _size(chunk["sizes"]) for chunk in _chunks(fields["chunks"], files)
     }
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, FilePart] = {}
     for location in locations:
         offset = (0,) * len(shape) if location.offset is None else location.offset
         values = files.value(location, subject)
@@ -174,7 +174,7 @@ def _value(name: str, item: Instance, locations: list[_Location], files: _Files)
                 f"shape {getattr(values, 'shape', '')}; its metadata expects {dtype} values of shape "
                 f"{chunk_sizes.get(str(offset))}"
             )
-        pieces[str(offset)] = Piece(offset, values)
+        pieces[str(offset)] = FilePart(offset, values)
     return joined(subject, shape, dtype, list(pieces.values()))
 
 

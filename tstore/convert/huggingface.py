@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.checkpoint.jobs import StreamedArray
+from tstore.convert.file_parts import FilePart, joined
 from tstore.convert.files import read_whole, within
-from tstore.convert.pieces import Piece, joined
 from tstore.convert.safetensors import open_tensors
 from tstore.errors import Corrupt, InvalidArgument, NotFound, bullet_list
 
@@ -170,12 +170,12 @@ def _file(path: str, tensors: dict[str, npt.NDArray[Any]], metadata: Mapping[str
 def _merged(files: Sequence[_File]) -> Tensors:
     """Return the tensors of all files in one dict."""
     merged: Tensors = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FilePart]] = {}
     origin: dict[str, str] = {}  # the last file so far with each tensor
     for file in files:
         for name, values in file.tensors.items():
             if file.offsets is not None and (name in pieces or name not in origin):
-                pieces.setdefault(name, []).append(Piece(file.offsets[name], values))
+                pieces.setdefault(name, []).append(FilePart(file.offsets[name], values))
             elif name in origin:
                 raise Corrupt(
                     f"{origin[name]} and {file.name} both have a tensor {name[:200]!r}; pass only the files of "
@@ -189,7 +189,7 @@ def _merged(files: Sequence[_File]) -> Tensors:
     return merged
 
 
-def _shape_and_dtype(name: str, parts: Sequence[Piece]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _shape_and_dtype(name: str, parts: Sequence[FilePart]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return the shape and dtype of a tensor in pieces."""
     dtypes = {part.values.dtype for part in parts}
     if len(dtypes) > 1 or any(len(part.offsets) != part.values.ndim for part in parts):

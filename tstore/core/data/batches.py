@@ -27,9 +27,9 @@ from tstore.errors import InvalidArgument, NotFinite
 __all__ = [
     "BATCH",
     "Batch",
+    "BatchSize",
     "ChunkBox",
     "EncodedRun",
-    "Limits",
     "Stack",
     "StagedChunks",
     "StagedRun",
@@ -150,7 +150,7 @@ class StagedRun:
         return EncodedRun(self.jobs, self.numbers, data, self.meta.encoded_size)
 
 
-class Limits(NamedTuple):
+class BatchSize(NamedTuple):
     """The maximum bytes of a batch: of values copied to scratch memory, and of staged chunks.
 
     `encoded` is the maximum of copied values if some of them are encoded.
@@ -165,7 +165,7 @@ class Limits(NamedTuple):
         return self.copied if meta.chain.identity else self.encoded
 
 
-BATCH = Limits(copied=2 << 20, encoded=1 << 20, staged=1 << 20)
+BATCH = BatchSize(copied=2 << 20, encoded=1 << 20, staged=1 << 20)
 """A batch that stays in a processor's caches on the way from the caller's memory to the pack."""
 
 
@@ -174,7 +174,7 @@ class Batch:
 
     __slots__ = ("_copied", "_stacks", "boxes", "chunk_count", "limits", "size")
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: BatchSize) -> None:
         self.limits = limits
         self.boxes: list[ChunkBox | Stack | StagedRun] = []
         self.size = 0  # of all values, in bytes
@@ -233,7 +233,7 @@ class Batch:
         self.chunk_count += chunk_count
 
 
-def batches(jobs: Iterable[WriteJob], limits: Limits = BATCH) -> Iterator[Batch]:
+def batches(jobs: Iterable[WriteJob], limits: BatchSize = BATCH) -> Iterator[Batch]:
     """Yield all chunks in batches within these limits."""
     batch = Batch(limits)
     for job in jobs:

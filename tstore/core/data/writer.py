@@ -30,8 +30,8 @@ import numpy.typing as npt
 from tstore.core.data.batches import (
     BATCH,
     Batch,
+    BatchSize,
     ChunkBox,
-    Limits,
     Stack,
     StagedRun,
     batches,
@@ -113,8 +113,8 @@ _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
 _BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # time with the interpreter's lock held, per batch and per chunk
 # Each batch of a background save takes the interpreter's lock a few times. The buffers of its workers stay within
 # the half of the budget that threads retain; chunks that are encoded one by one gain nothing from longer batches.
-_BACKGROUND_BATCH = Limits(copied=min(32 << 20, BUDGET // WORKERS), encoded=8 << 20, staged=64 << 20)
-_BACKGROUND_UPLOAD = Limits(copied=8 << 20, encoded=8 << 20, staged=8 << 20)  # packs in memory are shorter
+_BACKGROUND_BATCH = BatchSize(copied=min(32 << 20, BUDGET // WORKERS), encoded=8 << 20, staged=64 << 20)
+_BACKGROUND_UPLOAD = BatchSize(copied=8 << 20, encoded=8 << 20, staged=8 << 20)  # packs in memory are shorter
 _MIN_TABLES = 16  # that are collected before they are counted
 INLINE_BYTES = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
 

@@ -24,7 +24,7 @@ from tstore.core.format.bounds import (
     METADATA_BYTES,
     METADATA_LEVELS,
     METADATA_VALUES,
-    packed_excess_message,
+    msgpack_excess_message,
 )
 from tstore.errors import InvalidArgument
 
@@ -204,7 +204,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
     if (count := len(checked.get("metrics", ()))) > MAX_METRICS:
         raise InvalidArgument(f"{count:,} metrics; a commit has at most {MAX_METRICS:,}: store them as an array")
     packed = msgspec.msgpack.encode(checked)
-    excess = packed_excess_message(packed, METADATA_VALUES, METADATA_LEVELS)
+    excess = msgpack_excess_message(packed, METADATA_VALUES, METADATA_LEVELS)
     if excess or len(packed) > METADATA_BYTES:
         raise InvalidArgument(
             f"metadata: {excess or f'{len(packed)} bytes'} are too many for the record of a commit; expected at "

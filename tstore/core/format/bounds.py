@@ -79,7 +79,7 @@ __all__ = [
     "json_excess_message",
     "max_object_size",
     "max_size_from_head",
-    "packed_excess_message",
+    "msgpack_excess_message",
     "path_excess_message",
     "tags_excess_message",
 ]
@@ -173,7 +173,7 @@ _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 _ALL_BUT_BRACKETS_AND_COMMAS = bytes(set(_ALL_BUT_BRACKETS) - set(b","))
 
 
-def packed_excess_message(data: bytes | memoryview, values: int, levels: int, count: int = 0) -> str:
+def msgpack_excess_message(data: bytes | memoryview, values: int, levels: int, count: int = 0) -> str:
     """Return how msgpack data exceed these bounds, or that a key is no text; "" if neither, or if truncated.
 
     Counting starts at `count` and stops at the first value beyond the bounds. Keys of other types are refused

@@ -18,14 +18,14 @@ from tstore.service.page.views import Document, Query, at_argument, shell_comman
 from tstore.service.statistics.heat_map import heat_map
 from tstore.service.statistics.loss import quantization_loss
 from tstore.service.statistics.numbers import is_number
-from tstore.service.statistics.reading import BUDGET
+from tstore.service.statistics.reading import SAMPLE_BYTES
 from tstore.service.statistics.summary import summarize
 
 __all__ = ["load"]
 
-_BUDGETS = (BUDGET, 100_000_000, 1_000_000_000)
+_BUDGETS = (SAMPLE_BYTES, 100_000_000, 1_000_000_000)
 _MAX_READ = 1_000_000_000  # bytes of values: the time of a view is bounded, whatever a store declares
-_HEAT_BUDGET = 4 * BUDGET
+_HEAT_BUDGET = 4 * SAMPLE_BYTES
 _CELLS = (96, 128)
 _PARTS = 4  # into which each side of the heat map is divided for zooming
 _WINDOW = re.compile(r"(\d{1,20}):(\d{1,20}),(\d{1,20}):(\d{1,20})", re.ASCII)
@@ -43,7 +43,7 @@ async def load(query: Query) -> Document:
     if not query.text("path"):
         raise InvalidArgument("path: expected the path of an array, as the view Tree lists them")
     array = await snapshot.array(query.parameters.get("path", ""))
-    budget = query.number("budget", BUDGET) or BUDGET
+    budget = query.number("budget", SAMPLE_BYTES) or SAMPLE_BYTES
     if budget > _MAX_READ:
         raise InvalidArgument(f"budget={budget}: the page reads at most {_MAX_READ}; tstore stats reads more")
     at = query.parameters.get("at", "")
@@ -171,7 +171,7 @@ def _widened(start: int, stop: int, length: int) -> tuple[int, int]:
 
 
 def _command(address: str, path: str, at: str, budget: int) -> str:
-    options = [*(["--at", at] if at else []), *(["--budget", str(budget)] if budget != BUDGET else [])]
+    options = [*(["--at", at] if at else []), *(["--budget", str(budget)] if budget != SAMPLE_BYTES else [])]
     return shell_command("stats", [address, path], options)
 
 

@@ -58,9 +58,9 @@ from tstore.core.storage.base import Storage
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.service.server.access import Scope, Sender, admin_refusal
 from tstore.service.server.chunk_checks import ChunkChecks, ReceivedPacks
-from tstore.service.server.limits import Shares, Turns
 from tstore.service.server.log_state import LoadedTree, LogState
 from tstore.service.server.manifests import MAX_MEMORY, ManifestReader, bytes_to_read, within_memory
+from tstore.service.server.quotas import Shares, Turns
 
 __all__ = ["Admission", "NextVersion"]
 

@@ -48,7 +48,7 @@ from tstore.service.server.access_log import current_tally
 from tstore.service.server.bodies import send
 from tstore.service.server.browsers import PAGE, Page, Visit, is_browser
 from tstore.service.server.kinds import Kind, ServedKeys, key_of, kind_of
-from tstore.service.server.limits import Limits
+from tstore.service.server.quotas import Limits
 from tstore.service.server.responses import Refused, common_headers, json_response, refusal_from
 from tstore.service.server.served import ServedStorage
 from tstore.service.server.transfers import Transfers, client_at

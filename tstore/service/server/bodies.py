@@ -12,7 +12,7 @@ from io import FileIO
 from aiohttp import web
 
 from tstore.service.server.access_log import current_tally
-from tstore.service.server.limits import LONGEST_IN_MEMORY, PIECE, SIZE_ADVICE
+from tstore.service.server.quotas import LONGEST_IN_MEMORY, PIECE, SIZE_ADVICE
 from tstore.service.server.responses import Refused, common_headers
 from tstore.service.server.served import OpenObject
 from tstore.service.server.transfers import Transfer

@@ -31,10 +31,10 @@ from tstore.core.runtime.concurrency import batched
 from tstore.core.runtime.pool import each, run
 from tstore.core.storage.base import Storage
 from tstore.errors import Corrupt
-from tstore.service.server.limits import PIECE, Shares, Turns
+from tstore.service.server.quotas import PIECE, Shares, Turns
 from tstore.service.server.responses import Refused
 
-__all__ = ["CheckProgress", "ChunkChecks", "Piece", "ReceivedPacks"]
+__all__ = ["CheckProgress", "ChunkChecks", "Extent", "ReceivedPacks"]
 
 _MAX_SECONDS = 15.0  # a client waits 30 seconds for the response
 _TURN = 4  # pieces for each thread in one turn
@@ -64,7 +64,7 @@ class ReceivedPacks:
         while self._size > _MAX_RECEIVED:
             self._remove(next(iter(self._packs)))
 
-    def unverified(self, blocks: Piece) -> Piece:
+    def unverified(self, blocks: Extent) -> Extent:
         """Return the blocks that are not known to match their checksums."""
         pack, starts, stops, expected = blocks
         if (received := self._packs.get(pack)) is None:
@@ -74,7 +74,7 @@ class ReceivedPacks:
         hashed = np.flatnonzero(is_block)
         unverified = np.ones(len(starts), bool)
         unverified[hashed] = (checks[starts[hashed] // BLOCK] != expected[hashed]).any(axis=1)
-        return Piece(pack, starts[unverified], stops[unverified], expected[unverified])
+        return Extent(pack, starts[unverified], stops[unverified], expected[unverified])
 
     def _remove(self, pack: str) -> None:
         if (received := self._packs.pop(pack, None)) is not None:
@@ -99,7 +99,7 @@ class CheckProgress:
         _, pack, offset = self._positions.get(commit_id, (None, "", 0))
         return pack, offset
 
-    def advance(self, commit_id: bytes, client: Hashable, piece: Piece) -> None:
+    def advance(self, commit_id: bytes, client: Hashable, piece: Extent) -> None:
         """Note that the check of a commit, requested by a client, has reached the end of a piece."""
         position = max(self.position(commit_id), (piece.pack, int(piece.stops[-1])))  # others may be ahead
         self._positions.pop(commit_id, None)
@@ -109,7 +109,7 @@ class CheckProgress:
             del self._positions[next(key for key, (owner, _, _) in self._positions.items() if owner == greedy)]
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """Blocks of chunks that are read together from a pack: the start and stop of each, and their checksums."""
 
     pack: str
@@ -122,13 +122,13 @@ class Piece(NamedTuple):
         """The number of bytes from the first block to the last."""
         return int(self.stops[-1] - self.starts[0])
 
-    def split(self, size: int) -> Iterator[Piece]:
+    def split(self, size: int) -> Iterator[Extent]:
         """Yield parts of at most `size` bytes, or of one longer block."""
         first, end = 0, len(self.starts)
         while first < end:
             fitting = int(np.searchsorted(self.stops[first:], self.starts[first] + size, "right"))
             last = first + max(1, fitting)
-            yield Piece(self.pack, self.starts[first:last], self.stops[first:last], self.checks[first:last])
+            yield Extent(self.pack, self.starts[first:last], self.stops[first:last], self.checks[first:last])
             first = last
 
 
@@ -163,7 +163,7 @@ class ChunkChecks:
         """
         commit_id = b""
 
-        def next_pieces() -> list[list[Piece]]:
+        def next_pieces() -> list[list[Extent]]:
             """Return the unchecked pieces of each of the next `_TABLES` tables, or of all that remain."""
             nonlocal commit_id
             commit_id = commit_id or hashlib.sha256(msgspec.msgpack.encode(content)).digest()
@@ -187,7 +187,7 @@ class ChunkChecks:
                 503, "the server is still reading the chunks of this commit; try again", {"Retry-After": "1"}
             ) from None
 
-    async def _read(self, pieces: Sequence[Piece], client: Hashable, advance: Callable[[Piece], None]) -> None:
+    async def _read(self, pieces: Sequence[Extent], client: Hashable, advance: Callable[[Extent], None]) -> None:
         """Check pieces, a few in each turn.
 
         After each turn, call `advance` with the last piece up to which all pieces are checked.
@@ -200,7 +200,7 @@ class ChunkChecks:
             async with self._read_turns.claim(client, 1):
                 await self._read_some(pieces[first : first + _TURN * streams], streams, advance)
 
-    async def _read_some(self, pieces: Sequence[Piece], streams: int, advance: Callable[[Piece], None]) -> None:
+    async def _read_some(self, pieces: Sequence[Extent], streams: int, advance: Callable[[Extent], None]) -> None:
         checked: set[int] = set()
 
         def check(index: int) -> None:
@@ -213,7 +213,7 @@ class ChunkChecks:
             if count := next(i for i in itertools.count() if i not in checked):
                 advance(pieces[count - 1])
 
-    def _check(self, piece: Piece) -> None:
+    def _check(self, piece: Extent) -> None:
         """Read one piece; raise `Corrupt` if a block does not match its checksum. Blocking."""
         starts, stops, checks = piece.starts.tolist(), piece.stops.tolist(), piece.checks.tobytes()
         first = starts[0]
@@ -230,7 +230,7 @@ class ChunkChecks:
         )
 
 
-def _pieces(table: ChunkTable, size: int, received: ReceivedPacks) -> Iterator[Piece]:
+def _pieces(table: ChunkTable, size: int, received: ReceivedPacks) -> Iterator[Extent]:
     """Yield the blocks to read back, in pieces of at most `size` bytes, or of one longer block."""
     counts = np.diff(table.blocks)
     block = np.arange(len(table.checks)) - np.repeat(table.blocks[:-1], counts)
@@ -240,5 +240,5 @@ def _pieces(table: ChunkTable, size: int, received: ReceivedPacks) -> Iterator[P
     ends = [*(np.flatnonzero(np.diff(pack)) + 1).tolist(), len(pack)]
     for first, end in itertools.pairwise([0, *ends] if len(pack) else []):
         name = str(table.packs[pack[first]])
-        blocks = Piece(name, start[first:end], stop[first:end], table.checks[first:end])
+        blocks = Extent(name, start[first:end], stop[first:end], table.checks[first:end])
         yield from received.unverified(blocks).split(size)

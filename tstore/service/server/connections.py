@@ -24,7 +24,7 @@ from aiohttp import StreamReader, web
 from aiohttp.http import HttpProcessingError
 
 from tstore.service.server.access_log import AccessLog
-from tstore.service.server.limits import Limits
+from tstore.service.server.quotas import Limits
 from tstore.service.server.responses import Refused, json_response
 
 __all__ = ["Connection", "Connections"]

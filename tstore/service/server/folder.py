@@ -26,7 +26,7 @@ from tstore.core.storage.local.store import LocalStorage, path_in
 from tstore.core.storage.objects import Buffers, Durability, Page, PutMode, mapped_errors
 from tstore.errors import Corrupt, Denied, NotFound
 from tstore.service.server.kinds import Kind
-from tstore.service.server.limits import LIMITS
+from tstore.service.server.quotas import LIMITS
 from tstore.service.server.served import MAX_READ_WHOLE, Incoming, OpenObject, ServedStorage
 
 __all__ = ["ConfinedStorage", "ServedFolder"]

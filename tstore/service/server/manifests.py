@@ -17,8 +17,8 @@ from tstore.core.log.pages import SegmentReader
 from tstore.core.storage.base import Storage
 from tstore.errors import Corrupt
 from tstore.service.server.chunk_checks import ChunkChecks
-from tstore.service.server.limits import SIZE_ADVICE, Turns
 from tstore.service.server.log_state import LoadedTree, manifest_memory, tags_memory
+from tstore.service.server.quotas import SIZE_ADVICE, Turns
 
 __all__ = ["MAX_MEMORY", "ManifestReader", "ReceivedManifests", "bytes_to_read", "within_memory"]
 

@@ -26,7 +26,7 @@ from tstore.core.storage.local.atomic_file import write_all
 from tstore.core.storage.objects import Buffers, Durability, Page, PutMode, mapped_errors
 from tstore.errors import NotFound
 from tstore.service.server.kinds import Kind
-from tstore.service.server.limits import LIMITS, PIECE, Shares
+from tstore.service.server.quotas import LIMITS, PIECE, Shares
 
 __all__ = ["MAX_READ_WHOLE", "Incoming", "OpenObject", "ServedStorage", "Spool"]
 

@@ -25,8 +25,8 @@ from tstore.service.server.browsers import Page
 from tstore.service.server.connections import Connections
 from tstore.service.server.folder import ServedFolder
 from tstore.service.server.kinds import ServedKeys
-from tstore.service.server.limits import LIMITS, Limits, checked_limits
 from tstore.service.server.listener import Listener
+from tstore.service.server.quotas import LIMITS, Limits, checked_limits
 from tstore.service.server.served import ServedStorage
 
 __all__ = ["Certificate", "Server"]

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from types import TracebackType
 
-from tstore.service.server.limits import PIECE, Limits
+from tstore.service.server.quotas import PIECE, Limits
 from tstore.service.server.responses import Refused
 
 __all__ = ["Transfer", "Transfers", "client_at"]

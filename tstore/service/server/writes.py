@@ -37,7 +37,7 @@ from tstore.service.server.access import Scope, Sender
 from tstore.service.server.admission import Admission
 from tstore.service.server.bodies import check_declared_length, receive
 from tstore.service.server.kinds import Kind, parse_metadata
-from tstore.service.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares, Turns
+from tstore.service.server.quotas import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares, Turns
 from tstore.service.server.responses import Refused
 from tstore.service.server.restoring import Restoring
 from tstore.service.server.served import ServedStorage, Spool

@@ -15,10 +15,10 @@ from tstore.core.format.arguments import checked_budget, quote
 from tstore.core.format.plain_text import finite_or_none
 from tstore.core.runtime.pool import run
 from tstore.errors import InvalidArgument
-from tstore.service.statistics.cache import RESULTS
 from tstore.service.statistics.moments import Sums, wide
 from tstore.service.statistics.numbers import as_floats, check_numbers
 from tstore.service.statistics.reading import Batch, Coverage, SampleCounts, parts, sample_of
+from tstore.service.statistics.results import RESULTS
 from tstore.service.statistics.strips import strip_bounds, strip_numbers
 
 __all__ = ["HEAT_MAP_BUDGET", "HeatMap", "heat_map"]

@@ -22,10 +22,9 @@ from tstore.core.steps import copy_snapshot
 from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument, NotFound
 from tstore.quantization.report import QuantizedArray, read_report
-from tstore.service.statistics.cache import RESULTS, digest
 from tstore.service.statistics.numbers import as_floats, check_numbers
 from tstore.service.statistics.reading import (
-    BUDGET,
+    SAMPLE_BYTES,
     Batch,
     Coverage,
     Region,
@@ -33,6 +32,7 @@ from tstore.service.statistics.reading import (
     parts,
     sample_of,
 )
+from tstore.service.statistics.results import RESULTS, digest
 from tstore.service.statistics.strips import StripSums
 
 __all__ = ["OtherFormat", "QuantizationLoss", "StripLoss", "quantization_loss"]
@@ -164,7 +164,11 @@ class QuantizationLoss:
 
 
 async def quantization_loss(
-    store: str | os.PathLike[str] | Store, path: str, at: int | str | None = None, *, budget: int | None = BUDGET
+    store: str | os.PathLike[str] | Store,
+    path: str,
+    at: int | str | None = None,
+    *,
+    budget: int | None = SAMPLE_BYTES,
 ) -> QuantizationLoss:
     """Return the error of an array of a quantized copy against the version from which it was quantized.
 

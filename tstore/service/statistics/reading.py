@@ -19,11 +19,11 @@ from tstore.core.format.tree.node import Node
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot, array_node
 from tstore.errors import InvalidArgument
-from tstore.service.statistics.cache import digest
+from tstore.service.statistics.results import digest
 
-__all__ = ["BUDGET", "Batch", "Coverage", "Region", "Sample", "SampleCounts", "parts", "sample_of"]
+__all__ = ["SAMPLE_BYTES", "Batch", "Coverage", "Region", "Sample", "SampleCounts", "parts", "sample_of"]
 
-BUDGET = 8 << 20
+SAMPLE_BYTES = 8 << 20
 """Bytes of values that are read of an array by default."""
 
 _BATCH_BYTES = 16 << 20  # of values that are read together

@@ -18,12 +18,12 @@ from tstore.core.format.plain_text import finite_or_none, text_table
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
 from tstore.errors import InvalidArgument
-from tstore.service.statistics.cache import RESULTS
 from tstore.service.statistics.histograms import Histogram, ValueBins, value_bins
 from tstore.service.statistics.moments import Moments
 from tstore.service.statistics.number_range import NumberRange, dtype_range, stored_range
 from tstore.service.statistics.numbers import Floats, as_floats, check_numbers
-from tstore.service.statistics.reading import BUDGET, Batch, Coverage, Sample, SampleCounts, parts, sample_of
+from tstore.service.statistics.reading import SAMPLE_BYTES, Batch, Coverage, Sample, SampleCounts, parts, sample_of
+from tstore.service.statistics.results import RESULTS
 from tstore.service.statistics.strips import Strips, StripSums
 
 __all__ = ["Summary", "summarize"]
@@ -119,7 +119,7 @@ class Summary:
 async def summarize(
     array: Array,
     *,
-    budget: int | None = BUDGET,
+    budget: int | None = SAMPLE_BYTES,
     rows: int | None = None,
     columns: int | None = None,
     bins: int = 64,

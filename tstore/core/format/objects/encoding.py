@@ -26,7 +26,7 @@ from tstore.core.format.bounds import (
     RECORD_BYTES,
     RECORD_VALUES,
     child_count,
-    packed_excess_message,
+    msgpack_excess_message,
 )
 from tstore.core.format.frame import (
     CHAINED,
@@ -227,7 +227,7 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
     outline: Any = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
     metadata = [] if kind is Manifest else [part for part in _metadata(outline) if len(part) > _SHORT_METADATA]
     for packed_metadata in metadata:
-        excess = packed_excess_message(packed_metadata, METADATA_VALUES, METADATA_LEVELS)
+        excess = msgpack_excess_message(packed_metadata, METADATA_VALUES, METADATA_LEVELS)
         if excess or len(packed_metadata) > METADATA_BYTES:
             raise Corrupt(f"the metadata of a commit has {excess or f'{len(packed_metadata):,} bytes'}")
     if len(packed) <= METADATA_VALUES:
@@ -246,7 +246,7 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
     if excess := collection_excess_message(memoryview(getattr(outline, "collection", b""))):
         raise Corrupt(f"the record of a garbage collection has {excess}")
     name_count = sum(map(child_count, _names(outline)))
-    excess = packed_excess_message(b"".join(_metadata(outline)), RECORD_VALUES, METADATA_LEVELS, name_count)
+    excess = msgpack_excess_message(b"".join(_metadata(outline)), RECORD_VALUES, METADATA_LEVELS, name_count)
     if excess:
         raise Corrupt(f"the names and the metadata of a commit have {excess}")
 

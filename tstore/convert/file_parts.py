@@ -12,13 +12,13 @@ import numpy.typing as npt
 from tstore.checkpoint.jobs import StreamedArray
 from tstore.errors import Corrupt
 
-__all__ = ["Piece", "joined"]
+__all__ = ["FilePart", "joined"]
 
 _MAX_BYTES = (1 << 63) - 1  # of an array in memory
 _MAX_CELLS = 1 << 22  # of the grid that the edges of all pieces form
 
 
-class Piece(NamedTuple):
+class FilePart(NamedTuple):
     """The values of a region of an array, which begins at `offsets`."""
 
     offsets: tuple[int, ...]
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 def joined(
-    subject: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[Piece]
+    subject: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[FilePart]
 ) -> npt.NDArray[Any] | StreamedArray:
     """Return the array of these pieces; raise `Corrupt` unless they cover each element exactly once."""
     nonempty = [piece for piece in pieces if piece.values.size]
@@ -55,7 +55,7 @@ def joined(
     return StreamedArray(shape, dtype, read)
 
 
-def _check_partition(subject: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+def _check_partition(subject: str, shape: tuple[int, ...], pieces: Sequence[FilePart]) -> None:
     """Raise `Corrupt` unless the pieces partition an array of this shape."""
     for offsets, values in pieces:
         if len(offsets) != len(shape) or values.ndim != len(shape):
