@@ -212,7 +212,8 @@ async def test_every_truncation_is_detected(url: str, good: dict[str, bytes], ki
         for length in {0, 1, 7, 8, 23, 24, 25, len(data) // 2, *range(len(data) - 20, len(data))}:
             await storage.replace(key, data[:length])
             restored, faults = await outcome(url)
-            assert faults, (key, length)
+            # an empty root is as none, which only costs time: a repair puts it in place of one
+            assert faults or (kind == "root" and not length), (key, length)
             assert restored < 2 or kind in ("root", "empty record")
         await storage.replace(key, data + b"\0")
         restored, faults = await outcome(url)
