@@ -15,8 +15,10 @@ _SERVER = """
     import importlib, json, os, signal, sys
     import numpy, tstore, tstore.sync, tstore.lab.conformance.faults
     import tstore.lab.demo  # imports that are lazy elsewhere
+    from tstore.lab.simulation.scenario import import_core
     for name in tstore.__all__:
         getattr(tstore, name), getattr(tstore.sync, name)
+    import_core()
     code = compile(sys.argv[1], "job", "exec")
     for name in sys.argv[2:]:
         importlib.import_module(name)

@@ -24,9 +24,11 @@ import os, signal, socket, sys
 import msgspec
 import numpy, tstore, tstore.sync, tstore.service.server, tstore.cli.commands
 import tstore.lab.demo, tstore.lab.conformance.faults
+from tstore.lab.simulation.scenario import import_core
 
 for name in tstore.__all__:  # which are imported when they are first used
     getattr(tstore, name), getattr(tstore.sync, name)
+import_core()
 
 assert len(os.listdir("/proc/self/task")) == 1  # a fork keeps only the thread that forks
 signal.signal(signal.SIGINT, signal.SIG_IGN)
