@@ -474,6 +474,19 @@ async def test_readers_work_during_a_copy(source: str, new: NewUrl) -> None:
     assert seen == sorted(seen)
 
 
+async def test_a_block_that_ends_with_its_pack_is_verified(new: NewUrl) -> None:
+    """Of 2.25 MiB, 2 are verified at once; the last block begins at 1.5 MiB."""
+    source, target = new("memory"), new("memory")
+    await tstore.save(source, {name: np.arange(3 << 15, dtype="i8") for name in "abc"}, 1, codecs=None)
+    storage = (await tstore.open(source)).log.storage
+    [pack] = [key for key in await storage.list("txn/") if "/pack-" in key]
+    data = await storage.get(pack)
+    assert len(data) == 9 << 18
+    await storage.replace(pack, data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(Corrupt, match=f"checksum mismatch in {pack} at byte {3 << 19}"):
+        await tstore.copy(source, target)
+
+
 async def test_a_damaged_source_is_not_copied(new: NewUrl) -> None:
     source, target = new("local"), new("local")
     await edited(source, 3)
