@@ -235,7 +235,7 @@ def segments(url: str) -> None:
 
 
 def short_segments(url: str) -> dict[str, int]:
-    with override_constants(**ROOTS, MIN_SEGMENTED=4, _MAX_INLINE=0):
+    with override_constants(**ROOTS, MIN_SEGMENTED=4, INLINE_BYTES=0):
         store = tstore.open(url)
         for i in range(34):
             with store.transaction() as tx:
