@@ -84,7 +84,7 @@ async def test_clients_read_a_store_of_shared_documents(kind: str, tmp_path: Pat
     async with await tstore.open(tmp_path, "r") as store:
         with bounded_time(SECONDS):
             assert (await store.verify()).ok
-            assert len(listing(await store.snapshot())["arrays"]) == (NODES if kind == "arrays" else 0)
+            assert len(listing(await store.snapshot()).arrays) == (NODES if kind == "arrays" else 0)
             changed = await store.diff(1, 2)
             assert len(changed.arrays if kind == "arrays" else changed.groups) == NODES
 
