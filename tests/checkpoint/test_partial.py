@@ -187,3 +187,27 @@ async def test_shards_read_the_segments_of_their_chunks(
     assert values.tolist() == np.arange(2 * rows).reshape(rows, 2)[index].tolist()
     manifest = sum(file.stat().st_size for file in tmp_path.glob("txn/*/*")) - 16 * rows
     assert sum(sizes) < 16 * rows / 64 + manifest / 8
+
+
+@pytest.mark.parametrize(
+    ("only", "expected"),
+    [
+        ("epoch", {"epoch": 3}),
+        (["epoch", "w"], {"w": 1.0, "epoch": 3}),
+        ("pair/**", {"pair": (2.0, 5)}),
+        ("layers/1/*", {"layers": [None, {"n": 8, "w": 4.0}]}),
+        ("**", {"w": 1.0, "epoch": 3, "pair": (2.0, 5), "layers": [{"n": 7, "w": 3.0}, {"n": 8, "w": 4.0}]}),
+    ],
+)
+@pytest.mark.parametrize("per_host", [{}, {"rng": tstore.PerHost({"seed": 1})}])
+async def test_python_scalars_are_selected_as_arrays_are(
+    only: Any, expected: Any, per_host: dict[str, Any]
+) -> None:
+    """Whatever else is in the tree, also a value of each host, which no array is."""
+    url = f"memory://{uuid.uuid4()}"
+    layers = [{"n": 7, "w": np.array([3.0])}, {"n": 8, "w": np.array([4.0])}]
+    tree = {"w": np.array([1.0]), "epoch": 3, "pair": (np.array([2.0]), 5), "layers": layers}
+    await tstore.save(url, tree | per_host, step=1)
+    restored = await tstore.restore(url, only=only)
+    restored.pop("rng", None)
+    assert restored == expected

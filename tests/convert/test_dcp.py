@@ -185,6 +185,18 @@ async def test_other_trees_become_state_dicts(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["out", "store"]
 
 
+async def test_numbers_stay_beside_the_bytes_of_each_host(tmp_path: Path) -> None:
+    tree = {"model": {"w": np.ones((4, 4), "f4"), "none": None, "cfg": 7}, "rng": tstore.PerHost(5), "epoch": 3}
+    await tstore.save(tmp_path / "s", tree, step=1)
+    report = await export_dcp(tmp_path / "s", tmp_path / "out")
+    assert (report.tensors, list(report.left_out)) == (2, [])
+    await import_checkpoint(tmp_path / "out", tmp_path / "again", step=1)
+    restored = await tstore.restore(tmp_path / "again")
+    assert (list(restored["rng"]), restored["epoch"]) == (["%host=0"], 3)
+    assert restored["model"].pop("w").tolist() == tree["model"]["w"].tolist()  # type: ignore[index]
+    assert restored["model"] == {"none": None, "cfg": 7}
+
+
 async def test_a_damaged_chunk_leaves_no_folder(tmp_path: Path) -> None:
     await tstore.save(tmp_path / "store", {"x": np.ones(5000)}, 0)
     pack = next((tmp_path / "store").glob("txn/*/pack-*"))

@@ -120,8 +120,6 @@ class Request:
 
     def advice(self, paths: list[str]) -> str:
         """Say that `only` matches no array, and what to pass instead."""
-        if any(map(self.matches, paths)):
-            return f"only={quote(self.only)} matches Python scalars alone; pass a target that has them"
         patterns = [self.only] if isinstance(self.only, str) else self.only or [""]
         meant = next(filter(None, (_meant(pattern, paths) for pattern in patterns)), None)
         hint = _similar(patterns[0], paths) if meant is None else f"{meant[1]}; did you mean only={meant[0]!r}?"

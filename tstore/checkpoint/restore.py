@@ -55,8 +55,8 @@ async def restore(
         must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without a
         target, dataclasses and namedtuples become dicts.
     only
-        A pattern such as "params/**", or a list of patterns: only arrays with a matching path are restored. The
-        target's other leaves are returned unchanged.
+        A pattern such as "params/**", or a list of patterns: only arrays and Python scalars with a matching path
+        are restored. The target's other leaves are returned unchanged.
     rename
         New paths by pattern of stored paths; the first match applies. A wildcard in a new path stands for what the
         same wildcard matched: {"net/**": "model/**"}, or {"**": "model/**"} for all. The other arguments refer to

@@ -9,8 +9,9 @@ import contextlib
 import copy
 import dataclasses
 import io
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -280,21 +281,37 @@ _LEFT_OUT = object()
 """What `_built` returns for a part of the tree that is left out."""
 
 
-def unflatten(document: TreeDocument, leaves: Mapping[str, Any], is_part: bool = False) -> Any:
-    """Return the tree of a document, or of a part of one, with these leaves.
+def unflatten(
+    document: TreeDocument,
+    leaves: Mapping[str, Any],
+    is_part: bool = False,
+    scalars: Container[str] | None = None,
+) -> Any:
+    """Return the tree of a document, or of a part of one, with these leaves and the Python scalars at these paths.
 
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
-    If leaves are left out, so are Python scalars, None and empty containers; in lists, None stands in for each.
+    If leaves are left out, so are None and empty containers, and Python scalars unless `scalars` has their paths;
+    in lists, None stands in for each.
     """
     paths = paths_in(document)
     places = host_places(paths)
     partial = is_part or not leaves.keys() >= {places.get(path, path) for path in paths}
-    tree = _built(document, leaves, partial, NumberKeys())
+    if scalars is None:
+        selected: Iterator[bool] = itertools.repeat(not partial)
+    else:
+        selected = iter([path in scalars for path in scalars_in(document)])
+    tree = _built(document, leaves, partial, selected, NumberKeys())
     return {} if tree is _LEFT_OUT else tree
 
 
-def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool, keys: NumberKeys) -> Any:
-    """Return the tree of a node; `partial` says whether any leaves are left out."""
+def _built(
+    node: TreeDocument, leaves: Mapping[str, Any], partial: bool, selected: Iterator[bool], keys: NumberKeys
+) -> Any:
+    """Return the tree of a node.
+
+    `partial` says whether any leaves are left out, and `selected` whether each Python scalar, in their order, is
+    in the tree.
+    """
     if node[0] != "array" and (path := per_host_path(node)) is not None:
         return leaves.get(path, _LEFT_OUT)
     match node:
@@ -309,18 +326,18 @@ def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool, keys: N
         case ["dict", items]:
             built = {}
             for key, item in items:
-                if (value := _built(item, leaves, partial, keys)) is not _LEFT_OUT:
+                if (value := _built(item, leaves, partial, selected, keys)) is not _LEFT_OUT:
                     keys.insert(built, scalar_value(key), value)
         case ["dataclass" | "namedtuple", _, items]:
-            built = {f: v for f, n in items if (v := _built(n, leaves, partial, keys)) is not _LEFT_OUT}
+            built = {f: v for f, n in items if (v := _built(n, leaves, partial, selected, keys)) is not _LEFT_OUT}
         case ["list" | "tuple" as node_type, items]:
-            values = [_built(n, leaves, partial, keys) for n in items]
+            values = [_built(n, leaves, partial, selected, keys) for n in items]
             if partial and all(v is _LEFT_OUT for v in values):
                 return _LEFT_OUT
             values = [None if v is _LEFT_OUT else v for v in values]
             return values if node_type == "list" else tuple(values)
         case [name, text]:  # a Python scalar
-            return _LEFT_OUT if partial else scalar_value([name, text])
+            return scalar_value([name, text]) if next(selected) else _LEFT_OUT
         case _:
             raise ValueError("a node has an unknown type")
     return _LEFT_OUT if partial and not built else built

@@ -20,7 +20,7 @@ from tstore.convert.files import StrPath, refuse_existing
 from tstore.convert.names import attributes_in, below, subtree_of
 from tstore.core.array import Array
 from tstore.core.data.casting import TORCH_DTYPES
-from tstore.core.format.tree_document import TreeDocument
+from tstore.core.format.tree_document import TreeDocument, host_places
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
 from tstore.core.storage.local.atomic_file import new_folder
@@ -92,9 +92,11 @@ def _state_dict(
     snapshot: Snapshot, document: TreeDocument | None, subtree: str, arrays: dict[str, Array]
 ) -> dict[Any, Any]:
     """Return the tree of a checkpoint with `_Leaf` in place of arrays; raise `InvalidArgument` if not a dict."""
-    leaves = {path: _Leaf(path, array) for path, array in arrays.items()}
+    leaves: dict[str, Any] = {path: _Leaf(path, array) for path, array in arrays.items()}
     if document is None:
         return {below(path, subtree): leaf for path, leaf in leaves.items()}
+    for path, place in host_places(leaves).items():  # the bytes of each host, by their names
+        leaves.setdefault(place, {})[path.rpartition("/")[2]] = leaves[path]
     with parsing(f"version {snapshot.version}: its structure"):
         tree = unflatten(document, leaves)
     if not isinstance(tree, dict):
