@@ -297,21 +297,17 @@ def unflatten(
     places = host_places(paths)
     partial = is_part or not leaves.keys() >= {places.get(path, path) for path in paths}
     if scalars is None:
-        selected: Iterator[bool] = itertools.repeat(not partial)
+        chosen: Iterator[bool] = itertools.repeat(not partial)
     else:
-        selected = iter([path in scalars for path in scalars_in(document)])
-    tree = _built(document, leaves, partial, selected, NumberKeys())
+        chosen = iter([path in scalars for path in scalars_in(document)])
+    tree = _built(document, leaves, partial, chosen, NumberKeys())
     return {} if tree is _LEFT_OUT else tree
 
 
 def _built(
-    node: TreeDocument, leaves: Mapping[str, Any], partial: bool, selected: Iterator[bool], keys: NumberKeys
+    node: TreeDocument, leaves: Mapping[str, Any], partial: bool, chosen: Iterator[bool], keys: NumberKeys
 ) -> Any:
-    """Return the tree of a node.
-
-    `partial` says whether any leaves are left out, and `selected` whether each Python scalar, in their order, is
-    in the tree.
-    """
+    """Return the tree of a node: `partial` if leaves are left out, with the Python scalars that are `chosen`."""
     if node[0] != "array" and (path := per_host_path(node)) is not None:
         return leaves.get(path, _LEFT_OUT)
     match node:
@@ -326,18 +322,18 @@ def _built(
         case ["dict", items]:
             built = {}
             for key, item in items:
-                if (value := _built(item, leaves, partial, selected, keys)) is not _LEFT_OUT:
+                if (value := _built(item, leaves, partial, chosen, keys)) is not _LEFT_OUT:
                     keys.insert(built, scalar_value(key), value)
         case ["dataclass" | "namedtuple", _, items]:
-            built = {f: v for f, n in items if (v := _built(n, leaves, partial, selected, keys)) is not _LEFT_OUT}
+            built = {f: v for f, n in items if (v := _built(n, leaves, partial, chosen, keys)) is not _LEFT_OUT}
         case ["list" | "tuple" as node_type, items]:
-            values = [_built(n, leaves, partial, selected, keys) for n in items]
+            values = [_built(n, leaves, partial, chosen, keys) for n in items]
             if partial and all(v is _LEFT_OUT for v in values):
                 return _LEFT_OUT
             values = [None if v is _LEFT_OUT else v for v in values]
             return values if node_type == "list" else tuple(values)
         case [name, text]:  # a Python scalar
-            return scalar_value([name, text]) if next(selected) else _LEFT_OUT
+            return scalar_value([name, text]) if next(chosen) else _LEFT_OUT
         case _:
             raise ValueError("a node has an unknown type")
     return _LEFT_OUT if partial and not built else built
