@@ -349,12 +349,17 @@ async def test_one_commit_has_arrays_written_in_any_order(
     assert (await store.verify()).ok
 
 
-async def test_a_resize_during_a_write_makes_the_write_misuse(store: tstore.Store) -> None:
+async def test_a_resize_during_a_write_makes_the_write_misuse(
+    store: tstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The write numbered its chunks in the old grid."""
+    encoding, release = hold_packs(store, monkeypatch)
     async with store.transaction() as tx:
         a = await tx.create_array("a", (400, 500), "f8", (100, 100), sparse=True)
         write = await begun(a.write(np.ones((400, 500))))
+        await asyncio.to_thread(encoding.wait, 60)
         await a.resize((400, 1000))
+        release.set()
         with pytest.raises(Misuse, match="resized while"):
             await write
         await a[:, 500:].write(2)
