@@ -140,6 +140,18 @@ def test_odd_structures_in_a_store(tmp_path: Path) -> None:
         fuzz("structures in a store", attack, 150)
 
 
+async def test_a_key_that_a_dict_has_twice() -> None:
+    """Also if only a part of the tree is restored: its scalars are counted."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    await tstore.save(store, {"w": np.ones(2), "x": np.ones(2), "a": 1}, 1)
+    root = (await store.snapshot()).tree.nodes[""]
+    once = b'[["str","a"],["int","1"]]'
+    assert root.document.count(once) == 1
+    root.metadata = Document(root.document.replace(once, once + b"," + once))
+    restored = await asyncio.wait_for(tstore.restore(store, 1, only=["w", "a"]), 30)
+    assert restored["w"].tolist() == [1, 1]
+
+
 def test_keys_that_collide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers and complex numbers are hashed without a secret; NaNs are different keys with the same text."""
     monkeypatch.setattr("tstore.core.format.tree_document._MAX_SECONDS", 0.3)

@@ -332,8 +332,8 @@ def _built(
                 return _LEFT_OUT
             values = [None if v is _LEFT_OUT else v for v in values]
             return values if node_type == "list" else tuple(values)
-        case [name, text]:  # a Python scalar
-            return scalar_value([name, text]) if next(chosen) else _LEFT_OUT
+        case [name, text]:  # a Python scalar; the default is for a forged dict that has a key twice
+            return scalar_value([name, text]) if next(chosen, False) else _LEFT_OUT
         case _:
             raise ValueError("a node has an unknown type")
     return _LEFT_OUT if partial and not built else built
