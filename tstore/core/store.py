@@ -54,18 +54,7 @@ async def open(
     storage_options: Mapping[str, Any] | None = None,
     cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Store:
-    """Open the store at a URL or path, or on a `Storage`.
-
-    URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
-    `storage_options` are options of that storage, such as a `token`; they are never shown. `cache` is a local
-    folder of at most 10 GiB for objects read from a server; pass a `Cache` for another limit.
-
-    The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
-    for reading and writing; if it is missing, its first transaction creates it. "x" creates a store and fails if
-    there is one. Raise `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
-    `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or a test found that the storage does
-    not create objects exclusively), `InvalidArgument` (a wrong URL, option or mode).
-    """
+    """Do what `tstore.open` does for a URL, a path or a `Storage`."""
     if not isinstance(mode, str) or mode not in get_args(Mode):
         raise InvalidArgument(
             f"mode={quote(mode)}: expected 'r' (read), 'r+' (read and write), 'a' (read and write, create if "

@@ -30,11 +30,15 @@ from typing import Any, Generic, Self, TypeVar
 from tstore.core.runtime.event_loops import PerLoop
 from tstore.core.runtime.pool import WORKERS, run, uses_threads
 
+if sys.platform == "linux":
+    import resource
+
 __all__ = ["Prefetch", "QuickCalls", "SharedCalls", "batched", "compute", "each_with_caller", "together"]
 
 _CONCURRENCY = 64
 
 K = TypeVar("K")
+T = TypeVar("T")
 V = TypeVar("V")
 
 
@@ -83,12 +87,6 @@ class Prefetch(Generic[K, V]):
             self._ahead = min(2 * self._ahead, _CONCURRENCY)
         return self._results.popleft()
 
-
-if sys.platform == "linux":
-    import resource
-
-
-T = TypeVar("T")
 
 _QUICK = 300e-6  # seconds
 _LONGEST = 1e-3  # seconds that one call counts, so that a single long one, perhaps descheduled, changes little
