@@ -46,7 +46,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("service",),
     ("",),
     ("sync", "lab.conformance", "lab.hosts"),
-    ("lab.demo", "lab.simulation"),
+    ("lab.demo", "lab.simulation", "trainers"),
     ("lab",),
     ("cli",),
     ("__main__",),
