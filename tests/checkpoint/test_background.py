@@ -288,6 +288,19 @@ async def test_hosts_overwrite_a_step_of_the_same_attempt(url: str) -> None:
         assert {int(w[0]) for w in (await tstore.restore(url, 5)).values()} == {value}
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+async def test_tags_of_a_save_move_to_it_in_its_commit(url: str, hosts: int) -> None:
+    for step in (1, 2):
+        job: dict[str, Any] = {"hosts": hosts, "attempt": "a", "timeout": 30, "tags": ["last", f"name-{step}"]}
+        await asyncio.gather(
+            *(tstore.save(url, {"w": np.full(3, step)}, step, host=h, **job) for h in range(hosts))
+        )
+    store = await tstore.open(url)
+    assert await store.tags() == {"step/1": 1, "name-1": 1, "step/2": 2, "last": 2, "name-2": 2}
+    assert [commit.version async for commit in store.history()] == [2, 1]
+    assert (await tstore.restore(url, at="last"))["w"][0] == 2
+
+
 async def test_of_two_writers_that_overwrite_a_step_one_is_told(url: str) -> None:
     await tstore.save(url, {"w": np.zeros(5000)}, 5)
     saves = [tstore.save(url, {"w": np.full(5000, float(i))}, 5, overwrite=True) for i in range(1, 5)]

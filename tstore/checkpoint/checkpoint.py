@@ -216,7 +216,7 @@ class Checkpoint(NamedTuple):
             self.settings.message,
             None if self.settings.overwrite else tag,
             durability=self.settings.durability,
-            move_tag=tag if self.settings.overwrite else None,
+            move_tag=(*([tag] if self.settings.overwrite else []), *self.settings.tags) or None,
             # of copies; a cooperative transaction can't drop tags
             drop_tag=(step_tags(tags, self.step)[1:] or None) if self.hosts == 1 else None,
             name=tag if self.hosts > 1 else None,

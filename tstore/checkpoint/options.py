@@ -9,7 +9,7 @@ option of the commit is a line in `CommitOptions`, its default and check in `Com
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from tstore.core.format.arguments import (
@@ -17,6 +17,7 @@ from tstore.core.format.arguments import (
     checked_commit_timeout,
     checked_metadata,
     checked_metrics,
+    checked_tag,
     checked_text,
     quote,
 )
@@ -35,6 +36,7 @@ class CommitOptions(TypedDict, total=False):
 
     metrics: Mapping[str, float] | None
     attributes: Mapping[str, Any] | None
+    tags: Sequence[str]
     message: str
     durability: Literal["fsync", "none"]
     timeout: float | None
@@ -64,6 +66,7 @@ class CommitSettings:
         *,
         metrics: Mapping[str, float] | None = None,
         attributes: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
         message: str = "",
         durability: Literal["fsync", "none"] = "fsync",
         timeout: float | None = None,
@@ -77,6 +80,11 @@ class CommitSettings:
             raise InvalidArgument(
                 f"attributes[{RESERVED_ATTRIBUTE!r}] is reserved for the structure of the tree; use another key"
             )
+        if not isinstance(tags, list | tuple):
+            raise InvalidArgument(f"tags={quote(tags)}: expected a list of tags, such as ['best']")
+        self.tags = tuple(checked_tag("tags", tag) for tag in tags)
+        if steps := [tag for tag in self.tags if tag.startswith("step/")]:
+            raise InvalidArgument(f"tags={quote(tags)}: {steps[0]!r} names a step, which step=… sets; omit it")
         checked_commit_timeout(timeout)
         self.timeout = timeout
         checked_durability(durability)

@@ -101,6 +101,8 @@ async def save(
     metrics, attributes
         Numbers for the history (NaN never counts as the best), and JSON attributes of the root group. Every host
         passes the same ones.
+    tags
+        Names for this version, set by the same commit. A tag that is in use moves here.
     durability, timeout
         With durability "none" a power failure may undo the commit. `timeout` is how long to wait for the other
         hosts, in seconds.

@@ -169,7 +169,7 @@ class Store:
         isolation: Isolation = "snapshot",
         durability: Literal["fsync", "none"] = "fsync",
         *,
-        move_tag: str | None = None,
+        move_tag: str | Sequence[str] | None = None,
         drop_tag: str | Sequence[str] | None = None,
         name: str | None = None,
         host: int = 0,
@@ -185,8 +185,9 @@ class Store:
             A text and a JSON object, which `history` shows.
         tag, move_tag, drop_tag
             `tag` is a new tag for the new version; if it is in use, the first use of the transaction raises
-            `AlreadyExists`. `move_tag` is a tag for the new version; if it is in use, it moves there. `drop_tag`
-            is a tag to remove, or a list of them; if one does not exist, the first use raises `NotFound`.
+            `AlreadyExists`. `move_tag` is a tag for the new version, or a list of them; one that is in use moves
+            there. `drop_tag` is a tag to remove, or a list of them; if one does not exist, the first use raises
+            `NotFound`.
         isolation
             With "serializable" the commit also raises `Conflict` if anything read through the transaction has
             changed.

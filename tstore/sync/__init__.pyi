@@ -357,6 +357,7 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         attributes: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
         message: str = "",
         durability: Literal["fsync", "none"] = "fsync",
         timeout: float | None = None,
@@ -488,7 +489,7 @@ class Store:
         isolation: Isolation = "snapshot",
         durability: Literal["fsync", "none"] = "fsync",
         *,
-        move_tag: str | None = None,
+        move_tag: str | Sequence[str] | None = None,
         drop_tag: str | Sequence[str] | None = None,
         name: str | None = None,
         host: int = 0,
@@ -504,8 +505,9 @@ class Store:
             A text and a JSON object, which `history` shows.
         tag, move_tag, drop_tag
             `tag` is a new tag for the new version; if it is in use, the first use of the transaction raises
-            `AlreadyExists`. `move_tag` is a tag for the new version; if it is in use, it moves there. `drop_tag`
-            is a tag to remove, or a list of them; if one does not exist, the first use raises `NotFound`.
+            `AlreadyExists`. `move_tag` is a tag for the new version, or a list of them; one that is in use moves
+            there. `drop_tag` is a tag to remove, or a list of them; if one does not exist, the first use raises
+            `NotFound`.
         isolation
             With "serializable" the commit also raises `Conflict` if anything read through the transaction has
             changed.
@@ -1052,6 +1054,7 @@ def save(
     codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
+    tags: Sequence[str] = (),
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
@@ -1080,6 +1083,8 @@ def save(
     metrics, attributes
         Numbers for the history (NaN never counts as the best), and JSON attributes of the root group. Every host
         passes the same ones.
+    tags
+        Names for this version, set by the same commit. A tag that is in use moves here.
     durability, timeout
         With durability "none" a power failure may undo the commit. `timeout` is how long to wait for the other
         hosts, in seconds.
@@ -1121,6 +1126,7 @@ def save_async(
     codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
+    tags: Sequence[str] = (),
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,

@@ -1,7 +1,7 @@
 """Types of the public names, written by tests/support/sync_stub.py from those in `tstore`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from tstore import sync
@@ -44,6 +44,7 @@ class Checkpointer(sync.Checkpointer):
         *,
         metrics: Mapping[str, float] | None = None,
         attributes: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
         message: str = "",
         durability: Literal["fsync", "none"] = "fsync",
         timeout: float | None = None,
@@ -132,6 +133,7 @@ def save(
     codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
+    tags: Sequence[str] = (),
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
@@ -180,6 +182,7 @@ def save_async(
     codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
+    tags: Sequence[str] = (),
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,

@@ -1,7 +1,7 @@
 """Types of the public names, written by tests/support/sync_stub.py from those in `tstore`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from tstore import sync
@@ -48,6 +48,7 @@ class Checkpointer(sync.Checkpointer):
         *,
         metrics: Mapping[str, float] | None = None,
         attributes: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
         message: str = "",
         durability: Literal["fsync", "none"] = "fsync",
         timeout: float | None = None,
@@ -126,6 +127,7 @@ def save(
     codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
+    tags: Sequence[str] = (),
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
@@ -184,6 +186,7 @@ def save_async(
     codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
+    tags: Sequence[str] = (),
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,

@@ -1,7 +1,7 @@
 """Types of the public names, written by tests/support/sync_stub.py from those in `tstore`."""
 
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import tstore
@@ -47,6 +47,7 @@ class Checkpointer(tstore.Checkpointer):
         *,
         metrics: Mapping[str, float] | None = None,
         attributes: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
         message: str = "",
         durability: Literal["fsync", "none"] = "fsync",
         timeout: float | None = None,
@@ -128,6 +129,7 @@ class Writer(Any):  # type: ignore[misc]
         codecs: CodecRules = None,
         metrics: Mapping[str, float] | None = None,
         attributes: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
         message: str = "",
         durability: Literal["fsync", "none"] = "fsync",
         timeout: float | None = None,
@@ -197,6 +199,7 @@ def save(
     codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
+    tags: Sequence[str] = (),
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
@@ -255,6 +258,7 @@ def save_async(
     codecs: QuantizeRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
+    tags: Sequence[str] = (),
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,

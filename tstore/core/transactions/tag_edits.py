@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tstore.core.format.arguments import checked_name, checked_tag
 from tstore.core.format.bounds import tags_excess_message
@@ -24,16 +24,16 @@ class TagEdits(NamedTuple):
     target: int | None = None
 
     @staticmethod
-    def from_arguments(tag: str | None, move_tag: str | None, drop_tag: str | Sequence[str] | None) -> TagEdits:
+    def from_arguments(
+        tag: str | None, move_tag: str | Sequence[str] | None, drop_tag: str | Sequence[str] | None
+    ) -> TagEdits:
         """Return the edits; raise `InvalidArgument` for an invalid tag, or one that is passed twice."""
         if tag is None and move_tag is None and drop_tag is None:
             return _NO_EDITS
-        tag = None if tag is None else checked_tag("tag", tag)
-        move_tag = None if move_tag is None else checked_tag("move_tag", move_tag)
+        created = () if tag is None else (checked_tag("tag", tag),)
+        moved = tuple(checked_tag("move_tag", name) for name in _listed(move_tag))
         # an existing tag may have been set by another program, which accepts more than `checked_tag`
-        drops = drop_tag if isinstance(drop_tag, list | tuple) else () if drop_tag is None else (drop_tag,)
-        dropped = tuple(checked_name("drop_tag", name) for name in drops)
-        created, moved = ((t,) if t is not None else () for t in (tag, move_tag))
+        dropped = tuple(checked_name("drop_tag", name) for name in _listed(drop_tag))
         names = [*created, *moved, *dropped]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
@@ -68,6 +68,10 @@ class TagEdits(NamedTuple):
         """Return descriptions of the created and dropped tags that exist in only one of `before` and `after`."""
         checked = [t for t in (*self.assigned, *self.dropped) if t not in self.moved]
         return [f"tag {t}" for t in checked if (t in before) != (t in after)]
+
+
+def _listed(names: Any) -> Sequence[Any]:
+    return names if isinstance(names, list | tuple) else () if names is None else (names,)
 
 
 _NO_EDITS = TagEdits()
