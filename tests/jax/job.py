@@ -560,6 +560,10 @@ def own_values_of_others(folder: Path) -> None:
         ("", [0, 0]),
         ("a", [0, 1]),
     ]
+    for tree in (target, None):
+        restored = tstore.jax.restore(url, 1, target=tree, per_host="all", only="own/**")
+        with pytest.raises(InvalidArgument, match=r"own/state: a list of the values of 2 hosts.*PerHost\(value"):
+            tstore.jax.save(url, restored, 9)
     part = tstore.jax.restore(url, 1, target=target, only="w")
     assert (part["w"] == np.arange(16)).all()
     assert part["own"]["state"] is target["own"]["state"]

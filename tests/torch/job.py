@@ -231,8 +231,11 @@ def restore_own_state(folder: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"own/loader: saved by 4 hosts; this is host . of 2"):
         tstore.torch.restore(url, 1, target=own_state(rank))
     values = tstore.torch.restore(url, 1, target=own_state(rank), per_host="all")["own"]
-    assert [state["position"] for state in values["loader"]] == [0, 1, 2, 3]
-    assert [state["seed"] for state in values["loader"]] == [torch.tensor([i]) for i in range(4)]
+    for restored in (values, tstore.torch.restore(url, 1, per_host="all")["own"]):
+        assert [state["position"] for state in restored["loader"]] == [0, 1, 2, 3]
+        assert [state["seed"] for state in restored["loader"]] == [torch.tensor([i]) for i in range(4)]
+        with pytest.raises(InvalidArgument, match=r"loader: a list of the values of 4 hosts.*PerHost\(value"):
+            tstore.torch.save(url, restored, 9)
     kept = tstore.torch.restore(url, 1, target=own_state(7), per_host="keep")["own"]
     assert kept["loader"].value.state["position"] == 7
 

@@ -17,7 +17,7 @@ from tstore.errors import InvalidArgument
 if TYPE_CHECKING:  # the arithmetic of meshes is imported when one is used
     from tstore.sharding import Halo, Index
 
-__all__ = ["Destination", "PackedShards", "PerHost", "ShardLayout", "Shards", "as_values", "dtype_of"]
+__all__ = ["Destination", "HostValues", "PackedShards", "PerHost", "ShardLayout", "Shards", "as_values", "dtype_of"]
 
 Bounds = tuple[tuple[int, int], ...]
 """The start and stop of a region along each axis."""
@@ -205,6 +205,21 @@ class PerHost:
 
     def __repr__(self) -> str:
         return f"PerHost(a {type(self.value).__name__})"
+
+
+class HostValues(list[Any]):
+    """The value of each host, as `per_host="all"` restores them in place of a `PerHost`.
+
+    It is a type of its own because a save would take an ordinary list for one value of all hosts. To JAX it is a
+    leaf.
+    """
+
+    def refusal(self, path: str) -> InvalidArgument:
+        """Return the error for such values in a tree to save, or in a target."""
+        return InvalidArgument(
+            f"{path}: a list of the values of {len(self)} hosts, as per_host='all' restores them; put "
+            "tstore.PerHost(value) in its place, with the value of this host"
+        )
 
 
 class Destination(NamedTuple):

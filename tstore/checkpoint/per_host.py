@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint.leaves import PerHost, Shards, as_values
+from tstore.checkpoint.leaves import HostValues, PerHost, Shards, as_values
 from tstore.checkpoint.structure import flatten, unflatten
 from tstore.core.format.arrays.dtypes import dtype_named, dtype_to_json, stored_dtype
 from tstore.core.format.bounds import NODE_METADATA_LEVELS, NODE_METADATA_VALUES, msgpack_excess_message
@@ -88,7 +88,7 @@ def with_values(
 ) -> dict[str, Any]:
     """Return restored arrays with the values of hosts in place of their bytes, under the path of the value.
 
-    `places` has these paths, as `host_places` returns them. A value is a `PerHost`, or a list of those of all
+    `places` has these paths, as `host_places` returns them. A value is a `PerHost`, or the `HostValues` of all
     hosts.
     """
     result = {path: array for path, array in arrays.items() if path not in places}
@@ -97,7 +97,7 @@ def with_values(
         with parsing(f"{location}: {path}"):
             value = _decoded(arrays[path])
         if of_all_hosts:
-            result.setdefault(place, []).append(value)
+            result.setdefault(place, HostValues()).append(value)
         else:
             result[place] = PerHost(value)
     return result

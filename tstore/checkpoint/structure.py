@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tstore.checkpoint.leaves import PerHost
+from tstore.checkpoint.leaves import HostValues, PerHost
 from tstore.core.format.bounds import PATH_LEVELS, path_excess_message
 from tstore.core.format.tree_document import (
     MAX_LEVELS,
@@ -161,6 +161,8 @@ class _Flattening:
             path = self._add(path, value)
             _check_length(path, path_excess_message(host_path(path, self._hosts - 1)))
             return per_host_node(path, self._hosts)
+        if isinstance(value, HostValues):
+            raise value.refusal(_display(path))
         _check_length(path, self._unstored.excess_message(path))
         if type(value) in SCALARS:
             return _scalar(value, path)
@@ -230,9 +232,7 @@ def _advice(containers: list[Any]) -> str:
 
 def _display(path: str) -> str:
     """Return a path, shortened if it is long, for an error message."""
-    if not path:
-        return "the tree"
-    return path if len(path) <= _MAX_SHOWN_LENGTH else f"{path[:_MAX_SHOWN_LENGTH]}…"
+    return f"{path[:_MAX_SHOWN_LENGTH]}…" if len(path) > _MAX_SHOWN_LENGTH else path or "the tree"
 
 
 def _check_length(path: str, excess: str) -> None:

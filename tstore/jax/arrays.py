@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.checkpoint.leaves import PerHost, Shards
+from tstore.checkpoint.leaves import HostValues, PerHost, Shards
 from tstore.checkpoint.structure import IMPL, flatten, unflatten_like
 from tstore.core.format.tree_document import SCALARS
 from tstore.errors import InvalidArgument
@@ -86,6 +86,8 @@ def checked_leaf(path: str, leaf: Any, other: str = _NOT_STORED) -> Any:
     """
     if is_value(leaf):
         return leaf
+    if isinstance(leaf, HostValues):
+        raise leaf.refusal(path)
     if isinstance(leaf, jax.core.Tracer):
         raise InvalidArgument(f"{path}: a value that JAX traces has no values yet; call tstore outside of jit")
     if isinstance(leaf, _REFS):

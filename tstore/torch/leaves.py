@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tstore.checkpoint.leaves import Destination, PerHost, Shards
+from tstore.checkpoint.leaves import Destination, HostValues, PerHost, Shards
 from tstore.checkpoint.structure import flatten, unflatten_like
 from tstore.core.runtime.budget import prefer_huge_pages
 from tstore.errors import InvalidArgument
@@ -26,7 +26,7 @@ from tstore.torch.tensors import (
     values_of,
 )
 
-__all__ = ["Target", "TreeValues", "from_values", "to_values"]
+__all__ = ["Target", "TreeValues", "restored_value", "to_values"]
 
 
 class TreeValues(NamedTuple):
@@ -65,18 +65,20 @@ def to_values(tree: Any) -> TreeValues:
     return TreeValues(unflatten_like(tree, results, {}), teams, copied)
 
 
-def from_values(tree: Any, own: Any = None) -> Any:
-    """Return a restored tree with a tensor for each NumPy array, which shares the array's memory.
+def restored_value(path: str, value: Any, own: Any = None) -> Any:
+    """Return what the core restores at a path with a tensor for each NumPy array, which shares the array's memory.
 
-    An array stays one if `own`, a tree like that, has an array there.
+    An array of a `PerHost` stays one if `own`, the target's value there, has an array in its place.
     """
+    if isinstance(value, PerHost):
+        return PerHost(_with_tensors(value.value, own))
+    return HostValues(map(_with_tensors, value)) if isinstance(value, HostValues) else tensor_from_values(path, value)
+
+
+def _with_tensors(tree: Any, own: Any = None) -> Any:
     kept = {path for path, leaf in flatten(own)[1].items() if isinstance(leaf, np.ndarray)}
     leaves = {path: leaf for path, leaf in flatten(tree)[1].items() if path not in kept}
-    values = {
-        path: PerHost(from_values(leaf.value)) if isinstance(leaf, PerHost) else tensor_from_values(path, leaf)
-        for path, leaf in leaves.items()
-    }
-    return unflatten_like(tree, values, {})
+    return unflatten_like(tree, {path: tensor_from_values(path, leaf) for path, leaf in leaves.items()}, {})
 
 
 class Target:
@@ -135,9 +137,7 @@ class Target:
         restored: dict[str, Any] = {path: t for path, t in self._tensors.items() if path in arrays}
         for path, own in self._per_host.items():
             if path in arrays:
-                value = arrays[path]
-                of_one = isinstance(value, PerHost)
-                restored[path] = PerHost(from_values(value.value, own.value)) if of_one else from_values(value)
+                restored[path] = restored_value(path, arrays[path], own.value)
         return unflatten_like(self._tree, {**arrays, **restored}, scalars)
 
     def _checked_local(self, path: str, tensor: torch.Tensor) -> torch.Tensor:

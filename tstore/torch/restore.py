@@ -22,7 +22,7 @@ from tstore.core.snapshot import Snapshot
 from tstore.core.steps import check_one_version, chosen_snapshot
 from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument, SnapshotExpired, TStoreError, parsing
-from tstore.torch.leaves import Target, from_values
+from tstore.torch.leaves import Target, restored_value
 from tstore.torch.memory import Stored
 from tstore.torch.processes import ALONE, Processes
 from tstore.torch.stateful import holds_stateful, load, state_tree
@@ -135,7 +135,7 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
     source = await Source.read(snapshot, request)
     if target is None:
         arrays = await _read(source, request, source.leaves(None, request))
-        return from_values(await source.tree(arrays))
+        return await source.tree({path: restored_value(path, value) for path, value in arrays.items()})
     destination, failure, stored = None, None, None
     try:
         stateful = holds_stateful(target)

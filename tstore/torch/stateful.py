@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tstore.checkpoint.leaves import PerHost
+from tstore.checkpoint.leaves import HostValues, PerHost
 from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
 from tstore.torch.dtensors import local_tensor
@@ -135,7 +135,7 @@ def _replaced(
             return tree if stored is None else restored
         trees = (tree.value, restored.value, restored.value)
         return PerHost(_replaced(trees, base, replace, is_replaced, level))
-    if level == _MAX_LEVELS or not isinstance(tree, Mapping | list | tuple):
+    if level == _MAX_LEVELS or isinstance(tree, HostValues) or not isinstance(tree, Mapping | list | tuple):
         return trees[base]
     keys = list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))
     children = [(tree[key], *(child_at(other, key) for other in others)) for key in keys]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from tstore.checkpoint.leaves import PerHost
+from tstore.checkpoint.leaves import HostValues, PerHost
 from tstore.checkpoint.replicated import sampled, value_checksums
 from tstore.checkpoint.structure import flatten, join, path_part, scalars_in
 from tstore.core.format.tree_document import SCALARS
@@ -49,9 +49,9 @@ def checksums_of(planner: SavePlanner, hosts: int) -> dict[str, bytes]:
 
 
 def _has_per_host(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_per_host, value))
-    return isinstance(value, PerHost)
+    if isinstance(value, PerHost | HostValues):
+        return True
+    return isinstance(value, list | tuple) and any(map(_has_per_host, value))
 
 
 def _samples(tensor: torch.Tensor) -> torch.Tensor:
