@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tstore
+import tstore.quantization.work  # whose threshold is lowered
 from tests.support.lazy import lazy
 from tests.support.thresholds import Thresholds
 

@@ -84,6 +84,27 @@ async def test_an_sqnr_is_kept_with_few_bits(tmp_path: Path, kind: str) -> None:
         assert all(decibel <= a.sqnr < decibel + 0.5 for a in report.arrays)
 
 
+@pytest.mark.parametrize("chunks", [(1, 48), (4, 12), (64, 48)])
+@pytest.mark.parametrize("rows", [2, 8, 64])
+async def test_a_short_array_is_no_worse_than_in_a_named_format(
+    tmp_path: Path, rows: int, chunks: tuple[int, int]
+) -> None:
+    """The bytes of headers count: of each chunk, and of each frame of zstd."""
+    values = RNG.standard_normal((rows, 48), "f4")
+    store = await tstore.open(tmp_path, "x")
+    async with store.transaction(tag="step/0") as tx:
+        await (await tx.create_array("w", values.shape, "f4", chunks)).write(values)
+    for format in ("e2m1", "e3m2", "e2m3", "e4m3", "e2m5"):
+        [named] = (await tstore.quantize(store, format, tag=f"named/{format}")).arrays
+        bits = 8 * named.bytes_after / named.values
+        [chosen] = (await tstore.quantize(store, bits=bits, tag=f"bits/{format}")).arrays
+        assert chosen.bytes_after <= named.bytes_after
+        assert chosen.sqnr >= named.sqnr - 0.01
+        [chosen] = (await tstore.quantize(store, min_sqnr=named.sqnr - 0.06, tag=f"sqnr/{format}")).arrays
+        assert chosen.bytes_after <= named.bytes_after
+        assert chosen.sqnr >= named.sqnr - 0.06
+
+
 async def test_large_arrays_are_sampled_and_in_small_chunks(tmp_path: Path) -> None:
     x = laplace(1500, 2048)
     x[:, 1000:] *= 4

@@ -152,12 +152,12 @@ async def test_a_block_in_a_rule_goes_before_a_default_scale_without_blocks(tmp_
 
 async def test_an_array_that_would_grow_stays_unchanged(tmp_path: Path) -> None:
     store = await tstore.open(tmp_path)
-    x = (RNG.standard_normal((64, 64)) * 4000).astype("f2")
+    x = (RNG.standard_normal((128, 64)) * 4000).astype("f2")
     async with store.transaction(tag="step/0") as tx:
-        await (await tx.create_array("x", x.shape, "f2", (16, 16), "lossless")).write(x)
-    report = await tstore.quantize(store, min_sqnr=90)  # as codes 16.56 bits a value, and 16.5 without loss
+        await (await tx.create_array("x", x.shape, "f2", x.shape, "lossless")).write(x)
+    report = await tstore.quantize(store, min_sqnr=72)  # with the codes that keep it, longer than without loss
     [array] = report.arrays
-    assert (array.format, array.reason) == (None, "no smaller format keeps 90 dB")
+    assert (array.format, array.reason) == (None, "no smaller format keeps 72 dB")
     assert array.bytes_after == array.bytes_before
 
 

@@ -17,7 +17,16 @@ from tstore.errors import InvalidArgument
 if TYPE_CHECKING:  # the arithmetic of meshes is imported when one is used
     from tstore.sharding import Halo, Index
 
-__all__ = ["Destination", "HostValues", "PackedShards", "PerHost", "ShardLayout", "Shards", "as_values", "dtype_of"]
+__all__ = [
+    "Destination",
+    "HostValues",
+    "PackedShards",
+    "PerHost",
+    "ShardLayout",
+    "Shards",
+    "as_values",
+    "dtype_of",
+]
 
 Bounds = tuple[tuple[int, int], ...]
 """The start and stop of a region along each axis."""

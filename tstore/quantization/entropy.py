@@ -10,7 +10,8 @@
 3. The size and error at each step are measured on a sample, with steps half an octave apart, and interpolated.
    Only steps near the expected one are, and all others if the choice falls on the first or last of them. What is
    stored is measured on all values.
-4. Chunks have at most 2^20 values, because a part of a chunk can't be decoded alone.
+4. Chunks have at most 2^20 values, because a part of a chunk can't be decoded alone. Chunks of fewer than 2^14
+   values are joined: each has its own header and tables of zstd, which take bits that the budget counts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _MIN_SCALE, _MAX_SCALE = 2.0**-125, 2.0**125  # of exmy
 _MEASURED, _INTERPOLATED = 2, 32  # steps per octave
 _EXACT = -1e4  # stands for the logarithm of an error of 0
 _JUMP = 1.5  # the growth of a size in half an octave, above which it is no smooth function of the step
-_CHUNK_VALUES = 1 << 20
+_MIN_CHUNK_VALUES, _MAX_CHUNK_VALUES = 1 << 14, 1 << 20  # in shorter chunks, headers and tables of zstd prevail
 _SAMPLE_BYTES = 260 << 10  # of codes; zstd compresses 256 KiB or less with other parameters than a chunk
 _RUN = 2048  # neighbouring values in a sample, since zstd codes equal neighbours together
 _CHUNK_OVERHEAD = 24  # bytes of a chunk's header and of its frame of zstd
@@ -73,10 +74,11 @@ def is_entropy_coded(codecs: Codecs) -> bool:
 
 
 def entropy_chunks(meta: ArrayMeta) -> tuple[int, ...]:
-    """Return the chunk shape of an array in entropy-coded eXmY: the array's own, or one of fewer values."""
-    if meta.chunk_size <= _CHUNK_VALUES:
+    """Return the chunk shape of an array in entropy-coded eXmY: its own, or one of more or fewer values."""
+    if _MIN_CHUNK_VALUES <= meta.chunk_size <= _MAX_CHUNK_VALUES:
         return meta.chunks
-    return default_chunks(meta.shape, 1, target=_CHUNK_VALUES // 2)
+    longer = _MAX_CHUNK_VALUES if meta.chunk_size > _MAX_CHUNK_VALUES else 4 * _MIN_CHUNK_VALUES
+    return default_chunks(meta.shape, 1, target=longer // 2)
 
 
 def entropy_points(

@@ -307,7 +307,6 @@ def _share_budget(
     decided = [path for path in paths if path in plan.unchanged or path in plan.choices]
     decided_bytes = {path: planned_bytes(plan, path, arrays[path]) for path in decided}
     fixed_bytes = sum(decided_bytes.values())
-    share = share if target.coding == "entropy" else 1.0
     curves = []
     for studied in studies:
         array = arrays[studied.path]
@@ -360,7 +359,8 @@ def _curve(studied: Study, weight: float, size: int, share: float) -> list[Point
     curve: list[Point[Estimate | None]] = [Point(size, 0.0, None)]
     for e in studied.estimates:
         if e.size < size:
-            curve.append(Point(math.ceil((e.size - e.header_size) / share), weight * e.error, e))
+            size_in_budget = e.size - e.header_size if e.is_exact else math.ceil(e.size / share)
+            curve.append(Point(size_in_budget, weight * e.error, e))
     return curve
 
 

@@ -101,7 +101,8 @@ class StudiedPlan:
         ratio, estimates = self._ratio(study.path), study.estimates
         if len(self._ratios[study.path]) >= _STAIRCASE:
             estimates = [e for e in estimates if e.is_measured]
-        return study._replace(estimates=[e._replace(size=math.ceil(e.size * ratio)) for e in estimates])
+        corrected = [e if e.is_exact else e._replace(size=math.ceil(e.size * ratio)) for e in estimates]
+        return study._replace(estimates=corrected)
 
 
 def _is_unexpected(study: Study, decided: Plan) -> bool:

@@ -1,7 +1,8 @@
 """The study of an array: its exponents, and its size and error in every eXmY format.
 
 1. One pass over all values counts their exponents and the non-finite values, and collects a sample.
-2. Entropy-coded: `entropy` measures size and error on the sample.
+2. Entropy-coded: `entropy` measures size and error on the sample. A short array may be packed all the same, with
+   one offset, because a frame of zstd takes more than it saves.
 3. Packed: `exmy.survey` tries every format of every width on the sample. With the default granularity and scale,
    all values share one offset. The best formats of each width are then tried on all values, because a few outliers
    that no sample contains can decide the error. With any other granularity or scale, the estimate is the error on
@@ -52,6 +53,8 @@ _WIDTHS = range(2, 17)  # the widths, in bits, of the formats that packed arrays
 ALL_BITS = (-math.inf, math.inf)
 """The range of bits of a study that leaves nothing out."""
 
+_SHORT = 4096  # values up to which entropy coding may take more bytes than packed codes of the same error
+_HEADER_BITS = 64  # of a chunk of packed codes with one offset
 _ALWAYS_IN_RANGE = 123  # exponents below this one are in the range of every format with every scale
 _MIN_SQUARED, _MAX_SQUARED = -450, 511  # the exponents of values whose squares and errors float64 can represent
 
@@ -81,6 +84,11 @@ class Estimate(NamedTuple):
     is_edge: bool = False
     is_measured: bool = True
     header_size: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the size is that of packed codes, which no value changes."""
+        return not is_entropy_coded(self.codecs)
 
 
 class Study(NamedTuple):
@@ -131,7 +139,7 @@ def study(values: Values, undecided: Undecided) -> Study:
     # without any weight in the sample, unweighted errors are the best guess
     importance = None if weights is None or not weights.values.any() else weights.values
     if undecided.coding == "entropy":
-        return _entropy_study(values, signal, undecided.bits, sample.values, importance, exponents)
+        return _entropy_study(values, signal, undecided, sample.values, importance, exponents)
     return _packed_study(values, signal, undecided, sample.values, importance, exponents)
 
 
@@ -142,13 +150,14 @@ def _without_estimates(values: Values, reason: str, exponents: exmy.Exponents) -
 def _entropy_study(
     values: Values,
     signal: float,
-    bits: tuple[float, float],
+    undecided: Undecided,
     sample: npt.NDArray[Any],
     importance: npt.NDArray[Any] | None,
     exponents: exmy.Exponents,
 ) -> Study:
     """Return the estimates of entropy-coded eXmY; with importance, the signal and the errors are weighted."""
-    estimates = [Estimate(*p) for p in entropy_points(sample, importance, values.meta, exponents, signal, bits)]
+    points = entropy_points(sample, importance, values.meta, exponents, signal, undecided.bits)
+    estimates = [Estimate(*point) for point in points]
     if not estimates:
         reason = f"values of 2^{exponents.highest} are beyond the steps of entropy coding"
         return _without_estimates(values, reason, exponents)
@@ -156,7 +165,13 @@ def _entropy_study(
         with np.errstate(over="ignore"):
             weighted = np.square(sample, dtype=np.float64) * importance
             signal = float(weighted.sum()) * values.meta.size / max(1, sample.size)
-    return Study(values.path, "", signal, estimates, Profile(exponents, {}))
+    if values.meta.size > _SHORT:
+        return Study(values.path, "", signal, estimates, Profile(exponents, {}))
+    (low, high), headers = undecided.bits, _HEADER_BITS * values.meta.chunk_count / values.meta.size
+    near = undecided._replace(bits=(low - headers - 1, high + 1))  # the widths of packed codes are whole bits
+    packed = _packed_study(values, signal, near, sample, importance, exponents)
+    estimates += [each._replace(header_size=0) for each in packed.estimates]  # this budget counts all bytes
+    return Study(values.path, "", signal, estimates, packed.profile)
 
 
 def _packed_study(

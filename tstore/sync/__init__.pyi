@@ -925,7 +925,8 @@ def quantize(
         of each chunk of packed codes. `error`, by default "relative", is described in `Bits`.
     coding
         How the formats chosen for a target are stored. "entropy": one step for all values of an array, and codes
-        compressed by zstd; the least error at a given size, any average number of bits. "packed": codes in the
+        compressed by zstd; the least error at a given size, any average number of bits (an array of up to 4096
+        values may be packed, with one offset, where that takes fewer bytes). "packed": codes in the
         width of their format, with an offset per block, of which a part of a chunk can be read, and which
         `restore(packed=True)` returns. By default "packed" if `axis`, `block` or `scale` is passed, otherwise
         "entropy".

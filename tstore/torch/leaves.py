@@ -72,7 +72,9 @@ def restored_value(path: str, value: Any, own: Any = None) -> Any:
     """
     if isinstance(value, PerHost):
         return PerHost(_with_tensors(value.value, own))
-    return HostValues(map(_with_tensors, value)) if isinstance(value, HostValues) else tensor_from_values(path, value)
+    return (
+        HostValues(map(_with_tensors, value)) if isinstance(value, HostValues) else tensor_from_values(path, value)
+    )
 
 
 def _with_tensors(tree: Any, own: Any = None) -> Any:
