@@ -13,6 +13,7 @@ from tstore.checkpoint.leaves import Destination, ShardLayout, Shards, dtype_of
 from tstore.checkpoint.per_host import with_values
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
+from tstore.core.data.destinations import note_partly_read
 from tstore.core.data.pieces import ReadJob, StackJob
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import Selection, chunk_number, may_overlap, whole
@@ -91,9 +92,18 @@ class Reading:
         self._arrays[path] = leaf.with_values(values)
 
     async def read(self) -> dict[str, Any]:
-        """Read everything; return the arrays, `Shards` and values of hosts by path."""
+        """Read everything; return the arrays, `Shards` and values of hosts by path.
+
+        If that fails, a note of the error has the paths of the destinations that are no longer whole.
+        """
         snapshot, of_all_hosts = self._source.snapshot, self._request.per_host == "all"
-        await snapshot.read_jobs(self._jobs)
+        unfinished: set[str] = set()
+        try:
+            await snapshot.read_jobs(self._jobs, unfinished)
+        except BaseException as error:
+            into = [path for path, leaf in self._arrays.items() if isinstance(leaf, Destination)]
+            note_partly_read(error, [path for path in into if self._source.stored[path] in unfinished])
+            raise
         return with_values(self._arrays, self._source.places, snapshot.location, of_all_hosts=of_all_hosts)
 
     def plan(self) -> RestorePlan:

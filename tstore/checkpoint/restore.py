@@ -8,6 +8,7 @@ from typing import Any
 
 import exmy
 
+from tstore.checkpoint.into import Into
 from tstore.checkpoint.leaves import PackedShards, Shards
 from tstore.checkpoint.reading import Reading, RestorePlan, unallocated
 from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
@@ -20,7 +21,7 @@ from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
 from tstore.core.steps import check_one_version, chosen_snapshot
 from tstore.core.store import Store, opened
-from tstore.errors import SnapshotExpired, parsing
+from tstore.errors import InvalidArgument, SnapshotExpired, parsing
 
 __all__ = ["explain", "restore"]
 
@@ -34,6 +35,7 @@ async def restore(
     *,
     at: int | str | None = None,
     target: Any = None,
+    into: Any = None,
     only: str | list[str] | None = None,
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
@@ -54,6 +56,11 @@ async def restore(
         The structure to return, with leaves that have `shape` and `dtype`, or `Shards` for a part of an array. It
         must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without a
         target, dataclasses and namedtuples become dicts.
+    into
+        A target whose NumPy arrays, of any strides and in memory of any kind, are filled and returned; `Shards`
+        have an array for each part. Nothing is changed unless the checkpoint fits, all arrays are writable, and
+        none share memory. If a read fails later, a note of the error has the paths of the arrays with only some
+        of their new values.
     only
         A pattern such as "params/**", or a list of patterns: only arrays and Python scalars with a matching path
         are restored. The target's other leaves are returned unchanged.
@@ -96,13 +103,22 @@ async def restore(
     """
     check_one_version(step, at)
     request = Request(only, rename, dtype, missing, per_host, host, hosts)
+    if into is not None and (target is not None or packed):
+        raise InvalidArgument("into=… takes the place of target=…, and can't be filled with packed codes")
+    tree = Into(target, {}, target) if into is None else Into.of(into, request.selects)
+    expired: SnapshotExpired | None = None
     async with opened(store, "r") as opened_store:
         for _ in range(1 if step is not None or at is not None else _ATTEMPTS):
             try:
                 snapshot = await chosen_snapshot(opened_store, step, at)
-                return await _restore_snapshot(snapshot, target, request, packed)
+                return await _restore_snapshot(snapshot, tree, request, packed)
             except SnapshotExpired as error:
                 expired = error
+            except BaseException as error:
+                for note in getattr(expired, "__notes__", ()):  # what an earlier attempt has changed
+                    error.add_note(note)
+                raise
+        assert expired is not None
         raise expired
 
 
@@ -142,20 +158,21 @@ async def explain(
         return await guard_expiry(opened_store.log.reader, snapshot.version, run(reading.plan))
 
 
-async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, packed: bool) -> Any:
+async def _restore_snapshot(snapshot: Snapshot, into: Into, request: Request, packed: bool) -> Any:
     source = await Source.read(snapshot, request)
     reading = Reading(source, request, new_values)
     quantized: dict[str, Any] = {}  # the target's leaves at the paths of arrays to return as codes
-    for path, leaf in source.leaves(target, request).items():
+    for path, leaf in source.leaves(into.target, request).items():
         if packed and (meta := source.node(path).meta).shape and is_packed(meta):
             quantized[path] = leaf
         else:
             reading.add(path, leaf)
     arrays = await _packed_arrays(source, quantized) | await reading.read()
-    if target is None:
+    if into.tree is None:
         return await source.tree(arrays)
+    arrays |= {path: into.leaves[path] for path in arrays.keys() & into.leaves.keys()}
     with parsing(f"{snapshot.location}: its structure"):
-        return unflatten_like(target, arrays, source.scalars)
+        return unflatten_like(into.tree, arrays, source.scalars)
 
 
 async def _packed_arrays(source: Source, leaves: Mapping[str, Any]) -> dict[str, exmy.Quantized | PackedShards]:

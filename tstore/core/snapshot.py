@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tstore.core.array import Appended, Array, parts_of, read_of
 from tstore.core.calls import ArrayCall, Call
+from tstore.core.data.destinations import check_distinct, note_partly_read
 from tstore.core.data.pieces import ReadJob, StackJob
 from tstore.core.data.planning import ReadPlan, planned_bytes, read_plan
 from tstore.core.data.reader import SharedReads, is_local, read_chunks, read_local
@@ -182,35 +183,51 @@ class Snapshot:
         node = array_node(self._tree, path, self.location)
         return await guard_expiry(self._log, self.version, run(node.numbers))
 
-    async def read_many(self, views: Iterable[Array]) -> list[npt.NDArray[Any]]:
+    async def read_many(
+        self, views: Iterable[Array], out: Iterable[npt.NDArray[Any]] | None = None
+    ) -> list[npt.NDArray[Any]]:
         """Return the values of arrays of this snapshot, or of views of them, as `Array.read` does, in their order.
 
-        All are read in one call, so neighbours in a pack are read together, whichever array they are of. Raise
-        `InvalidArgument` for an array of another snapshot, and what `Array.read` raises.
+        All are read in one call, so neighbours in a pack are read together, whichever array they are of. They are
+        read into new arrays, or into those of `out`, one for each view, as for `Array.read`; these must not share
+        memory. If that fails, a note of the error has the paths of those that have only some of their new values.
+        Raise `InvalidArgument` for an array of another snapshot, and what `Array.read` raises.
         """
         reads = []
-        for view in views:
+        views = list(views)
+        outs = [None] * len(views) if out is None else list(out)
+        if len(outs) != len(views):
+            raise InvalidArgument(f"out has {len(outs)} arrays for {len(views)} views; pass one for each")
+        for view, memory in zip(views, outs, strict=True):
             if not isinstance(view, Array):
                 raise InvalidArgument(f"{quote(view)} is not an array of {self!r}, nor a view of one")
-            reads.append(read_of(view))
+            reads.append(read_of(view, memory))
             if reads[-1].source is not self:
                 raise InvalidArgument(f"{view!r} is not an array of {self!r}; read it with its own snapshot")
+        if out is not None:
+            check_distinct((read.path, read.memory) for read in reads)
         await self.read_nodes([read.path for read in reads])
         nodes = [array_node(self._tree, read.path, self.location) for read in reads]
         jobs = [
             ReadJob(read.path, read.meta, node, read.selection, read.target)
             for read, node in zip(reads, nodes, strict=True)
         ]
-        await self.read_jobs(jobs)
+        unfinished: set[str] = set()
+        try:
+            await self.read_jobs(jobs, unfinished)
+        except BaseException as error:
+            if out is not None:
+                note_partly_read(error, unfinished)
+            raise
         return [read.finished() for read in reads]
 
     def planned_bytes(self, jobs: Iterable[ReadJob | StackJob]) -> int:
         """Return how many bytes of packs `read_jobs` would read."""
         return planned_bytes(self._log.storage, jobs)
 
-    async def read_jobs(self, jobs: Iterable[ReadJob | StackJob]) -> None:
-        """Read what the jobs ask for of arrays of this snapshot, in one call."""
-        await guard_expiry(self._log, self.version, read_chunks(self._log.storage, jobs))
+    async def read_jobs(self, jobs: Iterable[ReadJob | StackJob], unfinished: set[str] | None = None) -> None:
+        """Read what the jobs ask for of arrays of this snapshot, in one call, as `read_chunks` does."""
+        await guard_expiry(self._log, self.version, read_chunks(self._log.storage, jobs, unfinished))
 
     async def read_packed(self, path: str, region: tuple[slice, ...] | None = None) -> exmy.Quantized:
         """Return the eXmY codes of an array, or of a region: a slice with a start and a stop for each axis.

@@ -149,8 +149,10 @@ class Snapshot(BlockingWrapper):
     read_packed = blocking(_async.Snapshot.read_packed)
 
     @wraps(_async.Snapshot.read_many)
-    def read_many(self, views: Iterable[Array]) -> list[np.ndarray[Any, Any]]:
-        values: list[np.ndarray[Any, Any]] = BACKGROUND.run(self._wrapped.read_many(map(unwrapped, views)))
+    def read_many(
+        self, views: Iterable[Array], out: Iterable[np.ndarray[Any, Any]] | None = None
+    ) -> list[np.ndarray[Any, Any]]:
+        values: list[np.ndarray[Any, Any]] = BACKGROUND.run(self._wrapped.read_many(map(unwrapped, views), out))
         return values
 
 

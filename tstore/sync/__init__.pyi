@@ -457,11 +457,15 @@ class Snapshot:
         A region of an array with offsets per block must be cut at multiples of 16 along that axis. Raise
         `NotFound`, or `InvalidArgument` for other codecs and for regions that cut blocks."""
 
-    def read_many(self, views: Iterable[Array]) -> list[npt.NDArray[Any]]:
+    def read_many(
+        self, views: Iterable[Array], out: Iterable[npt.NDArray[Any]] | None = None
+    ) -> list[npt.NDArray[Any]]:
         """Return the values of arrays of this snapshot, or of views of them, as `Array.read` does, in their order.
 
-        All are read in one call, so neighbours in a pack are read together, whichever array they are of. Raise
-        `InvalidArgument` for an array of another snapshot, and what `Array.read` raises."""
+        All are read in one call, so neighbours in a pack are read together, whichever array they are of. They are
+        read into new arrays, or into those of `out`, one for each view, as for `Array.read`; these must not share
+        memory. If that fails, a note of the error has the paths of those that have only some of their new values.
+        Raise `InvalidArgument` for an array of another snapshot, and what `Array.read` raises."""
 
 class Store:
     """Everything under one URL. Readers never block; writers can conflict only when they commit."""
@@ -984,6 +988,7 @@ def restore(
     *,
     at: int | str | None = None,
     target: Any = None,
+    into: Any = None,
     only: str | list[str] | None = None,
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
@@ -1004,6 +1009,11 @@ def restore(
         The structure to return, with leaves that have `shape` and `dtype`, or `Shards` for a part of an array. It
         must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without a
         target, dataclasses and namedtuples become dicts.
+    into
+        A target whose NumPy arrays, of any strides and in memory of any kind, are filled and returned; `Shards`
+        have an array for each part. Nothing is changed unless the checkpoint fits, all arrays are writable, and
+        none share memory. If a read fails later, a note of the error has the paths of the arrays with only some
+        of their new values.
     only
         A pattern such as "params/**", or a list of patterns: only arrays and Python scalars with a matching path
         are restored. The target's other leaves are returned unchanged.

@@ -116,6 +116,11 @@ class Piece(abc.ABC):
         self.checks = checks
 
     @property
+    def jobs(self) -> Sequence[ReadJob | StackJob]:
+        """The jobs that get its values."""
+        return (self.job,)
+
+    @property
     @abc.abstractmethod
     def label(self) -> str:
         """The path and the chunk, for errors."""
@@ -292,6 +297,11 @@ class SharedPiece(Piece):
     def __init__(self, first: ChunkPiece) -> None:
         super().__init__(first.job, first.pack, first.offset, first.size, first.checks)
         self._pieces = [first]
+
+    @property
+    def jobs(self) -> Sequence[ReadJob | StackJob]:
+        """The jobs that select values of the chunk."""
+        return [piece.job for piece in self._pieces]
 
     def add(self, piece: ChunkPiece) -> None:
         """Add a piece of the same bytes."""

@@ -55,11 +55,16 @@ _MIN_JOBS = 16  # of one manifest, below which the columns do not pay
 class SmallArraysPiece(RunPiece):
     """Arrays of equal metadata, each of one short unencoded chunk, that follow each other in a pack."""
 
-    __slots__ = ("jobs",)
+    __slots__ = ("_jobs",)
 
     def __init__(self, jobs: Sequence[ReadJob], references: ChunkTable) -> None:
         super().__init__(jobs[0], references, [0] * len(jobs), None)
-        self.jobs = jobs
+        self._jobs = jobs
+
+    @property
+    def jobs(self) -> Sequence[ReadJob]:
+        """The jobs, one for each array."""
+        return self._jobs
 
     def label_of(self, index: int) -> str:
         """Return the path of an array and its chunk."""

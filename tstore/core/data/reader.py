@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from tstore.core.data.destinations import partly_read
 from tstore.core.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
 from tstore.core.data.planning import batches_of, parts_of, pieces_of
 from tstore.core.format.arrays.variable import is_variable
@@ -71,11 +72,14 @@ def values_to_plan(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Val
     return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
 
-async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> None:
+async def read_chunks(
+    storage: Storage, jobs: Iterable[ReadJob | StackJob], unfinished: set[str] | None = None
+) -> None:
     """Fill the `out` of every job.
 
     Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt` for a damaged chunk or a missing pack, or
-    `InvalidArgument` if memory is short.
+    `InvalidArgument` if memory is short. If it fails, the paths of the arrays of which some values were stored,
+    and not all, are added to `unfinished`.
     """
     listed = list(jobs)
     if any(job.source.reads_segments for job in listed):
@@ -90,11 +94,21 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> N
     workers = len(first)
     if not tuning.latency_bound:
         workers = min(workers, -(-sum(piece.size for piece in pieces) // _WORKER_SHARE))
+    batches = itertools.chain(first, batches)
+    begun: list[list[Piece]] = []
+    ended: list[list[Piece]] = []
 
     def read(batch: list[Piece]) -> None:
+        begun.append(batch)
         _read_again_if_cached(storage, batch)
+        ended.append(batch)
 
-    await each(read, itertools.chain(first, batches), workers)
+    try:
+        await each(read, batches, workers)
+    except BaseException:
+        if unfinished is not None:
+            unfinished |= partly_read(listed, begun, ended, batches)
+        raise
 
 
 def is_local(storage: Storage) -> bool:
