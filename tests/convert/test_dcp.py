@@ -171,8 +171,8 @@ async def test_other_trees_become_state_dicts(tmp_path: Path) -> None:
         for step, odd, error in (
             (2, {"a.b": x, "a": {"b": x}}, r"duplicated flatten key a\.b"),
             (3, {1: x, "1": x}, "the same as text"),
-            (4, [x], "a state dict is a dict"),
-            (5, x, "is one array, but a state dict is a dict"),
+            (4, [x], "is a list, but the other format has dicts"),
+            (5, x, "is one array, but the other format has dicts"),
             (6, {"x": x.astype(ml_dtypes.float8_e3m4)}, "float8_e3m4, which PyTorch"),
         ):
             await tstore.save(store, odd, step)

@@ -28,6 +28,7 @@ from tstore.convert.exporting import FileFormat, export_huggingface, export_safe
 from tstore.convert.gguf_export import export_gguf
 from tstore.convert.importing import SourceKind, import_torch_file, recognize
 from tstore.convert.layouts import LAYOUTS, Layout
+from tstore.convert.orbax_export import export_orbax
 from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
@@ -41,6 +42,7 @@ _EXPORTS: dict[FileFormat, Callable[..., Any]] = {
     "huggingface": export_huggingface,
     "gguf": export_gguf,
     "dcp": export_dcp,
+    "orbax": export_orbax,
     "zarr": export_zarr,
     "references": export_references,
 }
@@ -144,8 +146,10 @@ def import_checkpoint(
 @click.option(
     "--to",
     type=click.Choice(list(_EXPORTS)),
-    help="The format: one safetensors file, a folder as Hugging Face libraries read it, a GGUF file (needs the "
-    "package gguf), a folder for torch.distributed.checkpoint (needs PyTorch), a folder of Zarr v3, or a file of "
+    metavar="FORMAT",
+    help="safetensors, one file; huggingface, a folder as Hugging Face libraries read it; gguf, a file (needs the "
+    "package gguf); dcp, a folder for torch.distributed.checkpoint (needs PyTorch); orbax, a step of a "
+    "CheckpointManager of Orbax (needs orbax-checkpoint); zarr, a folder of Zarr v3; references, a file of "
     "references to the chunks.  "
     "[default: safetensors, zarr or gguf if OUT ends so, else huggingface]",
 )
@@ -168,6 +172,13 @@ def import_checkpoint(
     default="",
     metavar="PREFIX",
     help="Strip a prefix, such as module., of the names in safetensors and GGUF files; names without it stay.",
+)
+@click.option(
+    "--skip",
+    multiple=True,
+    metavar="PATH",
+    help="Leave out the value at this path, or the values that match this glob, which Orbax can't store. May be "
+    "repeated.",
 )
 @click.option(
     "--keep-exmy",
@@ -203,6 +214,7 @@ def export(
     to: FileFormat | None,
     subtree: str,
     strip: str,
+    skip: tuple[str, ...],
     keep_exmy: bool,
     layout: Layout | None,
     requantize: str | None,
@@ -233,7 +245,11 @@ def export(
         raise click.UsageError(
             "--strip is for the names in a safetensors or GGUF file, or in a Hugging Face folder"
         )
+    if skip and file_format != "orbax":
+        raise click.UsageError("--skip is for Orbax; pass --to orbax")
     options: dict[str, Any] = {"subtree": subtree, **({"strip": strip} if strip else {})}
+    if skip:
+        options["skip"] = skip
     if max_shard_size is not None:
         options["max_shard_size"] = max_shard_size
     if keep_exmy:

@@ -6,31 +6,24 @@ it writes that tensor.
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint.structure import unflatten
 from tstore.convert.exporting import ExportReport, ProgressCallback, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
-from tstore.convert.names import attributes_in, below, subtree_of
-from tstore.core.array import Array
+from tstore.convert.names import attributes_in
+from tstore.convert.tree_export import ArrayLeaf, ArrayReader, tree_to_export
 from tstore.core.data.casting import TORCH_DTYPES
-from tstore.core.format.tree_document import TreeDocument, host_places
 from tstore.core.runtime.pool import run
-from tstore.core.snapshot import Snapshot
 from tstore.core.storage.local.atomic_file import new_folder
 from tstore.core.storage.objects import mapped_errors
 from tstore.core.store import Store, opened
-from tstore.errors import InvalidArgument, parsing
+from tstore.errors import InvalidArgument
 
 __all__ = ["export_dcp"]
-
-ReadArray = Callable[[str], npt.NDArray[Any]]
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -57,61 +50,18 @@ async def export_dcp(
         raise InvalidArgument(f"{path}: a DCP folder is written by PyTorch; run pip install torch") from error
     async with opened(store, "r") as opened_store:
         snapshot = await snapshot_to_export(opened_store, at, step)
-        document, paths = subtree_of(snapshot, subtree)
-        arrays = {leaf: await snapshot.array(leaf) for leaf in paths}
-        total, done = sum(array.nbytes for array in arrays.values()), 0
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-
-        def read(leaf: str) -> npt.NDArray[Any]:
-            nonlocal done
-            if task is not None and task.cancelling():  # the cancelled task waits for this call to end
-                raise asyncio.CancelledError
-            work: Coroutine[Any, Any, npt.NDArray[Any]] = arrays[leaf].read()
-            values = np.ascontiguousarray(asyncio.run_coroutine_threadsafe(work, loop).result())
-            done += values.nbytes
-            if progress is not None:
-                loop.call_soon_threadsafe(progress, done, total)
-            return values.reshape(arrays[leaf].shape)
-
+        tree, arrays = await tree_to_export(snapshot, subtree)
+        reader = ArrayReader(arrays, progress)
         refuse_existing(path)
-        await run(_write_folder, path, _state_dict(snapshot, document, subtree, arrays), read)
-    return ExportReport(snapshot.version, len(arrays), total, 1, attributes_in(snapshot, subtree))
+        await run(_write_folder, path, tree, reader)
+    return ExportReport(snapshot.version, len(arrays), reader.total, 1, attributes_in(snapshot, subtree))
 
 
-class _Leaf:
-    """An array of the checkpoint, in the place of the state dict where its tensor will be."""
-
-    def __init__(self, path: str, array: Array) -> None:
-        self.path, self.array = path, array
-
-    def __getitem__(self, key: tuple[()]) -> _Leaf:  # `unflatten` indexes a 0-d array with ()
-        return self
-
-
-def _state_dict(
-    snapshot: Snapshot, document: TreeDocument | None, subtree: str, arrays: dict[str, Array]
-) -> dict[Any, Any]:
-    """Return the tree of a checkpoint with `_Leaf` in place of arrays; raise `InvalidArgument` if not a dict."""
-    leaves: dict[str, Any] = {path: _Leaf(path, array) for path, array in arrays.items()}
-    if document is None:
-        return {below(path, subtree): leaf for path, leaf in leaves.items()}
-    for path, place in host_places(leaves).items():  # the bytes of each host, by their names
-        leaves.setdefault(place, {})[path.rpartition("/")[2]] = leaves[path]
-    with parsing(f"version {snapshot.version}: its structure"):
-        tree = unflatten(document, leaves)
-    if not isinstance(tree, dict):
-        what = "one array" if isinstance(tree, _Leaf) else f"a {type(tree).__name__}"
-        raise InvalidArgument(
-            f"version {snapshot.version} is {what}, but a state dict is a dict; save the tree in a dict"
-        )
-    return tree
-
-
-def _write_folder(path: str, tree: dict[Any, Any], read: ReadArray) -> None:
+def _write_folder(path: str, tree: dict[Any, Any], reader: ArrayReader) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    state_dict, paths = _with_tensors(tree)
-    planner = _planner(paths, read)
+    state_dict, leaves = _with_tensors(tree)
+    planner = _planner(leaves, reader)
     with mapped_errors("write", path), new_folder(path) as temporary:
         writer = FileSystemWriter(temporary)
         try:
@@ -126,18 +76,18 @@ def _write_folder(path: str, tree: dict[Any, Any], read: ReadArray) -> None:
         writer.finish(metadata, [results.wait()])
 
 
-def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, str]]:
-    """Return a state dict with meta tensors in place of leaves, and the path of each by the tensor's id."""
+def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, ArrayLeaf]]:
+    """Return a state dict with meta tensors in place of leaves, and each leaf by its tensor's id."""
     import torch
 
-    paths: dict[int, str] = {}
+    leaves: dict[int, ArrayLeaf] = {}
 
     def convert(value: Any) -> Any:
         match value:
-            case _Leaf():
-                dtype = _torch_dtype(value.path, value.array.dtype)
-                tensor = torch.empty(value.array.shape, dtype=dtype, device="meta")
-                paths[id(tensor)] = value.path
+            case ArrayLeaf():
+                dtype = _torch_dtype(value.path, value.dtype)
+                tensor = torch.empty(value.shape, dtype=dtype, device="meta")
+                leaves[id(tensor)] = value
                 return tensor
             case dict():
                 entries = {str(key): convert(item) for key, item in value.items()}
@@ -154,11 +104,11 @@ def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, str]]
                 return value if unchanged and isinstance(value, tuple) else converted
         return value
 
-    return convert(tree), paths
+    return convert(tree), leaves
 
 
-def _planner(paths: dict[int, str], read: ReadArray) -> Any:
-    """Return a planner that takes the values of tensors from `read`."""
+def _planner(leaves: dict[int, ArrayLeaf], reader: ArrayReader) -> Any:
+    """Return a planner that takes the values of tensors from a reader."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import WriteItemType
 
@@ -169,7 +119,7 @@ def _planner(paths: dict[int, str], read: ReadArray) -> Any:
             if write_item.type == WriteItemType.BYTE_IO:
                 return super().resolve_data(write_item)
             tensor = self.lookup_object(write_item.index)
-            return _tensor_of(read(paths[id(tensor)]), tensor.dtype)
+            return _tensor_of(reader.read(leaves[id(tensor)]), tensor.dtype)
 
     return Planner()
 

@@ -1,9 +1,9 @@
-"""Exports of checkpoints: to one safetensors file, a folder as Hugging Face libraries read it, or a DCP folder.
+"""Exports of checkpoints to one safetensors file, or to a folder as Hugging Face libraries read it.
 
 Tensors are streamed. For safetensors, memory is bounded by one slab of 32 MiB, or one row of a tensor if that is
-larger, and the chunks being decoded; for a DCP folder (`dcp_export`) or a layout of low bits (`layouts`), by the
-largest tensor. By default quantized arrays are decoded to their original dtype. A file or folder appears whole and
-durable, or not at all, and nothing is ever overwritten.
+larger, and the chunks being decoded; for a folder of DCP (`dcp_export`) or Orbax (`orbax_export`), or a layout of
+low bits (`layouts`), by the largest tensor. By default quantized arrays are decoded to their original dtype. A
+file or folder appears whole and durable, or not at all, and nothing is ever overwritten.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MAX_SHARD_SIZE = 5_000_000_000
 
 _SLAB = 32 << 20  # bytes
 
-FileFormat: TypeAlias = Literal["safetensors", "huggingface", "gguf", "dcp", "zarr", "references"]
+FileFormat: TypeAlias = Literal["safetensors", "huggingface", "gguf", "dcp", "orbax", "zarr", "references"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """A function that is called with the number of bytes written so far and in total."""

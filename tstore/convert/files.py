@@ -18,6 +18,7 @@ from tstore.errors import AlreadyExists, Corrupt, InvalidArgument
 __all__ = [
     "StrPath",
     "exported_file",
+    "fsync_files",
     "left_out_of",
     "map_file",
     "map_open_file",
@@ -139,6 +140,15 @@ def _open_unnamed(folder: str) -> int | None:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
     except (AttributeError, OSError):
         return None
+
+
+def fsync_files(folder: str) -> None:
+    """Make all files and folders below a folder durable."""
+    for above, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(above, name), "rb") as file:
+                os.fsync(file.fileno())
+        fsync_folder(above)
 
 
 def refuse_existing(path: str) -> None:
