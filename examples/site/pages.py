@@ -98,7 +98,7 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
     "jax": (
         "JAX",
         "Pytrees of arrays on devices: `import tstore.sync as tstore`, then `tstore.jax`.",
-        {"tstore.sync.jax": "save restore explain Checkpointer save_async"},
+        {"tstore.sync.jax": "save restore metadata explain Checkpointer save_async"},
     ),
     "torch": (
         "PyTorch",

@@ -1,7 +1,7 @@
 """Types of the public names, written by tests/support/sync_stub.py from those in `tstore`."""
 
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import tstore
@@ -11,7 +11,7 @@ from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
 from tstore.quantization.policy import QuantizeRules, Target
 
-__all__ = ["Checkpointer", "explain", "restore", "save", "save_async"]
+__all__ = ["Checkpointer", "explain", "metadata", "restore", "save", "save_async"]
 
 class Checkpointer(tstore.Checkpointer):
     """A `tstore.Checkpointer` whose checkpoints are pytrees.
@@ -78,6 +78,44 @@ def explain(
     """Return what `restore` with the same arguments would read in this process, without reading any chunk.
 
     Raise what `restore` raises, except `Corrupt` for damaged chunks."""
+
+def metadata(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    only: str | list[str] | None = None,
+    sharding: Callable[[str, Any], Any] | Any | None = None,
+) -> Coroutine[Any, Any, Any]:
+    """Return the tree of a step (by default the newest), or of a version or tag (`at`), without reading any chunk.
+
+    A `jax.ShapeDtypeStruct` stands for each array and each array of typed PRNG keys, so that the tree, or a tree
+    made from it, is a target of `restore`. Python scalars are themselves, and the value of a `PerHost` is None. An
+    array of a dtype that JAX has only with `jax_enable_x64` is a NumPy array of zeros, without memory. Named
+    tuples and other classes are dicts.
+
+    With neither a step nor `at`, every process of the job makes this call, and all get the same step.
+
+    Parameters
+    ----------
+    only
+        As in `tstore.restore`.
+    sharding
+        The sharding of all arrays, or a function that returns that of an array from its path, such as "params/w",
+        and its `jax.ShapeDtypeStruct`.
+
+    Raises
+    ------
+    `NotAStore`, `NotFound`, `SnapshotExpired` (garbage collection removed the version), `Corrupt`,
+    `InvalidArgument`.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import jax
+    >>> _ = tstore.jax.save("memory://of-jax-metadata", {"w": jax.numpy.arange(4.0), "epoch": 2}, step=7)
+    >>> tstore.jax.metadata("memory://of-jax-metadata")
+    {'epoch': 2, 'w': ShapeDtypeStruct(shape=(4,), dtype=float32)}"""
 
 def restore(
     store: str | os.PathLike[str] | Store,

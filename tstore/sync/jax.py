@@ -9,7 +9,7 @@ from tstore import jax as _async
 from tstore import sync
 from tstore.sync.facade import BlockingWrapper, blocking, call_unwrapped
 
-__all__ = ["Checkpointer", "explain", "restore", "save", "save_async"]
+__all__ = ["Checkpointer", "explain", "metadata", "restore", "save", "save_async"]
 
 
 class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the class it wraps
@@ -25,6 +25,7 @@ class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the 
 
 
 explain = blocking(_async.explain, __name__)
+metadata = blocking(_async.metadata, __name__)
 restore = blocking(_async.restore, __name__)
 save = blocking(_async.save, __name__)
 save_async = blocking(_async.save_async, __name__)
