@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import tracemalloc
@@ -315,3 +316,32 @@ def test_a_model_of_a_training_step_is_read_by_transformers(tmp_path: Path) -> N
     assert not any(info.values())
     for (name, tensor), again in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
         assert torch.equal(tensor, again), name
+
+
+@pytest.mark.parametrize("rule", [{"format": "e2m1", "block": 32}, {"format": "e4m3", "axis": -1}])
+def test_a_model_in_low_bits_is_read_by_transformers(tmp_path: Path, rule: dict[str, Any]) -> None:
+    """Its embedding, which the output layer shares, is decoded: transformers can't load it in low bits."""
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    pytest.importorskip("compressed_tensors")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    assert main(["import", str(tmp_path / "model"), str(tmp_path / "store"), "--step", "0"]) == 0
+    blocking.quantize(tmp_path / "store", {"**": rule}, tag="low")
+    options = ["--at", "low", "--layout", "compressed-tensors", "--requantize", "fp8"]
+    assert main(["export", str(tmp_path / "store"), str(tmp_path / "low"), *options]) == 0
+    quantization = json.loads((tmp_path / "low/config.json").read_text())
+    assert quantization["quantization_config"]["ignore"] == ["model.embed_tokens"]
+    merged = json.loads((tmp_path / "model/config.json").read_text()) | quantization
+    (tmp_path / "low/config.json").write_text(json.dumps(merged))
+    options = {"dtype": torch.bfloat16}  # to which compressed-tensors decodes MX formats
+    loaded, info = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "low", output_loading_info=True, **options
+    )
+    assert not any(info.values())
+    asyncio.run(export_huggingface(tmp_path / "store", tmp_path / "decoded", at="low"))
+    config.save_pretrained(tmp_path / "decoded")
+    decoded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "decoded", **options)
+    tokens = torch.arange(8)[None]
+    assert torch.allclose(loaded(tokens).logits, decoded(tokens).logits, atol=0.05)
+    assert torch.equal(loaded.lm_head.weight, decoded.lm_head.weight)

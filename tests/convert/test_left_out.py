@@ -252,6 +252,14 @@ def test_an_export_tells_what_it_does_not_hold_and_takes_a_part(tmp_path: Path, 
         InvalidArgument, match=r"no array at or below 'mo'; .*its outermost names are: model, optimizer"
     ):
         asyncio.run(export(store, tmp_path / "part" / f"2{name}", subtree="mo"))
+    (tmp_path / "skipped").mkdir()
+    report = asyncio.run(export(store, tmp_path / "skipped" / name, at=2, skip=["optimizer", "*/m"]))
+    assert (report.tensors, report.left_out) == (1, [*left_out, "model/m/w", "optimizer"])
+    assert names_in(tmp_path / "skipped" / name) == ["model.b" if flat else "model/b"]
+    if name == "dcp":
+        assert open_dcp(str(tmp_path / "skipped" / name))[0]["epoch"] == 3
+    with pytest.raises(InvalidArgument, match=r"has no array at 'none', 'o/\*\*', which skip names"):
+        asyncio.run(export(store, tmp_path / "skipped" / f"2{name}", skip=["none", "o/**", "model/b"]))
     if flat:
         (tmp_path / "stripped").mkdir()
         asyncio.run(export(store, tmp_path / "stripped" / name, subtree="model", strip="m."))

@@ -171,3 +171,21 @@ async def test_a_float_scale_without_blocks_is_reported_as_one_for_each_chunk(tm
     assert [array.granularity for array in report.arrays] == ["tensor", "chunk"]
     with pytest.raises(InvalidArgument, match="float scales per row or block if axis= or block= asks for them"):
         await tstore.restore(store, at="q", packed=True)
+
+
+async def test_a_part_of_a_training_step_is_copied_alone(tmp_path: Path) -> None:
+    w = RNG.standard_normal((64, 64))
+    tree = {"model": {"w": w, "b": np.ones(3), "depth": 2}, "model2": {"w": w}, "optimizer": {"m": w}, "epoch": 3}
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, "e4m3", subtree="model", tag="small")
+    assert [array.path for array in report.arrays] == ["model/b", "model/w"]
+    restored = await tstore.restore(tmp_path, at="small")
+    assert restored["model"].keys() == {"w", "b", "depth"}
+    assert restored.keys() == {"model", "epoch"}
+    assert exmy.sqnr(w, restored["model"]["w"]) > 30
+    assert (await tstore.restore(tmp_path)).keys() == tree.keys()
+    store = await tstore.open(tmp_path)
+    assert (await store.verify()).ok
+    for options in ({"subtree": "mod"}, {"subtree": "optimizer", "formats": {"model/w": "e4m3"}}):
+        with pytest.raises(InvalidArgument, match=r"no arrays to quantize at or below 'mod'|match no array"):
+            await tstore.quantize(store, **options)

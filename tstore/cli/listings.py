@@ -110,7 +110,7 @@ def show_pending(pending: Pending) -> None:
         (Column("missing hosts", preferred_width=13), _missing_hosts),
         (
             Column("last heartbeat", rank=2),
-            lambda t: f"{min(t.heartbeats.values()):.0f} s ago" if t.heartbeats else "never",
+            lambda t: f"{min(t.heartbeats.values()):.0f} s ago" if t.heartbeats else "none",
         ),
     ]
     print_rows(table, pending.pending)

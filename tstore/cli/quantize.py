@@ -87,6 +87,12 @@ A target, and weights of the errors of arrays:
     "without any (none), or with scales of 32 bits (float), 8 (e4m3), or 7 to 14 (6bit; 8 in blocks of 32).",
 )
 @at_options("A version number or a tag; the newest step by default.")
+@click.option(
+    "--subtree",
+    default="",
+    metavar="PATH",
+    help="Copy only what is at or below this path, such as model of a training step, under the same paths.",
+)
 @number_option(
     "--memory",
     "MB",
@@ -109,6 +115,7 @@ def quantize(
     block: str | None,
     scale: str | None,
     at: int | str | None,
+    subtree: str,
     memory: int,
     tag: str | None,
     plot: str | None,
@@ -150,6 +157,7 @@ def quantize(
                 opened,
                 **{**arguments, **options},
                 at=at,
+                subtree=subtree,
                 tag=tag,
                 memory=memory * 1_000_000,
                 progress=lambda done, total: progress.doing(f"quantizing {store}: {done / max(1, total):.0%}"),

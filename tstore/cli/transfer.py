@@ -177,7 +177,7 @@ def import_checkpoint(
     "--skip",
     multiple=True,
     metavar="PATH",
-    help="Leave out the value at this path, or the values that match this glob, which Orbax can't store. May be "
+    help="Leave out the arrays at or below this path, or paths that match this glob; for Orbax any values. May be "
     "repeated.",
 )
 @click.option(
@@ -192,7 +192,7 @@ def import_checkpoint(
     help="How safetensors files have quantized arrays. compressed-tensors: matrices NAME.weight in the low bits "
     "of that package, with their quantization_config in config.json, as vLLM and transformers load them; OUT is a "
     "folder. fp8: F8_E4M3 or F8_E5M2 numbers and float32 scales at NAME_scale. Arrays that the layout can't "
-    "represent exactly are decoded, and named.  [default: decoded]",
+    "represent exactly are decoded, and named, as are embeddings for compressed-tensors.  [default: decoded]",
 )
 @click.option(
     "--requantize",
@@ -245,11 +245,7 @@ def export(
         raise click.UsageError(
             "--strip is for the names in a safetensors or GGUF file, or in a Hugging Face folder"
         )
-    if skip and file_format != "orbax":
-        raise click.UsageError("--skip is for Orbax; pass --to orbax")
-    options: dict[str, Any] = {"subtree": subtree, **({"strip": strip} if strip else {})}
-    if skip:
-        options["skip"] = skip
+    options: dict[str, Any] = {"subtree": subtree, "skip": skip, **({"strip": strip} if strip else {})}
     if max_shard_size is not None:
         options["max_shard_size"] = max_shard_size
     if keep_exmy:

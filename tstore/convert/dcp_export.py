@@ -7,6 +7,7 @@ it writes that tensor.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ async def export_dcp(
     at: int | str | None = None,
     step: int | None = None,
     subtree: str = "",
+    skip: Sequence[str] = (),
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
     """Write a checkpoint, or its part `subtree`, to a new folder that torch.distributed.checkpoint loads.
@@ -49,12 +51,12 @@ async def export_dcp(
     except ImportError as error:
         raise InvalidArgument(f"{path}: a DCP folder is written by PyTorch; run pip install torch") from error
     async with opened(store, "r") as opened_store:
-        snapshot = await snapshot_to_export(opened_store, at, step)
+        snapshot, skipped = await snapshot_to_export(opened_store, at, step, skip)
         tree, arrays = await tree_to_export(snapshot, subtree)
         reader = ArrayReader(arrays, progress)
         refuse_existing(path)
         await run(_write_folder, path, tree, reader)
-    return ExportReport(snapshot.version, len(arrays), reader.total, 1, attributes_in(snapshot, subtree))
+    return ExportReport(snapshot.version, len(arrays), reader.total, 1, attributes_in(snapshot, subtree) + skipped)
 
 
 def _write_folder(path: str, tree: dict[Any, Any], reader: ArrayReader) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -27,9 +27,11 @@ from tstore.convert.safetensors import Writer
 from tstore.convert.safetensors_header import Spec, bits_of, sort_tensors
 from tstore.core.array import Array
 from tstore.core.data.reader import new_values
-from tstore.core.format.arguments import checked_index
+from tstore.core.format.arguments import checked_index, quote
+from tstore.core.format.paths import parents
+from tstore.core.format.patterns import compile_patterns
 from tstore.core.runtime.pool import run
-from tstore.core.snapshot import Snapshot
+from tstore.core.snapshot import Snapshot, without_nodes
 from tstore.core.steps import check_one_version, chosen_snapshot
 from tstore.core.storage.local.atomic_file import new_folder, write_all
 from tstore.core.storage.objects import mapped_errors
@@ -72,10 +74,10 @@ _OTHER_SUFFIXES = {
 class ExportReport(NamedTuple):
     """The result of an export.
 
-    `left_out` names what the files can't hold: values that are not arrays, and attributes. `quantized` says, for
-    files of safetensors and GGUF, what became of each quantized array. `unlisted` names the arrays that are in a
-    Zarr folder or reference file, but not among the members of their groups, because zarr-python lacks their
-    dtype.
+    `left_out` names what was skipped, and what the files can't hold: values that are not arrays, and attributes.
+    `quantized` says, for files of safetensors and GGUF, what became of each quantized array. `unlisted` names the
+    arrays that are in a Zarr folder or reference file, but not among the members of their groups, because
+    zarr-python lacks their dtype.
     """
 
     version: int
@@ -148,14 +150,32 @@ def format_of(out: StrPath) -> FileFormat:
     return "huggingface"
 
 
-async def snapshot_to_export(store: Store, at: int | str | None, step: int | None) -> Snapshot:
-    """Return the snapshot to export; raise `InvalidArgument` if it is empty, or for both `at` and `step`."""
+async def snapshot_to_export(
+    store: Store, at: int | str | None, step: int | None, skip: Sequence[str]
+) -> tuple[Snapshot, list[str]]:
+    """Return the snapshot to export without the arrays at or below paths that match `skip`, and their paths.
+
+    Raise `InvalidArgument` if it is empty, if a glob matches no array, or for both `at` and `step`.
+    """
     check_one_version(step, at)
     snapshot = await chosen_snapshot(store, step, at)
     await snapshot.read_nodes()
     if snapshot.version == 0:
         raise InvalidArgument(f"{snapshot.location} is empty; pass another version or tag as at=…")
-    return snapshot
+    paths = snapshot.paths()
+    skipped: set[str] = set()
+    unused = []
+    for glob in skip:
+        matches = compile_patterns(glob)
+        matching = [path for path in paths if any(map(matches, (path, *parents(path))))]
+        skipped.update(matching)
+        unused += [] if matching else [quote(glob)]
+    if unused:
+        raise InvalidArgument(
+            f"{snapshot.location} has no array at {', '.join(unused)}, which skip names; pass the path of an "
+            "array, or a glob such as 'optimizer/**'"
+        )
+    return without_nodes(snapshot, skipped), sorted(skipped)
 
 
 async def export_safetensors(
@@ -166,6 +186,7 @@ async def export_safetensors(
     step: int | None = None,
     subtree: str = "",
     strip: str = "",
+    skip: Sequence[str] = (),
     layout: Layout = "decoded",
     requantize: Literal["fp8"] | None = None,
     progress: ProgressCallback | None = None,
@@ -174,11 +195,12 @@ async def export_safetensors(
 
     With `subtree`, only the arrays at or below this path are written, by their names below it; names lose the
     prefix `strip`, and those without it stay. So `subtree="model"` makes a model of a training step, and
-    `strip="module."` undoes a wrapper. An imported file is exported again byte for byte if the safetensors
-    package wrote it. With `layout="fp8"`, quantized arrays whose values FP8 has are written as F8_E4M3 or
-    F8_E5M2 with float32 scales at `NAME_scale`; with `requantize="fp8"`, the values of all others are rounded to
-    F8_E4M3. Raise `AlreadyExists` (`out` exists; it is unchanged), `NotAStore`, `NotFound`, `Corrupt`,
-    `InvalidArgument` (two arrays with the same name, or a dtype that safetensors lacks), `StorageFull`.
+    `strip="module."` undoes a wrapper. Arrays at or below paths that match `skip` are left out. An imported file
+    is exported again byte for byte if the safetensors package wrote it. With `layout="fp8"`, quantized arrays
+    whose values FP8 has are written as F8_E4M3 or F8_E5M2 with float32 scales at `NAME_scale`; with
+    `requantize="fp8"`, the values of all others are rounded to F8_E4M3. Raise `AlreadyExists` (`out` exists; it is
+    unchanged), `NotAStore`, `NotFound`, `Corrupt`, `InvalidArgument` (two arrays with the same name, or a dtype
+    that safetensors lacks), `StorageFull`.
     """
     checked_layout(layout, requantize)
     if layout == "compressed-tensors":
@@ -188,7 +210,7 @@ async def export_safetensors(
         )
     async with opened(store, "r") as opened_store:
         source = await _source(
-            await snapshot_to_export(opened_store, at, step), subtree, strip, layout, requantize
+            *await snapshot_to_export(opened_store, at, step, skip), subtree, strip, layout, requantize
         )
         # the tensors of an imported file keep their order
         specs = source.specs() if source.metadata is not None else sort_tensors(source.specs())
@@ -205,6 +227,7 @@ async def export_huggingface(
     step: int | None = None,
     subtree: str = "",
     strip: str = "",
+    skip: Sequence[str] = (),
     max_shard_size: int = MAX_SHARD_SIZE,
     layout: Layout = "decoded",
     requantize: Literal["fp8"] | None = None,
@@ -223,7 +246,7 @@ async def export_huggingface(
     limit, path = checked_index("max_shard_size", max_shard_size), os.fspath(folder)
     async with opened(store, "r") as opened_store:
         source = await _source(
-            await snapshot_to_export(opened_store, at, step), subtree, strip, layout, requantize
+            *await snapshot_to_export(opened_store, at, step, skip), subtree, strip, layout, requantize
         )
         metadata = {"format": "pt"} if source.metadata is None else source.metadata
         shards = _shards(source.specs(), limit)
@@ -270,11 +293,13 @@ def _write_json(path: str, document: Mapping[str, Any]) -> None:
         write_all(fd, [text.encode()], 0)
 
 
-async def _source(snapshot: Snapshot, subtree: str, strip: str, layout: Layout, requantize: str | None) -> _Source:
+async def _source(
+    snapshot: Snapshot, skipped: list[str], subtree: str, strip: str, layout: Layout, requantize: str | None
+) -> _Source:
     paths, left_out = paths_by_name(snapshot, subtree, strip)
     arrays = {name: await snapshot.array(path) for name, path in paths.items()}
     low_bits = await LowBits.plan(snapshot, arrays, layout, requantize=requantize is not None)
-    return _Source(snapshot.version, arrays, file_metadata(snapshot), left_out, low_bits)
+    return _Source(snapshot.version, arrays, file_metadata(snapshot), left_out + skipped, low_bits)
 
 
 class _Progress:

@@ -19,7 +19,7 @@ version of quantization. An array without axes becomes one of a single element.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -73,6 +73,7 @@ async def export_gguf(
     at: int | str | None = None,
     step: int | None = None,
     subtree: str = "",
+    skip: Sequence[str] = (),
     strip: str = "",
     requantize: GgufType | None = None,
     architecture: str = "unknown",
@@ -82,10 +83,10 @@ async def export_gguf(
     summary.
 
     Quantized arrays whose values Q4_0, MXFP4 or Q8_0 has exactly are written so. The others are decoded, or
-    quantized again with `requantize`, which rounds their values. Everything else keeps its dtype. `subtree` and
-    `strip` are as in `export_safetensors`. `architecture` is the metadata that llama.cpp takes for the kind of
-    model. One array at a time is in memory. Raise `InvalidArgument` (the package gguf is not installed; two
-    arrays with the same name, a dtype, a name or a number of axes that GGUF lacks) and the errors of
+    quantized again with `requantize`, which rounds their values. Everything else keeps its dtype. `subtree`,
+    `strip` and `skip` are as in `export_safetensors`. `architecture` is the metadata that llama.cpp takes for the
+    kind of model. One array at a time is in memory. Raise `InvalidArgument` (the package gguf is not installed;
+    two arrays with the same name, a dtype, a name or a number of axes that GGUF lacks) and the errors of
     `export_safetensors`.
     """
     path = os.fspath(out)
@@ -96,7 +97,7 @@ async def export_gguf(
     except ImportError as error:
         raise InvalidArgument(f"{path}: a GGUF file needs the package gguf; run pip install gguf") from error
     async with opened(store, "r") as opened_store:
-        snapshot = await snapshot_to_export(opened_store, at, step)
+        snapshot, skipped = await snapshot_to_export(opened_store, at, step, skip)
         paths, left_out = paths_by_name(snapshot, subtree, strip)
         arrays = {name: await snapshot.array(leaf) for name, leaf in paths.items()}
         _check(path, arrays)
@@ -119,7 +120,7 @@ async def export_gguf(
                         progress(done, total)
             finally:
                 await run(writer.close)
-    return ExportReport(snapshot.version, len(arrays), total, 1, left_out, report)
+    return ExportReport(snapshot.version, len(arrays), total, 1, left_out + skipped, report)
 
 
 def _write_header(writer: Any, fd: int) -> None:

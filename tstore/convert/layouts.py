@@ -2,14 +2,15 @@
 
 `compressed-tensors` is the layout of the package of that name, which vLLM and transformers load: a matrix
 `NAME.weight` becomes integers of 4 or 8 bits, or FP4, FP6 or FP8 numbers, and `NAME.weight_scale` the scales of
-its blocks of 32, rows, or of all. Its `quantization_config` names the scheme of each matrix. `fp8` is for arrays
-of all names and shapes: F8_E4M3 or F8_E5M2 numbers under the name of the array, and float32 scales at
-`NAME_scale`.
+its blocks of 32, rows, or of all. Its `quantization_config` names the scheme of each matrix. Embeddings are
+decoded. `fp8` is for arrays of all names and shapes: F8_E4M3 or F8_E5M2 numbers under the name of the array, and
+float32 scales at `NAME_scale`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -29,6 +30,9 @@ Layout: TypeAlias = Literal["decoded", "compressed-tensors", "fp8"]
 """How a file has quantized arrays: decoded, or in the low bits of a layout."""
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+_EMBEDDING = re.compile(r"embed|(^|_)emb(_|$)|^(wte|wpe|shared|relative_attention_bias)$")
+"""What the name of a module that is an embedding has, in the models of transformers."""
 
 _MX_BLOCK = 32
 _E8M0_BIAS = 127
@@ -100,6 +104,8 @@ def _compressed(name: str, q: exmy.Quantized, rounding: bool) -> Encoded:
         raise NoCounterpart("compressed-tensors has only matrices whose names end in .weight")
     if not q.size:
         raise NoCounterpart("it is empty")
+    if _EMBEDDING.search(name.removesuffix(".weight").rpartition(".")[2]):
+        raise NoCounterpart("vLLM and transformers load only linear layers, and its name is that of an embedding")
     if q.format.exponent_bits <= 1:  # an even grid
         with contextlib.suppress(NoCounterpart):
             return _integers(q)

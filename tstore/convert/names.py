@@ -8,7 +8,7 @@ from tstore.checkpoint.structure import path_part
 from tstore.core.format.arguments import quote
 from tstore.core.format.paths import is_at_or_below
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.core.format.tree_document import TreeDocument, expanded, paths_in, stored_document
+from tstore.core.format.tree_document import TreeDocument, expanded, is_document, paths_in
 from tstore.core.snapshot import Snapshot
 from tstore.errors import InvalidArgument, bullet_list, name_list, parsing
 
@@ -29,8 +29,8 @@ def file_metadata(snapshot: Snapshot) -> dict[str, str] | None:
 def subtree_of(snapshot: Snapshot, subtree: str) -> tuple[TreeDocument | None, list[str]]:
     """Return the structure of the part of a checkpoint at a path, "" for all, and the paths of its arrays.
 
-    The structure is None where other arrays are than were saved. Raise `InvalidArgument` if no array is at or
-    below the path.
+    The structure may have arrays that the snapshot lacks, and is None if it lacks some of the snapshot's. Raise
+    `InvalidArgument` if no array is at or below the path.
     """
     every = snapshot.paths()
     paths = [path for path in every if is_at_or_below(path, subtree)]
@@ -40,14 +40,16 @@ def subtree_of(snapshot: Snapshot, subtree: str) -> tuple[TreeDocument | None, l
             f"{snapshot.location} has no array at or below {quote(subtree)}; pass the path of a group, with its "
             f"keys joined by '/'; {name_list('outermost names', groups)}"
         )
-    document = stored_document(snapshot.reserved_attributes().get("structure"), every)
+    document = snapshot.reserved_attributes().get("structure")
+    if not is_document(document):
+        return None, paths
     for part in subtree.split("/") if subtree else ():
         if document is None:
             break
         document = next((child for key, child in _children(document) if path_part(key) == part), None)
-    if document is None or sorted(paths_in(document)) != sorted(paths):
-        return None, paths
-    return document, paths
+    saved = [] if document is None else paths_in(document)
+    has_all = len(set(saved)) == len(saved) and set(saved).issuperset(paths)
+    return document if has_all else None, paths
 
 
 def below(path: str, subtree: str) -> str:
@@ -83,7 +85,8 @@ def paths_by_name(snapshot: Snapshot, subtree: str = "", strip: str = "") -> tup
     else:
         with parsing(f"version {snapshot.version}: its structure"):
             leaves = list(_leaves(document, ()))
-        pairs = [(".".join(keys or (_last(path),)), path) for keys, path in leaves if path is not None]
+        known = set(paths)
+        pairs = [(".".join(keys or (_last(path),)), path) for keys, path in leaves if path in known]
         left_out = [".".join(keys) for keys, path in leaves if path is None]
     if strip and not any(name.startswith(strip) for name, _ in pairs):
         raise InvalidArgument(

@@ -62,9 +62,9 @@ async def export_orbax(
             f"{path}: an Orbax checkpoint is written by Orbax; run pip install orbax-checkpoint"
         ) from error
     async with opened(store, "r") as opened_store:
-        snapshot = await snapshot_to_export(opened_store, at, step)
+        snapshot, _ = await snapshot_to_export(opened_store, at, step, ())
         tree, arrays = await tree_to_export(snapshot, subtree)
-        kept = pruned(tree, skip)
+        kept = pruned(tree, skip, subtree)
         if kept.unused:
             raise InvalidArgument(f"{snapshot.location}: skip={kept.unused} matches no path; correct it")
         reader = ArrayReader(arrays, progress)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -52,6 +52,7 @@ async def export_references(
     at: int | str | None = None,
     step: int | None = None,
     subtree: str = "",
+    skip: Sequence[str] = (),
     keep_exmy: bool = False,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
@@ -71,14 +72,14 @@ async def export_references(
     write = _write_parquet if is_parquet(path) else _write_json
     refuse_existing(path)
     async with opened(store, "r") as opened_store:
-        snapshot = await snapshot_to_export(opened_store, at, step)
+        snapshot, skipped = await snapshot_to_export(opened_store, at, step, skip)
         arrays = {below(path, subtree): await snapshot.array(path) for path in subtree_of(snapshot, subtree)[1]}
         source = _Source(snapshot, _url_for_fsspec(opened_store.url), subtree, arrays)
         source.check_readable(keep_exmy)
         report = _Reporter(arrays, progress)
         files = await write(path, source, report)
         left_out, unlisted = values_beside(snapshot, subtree), unlisted_elsewhere(arrays)
-    return ExportReport(snapshot.version, len(arrays), report.total, files, left_out, unlisted=unlisted)
+    return ExportReport(snapshot.version, len(arrays), report.total, files, left_out + skipped, unlisted=unlisted)
 
 
 def is_parquet(path: str) -> bool:

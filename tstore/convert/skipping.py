@@ -24,8 +24,8 @@ class Pruned(NamedTuple):
     unused: list[str]
 
 
-def pruned(tree: Any, skip: Sequence[str]) -> Pruned:
-    """Return the tree without the values at the paths that match globs; in a list, None stands in for each."""
+def pruned(tree: Any, skip: Sequence[str], top: str = "") -> Pruned:
+    """Return the tree at path `top` without the values that match globs; in a list, None stands in for each."""
     globs = {glob: compile_patterns(glob) for glob in skip}
     unused, skipped, unreadable = set(globs), list[str](), dict[str, str]()
 
@@ -48,4 +48,4 @@ def pruned(tree: Any, skip: Sequence[str]) -> Pruned:
             unreadable[path or "the whole object"] = value.what
         return value
 
-    return Pruned(kept(tree, ""), skipped, unreadable, sorted(unused))
+    return Pruned(kept(tree, top), skipped, unreadable, sorted(unused))

@@ -50,6 +50,7 @@ async def export_zarr(
     at: int | str | None = None,
     step: int | None = None,
     subtree: str = "",
+    skip: Sequence[str] = (),
     keep_exmy: bool = False,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
@@ -67,7 +68,7 @@ async def export_zarr(
     """
     path = os.fspath(folder)
     async with opened(store, "r") as opened_store:
-        snapshot = await snapshot_to_export(opened_store, at, step)
+        snapshot, skipped = await snapshot_to_export(opened_store, at, step, skip)
         nodes = plain_nodes(snapshot, subtree, keep_exmy=keep_exmy)
         arrays = {below(path, subtree): await snapshot.array(path) for path in subtree_of(snapshot, subtree)[1]}
         unlisted = unlisted_elsewhere(arrays)
@@ -88,7 +89,7 @@ async def export_zarr(
                     progress(done, total)
             await run(os.sync)  # one call, in place of one for each of many files
         left_out = values_beside(snapshot, subtree)
-    return ExportReport(snapshot.version, len(arrays), total, files, left_out, unlisted=unlisted)
+    return ExportReport(snapshot.version, len(arrays), total, files, left_out + skipped, unlisted=unlisted)
 
 
 def plain_nodes(snapshot: Snapshot, subtree: str, *, keep_exmy: bool) -> dict[str, dict[str, Any]]:

@@ -359,6 +359,12 @@ async def snapshot_of(log: LogReader, version: int, newest: int) -> Snapshot:
     return Snapshot(log, await guard_expiry(log, version, log.tree(version)))
 
 
+def without_nodes(snapshot: Snapshot, paths: Collection[str]) -> Snapshot:
+    """Return the snapshot as if the nodes at these paths, and all below, had been deleted."""
+    nodes = snapshot.tree.nodes.without(paths)
+    return Snapshot(snapshot._log, dataclasses.replace(snapshot.tree, nodes=nodes))
+
+
 def array_node(tree: Tree, path: str, location: str) -> Node:
     """Return the array at a path of a tree; raise `NotFound`, which names up to five near it, if there is none."""
     node = tree.nodes.get(path)

@@ -25,8 +25,9 @@ import numpy as np
 from tstore.core.format.arguments import checked_index, checked_tag, checked_text, quote
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.objects.chunk_refs import ChunkTable
+from tstore.core.format.paths import is_at_or_below
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.core.snapshot import Snapshot
+from tstore.core.snapshot import Snapshot, without_nodes
 from tstore.core.steps import copy_snapshot, source_snapshot, steps_of
 from tstore.core.storage.objects import Durability
 from tstore.core.store import Store, opened
@@ -72,6 +73,7 @@ async def quantize(
     coding: Literal["entropy", "packed"] | None = None,
     sensitivity: Sensitivity | None = None,
     at: int | str | None = None,
+    subtree: str = "",
     tag: str | None = None,
     message: str = "",
     axis: int | None = None,
@@ -123,6 +125,8 @@ async def quantize(
     at
         A version or tag; by default the newest step, or without steps the head. If garbage collection removes that
         version meanwhile, the newest one by then is quantized.
+    subtree
+        Only what is at or below this path, such as "model" of a training step, is in the copy, at the same paths.
     tag
         The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
         the formats, such as "step/100/8bits".
@@ -167,7 +171,8 @@ async def quantize(
         raise InvalidArgument(f"executor={quote(executor)}: expected a concurrent.futures.Executor")
     if progress is not None and not callable(progress):
         raise InvalidArgument(f"progress={quote(progress)}: expected a function")
-    job = _Job(request, sensitivity, at, tag, message, executor, memory, progress)
+    subtree = checked_text("subtree", subtree)
+    job = _Job(request, sensitivity, at, subtree, tag, message, executor, memory, progress)
     async with opened(store, "r+") as target:
         for _ in range(_ATTEMPTS):
             try:
@@ -197,6 +202,7 @@ class _Job(NamedTuple):
     request: Request
     sensitivity: Sensitivity | None
     at: int | str | None
+    subtree: str
     tag: str | None
     message: str
     executor: Executor | None
@@ -207,11 +213,13 @@ class _Job(NamedTuple):
         """Resolve the source, quantize it and commit the copy."""
         source = await source_snapshot(store, self.at)
         await source.read_nodes()
+        source = _part(source, self.subtree)
         nodes = source.tree.nodes
         arrays = {p: SourceArray(nodes[p].meta, nodes[p].stored_bytes) for p in source.paths()}
         if not arrays:
+            where = f" at or below {quote(self.subtree)}; pass another subtree, or" if self.subtree else "; pass"
             raise InvalidArgument(
-                f"{source.location} has no arrays to quantize; pass another version or tag as at=…"
+                f"{source.location} has no arrays to quantize{where} another version or tag as at=…"
             )
         if self.request.rules is not None:
             self.request.rules.check(arrays)
@@ -285,6 +293,14 @@ class _Job(NamedTuple):
         if isinstance(self.sensitivity, Mapping):
             return importance
         return await measured_importance(self.sensitivity, source, in_budgets)
+
+
+def _part(source: Snapshot, subtree: str) -> Snapshot:
+    """Return a snapshot without what is neither at, below nor above a path."""
+    paths = source.tree.nodes if subtree else ()
+    return without_nodes(
+        source, [path for path in paths if not is_at_or_below(path, subtree) and not is_at_or_below(subtree, path)]
+    )
 
 
 def _if_smaller(encoded: EncodedArray, min_sqnr: float, array: SourceArray) -> EncodedArray:

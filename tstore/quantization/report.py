@@ -222,8 +222,8 @@ def read_report(snapshot: Snapshot) -> QuantizeReport:
     document = snapshot.reserved_attributes().get("quantization")
     if not isinstance(document, Mapping):
         raise NotFound(
-            f"version {snapshot.version} has no report, because it is not a commit of tstore.quantize; pass the "
-            "version or tag of one, as tstore log lists them"
+            f"{snapshot.location} has no report, since it is no quantized copy; make one with tstore.quantize (in "
+            "a shell, tstore quantize) or pass the version or tag of one, as tstore log lists them"
         )
     with parsing(f"version {snapshot.version}: its report"):
         arrays = [_parse_row(row) for row in document["arrays"]]

@@ -894,6 +894,7 @@ def quantize(
     coding: Literal["entropy", "packed"] | None = None,
     sensitivity: Sensitivity | None = None,
     at: int | str | None = None,
+    subtree: str = "",
     tag: str | None = None,
     message: str = "",
     axis: int | None = None,
@@ -945,6 +946,8 @@ def quantize(
     at
         A version or tag; by default the newest step, or without steps the head. If garbage collection removes that
         version meanwhile, the newest one by then is quantized.
+    subtree
+        Only what is at or below this path, such as "model" of a training step, is in the copy, at the same paths.
     tag
         The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
         the formats, such as "step/100/8bits".
