@@ -484,7 +484,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "records are deleted as they are archived": (
         "log/test_archives.py::test_nothing_is_deleted_by_the_collection_that_archives",
         Edit(
-            "tstore.core.maintenance.compaction:compact",
+            "tstore.core.maintenance.archiving:archive_records",
             "await _archive(log, end)",
             "await _archive(log, end); await _delete(log, end, versions)",
         ),
@@ -547,7 +547,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "records out of place are archived": (
         "log/test_chain.py::test_records_out_of_place_are_not_archived",
-        Edit("tstore.core.maintenance.compaction:_archive", "chain.add(version, record, data)", "pass"),
+        Edit("tstore.core.maintenance.archiving:_archive", "chain.add(version, record, data)", "pass"),
     ),
     "a stale root outlives a repair": (
         ROOTS + "test_no_reader_gets_a_root_with_voided_changes_once_the_repair_is_committed[3]",

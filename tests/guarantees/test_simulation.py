@@ -331,11 +331,11 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(COMMITS + "CommitObjects.existing", "keys[archive_key(end)] = block", "pass")
     ],
     "a record is deleted without an archive": [
-        Edit("tstore.core.maintenance.compaction:compact", "if archive_key(end) in archived:", "if True:"),
-        Edit("tstore.core.maintenance.compaction:_delete", "if archive is not None and", "if True and"),
+        Edit("tstore.core.maintenance.archiving:archive_records", "if archive_key(end) in archived:", "if True:"),
+        Edit("tstore.core.maintenance.archiving:_delete", "if archive is not None and", "if True and"),
     ],
     "an archive is not synced": [
-        Edit("tstore.core.maintenance.compaction:_archive", "Durability.FSYNC", "Durability.NONE")
+        Edit("tstore.core.maintenance.archiving:_archive", "Durability.FSYNC", "Durability.NONE")
     ],
     "a late host saves behind a rollback": [
         Edit(TREE + "_step_conflicts", "(self, other), (other, self)", "(other, self),")

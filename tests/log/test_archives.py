@@ -62,7 +62,7 @@ async def fill(url: str, commits: range) -> tstore.Store:
     return store
 
 
-async def compact(store: tstore.Store) -> None:
+async def archive(store: tstore.Store) -> None:
     """Collect twice: the first collection archives, the second one deletes; nothing expires."""
     for _ in range(2):
         await store.collect(None)
@@ -99,7 +99,7 @@ async def test_archives_change_nothing_but_the_number_of_objects(url: str) -> No
     store = await fill(url, range(1, 31))
     before = await commits_of(store)
     ids = [commit.transaction for commit in before]
-    await compact(store)
+    await archive(store)
     storage = connect(url)
     assert await archives(storage) == [archive_key(end) for end in range(4, 28, 4)]
     assert await records(storage) == [commit_key(version) for version in range(25, 31)]
@@ -136,7 +136,7 @@ async def test_a_stalled_writer_whose_number_was_archived_commits_another_one(la
     stalled, faults = await open_faulty(url)
     async with held_commit(faults, commit(stalled, 0)) as task:
         await fill(url, range(4, later))
-        await compact(store)
+        await archive(store)
         assert commit_key(4) not in await records(connect(url))
     assert await task == later
     await check(url, [*range(1, later), 0])
@@ -154,7 +154,7 @@ async def test_a_stalled_writer_that_conflicts(url: str) -> None:
 
     async with held_commit(faults, conflict()) as task:
         await fill(url, range(4, 12))
-        await compact(store)
+        await archive(store)
     with pytest.raises(Conflict, match="y"):
         await task
     await check(url, list(range(1, 12)))
@@ -169,7 +169,7 @@ async def test_a_void_record_of_an_archived_number_voids_nothing(url: str) -> No
     task = asyncio.create_task(commit(stalled, 0))
     await gate.reached()
     await fill(url, range(4, 12))
-    await compact(store)
+    await archive(store)
     gate.release()
     assert await task == 12
     await check(url, [*range(1, 12), 0])
@@ -207,7 +207,7 @@ async def test_readers_ignore_an_object_beside_the_archive(version: int, url: st
     early = await tstore.open(url, "r")
     await early.snapshot()
     await fill(url, range(version, 20))
-    await compact(store)
+    await archive(store)
     await dead_writer(url, version)
     assert await values(early) == list(range(1, 20))
     await check(url, list(range(1, 20)))
@@ -223,7 +223,7 @@ async def test_a_reader_that_stood_still_follows_through_archives(known: int, ur
     early, writer = await tstore.open(url, "r"), await tstore.open(url)
     assert await values(early) == await values(writer) == list(range(1, known + 1))
     await fill(url, range(known + 1, 30))
-    await compact(store)
+    await archive(store)
     assert await values(early) == list(range(1, 30))
     assert await commit(writer, 30) == 30
     await check(url, list(range(1, 31)))
@@ -235,7 +235,7 @@ async def test_a_transaction_open_since_before_an_archive_is_validated(url: str)
     await (await disjoint.array("x")).append(np.array([0]))
     await (await conflicting.array("y")).write(0)
     await fill(url, range(4, 20))
-    await compact(store)
+    await archive(store)
     assert await disjoint.commit() == 20
     with pytest.raises(Conflict):
         await conflicting.commit()
@@ -266,15 +266,15 @@ async def test_records_are_deleted_only_while_their_archive_can_be_read(url: str
 
 
 @pytest.mark.parametrize("operation", ["create", "delete"])
-async def test_a_compaction_that_was_killed_is_continued(operation: str, url: str) -> None:
+async def test_archiving_that_was_killed_is_continued(operation: str, url: str) -> None:
     await fill(url, range(1, 30))
     for nth in range(1, 4):
         store, faults = await open_faulty(url)
         faults.fail(operation, "archives/*" if operation == "create" else "commits/*", nth=nth)
         with pytest.raises(Unavailable):
-            await compact(store)
+            await archive(store)
         await check(url, list(range(1, 30)))
-    await compact(await tstore.open(url))
+    await archive(await tstore.open(url))
     assert len(await records(connect(url))) == 5
     await check(url, list(range(1, 30)))
 
@@ -282,7 +282,7 @@ async def test_a_compaction_that_was_killed_is_continued(operation: str, url: st
 async def test_racing_collections_write_the_same_archives(url: str) -> None:
     store = await fill(url, range(1, 30))
     await asyncio.gather(*[(await tstore.open(url)).collect(None) for _ in range(4)])
-    await asyncio.gather(*[compact(store) for _ in range(4)])
+    await asyncio.gather(*[archive(store) for _ in range(4)])
     assert len(await records(connect(url))) == 5
     await check(url, list(range(1, 30)))
 
@@ -295,7 +295,7 @@ async def test_long_records_stay_as_they_are(url: str) -> None:
         await (await tx.array("x")).append(np.array([5]))
     await fill(url, range(6, 20))
     with override_constants(ARCHIVE_BYTES=4000):
-        await compact(store)
+        await archive(store)
     assert await archives(connect(url)) == [archive_key(4), archive_key(12)]
     assert await values(early) == list(range(1, 20))
     await check(url, list(range(1, 20)))
@@ -306,10 +306,10 @@ async def test_a_block_with_a_damaged_record_is_not_archived(url: str) -> None:
     storage = connect(url)
     data = await storage.get(commit_key(6))
     await storage.replace(commit_key(6), data[:-1])
-    await compact(store)
+    await archive(store)
     assert archive_key(8) not in await archives(storage)
     await storage.replace(commit_key(6), data)
-    await compact(store)
+    await archive(store)
     await check(url, list(range(1, 20)))
 
 
@@ -318,7 +318,7 @@ async def test_a_block_with_a_damaged_record_is_not_archived(url: str) -> None:
 
 async def test_a_damaged_archive_is_a_fault_that_names_it(url: str) -> None:
     store = await fill(url, range(1, 30))
-    await compact(store)
+    await archive(store)
     storage = connect(url)
     intact = await storage.get(archive_key(8))
     for damaged in (intact[:-1], bytes([*intact[:100], intact[100] ^ 1, *intact[101:]]), b""):
@@ -338,7 +338,7 @@ async def test_a_lost_archive_is_a_gap_that_a_repair_can_void(url: str) -> None:
     store = await tstore.open(url)
     for step in range(20):
         await tstore.save(store, {"w": np.full(5, step)}, step)
-    await compact(store)
+    await archive(store)
     await connect(url).delete(archive_key(8))
     other = await tstore.open(url)
     assert (await tstore.restore(other))["w"][0] == 19
@@ -349,7 +349,7 @@ async def test_a_lost_archive_is_a_gap_that_a_repair_can_void(url: str) -> None:
     again = await tstore.open(url)
     assert (await again.verify()).ok
     await tstore.save(again, {"w": np.full(5, 20)}, 20)
-    await compact(again)
+    await archive(again)
     assert archive_key(8) in await archives(connect(url))
     assert (await tstore.restore(await tstore.open(url)))["w"][0] == 20
 
@@ -358,7 +358,7 @@ async def test_a_lost_archive_is_a_gap_that_a_repair_can_void(url: str) -> None:
 async def test_a_store_that_lost_its_first_archives_is_not_new(lost: int, url: str) -> None:
     """Nor is it if the hint is lost too, although all numbers that a search begins with are absent."""
     store = await fill(url, range(1, 4 * lost + 9))
-    await compact(store)
+    await archive(store)
     storage = connect(url)
     for number in range(lost):
         await storage.delete(archive_key(EVERY * (number + 1)))
@@ -409,7 +409,7 @@ async def test_a_collection_over_http_archives(tmp_path: Path) -> None:
             async with await tstore.open(server.url, storage_options={"token": ADMIN}) as store:
                 for value in range(4, 20):
                     await commit(store, value)
-                await compact(store)
+                await archive(store)
             assert len(await records(connect(folder))) == 7
         assert await task == 20
         async with await tstore.open(server.url, "r", storage_options={"token": ADMIN}) as store:
@@ -417,14 +417,14 @@ async def test_a_collection_over_http_archives(tmp_path: Path) -> None:
     await check(folder, [*range(1, 20), 0])
 
 
-async def test_a_server_follows_a_folder_that_was_compacted_beside_it(tmp_path: Path) -> None:
+async def test_a_server_follows_a_folder_that_was_archived_beside_it(tmp_path: Path) -> None:
     folder = str(tmp_path / "store")
     store = await fill(folder, range(1, 4))
     async with Server(folder, access=everybody()) as server:
         async with await tstore.open(server.url, storage_options={"token": WRITE}) as remote:
             assert await commit(remote, 4) == 4
             await fill(folder, range(5, 20))
-            await compact(store)
+            await archive(store)
             assert await commit(remote, 20) == 20
     await check(folder, list(range(1, 21)))
 
@@ -432,7 +432,7 @@ async def test_a_server_follows_a_folder_that_was_compacted_beside_it(tmp_path: 
 async def test_a_server_looks_for_the_archive_after_it_has_created_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is compacted beside the server between its check that the version is free and the create."""
+    """Records are archived beside the server between its check that the version is free and the create."""
     folder = str(tmp_path / "store")
     store = await fill(folder, range(1, 4))
     faults = Faults(connect(folder))
@@ -443,7 +443,7 @@ async def test_a_server_looks_for_the_archive_after_it_has_created_a_record(
         response = asyncio.create_task(writer.create(f"/{commit_key(4)}", record))
         await gate.reached()
         await fill(folder, range(4, 20))
-        await compact(store)
+        await archive(store)
         gate.release()
         assert (await response).status == 412
     await check(folder, list(range(1, 20)))
@@ -452,12 +452,12 @@ async def test_a_server_looks_for_the_archive_after_it_has_created_a_record(
 # ---- copies
 
 
-async def test_copies_of_a_store_that_is_compacted_meanwhile(url: str, tmp_path: Path) -> None:
+async def test_copies_of_a_store_that_is_archived_meanwhile(url: str, tmp_path: Path) -> None:
     store = await fill(url, range(1, 10))
     target = str(tmp_path / "copy")
     assert (await tstore.copy(url, target)).commits == 9
     await fill(url, range(10, 30))
-    await compact(store)
+    await archive(store)
     report = await tstore.copy(url, target)
     assert (report.commits, report.version) == (20, 29)
     assert (await tstore.copy(url, target)).commits == 0  # this one deletes what the one before archived
@@ -512,7 +512,7 @@ async def test_a_search_during_which_records_are_archived_and_deleted_goes_on_ab
     gate = faults.hold("get", commit_key(8))
     snapshot = asyncio.create_task(Store(faults, store.marker, "r").snapshot())
     await gate.reached()
-    await compact(store)
+    await archive(store)
     gate.release()
     assert (await snapshot).version == 19
 
@@ -532,6 +532,6 @@ async def test_a_reader_that_stands_still_for_two_collections_goes_on_above_the_
     with override_constants(_LONG=-1):
         snapshot = asyncio.create_task(reader.snapshot())
         await gate.reached()
-        await compact(await tstore.open(url))
+        await archive(await tstore.open(url))
         gate.release()
         assert (await snapshot).version == 19

@@ -17,7 +17,7 @@ from tstore.core.format.frame import Link, link_of, linked
 from tstore.core.format.layout import ROOT_EVERY, archive_key, commit_key
 from tstore.core.format.objects.encoding import encode
 from tstore.core.format.objects.records import Record
-from tstore.core.maintenance.compaction import compact
+from tstore.core.maintenance.archiving import archive_records
 from tstore.errors import Corrupt, TStoreError
 from tstore.lab.conformance.faults import open_faulty
 from tstore.lab.simulation.scenario import override_constants
@@ -282,6 +282,6 @@ async def test_records_out_of_place_are_not_archived(tmp_path: Path) -> None:
     with override_constants(ARCHIVE_EVERY=4, ROOT_EVERY=4):
         store = await filled(tmp_path / "ours", 20)
         move(tmp_path / "ours", 6, tmp_path / "ours", 7)
-        await compact(store.log.reader, 20, range(1, 21))
+        await archive_records(store.log.reader, 20, range(1, 21))
         ends = [archive_key(end) for end in (4, 8, 12, 16)]
         assert list(await store.log.storage.sizes(ends)) == [ends[0], *ends[2:]]

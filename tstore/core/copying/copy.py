@@ -18,7 +18,7 @@
    (`Record.resumes`): the server accepts it with the scope admin; without that, the copy is `Denied`.
 7. If the destination was not a store, create the marker.
 8. Write the `latest` hint.
-9. Archive the records of old versions (`compaction`), which were created one by one.
+9. Archive the records of old versions (`archiving`), which were created one by one.
 
 The state of the destination after a copy was killed in one of these steps, until the copy is repeated:
 
@@ -75,7 +75,7 @@ from tstore.core.format.objects.roots import decode_root
 from tstore.core.log.expiry import guard_expiry, named_collection
 from tstore.core.log.marker import read_marker
 from tstore.core.log.reader import LogReader
-from tstore.core.maintenance.compaction import compact
+from tstore.core.maintenance.archiving import archive_records
 from tstore.core.maintenance.damage import checked_newest, listed_records
 from tstore.core.runtime.concurrency import batched, together
 from tstore.core.runtime.pool import run
@@ -238,7 +238,7 @@ class _Copy:
             await self._target.replace(HINT, str(newest).encode())
         with contextlib.suppress(Denied):  # as at a server, without the scope admin
             log = self._destination.reader()
-            await compact(log, newest, await listed_records(log))
+            await archive_records(log, newest, await listed_records(log))
         return CopyReport(newest, self._commits, self._destination.objects, self._destination.bytes, self._present)
 
     async def _keys_of_partial_copy(self) -> set[str] | None:

@@ -1,7 +1,7 @@
 """The records of a log as bytes, by version, wherever they lie: in objects of their own, or old ones in archives.
 
 1. An archive has the records of `ARCHIVE_EVERY` consecutive versions, byte for byte. A garbage collection creates
-   it, if it is absent (`maintenance.compaction`). All collections write the same bytes, so a race is harmless.
+   it, if it is absent (`maintenance.archiving`). All collections write the same bytes, so a race is harmless.
 2. A later collection, one that has found the archive, deletes these records' own objects. So where such an object
    was deleted, its archive exists; and no archive is ever deleted.
 3. A number is never used again, although its object is gone. A writer may stand still after it has found a number

@@ -6,6 +6,6 @@
    `lost_records` finds the roots that have its changes, `void_records` puts others in its place, and `repair_plan`
    decides what else expires. `past_repairs` tells which earlier repairs have not ended.
 2. `gc` removes the versions that no retention rule keeps, and the data of transactions that never committed; it
-   returns a `collect_report`. `compaction` moves the records of old versions into archives.
+   returns a `collect_report`. `archiving` moves the records of old versions into archives.
 3. `contents` lists the arrays of a version; `diff` compares two versions, with `differing_chunks`.
 """

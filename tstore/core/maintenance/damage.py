@@ -28,7 +28,7 @@ from tstore.core.format.tree.validation import pack_ends, short_packs
 from tstore.core.log.expiry import changes_nothing, living_versions, names_falsely
 from tstore.core.log.objects import LostRoot
 from tstore.core.log.reader import LogReader
-from tstore.core.maintenance.compaction import foreign_archive
+from tstore.core.maintenance.archiving import foreign_archive
 from tstore.core.maintenance.gaps import long_gap
 from tstore.core.maintenance.past_repairs import PastRepairs, interrupted_message
 from tstore.core.maintenance.replay import UNREADABLE, Replay

@@ -23,7 +23,7 @@
    A collection also condemns again, and deletes, what the previous one condemned but did not delete, unless a
    living version needs it: one that is alive again, or because the previous record was forged. So a collection
    killed at any point leaves no garbage permanently.
-6. Archive the records of old versions (`compaction`).
+6. Archive the records of old versions (`archiving`).
 7. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
 
 A transaction that is condemned, or reuses a condemned object, reads the collection's record when it commits
@@ -63,8 +63,8 @@ from tstore.core.log.group_commit import Newer
 from tstore.core.log.log import Log
 from tstore.core.log.reader import LogReader
 from tstore.core.log.roots import are_usable, create_missing
+from tstore.core.maintenance.archiving import archive_records
 from tstore.core.maintenance.collect_report import CollectReport
-from tstore.core.maintenance.compaction import compact
 from tstore.core.maintenance.damage import checked_newest
 from tstore.core.maintenance.past_repairs import check_repairs_ended
 from tstore.core.runtime import world
@@ -108,7 +108,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
             continue
         try:
             await _delete(reader, version, plan.collection(), plan.listed)
-            await compact(reader, base, listed)
+            await archive_records(reader, base, listed)
             await log.storage.sweep()
         except (Denied, Unavailable) as error:
             if version is None:

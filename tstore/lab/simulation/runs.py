@@ -124,7 +124,7 @@ class _Run:
         stalled = scenario.archive_every < UNARCHIVED and random.Random(f"stalled {self.seed}").random() < 0.5
         if stalled or (self.repairs and scenario.archive_every < UNARCHIVED):
             self._start(self._run_beside("stalled", "edits", 4, scenario.rates._replace(pauses=0.05)))
-            self._start(self._run_beside("compactor", "compaction", _BESIDE, scenario.rates._replace(pauses=0)))
+            self._start(self._run_beside("compactor", "archiving", _BESIDE, scenario.rates._replace(pauses=0)))
         if scenario.mirrored and self.rng.random() < 0.6:
             self._start(self._failover())
         if self.repairs:

@@ -12,7 +12,7 @@ creates of one version, exactly one succeeds.
 4. A record may tag, or be a copy of, living versions only; with the scope ADMIN, as in a copy of a history, it may
    also be a copy of a voided one.
 5. An archive needs the scope ADMIN, and must have exactly the server's own records, of versions old enough
-   (`maintenance.compaction`). So it hides none. Only then may the objects of these records be deleted.
+   (`maintenance.archiving`). So it hides none. Only then may the objects of these records be deleted.
 6. A record names the log of the store, and a record of it, in its link (`log.chain`).
 7. A root must have exactly the bytes that the server derives from its log.
 
@@ -51,7 +51,7 @@ from tstore.core.log.commits import CommitObjects
 from tstore.core.log.marker import Marker
 from tstore.core.log.reader import LogReader
 from tstore.core.log.records import VersionCache
-from tstore.core.maintenance.compaction import may_be_archived
+from tstore.core.maintenance.archiving import may_be_archived
 from tstore.core.runtime.concurrency import batched, together
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage

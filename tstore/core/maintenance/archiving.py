@@ -1,15 +1,15 @@
-"""Compaction of the log: the records of old versions are moved into archives, many in each.
+"""Archiving: the records of old versions are moved into archives, many in each.
 
 1. Begin with the list of the objects of records, which the collection has made to look for gaps. They belong to
    versions that are not archived yet, or were archived by the last collection (step 2). So the cost follows these,
    not the whole history.
-2. Delete the objects of versions whose archive existed before this compaction. The archive has all of these
+2. Delete the objects of versions whose archive existed before this collection. The archive has all of these
    records; an object that a stalled writer created beside it is no commit (`log.commits`). But keep them all if
    some are of another history than the archive, as in two copies that were merged (`foreign_archive`). First make
    the archives durable: a collection that was killed may have left one that is not.
 3. Create an archive for every other block of `ARCHIVE_EVERY` versions that ends at least `ROOT_EVERY` versions
    before the newest, if each of its records can be read. Leave their objects to the next collection, so that
-   requests under way still find them. The next compaction also continues one that was killed, or failed.
+   requests under way still find them. The next collection also continues one that was killed, or failed.
 
 The records of a block stay as they are if one is damaged, or if they are too long for one archive. A repair that
 voids a record of a block that may be archived creates the archive itself (`void_records`).
@@ -40,7 +40,7 @@ from tstore.core.runtime.pool import run
 from tstore.core.storage.objects import Durability
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, StorageFull, UnsupportedFormat
 
-__all__ = ["compact", "foreign_archive", "may_be_archived"]
+__all__ = ["archive_records", "foreign_archive", "may_be_archived"]
 
 
 def may_be_archived(version: int, newest: int) -> bool:
@@ -48,7 +48,7 @@ def may_be_archived(version: int, newest: int) -> bool:
     return archive_end(version) + ROOT_EVERY <= newest
 
 
-async def compact(log: LogReader, newest: int, listed: Sequence[int]) -> None:
+async def archive_records(log: LogReader, newest: int, listed: Sequence[int]) -> None:
     """Archive the records of old versions by the steps at the top of this file.
 
     `newest` is a version that exists; `listed` has those whose records have objects of their own.
