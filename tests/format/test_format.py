@@ -24,10 +24,10 @@ from tstore.core.format.checksums import BLOCK, BlockHash, as_checks, block_chec
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow
 from tstore.core.format.objects.encoding import decode, encode
-from tstore.core.format.objects.layers import overlay_each
 from tstore.core.format.objects.object_ref import ObjectRef, reference
 from tstore.core.format.objects.records import Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.core.format.objects.references import Manifest
+from tstore.core.format.objects.tables import overlay_each
 from tstore.core.log.marker import Marker
 from tstore.errors import Corrupt, UnsupportedFormat
 

@@ -21,8 +21,8 @@ from tstore.core.format.frame import LINK_SIZE, MAGIC, Link, check_of, linked, s
 from tstore.core.format.layout import root_chain
 from tstore.core.format.objects.chunk_rows import ChunkRow
 from tstore.core.format.objects.collection import Collection
+from tstore.core.format.objects.compactions import CompactionEntry
 from tstore.core.format.objects.encoding import decode, encode
-from tstore.core.format.objects.merges import MergeEntry
 from tstore.core.format.objects.object_ref import PAGE_HEADER, ObjectRef, Page, PagePlace
 from tstore.core.format.objects.pages import decode_page
 from tstore.core.format.objects.records import Record, Root
@@ -124,7 +124,7 @@ def test_marker_and_checksums() -> None:
         ("**Collections.**", Collection.__struct_fields__),
         ("## 8. Manifests", Manifest.__struct_fields__),
         ("**Segments.**", SEGMENT_ROW.names),
-        ("**Merges.**", MergeEntry.__struct_fields__),
+        ("**Compactions.**", CompactionEntry.__struct_fields__),
         ("**References.**", ObjectRef.__struct_fields__),
         ("**Pages.**", Page.__struct_fields__),
         ("**Roots**", Root.__struct_fields__),
@@ -136,7 +136,7 @@ def test_fields(before: str, fields: tuple[str, ...]) -> None:
 
 
 def test_places_in_segment() -> None:
-    table = TEXT[TEXT.index("**Segments.**") : TEXT.index("**Layers.**")]
+    table = TEXT[TEXT.index("**Segments.**") : TEXT.index("**Compactions.**")]
     places = re.findall(r"^\| (\d+)–(\d+) \| `(\w+)`", table, re.MULTILINE)
     assert SEGMENT_ROW.fields is not None
     assert {n: (int(a), int(b) + 1 - int(a)) for a, b, n in places} == {

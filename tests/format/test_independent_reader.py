@@ -105,7 +105,7 @@ FEATURES = {
     "history": {"archive", "collection", "dropped tag", "deletion", "root", "root with a parent"},
     "default_intervals": {"appended values", "root"},
     "segments": {"segments"},
-    "short_segments": {"segments", "merge"},
+    "short_segments": {"segments", "compaction"},
     "pages": {"pages", "separate manifest", "root with pages", "root with a base", "deletion"},
     "hosts": {"replaced tree"},
     "quantized": {"copy", "collection", "root after copies"},
@@ -132,8 +132,8 @@ def features(reader: Store) -> set[str]:
             *(["separate manifest"] if references else []),
             *(["pages"] if any(len(m) > 5 and m[5] for m in references) else []),
             *(["appended values"] if any(flags & 2 for _, _, flags, _, _ in nodes) else []),
-            *(["merge"] if any(merge for _, _, _, merge, _ in nodes) else []),
-            *(["segments"] if any(not isinstance(s, dict) for *_, layers in nodes for s in layers) else []),
+            *(["compaction"] if any(compaction for _, _, _, compaction, _ in nodes) else []),
+            *(["segments"] if any(not isinstance(s, dict) for *_, runs in nodes for s in runs) else []),
         }
     for path in Path(reader.folder, "roots").glob("*"):
         root = reader.root(int(path.name))

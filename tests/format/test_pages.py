@@ -26,7 +26,7 @@ from tstore.core.format.objects.pages import StoredManifest, check_object, decod
 from tstore.core.format.objects.records import Record, Root
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.objects.roots import StoredRoot, decode_root, decode_root_at_end, stored_root
-from tstore.core.format.objects.segments import NO_SOURCE, Segment, SegmentedTable
+from tstore.core.format.objects.segments import NO_SOURCE, Segment, SortedRun
 from tstore.core.format.tree import tree as tree_module
 from tstore.core.format.tree.node import differs
 from tstore.core.format.tree.nodes import Nodes
@@ -218,7 +218,7 @@ def test_a_page_has_only_the_packs_documents_and_segments_of_its_nodes() -> None
     segments = [Segment(n, n, 1, 5, (f"txn/a/pack-{n}",), f"txn/a/pack-9{n}", 0, 44, b"s" * 16) for n in range(9)]
     documents = [ARRAY.replace(b"[99]", b"[9%d]" % n) for n in range(9)]
     nodes = [
-        (f"a{n}", documents[n], n % 2 == 0, (SegmentedTable([segments[n]], NO_SOURCE), table_of(n, by=str(n))))
+        (f"a{n}", documents[n], n % 2 == 0, (SortedRun([segments[n]], NO_SOURCE), table_of(n, by=str(n))))
         for n in range(9)
     ]
     whole = Manifest.from_nodes(nodes)

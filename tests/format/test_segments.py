@@ -18,15 +18,15 @@ from tstore.core.format.checksums import digest
 from tstore.core.format.objects import segments as module
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.compactions import Compaction, CompactionPlan, compacted
 from tstore.core.format.objects.documents import Document
 from tstore.core.format.objects.encoding import decode, encode
-from tstore.core.format.objects.layers import Table, count_of, layers, numbers_of, stack
-from tstore.core.format.objects.merges import Merge, MergePlan, merged
 from tstore.core.format.objects.records import Record
 from tstore.core.format.objects.references import Manifest
-from tstore.core.format.objects.segments import Segment, SegmentedTable, cut, decode_segment, encode_segment
+from tstore.core.format.objects.segments import Segment, SortedRun, cut, decode_segment, encode_segment
+from tstore.core.format.objects.tables import Table, count_of, numbers_of, sorted_runs, stack
 from tstore.core.format.tree.node import Node
-from tstore.core.format.tree.validation import check_merges
+from tstore.core.format.tree.validation import check_compactions
 from tstore.errors import Corrupt
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
@@ -67,9 +67,9 @@ class Memory:
         return [decode_segment(self.data[s.pack, s.offset], s) for s in segments]
 
 
-def segmented(memory: Memory, table: ChunkTable, rows: int) -> list[SegmentedTable]:
+def segmented(memory: Memory, table: ChunkTable, rows: int) -> list[SortedRun]:
     parts = [table.part(at, min(at + rows, len(table))) for at in range(0, len(table), rows)]
-    return layers([memory.write(part) for part in parts], memory)
+    return sorted_runs([memory.write(part) for part in parts], memory)
 
 
 def test_golden_bytes() -> None:
@@ -79,13 +79,13 @@ def test_golden_bytes() -> None:
     assert memory.data[segment.pack, segment.offset] == data
     assert decode_segment(data, segment).rows == ROWS
     inline = ChunkTable.from_rows(ROWS[:1])
-    nodes = [("w", DOCUMENT, True, (SegmentedTable([segment], memory), inline)), ("g", DOCUMENT, False, ())]
+    nodes = [("w", DOCUMENT, True, (SortedRun([segment], memory), inline)), ("g", DOCUMENT, False, ())]
     manifest = Manifest.from_nodes(nodes)
     assert encode(manifest)[7] == 4  # so that an older tstore does not read it without its segments
     assert encode(manifest) == base64.b85decode(GOLDEN_MANIFEST)
     read = decode(base64.b85decode(GOLDEN_MANIFEST), Manifest).attach(memory)
     [(*_, (empty,)), (_, _, _, (table, rest))] = read.nodes()
-    assert isinstance(table, SegmentedTable)
+    assert isinstance(table, SortedRun)
     assert table.segments == (segment,)
     assert isinstance(rest, ChunkTable)
     assert rest.rows == ROWS[:1]
@@ -148,7 +148,7 @@ def test_a_lookup_reads_only_the_segments_with_its_chunks() -> None:
 
 
 def test_a_lookup_of_few_chunks_in_many_segments_takes_little_memory() -> None:
-    """The chunks of an array of 3 million chunks that a merge of scattered rows is compared with."""
+    """The chunks of an array of 3 million chunks that a compaction of scattered rows is compared with."""
     size = 16 << 10
     checks = np.zeros((size, 16), np.uint8)
 
@@ -167,7 +167,7 @@ def test_a_lookup_of_few_chunks_in_many_segments_takes_little_memory() -> None:
     numbers = np.arange(0, 3_000_000, 9973, dtype="<u8")
     tracemalloc.start()
     try:
-        rows = SegmentedTable(references, Made()).select(numbers[::-1])
+        rows = SortedRun(references, Made()).select(numbers[::-1])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -182,7 +182,7 @@ def test_segments_that_newer_ones_replace_are_dropped() -> None:
     change = ChunkTable.from_rows(old[25:26])
     [newest] = segmented(memory, ChunkTable.from_rows(new[15:60]), 10)
     first, second = stack(stack((oldest,), (change,)), (newest,))
-    assert isinstance(first, SegmentedTable)
+    assert isinstance(first, SortedRun)
     assert [s.first for s in first.segments] == [0, 10, 60, 70, 80, 90]
     assert second is newest
 
@@ -248,7 +248,7 @@ def test_a_segment_with_other_rows_than_its_reference_is_corrupt(rows: list[Chun
 def test_a_reference_that_contradicts_itself_is_corrupt(changes: dict[str, Any]) -> None:
     memory = Memory()
     segment = msgspec.structs.replace(memory.write(ChunkTable.from_rows(ROWS)), **changes)
-    manifest = Manifest.from_nodes([("w", DOCUMENT, True, (SegmentedTable([segment], memory),))])
+    manifest = Manifest.from_nodes([("w", DOCUMENT, True, (SortedRun([segment], memory),))])
     with pytest.raises(Corrupt):
         manifest.validate()
 
@@ -270,16 +270,16 @@ def test_a_reference_that_contradicts_itself_is_corrupt(changes: dict[str, Any])
 def test_columns_that_do_not_fit_are_corrupt(column: str, value: Any) -> None:
     memory = Memory()
     segment = memory.write(ChunkTable.from_rows(ROWS))
-    manifest = Manifest.from_nodes([("w", DOCUMENT, True, (SegmentedTable([segment], memory),))])
+    manifest = Manifest.from_nodes([("w", DOCUMENT, True, (SortedRun([segment], memory),))])
     with pytest.raises(Corrupt):
         msgspec.structs.replace(manifest, **{column: value}).validate()
 
 
 def test_stacking_many_overlapping_segments_takes_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server stacks what a client sends, so the work must not grow with the square of the layers."""
+    """A server stacks what a client sends, so the work must not grow with the square of the runs."""
     memory, calls = Memory(), 0
     segment = memory.write(ChunkTable.from_rows(ROWS[:1]))
-    tables = layers([msgspec.structs.replace(segment, first=n, last=n) for n in range(3000, 0, -1)], memory)
+    tables = sorted_runs([msgspec.structs.replace(segment, first=n, last=n) for n in range(3000, 0, -1)], memory)
     searched = np.searchsorted
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -302,63 +302,65 @@ def test_a_row_with_more_checksums_than_a_segment_may_have_is_not_in_one() -> No
     memory = Memory()
     segment = memory.write(table.part(1, 2))
     with pytest.raises(Corrupt, match="a segment of 1 rows has"):
-        Manifest.from_nodes([("w", DOCUMENT, True, (SegmentedTable([segment], memory),))]).validate()
+        Manifest.from_nodes([("w", DOCUMENT, True, (SortedRun([segment], memory),))]).validate()
 
 
-def test_a_merge_takes_the_place_of_what_it_replaces() -> None:
+def test_a_compaction_takes_the_place_of_what_it_replaces() -> None:
     """Rows that it does not replace stay above it, and rows below segments stay below."""
     memory = Memory()
     old, new = ([ChunkRow(n, f"txn/{t}/pack-0", n, 1, bytes(16)) for n in range(20)] for t in "ab")
     [lower] = segmented(memory, ChunkTable.from_rows(old), 10)
     below, above = ChunkTable.from_rows(old[3:5]), ChunkTable.from_rows(old[5:9])
     [upper] = segmented(memory, ChunkTable.from_rows(old[2:12:2]), 10)
-    merge_rows = ChunkTable.from_rows([*new[2:8], *new[10:11]])
-    [table] = segmented(memory, merge_rows, 10)
-    merge = Merge(table, frozenset([upper.segments[0].check]), np.array([5, 7, 8], np.uint64))
+    compacted_rows = ChunkTable.from_rows([*new[2:8], *new[10:11]])
+    [table] = segmented(memory, compacted_rows, 10)
+    compaction = Compaction(table, frozenset([upper.segments[0].check]), np.array([5, 7, 8], np.uint64))
     before: tuple[Table, ...] = (lower, below, upper, above)
-    first, second, third, fourth = merged(before, merge)
+    first, second, third, fourth = compacted(before, compaction)
     assert (first, second, third) == (lower, below, table)
     assert isinstance(fourth, ChunkTable)
     assert fourth.number.tolist() == [6]
-    manifest = Manifest.from_nodes([("v", DOCUMENT, True, ()), ("w", DOCUMENT, False, (above,))], {"w": merge})
+    manifest = Manifest.from_nodes(
+        [("v", DOCUMENT, True, ()), ("w", DOCUMENT, False, (above,))], {"w": compaction}
+    )
     read = decode(encode(manifest), Manifest).attach(memory)
-    [again] = read.merges_by_path().values()
-    assert (again.table.segments, again.replaced) == (table.segments, merge.replaced)
+    [again] = read.compactions_by_path().values()
+    assert (again.run.segments, again.replaced) == (table.segments, compaction.replaced)
     assert again.numbers.tolist() == [5, 7, 8]
     [_, (*_, tables)] = read.nodes()
     assert [len(t) for t in tables] == [4]  # what the commit wrote itself
     assert numbers_of(read.node(1)[1]).tolist() == [5, 6, 7, 8]
 
 
-def test_a_merge_is_compared_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compaction_is_compared_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server serves others between them; here each is of two rows, or of one segment."""
-    monkeypatch.setattr("tstore.core.format.objects.merges.SEGMENT_ROWS", 2)
+    monkeypatch.setattr("tstore.core.format.objects.compactions.SEGMENT_ROWS", 2)
     memory = Memory()
     rows = ChunkTable.from_rows([ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(20)])
-    merge = Merge(SegmentedTable([memory.write(rows)], memory), frozenset(), rows.number)
-    manifest = Manifest.from_nodes([("w", DOCUMENT, False, ())], {"w": merge})
+    compaction = Compaction(SortedRun([memory.write(rows)], memory), frozenset(), rows.number)
+    manifest = Manifest.from_nodes([("w", DOCUMENT, False, ())], {"w": compaction})
     record = Record(transaction="b", base=1, time=0.0, manifests=(manifest,))
-    steps = list(check_merges(record, [manifest], {"w": Node("w", Document(DOCUMENT), (rows,))}))
+    steps = list(check_compactions(record, [manifest], {"w": Node("w", Document(DOCUMENT), (rows,))}))
     assert len(steps) >= 1 + 10
 
 
-def test_a_merge_reads_some_segments_at_once_and_each_once(thresholds: Thresholds) -> None:
+def test_a_compaction_reads_some_segments_at_once_and_each_once(thresholds: Thresholds) -> None:
     thresholds(SEGMENT_ROWS=10)
     memory = Memory()
     tables: list[Table] = []
-    for layer in range(9):
-        numbers = range(layer, 9000, 9)
+    for run in range(9):
+        numbers = range(run, 9000, 9)
         rows = [ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in numbers]
         tables += segmented(memory, ChunkTable.from_rows(rows), 10)
     thresholds(MIN_SEGMENTS=1000)
-    plan = MergePlan.make(tables, 0, 1024)
+    plan = CompactionPlan.make(tables, 0, 1024)
     assert plan is not None
     taken, before, most = list[int](), 0, 0
     for part in plan.parts(plan.rows()):
         taken += part.number.tolist()
         before, most = len(memory.reads), max(most, len(memory.reads) - before)
     assert taken == list(range(9000))
-    assert most <= 60  # of 900: sixteen end in a range, and each layer has one more that ends behind it
+    assert most <= 60  # of 900: sixteen end in a range, and each run has one more that ends behind it
     assert len(memory.reads) <= 2 * 900
 
 
@@ -377,8 +379,8 @@ def test_numbers_and_counts_read_only_segments_that_lack_numbers() -> None:
     assert memory.reads
 
 
-def test_a_merge_does_not_cover_a_row_that_fits_in_no_segment() -> None:
-    """The row is between segments with the former chunk and others; a merge of these would lie over the row."""
+def test_a_compaction_does_not_cover_a_row_that_fits_in_no_segment() -> None:
+    """The row is between segments with the former chunk and others, whose compaction would lie over the row."""
     memory = Memory()
     old = [ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(10)]
     long = ChunkRow(3, "txn/b/pack-0", 0, 70_000 << 20, bytes(16) * 70_000)
@@ -386,11 +388,11 @@ def test_a_merge_does_not_cover_a_row_that_fits_in_no_segment() -> None:
     above = [ChunkRow(n, "txn/d/pack-0", n, 1, bytes(16)) for n in range(5, 10)]
     [first], [second] = (segmented(memory, ChunkTable.from_rows(rows), 10) for rows in (old, upper))
     tables: tuple[Table, ...] = (first, ChunkTable.from_rows([long]), second, ChunkTable.from_rows(above))
-    plan = MergePlan.make(tables, 0, 3)
+    plan = CompactionPlan.make(tables, 0, 3)
     if plan is not None:
         parts = list(plan.parts(plan.rows()))
-        table = SegmentedTable([memory.write(part) for part in parts], memory)
-        tables = merged(tables, Merge(table, plan.replaced, plan.numbers))
+        table = SortedRun([memory.write(part) for part in parts], memory)
+        tables = compacted(tables, Compaction(table, plan.replaced, plan.numbers))
     assert Node("w", Document(DOCUMENT), tables).row(3) == long
 
 
@@ -406,14 +408,14 @@ def test_a_merge_does_not_cover_a_row_that_fits_in_no_segment() -> None:
         {"numbers": bytes(16)},
     ],
 )
-def test_an_invalid_merge_is_refused(fields: dict[str, Any]) -> None:
+def test_an_invalid_compaction_is_refused(fields: dict[str, Any]) -> None:
     memory = Memory()
     rows = ChunkTable.from_rows([ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(20)])
     [table] = segmented(memory, rows, 10)
-    merge = Merge(table, frozenset([bytes(16)]), np.array([1, 2], np.uint64))
-    manifest = Manifest.from_nodes([("v", DOCUMENT, True, ()), ("w", DOCUMENT, False, ())], {"w": merge})
+    compaction = Compaction(table, frozenset([bytes(16)]), np.array([1, 2], np.uint64))
+    manifest = Manifest.from_nodes([("v", DOCUMENT, True, ()), ("w", DOCUMENT, False, ())], {"w": compaction})
     manifest.validate()
-    [entry] = manifest.merges
+    [entry] = manifest.compactions
     for entries in ([msgspec.structs.replace(entry, **fields)], [entry, entry]):
         with pytest.raises(Corrupt):
-            msgspec.structs.replace(manifest, merges=tuple(entries)).validate()
+            msgspec.structs.replace(manifest, compactions=tuple(entries)).validate()

@@ -89,35 +89,39 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "transactions/test_append.py::test_an_append_at_the_end_of_a_chunk_moves_no_bytes",
         Edit("tstore.core.transactions.appends:moved", "extension.start = start", "pass"),
     ),
-    "a merge hides rows written since its base": (
-        "transactions/test_merges.py::test_a_merge_replaces_all_rows_but_those_written_meanwhile",
+    "a compaction hides rows written since its base": (
+        "transactions/test_compactions.py::test_a_compaction_replaces_all_rows_but_those_written_meanwhile",
         Edit(
-            "tstore.core.format.objects.merges:Merge.without",
+            "tstore.core.format.objects.compactions:Compaction.without",
             "np.setdiff1d(self.numbers, numbers, assume_unique=True)",
             "self.numbers",
         ),
     ),
-    "a merge hides segments written since": (
-        "transactions/test_merges.py::test_segments_written_since_the_base_drop_the_merge",
+    "a compaction hides segments written since": (
+        "transactions/test_compactions.py::test_segments_written_since_the_base_drop_the_compaction",
         Edit(
-            "tstore.core.transactions.staged_array:StagedArray.revise_merge",
+            "tstore.core.transactions.staged_array:StagedArray.revise_compaction",
             "newer.replaces_node or newer.has_segments",
             "newer.replaces_node",
         ),
     ),
-    "a merge restates rows that were replaced": (
-        "transactions/test_merges.py::test_a_row_below_newer_segments_is_not_restated",
+    "a compaction restates rows that were replaced": (
+        "transactions/test_compactions.py::test_a_row_below_newer_segments_is_not_restated",
         Edit(
-            "tstore.core.format.objects.merges:MergePlan.rows", "in segments_first(self.tables)", "in self.tables"
+            "tstore.core.format.objects.compactions:CompactionPlan.rows",
+            "in segments_first(self.tables)",
+            "in self.tables",
         ),
     ),
-    "a merge fails a commit": (
-        "transactions/test_merges.py::test_a_collected_chunk_that_only_a_merge_needs_does_not_fail_the_commit",
-        Edit("tstore.core.transactions.staged_tree:StagedTree.drop_merges", "array.merge = None", "pass"),
+    "a compaction fails a commit": (
+        "transactions/test_compactions.py::test_a_collected_chunk_that_only_a_compaction_needs_does_not_fail_the_commit",
+        Edit(
+            "tstore.core.transactions.staged_tree:StagedTree.drop_compactions", "array.compaction = None", "pass"
+        ),
     ),
-    "merges are accepted unchecked": (
-        "transactions/test_merges.py::test_a_merge_that_changes_chunks_is_noticed",
-        Edit("tstore.core.format.tree.validation:check_merges", "if differs:", "if False:"),
+    "compactions are accepted unchecked": (
+        "transactions/test_compactions.py::test_a_compaction_that_changes_chunks_is_noticed",
+        Edit("tstore.core.format.tree.validation:check_compactions", "if differs:", "if False:"),
     ),
     "dropping and setting a tag do not conflict": (
         "transactions/test_transaction.py::test_dropped_tags_conflict",
@@ -431,7 +435,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "writes over other metadata are read": (
         REPAIRS + "test_a_version_that_rests_on_a_damaged_one_is_named",
-        Edit("tstore.core.format.tree.stored_nodes:Layer.check_above", "raise no_foundation(path)", "pass"),
+        Edit("tstore.core.format.tree.stored_nodes:Write.check_above", "raise no_foundation(path)", "pass"),
     ),
     "a repair ignores what rests on a version": (
         REPAIRS + "test_an_intact_version_on_which_a_later_one_rests_is_not_voided_alone",
@@ -757,14 +761,14 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "transactions/test_operations.py::test_values_are_written_in_the_order_and_as_of_the_call",
         Edit(ARRAY + "write", "np.array(values[", "np.asarray(values["),
     ),
-    "a merge is revised for one commit": (
-        "transactions/test_merges.py::test_a_merge_replaces_all_rows_but_those_written_meanwhile",
-        Edit(CONFLICTS + "revise_merges", "in newer if merging", "in newer[:1] if merging"),
+    "a compaction is revised for one commit": (
+        "transactions/test_compactions.py::test_a_compaction_replaces_all_rows_but_those_written_meanwhile",
+        Edit(CONFLICTS + "revise_compactions", "in newer if compacting", "in newer[:1] if compacting"),
     ),
-    "a merge is revised for one array": (
-        "transactions/test_merges.py::test_merges_of_two_arrays_leave_out_the_rows_written_meanwhile",
+    "a compaction is revised for one array": (
+        "transactions/test_compactions.py::test_compactions_of_two_arrays_leave_out_the_rows_written_meanwhile",
         Edit(
-            CONFLICTS + "revise_merges",
+            CONFLICTS + "revise_compactions",
             "revised |= array.path in nodes and",
             "revised = revised or array.path in nodes and",
         ),

@@ -54,8 +54,8 @@ edits). `test_mutations.py` has the faults that the simulation detects seldom or
     a root forgets deletions                     arrays that were deleted are back
     a root of another version is read            nodes of another store
     a segment is lost                            chunks of an acknowledged commit lost
-    a merge hides newer references               acknowledged chunks replaced by older ones
-    references are merged in the wrong order     acknowledged chunks replaced by older ones
+    a compaction hides newer references          acknowledged chunks replaced by older ones
+    references are compacted in the wrong order  acknowledged chunks replaced by older ones
     readers ignore archives                      commits that are gone
     a search ignores archives                    readers that miss acknowledged commits
     a record is deleted without an archive       commits that are gone
@@ -314,14 +314,16 @@ MUTATIONS: dict[str, list[Edit]] = {
     "a segment is lost": [
         Edit(
             "tstore.core.transactions.staged_array:_in_segments",
-            "layers(segments, source)",
-            "layers(segments[1:], source)",
+            "sorted_runs(segments, source)",
+            "sorted_runs(segments[1:], source)",
         )
     ],
-    "a merge hides newer references": [Edit(ARRAY + "revise_merge", "former.without(newer.numbers)", "former")],
-    "references are merged in the wrong order": [
+    "a compaction hides newer references": [
+        Edit(ARRAY + "revise_compaction", "former.without(newer.numbers)", "former")
+    ],
+    "references are compacted in the wrong order": [
         Edit(
-            "tstore.core.format.objects.merges:MergePlan.parts",
+            "tstore.core.format.objects.compactions:CompactionPlan.parts",
             "ChunkTable.overlay([*slab, between(rows, start, stop)])",
             "ChunkTable.overlay([between(rows, start, stop), *slab])",
         )

@@ -13,7 +13,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support.thresholds import Thresholds
-from tests.transactions.test_merges import make_small
+from tests.transactions.test_compactions import make_small
 from tstore.core.copying.inventory import PackCheck
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.segments import Segment

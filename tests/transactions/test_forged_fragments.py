@@ -15,8 +15,8 @@ import tstore
 from tests.support.forging import sealed
 from tests.support.thresholds import Thresholds
 from tstore.core.format.layout import commit_key
+from tstore.core.format.objects.compactions import CompactionEntry
 from tstore.core.format.objects.encoding import decode
-from tstore.core.format.objects.merges import MergeEntry
 from tstore.core.format.objects.records import Fragment
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.objects.segments import SEGMENT_ROW
@@ -43,10 +43,10 @@ def of_segments(**columns: Callable[[Any], Any]) -> Lie:
     return lie
 
 
-def with_merge(numbers: list[int], replaced: bytes = b"", count: int = 1) -> Lie:
-    """Return a lie that makes the first segments a merge of earlier references, which hosts never add."""
-    entry = MergeEntry(0, count, replaced, np.array(numbers, "<u8").tobytes())
-    return lambda manifest, _: msgspec.structs.replace(manifest, merges=(entry,))
+def with_compaction(numbers: list[int], replaced: bytes = b"", count: int = 1) -> Lie:
+    """Return a lie that makes the first segments a compaction of earlier references, which hosts never add."""
+    entry = CompactionEntry(0, count, replaced, np.array(numbers, "<u8").tobytes())
+    return lambda manifest, _: msgspec.structs.replace(manifest, compactions=(entry,))
 
 
 def of_another_transaction(manifest: Manifest, other: Manifest, above: int = 0) -> Manifest:
@@ -83,9 +83,9 @@ LIES: dict[str, Lie] = {
         m, packs=tuple(f"{pack[:-1]}9" if pack else "" for pack in m.packs)
     ),
     "the segments of another transaction": of_another_transaction,
-    "a merge that replaces the chunks of host 0": with_merge(list(range(OF_HOST_0))),
-    "a merge with unknown checksums": with_merge([], b"x" * 16),
-    "a merge of more segments than there are": with_merge([], count=1000),
+    "a compaction that replaces the chunks of host 0": with_compaction(list(range(OF_HOST_0))),
+    "a compaction with unknown checksums": with_compaction([], b"x" * 16),
+    "a compaction of more segments than there are": with_compaction([], count=1000),
 }
 
 

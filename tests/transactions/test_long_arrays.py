@@ -21,14 +21,14 @@ from zarr.core.buffer import cpu, default_buffer_prototype
 
 import tstore
 from tests.support.thresholds import Thresholds
-from tests.transactions.test_merges import make_small
+from tests.transactions.test_compactions import make_small
 from tstore.core.data.pieces import ReadJob
 from tstore.core.format.layout import root_key
 from tstore.core.format.objects import segments
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.encoding import encode
-from tstore.core.format.objects.layers import segments_of
 from tstore.core.format.objects.references import Manifest
+from tstore.core.format.objects.tables import segments_of
 from tstore.core.log import pages as log_pages
 from tstore.core.log.pages import SegmentReader
 from tstore.core.storage.base import Storage
@@ -155,7 +155,7 @@ async def test_changes_over_segments_are_read_back(url: str) -> None:
 @pytest.mark.parametrize("dimensions", [1, 2])
 @pytest.mark.parametrize(("url", "seed"), [(("local", "memory")[n % 2], n) for n in range(6)], indirect=["url"])
 async def test_resizes_of_random_arrays(url: str, seed: int, dimensions: int, thresholds: Thresholds) -> None:
-    """With a region grown in the transaction that shrank the array, before or after writes, over many layers."""
+    """With a region grown in the transaction that shrank the array, before or after writes, over many runs."""
     make_small(thresholds)
     rng, states = np.random.default_rng(seed), dict[int, np.ndarray]()
     store = await tstore.open(url)
@@ -438,15 +438,15 @@ async def test_reads_look_up_many_chunks_at_once(url: str, monkeypatch: pytest.M
         async with store.transaction() as tx:
             await (await tx.array("w"))[::5].write(values[::5])
     lookups = 0
-    original = segments.SegmentedTable.select
+    original = segments.SortedRun.select
 
-    def select(self: segments.SegmentedTable, numbers: np.ndarray) -> ChunkTable:
+    def select(self: segments.SortedRun, numbers: np.ndarray) -> ChunkTable:
         nonlocal lookups
         lookups += 1
         return original(self, numbers)
 
-    monkeypatch.setattr(segments.SegmentedTable, "select", select)
-    monkeypatch.setattr(segments.SegmentedTable, "row", lambda self, number: pytest.fail("one row is looked up"))
+    monkeypatch.setattr(segments.SortedRun, "select", select)
+    monkeypatch.setattr(segments.SortedRun, "row", lambda self, number: pytest.fail("one row is looked up"))
     assert np.array_equal(await values_of(store), values)
     assert lookups <= 8  # two for each table
 
@@ -699,7 +699,7 @@ async def test_hosts_with_ranges_of_their_own_are_joined_without_reading_segment
     await asyncio.gather(*map(host, range(hosts)))
     store = await tstore.open(url)
     tables = (await store.snapshot()).tree.nodes["w"].tables
-    assert [type(table) for table in tables] == [segments.SegmentedTable]
+    assert [type(table) for table in tables] == [segments.SortedRun]
     assert loaded == []
     assert {segment.pack.split("/")[1] for segment in tables[0].segments} == {
         commit.transaction async for commit in store.history()

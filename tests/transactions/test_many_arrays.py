@@ -427,7 +427,7 @@ async def test_many_commits_to_one_array_do_not_block_a_process_that_follows(
     tmp_path: Path, loaded: list[Page], thresholds: Thresholds
 ) -> None:
     """It lays them over the node from time to time, though nobody looks that up, so that no lookup takes long."""
-    thresholds(_MAX_LAYERS=4)
+    thresholds(_MAX_WRITES=4)
     async with asyncio.timeout(60), Server(str(tmp_path / "store"), access=everybody()) as server:
         options = {"token": ADMIN}
         store = await tstore.open(server.url, storage_options=options)

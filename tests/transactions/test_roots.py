@@ -20,7 +20,7 @@ import tstore
 from tests.support.counted_reads import count_reads
 from tests.support.http_server import ADMIN, everybody
 from tests.support.thresholds import Thresholds
-from tests.transactions.test_merges import make_small
+from tests.transactions.test_compactions import make_small
 from tstore.core.format.layout import root_chain, root_key
 from tstore.core.format.objects import pages
 from tstore.core.format.objects.object_ref import ObjectRef

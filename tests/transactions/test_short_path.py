@@ -235,7 +235,7 @@ async def test_a_process_that_follows_the_commits_of_others_has_the_tree_that_a_
 
 
 async def test_following_the_commits_of_others_stays_as_cheap_as_it_was_at_first(tmp_path: Path) -> None:
-    """Without merges in memory, each read would ask the tables of all commits since the array was created."""
+    """If rows stayed apart in memory, a read would ask the tables of all commits since the array was created."""
     polls = 40
     writer, follower = await tstore.open(tmp_path / "store", "x"), await tstore.open(tmp_path / "store")
     async with writer.transaction() as tx:

@@ -24,7 +24,7 @@ from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import Selection, chunk_coordinates
 from tstore.core.format.arrays.points import PointSelection
 from tstore.core.format.objects.chunk_refs import ChunkTable
-from tstore.core.format.objects.layers import last_number
+from tstore.core.format.objects.tables import last_number
 from tstore.core.format.paths import checked_path
 from tstore.core.format.tree.node import Node, check_in_grid
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE, Tree

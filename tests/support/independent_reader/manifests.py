@@ -12,7 +12,7 @@ MANIFEST = (
     ("document", blob), ("replaces_node", blob), ("count", blob), ("number", blob), ("pack", blob),
     ("offset", blob), ("length", blob), ("checks", blob), ("segment_count", blob, b""),
     ("segments", blob, b""), ("segment_packs", blob, b""),
-    ("merges", array, []),
+    ("compactions", array, []),
 )  # fmt: skip
 SEGMENT = np.dtype(
     [("first", "<u8"), ("last", "<u8"), ("rows", "<u8"), ("stored", "<u8"), ("packs", "<u4"), ("pack", "<u4"),
@@ -47,7 +47,7 @@ def parse_rows(number, pack, offset, length, checks, packs):
 
 
 def parse_manifest(items):
-    """Return nodes as (path, document, flags, merge or None, layers); a layer is a segment, or a dict of rows."""
+    """Return nodes as (path, document, flags, compaction or None, runs); a run is a segment, or a dict of rows."""
     m = fields(items, *MANIFEST)
     need(m.kind == "manifest", "not a manifest")
     need(m.packs.count("") == len(m.inline), "wrong number of inline packs")
@@ -85,25 +85,25 @@ def parse_manifest(items):
     scount = column(m.segment_count, "<u4").tolist() or [0] * n
     need(len(scount) == n and sum(scount) == len(segments), "counts of segments do not fit")
 
-    merges, last = {}, -1
-    for item in m.merges:
+    compactions, last = {}, -1
+    for item in m.compactions:
         g = fields(item, ("node", nat), ("segments", nat), ("replaced", blob), ("numbers", blob))
-        need(last < g.node < n and g.segments <= scount[g.node], "a merge is out of range")
+        need(last < g.node < n and g.segments <= scount[g.node], "a compaction is out of range")
         last = g.node
-        need(len(g.replaced) % 16 == 0 and ascending(column(g.numbers, "<u8")), "a merge is invalid")
+        need(len(g.replaced) % 16 == 0 and ascending(column(g.numbers, "<u8")), "a compaction is invalid")
         g.replaced = {g.replaced[i : i + 16] for i in range(0, len(g.replaced), 16)}
         g.numbers = set(column(g.numbers, "<u8").tolist())
-        merges[g.node] = g
+        compactions[g.node] = g
 
     nodes, r, s = [], 0, 0
     for i, p in enumerate(paths):
         own = rows[r : r + count[i]]
         need(all(a[0] < b[0] for a, b in itertools.pairwise(own)), "numbers out of order")
-        layers = segments[s : s + scount[i]]
+        runs = segments[s : s + scount[i]]
         r, s = r + count[i], s + scount[i]
-        if i in merges:
-            first = layers[: merges[i].segments]
-            need(all(a.last < b.first for a, b in itertools.pairwise(first)), "merged segments overlap")
-        layers += [{row[0]: row for row in own}] if own else []
-        nodes.append((p, m.documents[document[i]], flags[i], merges.get(i), layers))
+        if i in compactions:
+            first = runs[: compactions[i].segments]
+            need(all(a.last < b.first for a, b in itertools.pairwise(first)), "compacted segments overlap")
+        runs += [{row[0]: row for row in own}] if own else []
+        nodes.append((p, m.documents[document[i]], flags[i], compactions.get(i), runs))
     return nodes

@@ -46,10 +46,12 @@ def groups_of(path):
     return [path[:i] for i in range(1, len(path)) if path[i] == "/"]
 
 
-def without(layers, merge):
-    """Return layers without the segments and rows that a merge replaces."""
-    kept = [s for s in layers if isinstance(s, dict) or s.check not in merge.replaced]
-    return [{n: r for n, r in s.items() if n not in merge.numbers} if isinstance(s, dict) else s for s in kept]
+def without(runs, compaction):
+    """Return runs without the segments and rows that a compaction replaces."""
+    kept = [s for s in runs if isinstance(s, dict) or s.check not in compaction.replaced]
+    return [
+        {n: r for n, r in s.items() if n not in compaction.numbers} if isinstance(s, dict) else s for s in kept
+    ]
 
 
 class Store(Log):
@@ -123,13 +125,13 @@ class Store(Log):
         if t.parent:
             nodes = dict(self.nodes(t.parent))
         elif t.base is not None:
-            nodes = {p: (d, layers) for p, d, _, _, layers in self.manifest(t.base)}
+            nodes = {p: (d, runs) for p, d, _, _, runs in self.manifest(t.base)}
         for p in t.deleted:
             nodes.pop(path_(p), None)
         inside = t.manifest and t.manifest[0] == "manifest"
-        for p, d, flags, _, layers in self.manifest(t.manifest, front=None if inside else t.front, key=t.key):
+        for p, d, flags, _, runs in self.manifest(t.manifest, front=None if inside else t.front, key=t.key):
             need(flags & 1, "a node of a root has not flag 1")
-            nodes[p] = (d, layers)
+            nodes[p] = (d, runs)
         return nodes
 
     def apply(self, nodes, r):
@@ -146,11 +148,11 @@ class Store(Log):
         created = set()
         for manifest in self.manifests(r):
             made = set()
-            for p, document, flags, merge, layers in manifest:
-                merged = merge.segments if merge else 0
+            for p, document, flags, compaction, runs in manifest:
+                compacted = compaction.segments if compaction else 0
                 if p not in nodes or (flags & 1 and p not in created):
                     need(flags & 1, f"version {r.version} adds to {p!r}, which is missing")
-                    nodes[p] = (document, layers[merged:])
+                    nodes[p] = (document, runs[compacted:])
                     made.add(p)
                     continue
                 before, below = nodes[p]
@@ -158,10 +160,10 @@ class Store(Log):
                     need(
                         document == before or (flags & 2 and grown(before, document)), f"document of {p!r} differs"
                     )
-                if merge:
+                if compaction:
                     top = max((i + 1 for i, s in enumerate(below) if not isinstance(s, dict)), default=0)
-                    below = without(below[:top], merge) + layers[:merged] + without(below[top:], merge)
-                nodes[p] = (document, below + layers[merged:])
+                    below = without(below[:top], compaction) + runs[:compacted] + without(below[top:], compaction)
+                nodes[p] = (document, below + runs[compacted:])
             created |= made
         return nodes
 
@@ -192,7 +194,7 @@ class Store(Log):
         return self.trees[v]
 
     def tree(self, v):
-        """Paths of version v with (document, layers)."""
+        """Paths of version v with (document, runs)."""
         if self.expired(v):
             raise Expired(f"version {v} has expired")
         nodes = self.add({}, self.record(v)) if v and self.record(v).source else self.nodes(v)
@@ -228,16 +230,16 @@ class Store(Log):
         need(sum(r[3] for r in rows) == s.stored, "size of a segment differs")
         return {r[0]: r for r in rows}
 
-    def chunks(self, layers, total):
+    def chunks(self, runs, total):
         """The row of each chunk number."""
         found = {}
-        for layer in reversed(layers):
-            if not isinstance(layer, dict):
-                need(layer.last < total, "a chunk outside of the grid")
-                if all(n in found for n in range(layer.first, layer.last + 1)):
+        for run in reversed(runs):
+            if not isinstance(run, dict):
+                need(run.last < total, "a chunk outside of the grid")
+                if all(n in found for n in range(run.first, run.last + 1)):
                     continue
-                layer = self.segment(layer)
-            for n, row in layer.items():
+                run = self.segment(run)
+            for n, row in run.items():
                 need(n < total, "a chunk outside of the grid")
                 found.setdefault(n, row)
         return found
@@ -253,11 +255,11 @@ class Store(Log):
         return data
 
     def read(self, v, path, tree=None):
-        document, layers = (tree or self.tree(v))[path]
+        document, runs = (tree or self.tree(v))[path]
         need(document["node_type"] == "array", f"{path!r} is a group")
         a = document["_array"]
         grid = [-(-s // c) for s, c in zip(a.shape, a.chunk, strict=True)]
-        rows = self.chunks(layers, math.prod(grid))
+        rows = self.chunks(runs, math.prod(grid))
         out = np.empty(a.shape, a.type.dtype)
         for n, at in enumerate(np.ndindex(*grid)):
             place = tuple(slice(i * c, min((i + 1) * c, s)) for i, c, s in zip(at, a.chunk, a.shape, strict=True))

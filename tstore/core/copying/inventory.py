@@ -23,7 +23,7 @@ from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.records import REPAIR, VOIDED, Collection, Record
 from tstore.core.format.objects.references import Manifest
-from tstore.core.format.objects.segments import Segment, SegmentedTable, SegmentSource
+from tstore.core.format.objects.segments import Segment, SegmentSource
 from tstore.core.format.tree.tree import Tree
 from tstore.core.log.expiry import changes_nothing, last_collection, ledger_at, living_versions, state_of
 from tstore.core.log.reader import LogReader
@@ -227,20 +227,15 @@ class Inventory(NamedTuple):
 
     def add(self, manifest: Manifest) -> None:
         """Add the chunks of a manifest, and its segments, to their packs."""
-        segmented: list[SegmentedTable] = []
-        if manifest.segments:
-            segmented += [merge.table for merge in manifest.merges_by_path().values()]
-            segmented += [t for *_, node in manifest.nodes() for t in node if isinstance(t, SegmentedTable)]
-        for table in (manifest.segment_table, manifest.table) if segmented else (manifest.table,):
+        for table in (manifest.segment_table, manifest.table) if manifest.segments else (manifest.table,):
             for pack, part in _by_pack(table):
                 self._blocks_of(pack).add(part)
-        for layer in segmented:
-            for segment in layer.segments:
-                if segment not in self.segments:
-                    [rows] = layer.source.load((segment,))
-                    for pack, part in _by_pack(rows):
-                        self._blocks_of(pack).add_segment(segment, layer.source, part)
-                    self.segments.add(segment)
+        for segment in manifest.all_segments:
+            if segment not in self.segments:
+                [rows] = manifest.source.load((segment,))
+                for pack, part in _by_pack(rows):
+                    self._blocks_of(pack).add_segment(segment, manifest.source, part)
+                self.segments.add(segment)
 
     def _blocks_of(self, pack: str) -> PackBlocks:
         if pack not in self.packs:

@@ -6,7 +6,7 @@ The objects that describe a chunk on its way from `save` to disk and back:
     commit    format            ChunkRow --> ChunkTable (columns) --> manifest
               writer            of long arrays: EncodedRun --> ChunkTable --> segments, named by the manifest
     open      format            manifest --> ChunkTable (for each node a part of the manifest's columns)
-                                of long arrays: segments --> SegmentedTable --> ChunkTable, when looked up
+                                of long arrays: segments --> SortedRun --> ChunkTable, when looked up
     restore   pieces, reader    ChunkTable --> ChunkRow --> Piece, which delivers its values
 
 1. `write_job`: what to write, and the references to it. `batches`: copy, encode, checksum. `writer`: compare with

@@ -26,7 +26,7 @@ from tstore.core.format.arrays.dtypes import is_float
 from tstore.core.format.arrays.grid import Selection, box_sides, chunk_coordinates
 from tstore.core.format.arrays.samples import Tiling, spread_indices
 from tstore.core.format.objects.documents import Document
-from tstore.core.format.objects.layers import last_number, numbers_of
+from tstore.core.format.objects.tables import last_number, numbers_of
 from tstore.core.format.plain_text import finite_or_none, pluralize, text_table
 from tstore.core.format.tree.node import Node, check_in_grid, same_metadata
 from tstore.core.log.expiry import guard_expiry

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.core.format.objects.chunk_refs import ChunkTable
-from tstore.core.format.objects.layers import between, last_number, references, segment_ends
 from tstore.core.format.objects.segments import Segment
+from tstore.core.format.objects.tables import between, last_number, references, segment_ends
 from tstore.core.format.tree.node import Node, check_in_grid
 
 __all__ = ["differing_numbers"]

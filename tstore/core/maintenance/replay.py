@@ -23,7 +23,7 @@ from tstore.core.format.objects.records import REPAIR, RESUMES, Record
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.tree.nodes import Nodes
 from tstore.core.format.tree.tree import Tree
-from tstore.core.format.tree.validation import check_foundation, check_merges, run_steps
+from tstore.core.format.tree.validation import check_compactions, check_foundation, run_steps
 from tstore.core.log.expiry import changes_nothing
 from tstore.core.log.reader import LogReader
 from tstore.core.runtime.pool import run
@@ -115,14 +115,14 @@ class Replay:
         shown = ", ".join(d or "the root group" for d in differing[:5]) + (", …" if len(differing) > 5 else "")
         return f"{name} differs from the records up to version {version} in {shown}; {advice}"
 
-    async def merge_fault(self, version: int, record: Record | None, manifests: Sequence[Manifest]) -> str:
-        """Return what is wrong with the merges of references in the manifests of a version; "" for nothing."""
-        if record is None or not any(manifest.merges for manifest in manifests):
+    async def compaction_fault(self, version: int, record: Record | None, manifests: Sequence[Manifest]) -> str:
+        """Return what is wrong with the compactions in the manifests of a version; "" for nothing."""
+        if record is None or not any(manifest.compactions for manifest in manifests):
             return ""
         await self._advance(version - 1)
         if self._tree is not None and self._tree.leads_to(version) and (self._nodes_known or record.source):
             try:
-                await run(run_steps, check_merges(record, manifests, self._tree.nodes))
+                await run(run_steps, check_compactions(record, manifests, self._tree.nodes))
             except UNREADABLE as error:
                 return f"{self._log.storage.url}: {commit_key(version)}: {error}"
         return ""

@@ -161,7 +161,7 @@ class _Verification:
         self._chunks = DistinctChunks()
         self._transactions = TransactionIds()
         self._faults: list[str] = []
-        self._merge_faults: dict[int, str] = {}  # by version
+        self._compaction_faults: dict[int, str] = {}  # by version
 
     async def run(self) -> VerifyReport:
         """Verify the versions in order, then their chunks; return the report."""
@@ -172,14 +172,15 @@ class _Verification:
                 await self._skip_archived(version, record)
             previous = version
             await self._check_last_collection(version, record)
-            if fault := await self._replayed.merge_fault(version, record, manifests):
-                self._merge_faults[version] = fault
+            if fault := await self._replayed.compaction_fault(version, record, manifests):
+                self._compaction_faults[version] = fault
             if record is not None and (fault := await self._replayed.fault(version, record)):
                 faults.append(fault)
             if record is not None:
                 self._repairs.add(version, record)
-            if record is not None and record.voids:  # merges between have restated what it voided
-                self._merge_faults = {v: f for v, f in self._merge_faults.items() if v < min(record.voids)}
+            if record is not None and record.voids:  # compactions between have restated what it voided
+                first = min(record.voids)
+                self._compaction_faults = {v: f for v, f in self._compaction_faults.items() if v < first}
             if version % ROOT_EVERY == 0 and (fault := await self._replayed.root_fault(version)):
                 faults.append(fault)
             for manifest in [*manifests, *await self._inherited(version, record)]:
@@ -197,7 +198,7 @@ class _Verification:
             with self._reporting(""):
                 repairs = await PastRepairs.up_to(log, self._newest)
                 faults += [interrupted_message(log.storage.url, version) for version in repairs.unlisted]
-        faults += [*self._merge_faults.values(), *await self._transactions.faults(log)]
+        faults += [*self._compaction_faults.values(), *await self._transactions.faults(log)]
         self._chunks.flush()
         totals = {"total_chunks": self._chunks.count, "total_bytes": self._chunks.bytes}
         self._progress = self._progress._replace(**totals, faults=len(faults))
@@ -320,21 +321,17 @@ class _Verification:
         return manifests
 
     def _list_chunks(self, version: int, manifest: Manifest) -> None:
-        merges = manifest.merges_by_path()
         nodes, counts, limits = [], [], []  # of each node: the rows that the manifest has, the chunks in its grid
-        for path, metadata, _, tables in manifest.nodes():
+        for at, (path, metadata, _, tables) in enumerate(manifest.nodes()):
             node, limit = self._shared(path, metadata), self._chunks_in_grid(version, Node(path, metadata, tables))
             nodes.append(node)
             counts.append(sum([len(table) for table in tables if isinstance(table, ChunkTable)]))
             limits.append(limit)
             if limit is None:
                 continue
-            for table in (merges[path].table, *tables) if path in merges else tables:
-                if isinstance(table, ChunkTable):
-                    continue
-                for segment in table.segments:
-                    with self._reporting(f"{array_label(version, path)}: "):
-                        self._list_segment(version, node, limit, segment, table.source)
+            for segment in manifest.segments_at(at):
+                with self._reporting(f"{array_label(version, path)}: "):
+                    self._list_segment(version, node, limit, segment, manifest.source)
         owners = np.repeat(np.arange(len(nodes)), counts)
         self._chunks.add(self._inside(ChunkList([version] * len(nodes), nodes, owners, manifest.table), limits))
 

@@ -6,7 +6,7 @@
    parts of chunks to change. `appends`: values whose region the commit allots. `copies`: arrays copied into a
    transaction. `encoded`: chunks as their encoded bytes, as stores of Zarr see them. `read_set`: what a
    serializable transaction has read. `conflicts`: newer commits that conflict, or over which changes are applied
-   again; commits after which a transaction can never be committed. `merging`: older references that the commit
+   again; commits after which a transaction can never be committed. `compacting`: older references that the commit
    restates.
 3. `cooperative`: the protocol by which many hosts make one commit. `membership`: one host of a transaction, and
    the keys of what hosts write. `attempts`: the token of one start of a job. `fragments`: what each host

@@ -32,8 +32,8 @@ from tstore.core.format.arrays.grid import (
     partial_projections,
 )
 from tstore.core.format.objects.documents import Document
-from tstore.core.format.objects.layers import overlay
 from tstore.core.format.objects.segments import SegmentSource
+from tstore.core.format.objects.tables import overlay
 from tstore.core.format.tree.node import Node
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage

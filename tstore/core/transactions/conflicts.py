@@ -39,7 +39,7 @@ from tstore.core.transactions.staged_tree import StagedTree
 from tstore.core.transactions.tag_edits import TagEdits
 from tstore.errors import Conflict
 
-__all__ = ["Exclusion", "check_reads", "overlap_of", "reapply", "revise_merges"]
+__all__ = ["Exclusion", "check_reads", "overlap_of", "reapply", "revise_compactions"]
 
 
 async def check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer: Newer) -> None:
@@ -138,14 +138,14 @@ async def reapply(
     return Retry(version, "; ".join(reasons))
 
 
-async def revise_merges(log: LogReader, staged: StagedTree, newer: Newer) -> bool:
-    """Adapt the merges of references to newer commits; return whether this changes the manifest."""
-    merging = [array for array in staged.arrays.values() if array.merge is not None]
+async def revise_compactions(log: LogReader, staged: StagedTree, newer: Newer) -> bool:
+    """Adapt the compactions to newer commits; return whether this changes the manifest."""
+    compacting = [array for array in staged.arrays.values() if array.compaction is not None]
     revised = False
-    for version, other in newer if merging else ():
+    for version, other in newer if compacting else ():
         nodes = (await log.trees.changes(version, other)).nodes
-        for array in merging:
-            revised |= array.path in nodes and array.revise_merge(nodes[array.path])
+        for array in compacting:
+            revised |= array.path in nodes and array.revise_compaction(nodes[array.path])
     return revised
 
 

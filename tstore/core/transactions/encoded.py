@@ -25,7 +25,7 @@ from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import chunk_coordinates
 from tstore.core.format.checksums import block_checks
 from tstore.core.format.objects.chunk_rows import ChunkRow
-from tstore.core.format.objects.layers import Table, last_number
+from tstore.core.format.objects.tables import Table, last_number
 from tstore.core.format.tree.changes import same_json
 from tstore.core.format.tree.node import Node, check_in_grid, resized
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE

@@ -31,9 +31,9 @@ from tstore.core.format.bounds import MAX_TAGS_SET
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.documents import Document
 from tstore.core.format.objects.encoding import encode
-from tstore.core.format.objects.layers import Table, count_of, numbers_of
 from tstore.core.format.objects.records import Fragment, Record
 from tstore.core.format.objects.references import Manifest
+from tstore.core.format.objects.tables import Table, count_of, numbers_of
 from tstore.core.format.paths import is_at_or_below, parents
 from tstore.core.format.tree.node import Node
 from tstore.core.log.reader import LogReader
@@ -177,10 +177,10 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Sequence
     Raise `Inconsistent` if they contradict each other. `name` is the transaction's name in errors.
     """
     first = fragments[0]
-    if any(manifest.merges for manifest in itertools.chain.from_iterable(manifests)):
+    if any(manifest.compactions for manifest in itertools.chain.from_iterable(manifests)):
         raise Inconsistent(
-            f"transaction {name!r}: a fragment merges references of earlier versions, which only a transaction of "
-            "one host may; no tstore writes such a fragment, so save again with another attempt",
+            f"transaction {name!r}: a fragment compacts references of earlier versions, which only a transaction "
+            "of one host may; no tstore writes such a fragment, so save again with another attempt",
             [],
         )
     parts = [

@@ -31,11 +31,11 @@ from tstore.core.format.arrays.grid import (
 from tstore.core.format.arrays.points import PointProjection, PointSelection, point_projections
 from tstore.core.format.objects.chunk_refs import ChunkSource, ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow
+from tstore.core.format.objects.compactions import Compaction
 from tstore.core.format.objects.documents import Document
-from tstore.core.format.objects.layers import Table, last_number, layers, numbers_of, segments_first, stack
-from tstore.core.format.objects.merges import Merge
 from tstore.core.format.objects.references import EXTENDS
 from tstore.core.format.objects.segments import SegmentSource, fitting
+from tstore.core.format.objects.tables import Table, last_number, numbers_of, segments_first, sorted_runs, stack
 from tstore.core.format.tree.changes import NO_NUMBERS, NodeChange
 from tstore.core.format.tree.node import Node, check_in_grid, chunks_at_edge, resized, shrinking_axes
 from tstore.core.runtime.pool import run
@@ -78,7 +78,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     replaces_node: bool
     tables: tuple[Table, ...] = ()
     patches: dict[int, tuple[Patch, ...]] = _NO_PATCHES
-    merge: Merge | None = None  # of references in the base
+    compaction: Compaction | None = None  # of references in the base
     extension: Extension | None = None
     _unapplied: dict[int, None] = _NO_PATCHES  # chunks with patches that no rewritten chunk includes yet
     _rows: Sequence[ChunkRow] = ()  # written whole, later than those of `tables`
@@ -143,30 +143,30 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         tables = [table for table in (*self.tables, *self._patched) if isinstance(table, ChunkTable)]
         return len(self._rows) + sum(map(len, tables)) > max_rows
 
-    async def merge_base(self, base: Node, packs: PackSet, source: SegmentSource) -> None:
-        """Merge references of the base if that pays, unless they can't be read, for which no commit fails."""
-        from tstore.core.transactions.merging import merge_references
+    async def compact_base(self, base: Node, packs: PackSet, source: SegmentSource) -> None:
+        """Compact references of the base if that pays, unless they can't be read, for which no commit fails."""
+        from tstore.core.transactions.compacting import compact_references
 
         added = len(self._rows) + sum(map(len, (*self.tables, *self._patched)))
         try:
-            self.merge = await merge_references(base.tables, added, packs, source)
+            self.compaction = await compact_references(base.tables, added, packs, source)
         except (Corrupt, NotFound):
-            self.merge = None
+            self.compaction = None
 
-    def revise_merge(self, newer: NodeChange) -> bool:
-        """Adapt the merge to a newer commit that changed the array; return whether the merge has changed."""
-        former = self.merge
+    def revise_compaction(self, newer: NodeChange) -> bool:
+        """Adapt the compaction to a newer commit that changed the array; return whether it is another one now."""
+        former = self.compaction
         if former is None:
             return False
-        self.merge = None if newer.replaces_node or newer.has_segments else former.without(newer.numbers)
-        return self.merge is None or len(self.merge.numbers) < len(former.numbers)
+        self.compaction = None if newer.replaces_node or newer.has_segments else former.without(newer.numbers)
+        return self.compaction is None or len(self.compaction.numbers) < len(former.numbers)
 
     @property
     def has_segments(self) -> bool:
-        """Whether some references that the commit adds or merges are in segments."""
-        if self.merge is None and not self.tables and not self._patched:
+        """Whether some references that the commit adds or compacts are in segments."""
+        if self.compaction is None and not self.tables and not self._patched:
             return False  # as in most small commits
-        return self.merge is not None or any(
+        return self.compaction is not None or any(
             not isinstance(table, ChunkTable) for table in (*self.tables, *self._patched)
         )
 
@@ -261,7 +261,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         """Return the numbers of chunks in a job's segments, if some chunks of the array have patches."""
         if not (job.segments and self.patches):
             return ()
-        return set((await run(numbers_of, layers(job.segments, source))).tolist())
+        return set((await run(numbers_of, sorted_runs(job.segments, source))).tolist())
 
     def add_chunks(self, job: WriteJob, source: SegmentSource, in_segments: Collection[int] = ()) -> None:
         """Stage the chunks that a job has written whole, in place of earlier ones and their patches.
@@ -269,7 +269,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         `in_segments` are the numbers of those in segments; they are not needed if no chunk has patches.
         """
         if job.segments or job.tables:
-            written_tables: list[Table] = [*layers(job.segments or (), source)]
+            written_tables: list[Table] = [*sorted_runs(job.segments or (), source)]
             written_tables += [table.latest() for table in job.tables]
             self.tables = stack(self.whole_chunks.tables, written_tables)
         self.add_rows(job.rows)
@@ -379,4 +379,4 @@ async def _in_segments(chunks: ChunkTable, packs: PackSet, source: SegmentSource
     """Write references into segments; return these and, in a table, the references that fit in no segment."""
     fits = fitting(chunks)
     segments = await packs.write_segments(chunks.take(np.flatnonzero(fits)))
-    return (*layers(segments, source), chunks.take(np.flatnonzero(~fits)))
+    return (*sorted_runs(segments, source), chunks.take(np.flatnonzero(~fits)))

@@ -25,8 +25,8 @@ from tstore.core.format.checksums import BLOCK
 from tstore.core.format.layout import folder_of
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import SHORT_COLUMN, ChunkRow
-from tstore.core.format.objects.layers import Table, overlay, segments_first, segments_of
 from tstore.core.format.objects.references import Manifest
+from tstore.core.format.objects.tables import Table, overlay, segments_first, segments_of
 from tstore.core.format.tree.validation import chunk_ends, short_packs
 from tstore.core.storage.base import Storage
 from tstore.core.transactions.staged_array import StagedArray
@@ -80,9 +80,9 @@ def staged_manifest(arrays: Mapping[str, StagedArray], groups: Mapping[str, byte
     paths = sorted([*groups, *arrays])
     if any_segments(arrays):
         with_segments = [(p, a.meta.document, a.flags, a.staged_chunks()) for p, a in arrays.items()]
-        merges = {path: array.merge for path, array in arrays.items() if array.merge is not None}
+        compactions = {path: array.compaction for path, array in arrays.items() if array.compaction is not None}
         without_chunks = [(path, document, 1, ()) for path, document in groups.items()]
-        return Manifest.from_nodes([*without_chunks, *with_segments], merges)
+        return Manifest.from_nodes([*without_chunks, *with_segments], compactions)
     nodes: list[tuple[str, bytes, int]] = []
     counts: list[int] = []
     tables: list[ChunkTable] = []

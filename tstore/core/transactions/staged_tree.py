@@ -15,9 +15,9 @@ from tstore.core.format.arrays.grid import Selection
 from tstore.core.format.arrays.points import PointSelection
 from tstore.core.format.objects.chunk_rows import ChunkRow
 from tstore.core.format.objects.documents import Document
-from tstore.core.format.objects.layers import Table, stack
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.objects.segments import SegmentSource
+from tstore.core.format.objects.tables import Table, stack
 from tstore.core.format.paths import checked_new_path, checked_path, is_at_or_below, parents
 from tstore.core.format.tree.changes import NO_NUMBERS, Changes, NodeChange, same_json
 from tstore.core.format.tree.node import Node
@@ -309,12 +309,12 @@ class StagedTree:
             nodes[path] = msgspec.structs.replace(change, restated=True)
         return Changes(nodes, self.deleted_paths, self.replaces, tags.assigned, tags.dropped)
 
-    def drop_merges(self) -> bool:
-        """Drop the merges of references, which only save time; return whether there were any."""
-        merging = [array for array in self.arrays.values() if array.merge is not None]
-        for array in merging:
-            array.merge = None
-        return bool(merging)
+    def drop_compactions(self) -> bool:
+        """Drop the compactions, which only save time; return whether there were any."""
+        compacting = [array for array in self.arrays.values() if array.compaction is not None]
+        for array in compacting:
+            array.compaction = None
+        return bool(compacting)
 
     def split_overlap(
         self, chunks: Mapping[str, npt.NDArray[np.uint64]]

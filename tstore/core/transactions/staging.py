@@ -16,12 +16,12 @@ from tstore.core.data.writer import PackSet, WriteJob
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.layout import folder_of
 from tstore.core.format.objects.chunk_refs import ChunkTable
-from tstore.core.format.objects.layers import Table
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.pages import stored
 from tstore.core.format.objects.records import INLINE_MANIFEST_BYTES
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.objects.segments import MIN_SEGMENTED
+from tstore.core.format.objects.tables import Table
 from tstore.core.format.paths import checked_path, parents
 from tstore.core.format.tree.changes import Changes
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE, Tree
@@ -250,8 +250,8 @@ class Staging:
         for array in staged.arrays.values():
             if array.patches:
                 await self.apply_patches(staged, array)
-            if self._heartbeat is None and not array.replaces_node:  # many hosts would merge the same references
-                await array.merge_base(staged.base_chunks(array.path), self.packs, self.segments)
+            if self._heartbeat is None and not array.replaces_node:  # many hosts would compact the same ones
+                await array.compact_base(staged.base_chunks(array.path), self.packs, self.segments)
         if self._kept:
             await self._check_kept(staged)
         return await self.manifest()

@@ -328,10 +328,10 @@ class Transaction:
             nonlocal record
             if not newer:
                 return record
-            from tstore.core.transactions.conflicts import revise_merges
+            from tstore.core.transactions.conflicts import revise_compactions
 
             retry = await self._staging.validate(changes, newer)
-            revised = await revise_merges(self._log.reader, self._staging.tree, newer)
+            revised = await revise_compactions(self._log.reader, self._staging.tree, newer)
             if retry is not None:
                 self.retries.append(retry)
             if retry is not None or revised:
@@ -345,9 +345,9 @@ class Transaction:
         try:
             await self._enqueue(record, validate, shared)
         except SourceCondemned:
-            if not self._staging.tree.drop_merges():
+            if not self._staging.tree.drop_compactions():
                 raise
-            # perhaps nothing but a merge refers to what was condemned
+            # perhaps nothing but a compaction refers to what was condemned
             record = self._sealed = self._record(record.base, await self._staging.manifest())
             await self._enqueue(record, validate, shared)
 

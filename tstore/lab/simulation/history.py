@@ -276,8 +276,8 @@ class Traits(NamedTuple):
 
     lagging: bool
     """An older version may be returned as the newest."""
-    merging: bool
-    """The references of a short array may be merged, as otherwise those of a long one are."""
+    compacting: bool
+    """The references of a short array may be compacted, as otherwise those of a long one are."""
     wrong_roots: bool
     """Somebody damaged roots, or put there those of another store."""
 

@@ -153,7 +153,7 @@ async def count_objects(new_host: NewHost, storage: SharedObjects, log: Committe
             counts["pages"] += sum(len(m.pages) for m in record.manifests if isinstance(m, ObjectRef))
             for manifest in await reader.objects.manifests(version, record):
                 counts["segments"] += len(manifest.segments) // SEGMENT_ROW.itemsize
-                counts["merges"] += len(manifest.merges)
+                counts["compactions"] += len(manifest.compactions)
             root = await reader.trees.root(version)
             counts["roots that refer to others"] += root is not None and bool(root.parent)
     return counts

@@ -2,8 +2,8 @@
 
 What a repair voided has no effect afterwards, with one exception. A later version that was committed before the
 repair, and wrote a part of a chunk, has the whole chunk as it was then; one that resized an array or
-merged its segments has all its chunks. So each version has an expected state, and the state that it had before the
-repair, from which come the chunks that it or an earlier version took over.
+compacted its segments has all its chunks. So each version has an expected state, and the state that it had before
+the repair, from which come the chunks that it or an earlier version took over.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Expected(NamedTuple):
 
     `before` are its states at earlier times: before the repair, and between two of the versions that it voided. It
     may have their chunks `taken`, by path, and if these are all, their number of cells. If the version `existed`
-    then, hosts may have seen these states. In a run `merging` segments, a write takes over all chunks.
+    then, hosts may have seen these states. In a run `compacting` segments, a write takes over all chunks.
     """
 
     state: State
     before: tuple[State, ...]
     taken: Mapping[str, frozenset[int]]
     existed: bool = False
-    merging: bool = False
+    compacting: bool = False
 
     def exactly(self, state: State) -> Expected:
         """Return the expectation of this state, and no other."""
@@ -100,7 +100,7 @@ class Expected(NamedTuple):
                     taken[path] = taken.get(path, frozenset()) | chunks
                     beside = [o for o in ops if getattr(o, "path", "") == path]
                     appends = any(isinstance(o, Append) for o in beside)  # beside other changes, it is a resize
-                    if self.merging or isinstance(op, Resize) or (appends and len(beside) > 1):
+                    if self.compacting or isinstance(op, Resize) or (appends and len(beside) > 1):
                         whole.add(path)
                     elif appends:
                         first = min(end, len(self.before[0].get(path, ())))
@@ -139,7 +139,7 @@ class Replay:
         state = initial.state or {}
         worlds = 1 if history.repaired is None else len(history.repaired.voided)
         # of the newest version that is not a copy
-        self._head = Expected(state, (state,) * worlds, {}, merging=history.traits.merging)
+        self._head = Expected(state, (state,) * worlds, {}, compacting=history.traits.compacting)
         self._expired: set[int] = set()
         self.states = {history.start: self._head}
         self.tags: dict[int, Mapping[str, int]] = {history.start: initial.tags}

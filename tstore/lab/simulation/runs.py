@@ -98,7 +98,7 @@ class _Run:
         strict = scenario.strict
         storages = SharedObjects(objects, strict=strict), SharedObjects({}, "mirror", strict=strict)
         traits = Traits(
-            lagging, merging=scenario.layout == "cut", wrong_roots=scenario.roots not in ("intact", "missing")
+            lagging, compacting=scenario.layout == "cut", wrong_roots=scenario.roots not in ("intact", "missing")
         )
         self.primary, self.mirror = (SimulatedStore(s, self.start, traits) for s in storages)
         self.mirror.history.skip_values()

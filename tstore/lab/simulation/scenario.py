@@ -46,7 +46,7 @@ _LAYOUTS: dict[Layout, dict[str, int]] = {
         "MIN_HOST_ROWS": 1,
         "SEGMENT_ROWS": 2,
         "MAX_ROWS": 1,
-        "MAX_LAYERS": 1,
+        "MAX_RUNS": 1,
         "MIN_SEGMENTS": 1,
     },
 }

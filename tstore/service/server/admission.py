@@ -41,7 +41,7 @@ from tstore.core.format.tree.tree import Tree
 from tstore.core.format.tree.validation import (
     Steps,
     check_chunks,
-    check_merges,
+    check_compactions,
     check_parts,
     check_reused,
     next_tree,
@@ -351,8 +351,8 @@ class Admission:
             if not complete:
                 is_complete = before.complete and record.source > 0
                 return LoadedTree(before.tree.after(version, record, []), is_complete, memory)
-            if sender.scope < Scope.ADMIN:  # an administrator may copy merges of what a repair has voided since
-                yield from check_merges(record, manifests, before.tree.nodes)
+            if sender.scope < Scope.ADMIN:  # who may copy compactions of what a repair has voided since
+                yield from check_compactions(record, manifests, before.tree.nodes)
             tree = yield from next_tree(version, record, manifests, before.tree)
             return before._replace(tree=tree, memory=memory) if record.source else within_memory(tree, memory)
 

@@ -23,18 +23,18 @@ from tstore.core.format.bounds import MAX_NAMES
 from tstore.core.format.checksums import CHECK_SIZE, as_checks
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow, parse_column
+from tstore.core.format.objects.compactions import Compaction, CompactionEntry
 from tstore.core.format.objects.documents import LONG_DOCUMENT, Document
-from tstore.core.format.objects.layers import Table, layers, overlay_each, segments_first
-from tstore.core.format.objects.merges import Merge, MergeEntry
 from tstore.core.format.objects.segments import (
     NO_SOURCE,
     SEGMENT_ROW,
     Segment,
-    SegmentedTable,
     SegmentSource,
+    SortedRun,
     parse_segments,
     segment_columns,
 )
+from tstore.core.format.objects.tables import Table, overlay_each, segments_first, sorted_runs
 from tstore.core.format.objects.wellformed import (
     LONGEST_MESSAGE,
     NodeColumns,
@@ -97,7 +97,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     segment_count: bytes = b""  # u32, or empty if there are no segments
     segments: bytes = b""  # `SEGMENT_ROW`
     segment_packs: bytes = b""  # u32
-    merges: Annotated[tuple[MergeEntry, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
+    compactions: Annotated[tuple[CompactionEntry, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
 
     @functools.cached_property
     def table(self) -> ChunkTable:
@@ -106,7 +106,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             raise Corrupt("the number of inline packs in a manifest differs from the number that it names")
         nodes = NodeColumns(self.documents, self.paths, self.document, self.replaces_node, self.count)
         chunks = self.number, self.pack, self.offset, self.length, self.checks
-        segments = self.segment_count or self.segments or self.segment_packs or self.merges
+        segments = self.segment_count or self.segments or self.segment_packs or self.compactions
         if not segments and len(self.inline) == len(self.packs):
             rows = surely_valid_rows(nodes, self.inline, chunks)
             if rows is not None:
@@ -145,11 +145,11 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def attach(self, source: SegmentSource) -> Manifest:
         """Set where segments are read, and return the manifest."""
-        self.__dict__["_source"] = source
+        self.__dict__["source"] = source
         return self
 
     @functools.cached_property
-    def _source(self) -> SegmentSource:
+    def source(self) -> SegmentSource:
         """Where segments are read, unless `attach` has set it."""
         return NO_SOURCE
 
@@ -194,30 +194,30 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         """Return the paths of the arrays to which values were appended."""
         return {path for path, flags in zip(self.paths, self.replaces_node, strict=True) if flags & EXTENDS}
 
-    def merges_by_path(self) -> dict[str, Merge]:
-        """Return the merges of references that earlier commits wrote; the rows of `nodes` are without them."""
+    def compactions_by_path(self) -> dict[str, Compaction]:
+        """Return the compactions that earlier commits wrote; the rows of `nodes` are without them."""
         segments = self._segments_by_node
         return {
-            self.paths[entry.node]: Merge.from_entry(
-                entry, SegmentedTable(segments[entry.node][: entry.segments], self._source)
+            self.paths[entry.node]: Compaction.from_entry(
+                entry, SortedRun(segments[entry.node][: entry.segments], self.source)
             )
-            for entry in self.merges
+            for entry in self.compactions
         }
 
     @functools.cached_property
     def _written_segments(self) -> Sequence[Sequence[Segment]]:
-        """The segments of each node, without those of merges."""
+        """The segments of each node, without those of compactions."""
         by_node: Sequence[Sequence[Segment]] = self._segments_by_node
-        if not self.merges:
+        if not self.compactions:
             return by_node
-        merged = {entry.node: entry.segments for entry in self.merges}
-        return [segments[merged.get(at, 0) :] for at, segments in enumerate(by_node)]
+        compacted = {entry.node: entry.segments for entry in self.compactions}
+        return [segments[compacted.get(at, 0) :] for at, segments in enumerate(by_node)]
 
     def _tables(self, segments: Sequence[Segment], rows: ChunkTable) -> tuple[Table, ...]:
         """Return the tables of a node with these segments and, over them, these rows."""
         if not segments:
             return (rows,)
-        tables = layers(segments, self._source)
+        tables = sorted_runs(segments, self.source)
         return (*tables, rows) if len(rows) else tuple(tables)
 
     @functools.cached_property
@@ -245,8 +245,10 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             checks=rows.checks.tobytes(),
         )
         segments = self._segments_by_node[start:stop]
-        merges = [msgspec.structs.replace(m, node=m.node - start) for m in self.merges if start <= m.node < stop]
-        return manifest._with_segments(segments, tuple(merges)) if any(segments) else manifest
+        compactions = [
+            msgspec.structs.replace(m, node=m.node - start) for m in self.compactions if start <= m.node < stop
+        ]
+        return manifest._with_segments(segments, tuple(compactions)) if any(segments) else manifest
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -260,8 +262,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             packs = [sum(len(s.packs) for s in segments) for segments in self._segments_by_node]
             count = np.array(list(map(len, self._segments_by_node)), np.int64)
             sizes += count * SEGMENT_ROW.itemsize + 4 * np.array(packs, np.int64)
-        for merge in self.merges:
-            sizes[merge.node] += len(merge.replaced) + len(merge.numbers)
+        for compaction in self.compactions:
+            sizes[compaction.node] += len(compaction.replaced) + len(compaction.numbers)
         return sizes
 
     def tables(self) -> Iterator[ChunkTable]:
@@ -277,38 +279,49 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         yield np.repeat(np.arange(len(counts)), counts), self.table
         for node, segments in enumerate(self._segments_by_node):
             for segment in segments:
-                [table] = self._source.load((segment,))
+                [table] = self.source.load((segment,))
                 yield np.full(len(table), node), table
+
+    def segments_at(self, position: int) -> Sequence[Segment]:
+        """Return the segments of the node at a position in `paths`, also those of a compaction."""
+        return self._segments_by_node[position] if self.segments else ()
+
+    @property
+    def all_segments(self) -> Iterator[Segment]:
+        """The segments of all nodes, also those of compactions."""
+        return itertools.chain.from_iterable(self._segments_by_node)
 
     @property
     def segment_table(self) -> ChunkTable:
         """The references to the segments' own bytes, as if they were chunks."""
-        segments = itertools.chain.from_iterable(self._segments_by_node)
-        return ChunkTable.from_rows([ChunkRow(s.first, s.pack, s.offset, s.length, s.check) for s in segments])
+        rows = [ChunkRow(s.first, s.pack, s.offset, s.length, s.check) for s in self.all_segments]
+        return ChunkTable.from_rows(rows)
 
     @property
     def segment_bytes(self) -> int:
         """The length of all segments."""
-        return sum(segment.length for segment in itertools.chain.from_iterable(self._segments_by_node))
+        return sum(segment.length for segment in self.all_segments)
 
     @functools.cached_property
     def _segments_by_node(self) -> list[list[Segment]]:
         """The segments of each node; raises `Corrupt` if one contradicts itself."""
-        if not (self.segment_count or self.segments or self.segment_packs or self.merges):
+        if not (self.segment_count or self.segments or self.segment_packs or self.compactions):
             return []
         counts = parse_column(self.segment_count, "<u4")
         if len(counts) != len(self.paths):
             raise Corrupt("the segment counts in a manifest are not those of its nodes")
-        nodes = [merge.node for merge in self.merges]
+        nodes = [compaction.node for compaction in self.compactions]
         if not all(map(operator.lt, [-1, *nodes], [*nodes, len(counts)])):
-            raise Corrupt("the merges in a manifest are out of order, or one is of a node that it does not have")
+            raise Corrupt(
+                "the compactions in a manifest are out of order, or one is of a node that it does not have"
+            )
         segments = parse_segments(self.segments, parse_column(self.segment_packs, "<u4"), self.packs)
         if len(segments) != int(counts.sum()):
             raise Corrupt("the segment counts in a manifest do not add up to its number of segments")
         ends = itertools.accumulate(counts.tolist())
         by_node = [segments[end - n : end] for end, n in zip(ends, counts.tolist(), strict=True)]
-        for merge in self.merges:
-            merge.check(by_node[merge.node])
+        for compaction in self.compactions:
+            compaction.check(by_node[compaction.node])
         return by_node
 
     def metadata(self) -> list[Document]:
@@ -325,7 +338,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         columns = (self.document, self.replaces_node, self.count, self.number, self.pack, self.offset, self.length)
         parts = (columns, self.packs, self.inline, self.documents, self.paths)
         fixed = len(self.checks) + len(self.segment_count) + len(self.segments) + len(self.segment_packs)
-        fixed += sum([len(merge.replaced) + len(merge.numbers) for merge in self.merges])
+        fixed += sum([len(compaction.replaced) + len(compaction.numbers) for compaction in self.compactions])
         return fixed + sum([sum(map(len, part)) for part in parts])
 
     def reused(self, transaction: str) -> tuple[str, ...]:
@@ -338,27 +351,29 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     @staticmethod
     def from_nodes(
         nodes: Sequence[tuple[str, bytes, int, Sequence[Table]]],
-        merges: Mapping[str, Merge] = MappingProxyType({}),
+        compactions: Mapping[str, Compaction] = MappingProxyType({}),
     ) -> Manifest:
         """Return the manifest of nodes, each given by its path, document, `replaces_node` flags and chunk tables.
 
-        The rows of a later table replace those of an earlier one. Segments over other tables are read. `merges`
-        maps paths of nodes to the merges of these.
+        The rows of a later table replace those of an earlier one. Segments over other tables are read.
+        `compactions` has those of nodes, by path.
         """
         nodes = [(p, data, flag, segments_first(tables)) for p, data, flag, tables in sorted(nodes, key=_path_of)]
         table, counts = overlay_each([[t for t in tables if isinstance(t, ChunkTable)] for *_, tables in nodes])
         manifest = Manifest.from_table([node[:3] for node in nodes], counts.tolist(), table)
-        segmented = [[t for t in tables if isinstance(t, SegmentedTable)] for *_, tables in nodes]
+        segmented = [[t for t in tables if isinstance(t, SortedRun)] for *_, tables in nodes]
         for tables, (path, *_) in zip(segmented, nodes, strict=True):
-            tables[:0] = [merges[path].table] if path in merges else []
+            tables[:0] = [compactions[path].run] if path in compactions else []
         first = next(itertools.chain.from_iterable(segmented), None)
         if first is None:
             return manifest
         segments = [[segment for table in tables for segment in table.segments] for tables in segmented]
-        entries = [merges[path].entry(at) for at, (path, *_) in enumerate(nodes) if path in merges]
+        entries = [compactions[path].entry(at) for at, (path, *_) in enumerate(nodes) if path in compactions]
         return manifest._with_segments(segments, tuple(entries)).attach(first.source)
 
-    def _with_segments(self, by_node: Sequence[Sequence[Segment]], merges: tuple[MergeEntry, ...]) -> Manifest:
+    def _with_segments(
+        self, by_node: Sequence[Sequence[Segment]], compactions: tuple[CompactionEntry, ...]
+    ) -> Manifest:
         segments = [segment for listed in by_node for segment in listed]
         names = {pack: position for position, pack in enumerate(self.packs) if pack}
         packs = list(self.packs)
@@ -373,7 +388,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             segment_count=np.array(list(map(len, by_node)), "<u4").tobytes(),
             segments=rows.tobytes(),
             segment_packs=positions.tobytes(),
-            merges=merges,
+            compactions=compactions,
         )
 
     @staticmethod

@@ -5,7 +5,7 @@
 2. A segment consists of the columns of its rows, one after the other: number (u64), pack (u32), offset (u64),
    length (u64), and the checksums (16 bytes for each block). `pack` has positions in `Segment.packs`, so the packs
    to which an array refers are known without its segments.
-3. A `SegmentedTable` looks up references in consecutive segments: it reads those whose range of chunk numbers has
+3. A `SortedRun` looks up references in consecutive segments: it reads those whose range of chunk numbers has
    one of the numbers sought. A root repeats the segments of the manifests before it, but not their rows.
 """
 
@@ -32,7 +32,7 @@ __all__ = [
     "SEGMENT_ROWS",
     "Segment",
     "SegmentSource",
-    "SegmentedTable",
+    "SortedRun",
     "cut",
     "decode_segment",
     "encode_segment",
@@ -147,7 +147,7 @@ NO_SOURCE: SegmentSource = _NoSource()
 """The source of the segments of a manifest that was decoded but not attached to a store."""
 
 
-class SegmentedTable:
+class SortedRun:
     """References to the chunks of one array in segments whose ranges of numbers ascend and do not overlap.
 
     Lookups read segments, blocking; they raise `Corrupt` for a damaged segment, `NotFound` for a missing pack.

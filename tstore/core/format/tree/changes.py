@@ -56,10 +56,10 @@ from tstore.core.format.arguments import step_number
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import SHORT_COLUMN
 from tstore.core.format.objects.documents import Document
-from tstore.core.format.objects.layers import Table, numbers_of
 from tstore.core.format.objects.records import Record
 from tstore.core.format.objects.references import EXTENDS, REPLACES, Manifest
-from tstore.core.format.objects.segments import Segment, SegmentedTable
+from tstore.core.format.objects.segments import Segment, SortedRun
+from tstore.core.format.objects.tables import Table, numbers_of
 from tstore.core.format.paths import at_or_below, parents
 from tstore.errors import Corrupt
 
@@ -74,7 +74,7 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     `numbers` are those of chunks whose references are not in `segments`; both are empty if `replaces_node`, which
     says that the commit created the node or changed its metadata. `has_segments` says that some references are in
-    segments, which may be a merge of older ones. `extends` says that it appended values. `group` is the
+    segments, which may be a compaction of older ones. `extends` says that it appended values. `group` is the
     `zarr.json` of a group that it wrote.
 
     Of a commit to come, `created` says that its base has no such node, and `restated` that its metadata was set to
@@ -83,7 +83,7 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     replaces_node: bool
     numbers: npt.NDArray[np.uint64]
-    segments: tuple[SegmentedTable, ...] = ()
+    segments: tuple[SortedRun, ...] = ()
     has_segments: bool = False
     extends: bool = False
     group: bytes | None = None
@@ -93,7 +93,7 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
     @staticmethod
     def from_tables(tables: Sequence[Table], *, has_segments: bool = False, extends: bool = False) -> NodeChange:
         """Return the change of a commit that wrote the chunks of these tables."""
-        segments = tuple(table for table in tables if isinstance(table, SegmentedTable))
+        segments = tuple(table for table in tables if isinstance(table, SortedRun))
         numbers = numbers_of([table for table in tables if isinstance(table, ChunkTable)])
         return NodeChange(False, numbers, segments, has_segments or bool(segments), extends)
 
@@ -131,7 +131,7 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
         parts = [self.numbers]
         for table in self.segments:
             near = [segment for segment in table.segments if other._meets(segment)]
-            parts += [numbers_of([SegmentedTable([segment], table.source)]) for segment in near]
+            parts += [numbers_of([SortedRun([segment], table.source)]) for segment in near]
         return np.concatenate(parts)
 
     def _meets(self, segment: Segment) -> bool:
@@ -172,9 +172,10 @@ def _node_changes(manifest: Manifest) -> Iterator[tuple[str, NodeChange]]:
             else:
                 yield path, NodeChange(False, numbers, extends=extends)
         return
-    merged, extended = manifest.merges_by_path(), manifest.extended_paths()
-    for path, document, replaces, tables in manifest.nodes():
-        change = NodeChange.from_tables(tables, has_segments=path in merged, extends=path in extended)
+    extended = manifest.extended_paths()
+    for at, (path, document, replaces, tables) in enumerate(manifest.nodes()):
+        has_segments = bool(manifest.segments_at(at))
+        change = NodeChange.from_tables(tables, has_segments=has_segments, extends=path in extended)
         if replaces:
             change = NodeChange(True, NO_NUMBERS, (), change.has_segments, change.extends, _group(document))
         yield path, change

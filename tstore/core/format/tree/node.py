@@ -2,7 +2,7 @@
 
 The chunks of an array that gets another shape keep their place in the grid. If only the first axis changes, chunks
 keep their numbers, so tables with segments stay as they are. Otherwise the references are restated; so they are if
-the segments are in many layers, all of which a lookup would have to ask.
+the segments are in many sorted runs, all of which a lookup would have to ask.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy.typing as npt
 
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import renumbered
-from tstore.core.format.objects import merges
+from tstore.core.format.objects import compactions
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow
 from tstore.core.format.objects.documents import Document
-from tstore.core.format.objects.layers import (
+from tstore.core.format.objects.segments import Segment, SegmentSource, SortedRun
+from tstore.core.format.objects.tables import (
     Table,
     between,
     last_number,
-    layers,
     numbers_of,
     overlay,
     segment_ranges,
     segments_first,
     segments_of,
+    sorted_runs,
     totals,
 )
-from tstore.core.format.objects.segments import Segment, SegmentedTable, SegmentSource
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 
 __all__ = [
@@ -87,8 +87,8 @@ class Node(msgspec.Struct, eq=False, gc=False):
     def reads_segments(self) -> bool:
         """Whether lookups may read segments from storage, and so block."""
         if len(self.tables) == 1:
-            return isinstance(self.tables[0], SegmentedTable)
-        return any(isinstance(table, SegmentedTable) for table in self.tables)
+            return isinstance(self.tables[0], SortedRun)
+        return any(isinstance(table, SortedRun) for table in self.tables)
 
     def row(self, number: int) -> ChunkRow | None:
         """Return the reference to a chunk of the array, or None if it was never written."""
@@ -138,7 +138,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
         """The packs to which the references refer; those of segments include packs of replaced chunks."""
         packs: set[str] = set()
         for table in segments_first(self.tables) if self.reads_segments else (self.chunks,):
-            if isinstance(table, SegmentedTable):
+            if isinstance(table, SortedRun):
                 packs |= table.packs
             else:
                 packs.update(p for at in np.unique(table.pack).tolist() if isinstance(p := table.packs[at], str))
@@ -206,7 +206,7 @@ def follows(before: Document | None, after: Document, appended: Sequence[Table] 
 
 def _has_between(table: Table, first: int, last: int) -> bool:
     """Return whether a table has a chunk, or a segment that may have one, with a number in a range."""
-    if isinstance(table, SegmentedTable):
+    if isinstance(table, SortedRun):
         return any(segment.first <= last and segment.last >= first for segment in table.segments)
     at = int(np.searchsorted(table.number, np.uint64(first)))
     return at < len(table) and int(table.number[at]) <= last
@@ -240,7 +240,7 @@ def differs(mine: Node | None, other: Node | None) -> bool:
         assert mine is not None
         assert other is not None
         known = set(segments_of(mine.tables))
-        segmented = [table for table in other.tables if isinstance(table, SegmentedTable)]
+        segmented = [table for table in other.tables if isinstance(table, SortedRun)]
         return any(_is_lost(s, table.source) for table in segmented for s in table.segments if s not in known)
 
 
@@ -271,9 +271,9 @@ def resized(tables: Sequence[Table], before: ArrayMeta, after: ArrayMeta) -> tup
     """
     if before.counts == after.counts:
         return tuple(tables)
-    segmented = [table for table in tables if isinstance(table, SegmentedTable)]
-    is_layered = bool(segmented) and len(layers(segments_of(segmented), segmented[0].source)) > merges.MAX_LAYERS
-    if before.counts[1:] != after.counts[1:] or is_layered:
+    segmented = [table for table in tables if isinstance(table, SortedRun)]
+    runs = sorted_runs(segments_of(segmented), segmented[0].source) if segmented else []
+    if before.counts[1:] != after.counts[1:] or len(runs) > compactions.MAX_RUNS:
         chunks = overlay(tables)
         positions, numbers = renumbered(chunks.number, before.counts, after.counts)
         return (chunks.take(positions).with_numbers(numbers),)
@@ -288,10 +288,10 @@ def _up_to(table: Table, last: int) -> Iterator[Table]:
         return
     whole = [segment for segment in table.segments if segment.last <= last]
     if whole:
-        yield SegmentedTable(whole, table.source)
+        yield SortedRun(whole, table.source)
     cut = [segment for segment in table.segments if segment.first <= last < segment.last]
     if cut:
-        yield between(SegmentedTable(cut, table.source), 0, last)
+        yield between(SortedRun(cut, table.source), 0, last)
 
 
 def shrinking_axes(before: ArrayMeta, after: ArrayMeta) -> list[int]:

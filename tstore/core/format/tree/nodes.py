@@ -2,7 +2,7 @@
 
 1. The manifests are in memory, or pages of one object (`pages`) that a `PageSource` reads when a lookup needs one.
 2. A commit that only writes chunks of an array needs no page, and no work for nodes that nobody asks for: its
-   tables are laid over those of the node before at the first lookup (`Overlay`).
+   tables are laid over those of the node before at the first lookup (`Writes`).
 3. The nodes are in `levels`, each with what changed after those below it, up to a version that has a root. So a
    root repeats only what changed after an earlier root (`layout.parent_root`), or after the last commit of a whole
    tree if that was in pages (`Nodes.base`), and its bytes depend on the log alone, not on how the tree was loaded.
@@ -27,13 +27,13 @@ from tstore.core.format.tree.stored_nodes import (
     OPEN,
     Change,
     InMemory,
-    Layer,
     Level,
-    Overlay,
     Paged,
     PageNodes,
     PageSource,
     StoredNodes,
+    Write,
+    Writes,
     no_foundation,
     resolved,
 )
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 _MANY, _SHARE = 1024, 16  # changes that later ones don't copy, and the share from which on they do
 _WRITES = (0, EXTENDS)  # the flags of nodes that a manifest changes, but does not replace
-_MAX_LAYERS = 64  # commits whose tables are laid over a stored node before it is read
+_MAX_WRITES = 64  # commits whose tables are laid over a stored node before it is read
 
 
 class Nodes(Mapping[str, Node]):
@@ -220,7 +220,7 @@ class Nodes(Mapping[str, Node]):
         changed: dict[str, Change] = {}
         created: set[str] = set()
         for manifest in manifests:
-            merges = manifest.merges_by_path() if manifest.merges else {}
+            compactions = manifest.compactions_by_path() if manifest.compactions else {}
             for at, (path, flags) in enumerate(zip(manifest.paths, manifest.replaces_node, strict=True)):
                 former = changed[path] if path in changed else self._former(path)
                 if former is None and not flags & REPLACES:
@@ -229,27 +229,27 @@ class Nodes(Mapping[str, Node]):
                     changed[path] = Node(path, *manifest.node(at))
                     created.add(path)
                     continue
-                below, layers = (former.node, former.layers) if isinstance(former, Overlay) else (former, ())
-                layer = Layer(manifest, at, merges.get(path))
-                layers = (*layers, layer)
+                below, writes = (former.node, former.commits) if isinstance(former, Writes) else (former, ())
+                write = Write(manifest, at, compactions.get(path))
+                writes = (*writes, write)
                 # a document is parsed only once, however many commits repeat it
                 same = former.metadata.data == manifest.document_at(at)
                 if not same and former.metadata is not NO_DOCUMENT:
-                    layer.check_above(path, former.metadata)
-                changed[path] = Overlay(former.metadata if same else manifest.node(at)[0], layers, below)
+                    write.check_above(path, former.metadata)
+                changed[path] = Writes(former.metadata if same else manifest.node(at)[0], writes, below)
         return self.with_changes(changed)
 
     def after_reads(self, manifests: Iterable[Manifest]) -> bool:
-        """Return whether `after` may read pages: for nodes with many layers, or if all nodes may be deleted."""
+        """Return whether `after` may read pages: for nodes with many writes, or if all nodes may be deleted."""
         if not self.is_paged:
             return False
         paths = itertools.chain.from_iterable(manifest.paths for manifest in manifests)
         return not self._surely_has_nodes() or any(_is_long(self._changed.get(path)) for path in paths)
 
     def _former(self, path: str) -> Change:
-        """Return what is known of the node at a path, without reading a page unless it has many layers.
+        """Return what is known of the node at a path, without reading a page unless it has many writes.
 
-        An overlay without layers stands for a node whose changes since the last root are none.
+        An writes without writes stands for a node whose changes since the last root are none.
         """
         if path in self._changed:
             former = self._changed[path]
@@ -258,7 +258,7 @@ class Nodes(Mapping[str, Node]):
             if path in level.changed and level.has_in_memory(path):
                 return level.changed[path]
             if path in level.changed or level.is_paged:
-                return Overlay(NO_DOCUMENT, ())
+                return Writes(NO_DOCUMENT, ())
             if (node := level.stored_node(path)) is not None:
                 return node
         return None
@@ -306,7 +306,7 @@ class Nodes(Mapping[str, Node]):
             level = self._levels[at]
             if path in level.changed:
                 change = level.changed[path]
-                if not isinstance(change, Overlay):
+                if not isinstance(change, Writes):
                     return change
                 below = change.node or level.stored_node(path) or self._node(path, at - 1)
                 node = resolved(path, below, change)
@@ -381,7 +381,7 @@ def _after(start: str) -> str:
 
 
 def _is_long(change: Change) -> bool:
-    return isinstance(change, Overlay) and len(change.layers) >= _MAX_LAYERS
+    return isinstance(change, Writes) and len(change.commits) >= _MAX_WRITES
 
 
 def _loaded(stored: StoredNodes, paths: Collection[str] | None) -> dict[int, PageNodes]:

@@ -8,11 +8,11 @@ import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from tstore.core.format.objects.compactions import Compaction, compacted
 from tstore.core.format.objects.documents import Document
-from tstore.core.format.objects.layers import Table, stack
-from tstore.core.format.objects.merges import Merge, merged
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.references import EXTENDS, REPLACES, Manifest
+from tstore.core.format.objects.tables import Table, stack
 from tstore.core.format.tree.node import Node, follows
 from tstore.errors import Corrupt
 
@@ -24,14 +24,14 @@ __all__ = [
     "Change",
     "DerivedNodes",
     "InMemory",
-    "Layer",
     "Level",
     "ManifestNodes",
-    "Overlay",
     "PageNodes",
     "PageSource",
     "Paged",
     "StoredNodes",
+    "Write",
+    "Writes",
     "combined",
     "no_foundation",
     "resolved",
@@ -263,12 +263,12 @@ OPEN = 1 << 62
 """In place of a version, of the top level: the changes of the next commits are added to it."""
 
 
-class Layer(NamedTuple):
-    """A commit that wrote chunks of a node: the position of the node in its manifest, and its merge, if any."""
+class Write(NamedTuple):
+    """A commit that wrote chunks of a node: the node's position in its manifest, and its compaction, if any."""
 
     manifest: Manifest
     position: int
-    merge: Merge | None
+    compaction: Compaction | None
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -287,21 +287,21 @@ class Layer(NamedTuple):
 
     def over(self, below: tuple[Table, ...]) -> tuple[Table, ...]:
         """Return the tables of the node after the commit."""
-        return stack(below if self.merge is None else merged(below, self.merge), self.tables)
+        return stack(below if self.compaction is None else compacted(below, self.compaction), self.tables)
 
 
-class Overlay(NamedTuple):
+class Writes(NamedTuple):
     """The commits that wrote chunks of a node, whose tables are laid over it, one after the other, at a lookup.
 
     `node` is None if the node is in a level below.
     """
 
     metadata: Document
-    layers: tuple[Layer, ...]
+    commits: tuple[Write, ...]
     node: Node | None = None
 
 
-Change = Node | Overlay | None  # None: deleted
+Change = Node | Writes | None  # None: deleted
 
 
 def no_foundation(path: str) -> Corrupt:
@@ -312,29 +312,29 @@ def no_foundation(path: str) -> Corrupt:
     )
 
 
-def resolved(path: str, former: Node | None, overlay: Overlay) -> Node:
-    """Return a node with the tables of an overlay; raise `Corrupt` if the overlay was not written over it."""
-    first, *later = overlay.layers
+def resolved(path: str, former: Node | None, writes: Writes) -> Node:
+    """Return a node with the tables of writes over it; raise `Corrupt` if they were not made over this node."""
+    first, *later = writes.commits
     first.check_above(path, None if former is None else former.metadata)
     assert former is not None
     tables = first.over(former.tables)
     newer: list[Table] = []
-    for layer in later:
-        if layer.manifest.segments:  # dense ones replace what is below, and so does a merge
-            tables, newer = layer.over(stack(tables, newer)), []
+    for write in later:
+        if write.manifest.segments:  # dense ones replace what is below, and so does a compaction
+            tables, newer = write.over(stack(tables, newer)), []
         else:
-            newer += layer.tables
+            newer += write.tables
     tables = stack(tables, newer)
-    return Node(path, overlay.metadata, tables)
+    return Node(path, writes.metadata, tables)
 
 
 def combined(path: str, former: Change, change: Change) -> Change:
     """Return the change of a node that two changes make, one after the other."""
-    if not isinstance(change, Overlay) or change.node is not None:
+    if not isinstance(change, Writes) or change.node is not None:
         return change
-    if isinstance(former, Overlay):
-        change.layers[0].check_above(path, former.metadata)
-        return Overlay(change.metadata, (*former.layers, *change.layers), former.node)
+    if isinstance(former, Writes):
+        change.commits[0].check_above(path, former.metadata)
+        return Writes(change.metadata, (*former.commits, *change.commits), former.node)
     return resolved(path, former, change)
 
 
@@ -387,7 +387,7 @@ class Level:
         """Return whether the node at a path is known to exist, or not to exist, without reading a page."""
         if path in self.changed:
             change = self.changed[path]
-            return not isinstance(change, Overlay) or change.node is not None
+            return not isinstance(change, Writes) or change.node is not None
         return not self.is_paged and self.has_stored(path)
 
     def stored_node(self, path: str) -> Node | None:

@@ -7,7 +7,7 @@ Decoding has checked each record and manifest on its own (`wellformed`). The ser
 1. checks the parts of the record, and its list of reused packs (`check_parts`, `check_reused`),
 2. checks inline chunks, and compares the length of each pack with the end of its last chunk, which `check_chunks`
    returns,
-3. compares merges of references with the tree (`check_merges`),
+3. compares compactions with the tree (`check_compactions`),
 4. checks the nodes against those of the tree, and applies the record to it (`next_tree`),
 5. reads back the chunks that are new (`added_chunks`).
 
@@ -45,8 +45,8 @@ __all__ = [
     "Steps",
     "advance",
     "check_chunks",
+    "check_compactions",
     "check_foundation",
-    "check_merges",
     "check_parts",
     "check_reused",
     "chunk_ends",
@@ -207,26 +207,26 @@ def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree:
     return result
 
 
-def check_merges(record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node]) -> Steps[None]:
-    """Raise `Corrupt` if a merge in a record's manifests changes chunks of the nodes before it; reads segments.
+def check_compactions(record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node]) -> Steps[None]:
+    """Raise `Corrupt` if a compaction in a record changes chunks of the nodes before it; reads segments.
 
-    A derived copy has none. A merge with missing segments, as in a copy of a collected store, can't be
+    A derived copy has none. A compaction with missing segments, as in a copy of a collected store, can't be
     checked.
     """
     for manifest in manifests:
-        for path, merge in manifest.merges_by_path().items():
+        for path, compaction in manifest.compactions_by_path().items():
             if len(record.manifests) > 1 or record.source or path not in nodes:
-                raise Corrupt(f"it has a merge of references of {path!r} that no transaction makes")
+                raise Corrupt(f"it has a compaction of {path!r} that no transaction makes")
             present = 0
-            for table in merge.table.tables():
+            for table in compaction.run.tables():
                 present += len(table)
                 yield
-            if present < len(merge.table):
+            if present < len(compaction.run):
                 continue
             with contextlib.suppress(NotFound):
-                for differs in merge.differences(nodes[path].tables):
+                for differs in compaction.differences(nodes[path].tables):
                     if differs:
-                        raise Corrupt(f"its merge of references of {path!r} changes chunks")
+                        raise Corrupt(f"its compaction of {path!r} changes chunks")
                     yield
 
 

@@ -1,7 +1,7 @@
 """Tables of references to the chunks of one array, one over the other: a newer row replaces an older one; no I/O.
 
-Tables in memory are merged by their number of rows. Those with segments stay as they are, except that segments in
-the range of a newer table that has every chunk of it are dropped.
+Tables in memory are combined by their number of rows. Runs of segments stay as they are, except that segments in
+the range of a newer run that has every chunk of it are dropped.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import numpy.typing as npt
 
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ranges
-from tstore.core.format.objects.segments import Segment, SegmentedTable, SegmentSource
+from tstore.core.format.objects.segments import Segment, SegmentSource, SortedRun
 
 __all__ = [
     "Table",
     "between",
     "count_of",
     "last_number",
-    "layers",
     "numbers_of",
     "overlay",
     "overlay_each",
@@ -32,16 +31,17 @@ __all__ = [
     "segment_ranges",
     "segments_first",
     "segments_of",
+    "sorted_runs",
     "stack",
     "totals",
 ]
 
-_MERGE_COUNT = 16  # tables of about the same size that are merged into one
+_TIER_TABLES = 16  # tables of about the same size that are combined into one
 
-Table = ChunkTable | SegmentedTable
+Table = ChunkTable | SortedRun
 
 
-def layers(segments: Iterable[Segment], source: SegmentSource) -> list[SegmentedTable]:
+def sorted_runs(segments: Iterable[Segment], source: SegmentSource) -> list[SortedRun]:
     """Return tables of these segments, in their order: each begins where the ranges of numbers overlap."""
     runs: list[list[Segment]] = []
     for segment in segments:
@@ -49,7 +49,7 @@ def layers(segments: Iterable[Segment], source: SegmentSource) -> list[Segmented
             runs[-1].append(segment)
         else:
             runs.append([segment])
-    return [SegmentedTable(run, source) for run in runs]
+    return [SortedRun(run, source) for run in runs]
 
 
 def rows_of(table: Table) -> ChunkTable:
@@ -66,7 +66,7 @@ def between(table: Table, first: int, last: int) -> ChunkTable:
     """Return the rows of the chunks from `first` to `last`; reads the segments whose range has one of them."""
     if last < first:
         return ChunkTable.concat([])
-    if isinstance(table, SegmentedTable):
+    if isinstance(table, SortedRun):
         table = ChunkTable.concat(table.source.load(table.within(first, last)))
     number = table.number
     start, stop = np.searchsorted(number, np.uint64(first)), np.searchsorted(number, np.uint64(last), "right")
@@ -76,7 +76,7 @@ def between(table: Table, first: int, last: int) -> ChunkTable:
 def references(tables: Iterable[Table], first: int, last: int) -> Iterator[Segment | ChunkTable]:
     """Yield the segments and the rows of the chunks from `first` to `last`; reads no segments."""
     for table in tables:
-        if isinstance(table, SegmentedTable):
+        if isinstance(table, SortedRun):
             yield from table.within(first, last)
         elif len(rows := between(table, first, last)):
             yield rows
@@ -112,13 +112,13 @@ def segment_ends(tables: Iterable[Table]) -> list[int]:
 
 def segments_of(tables: Iterable[Table]) -> list[Segment]:
     """Return the segments of all tables, in their order."""
-    return [segment for table in tables if isinstance(table, SegmentedTable) for segment in table.segments]
+    return [segment for table in tables if isinstance(table, SortedRun) for segment in table.segments]
 
 
 def last_number(tables: Iterable[Table]) -> int:
     """Return the highest chunk number, or -1; reads no segments."""
     lasts = [
-        table.segments[-1].last if isinstance(table, SegmentedTable) else int(table.number[-1])
+        table.segments[-1].last if isinstance(table, SortedRun) else int(table.number[-1])
         for table in tables
         if len(table)
     ]
@@ -148,7 +148,7 @@ def count_of(tables: Sequence[Table]) -> int:
     """Return the number of chunks; reads segments only if the ranges of numbers overlap."""
     spans = []
     for table in tables:
-        if isinstance(table, SegmentedTable):
+        if isinstance(table, SortedRun):
             spans += [(segment.first, segment.last) for segment in table.segments]
         elif len(table):
             spans.append((int(table.number[0]), int(table.number[-1])))
@@ -161,53 +161,53 @@ def count_of(tables: Sequence[Table]) -> int:
 def stack(tables: Sequence[Table], newer: Sequence[Table]) -> tuple[Table, ...]:
     """Return the tables with newer ones over them; reads no segments, which may be gone if a version expired.
 
-    The level of a table without segments is its length as a power of sixteen. Sixteen or more such tables at the
-    end are merged if none has a higher level than the last. So each row is copied only a few times, however many
-    commits follow, and about fifteen tables remain for each level.
+    The tier of a table without segments is its length as a power of sixteen. Sixteen or more such tables at the
+    end are combined if none has a higher tier than the last. So each row is copied only a few times, however many
+    commits follow, and about fifteen tables remain for each tier.
     """
-    dense = [table for table in newer if isinstance(table, SegmentedTable) and table.is_dense]
+    dense = [table for table in newer if isinstance(table, SortedRun) and table.is_dense]
     result = _outside(tables, dense) if dense else list(tables)
-    if len(newer) >= _MERGE_COUNT and all(isinstance(table, ChunkTable) for table in newer):
+    if len(newer) >= _TIER_TABLES and all(isinstance(table, ChunkTable) for table in newer):
         newer = [overlay(newer).compact()]
     for newest in newer:
         result.append(newest)
         if isinstance(newest, ChunkTable):
-            _merge_last(result, newest)
+            _combine_last(result, newest)
     return tuple(result)
 
 
-def _merge_last(tables: list[Table], newest: ChunkTable) -> None:
-    """Merge the last tables as `stack` describes; `newest` is the last one."""
-    while len(tables) >= _MERGE_COUNT:
-        level, first = _level(newest), len(tables) - 1
-        earliest = tables[-_MERGE_COUNT]
-        if not isinstance(earliest, ChunkTable) or _level(earliest) > level:
+def _combine_last(tables: list[Table], newest: ChunkTable) -> None:
+    """Combine the last tables as `stack` describes; `newest` is the last one."""
+    while len(tables) >= _TIER_TABLES:
+        tier, first = _tier(newest), len(tables) - 1
+        earliest = tables[-_TIER_TABLES]
+        if not isinstance(earliest, ChunkTable) or _tier(earliest) > tier:
             return
-        while first and isinstance(before := tables[first - 1], ChunkTable) and _level(before) <= level:
+        while first and isinstance(before := tables[first - 1], ChunkTable) and _tier(before) <= tier:
             first -= 1
-        if len(tables) - first < _MERGE_COUNT:
+        if len(tables) - first < _TIER_TABLES:
             return
         newest = overlay(tables[first:]).compact()
         tables[first:] = [newest]
 
 
-def _level(table: ChunkTable) -> int:
+def _tier(table: ChunkTable) -> int:
     """Return the exponent of the lowest power of sixteen that exceeds the number of rows."""
     return -(-len(table).bit_length() // 4)
 
 
 def segments_first(tables: Sequence[Table]) -> tuple[Table, ...]:
     """Return the tables, those with segments first; reads these for the rows that they replace in earlier ones."""
-    segmented = [table for table in tables if isinstance(table, SegmentedTable)]
+    segmented = [table for table in tables if isinstance(table, SortedRun)]
     rest: list[ChunkTable] = []
     for at, table in enumerate(tables):
         if isinstance(table, ChunkTable):
-            newer = (later for later in tables[at + 1 :] if isinstance(later, SegmentedTable))
+            newer = (later for later in tables[at + 1 :] if isinstance(later, SortedRun))
             rest.append(functools.reduce(_absent_in, newer, table))
     return (*segmented, *(table for table in rest if len(table)))
 
 
-def _outside(tables: Sequence[Table], dense: Sequence[SegmentedTable]) -> list[Table]:
+def _outside(tables: Sequence[Table], dense: Sequence[SortedRun]) -> list[Table]:
     """Return tables without the segments and rows in the range of one of the `dense` tables."""
     ranges = sorted((table.segments[0].first, table.segments[-1].last) for table in dense)
     firsts = np.array([first for first, _ in ranges], np.uint64)
@@ -223,11 +223,11 @@ def _outside(tables: Sequence[Table], dense: Sequence[SegmentedTable]) -> list[T
             result.append(table.take(kept(table.number, table.number)))
         else:
             segments = [table.segments[at] for at in kept(table.firsts, table.lasts).tolist()]
-            result.append(SegmentedTable(segments, table.source))
+            result.append(SortedRun(segments, table.source))
     return list(filter(len, result))
 
 
-def _absent_in(table: ChunkTable, newer: SegmentedTable) -> ChunkTable:
+def _absent_in(table: ChunkTable, newer: SortedRun) -> ChunkTable:
     """Return the rows of a table whose chunks a newer one lacks."""
     number = table.number
     present = np.isin(number, newer.select(number).number)

@@ -1,4 +1,4 @@
-"""Merges of references: random commits compared with a dict, bounded layers, concurrent commits, and lies."""
+"""Compactions: random commits compared with a dict, bounded runs, concurrent commits, and lies."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import tstore
 from tests.support.http_server import ADMIN, WRITE, everybody
 from tests.support.thresholds import Thresholds
-from tstore.core.format.objects import merges
+from tstore.core.format.objects import compactions
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.references import Manifest
-from tstore.core.format.objects.segments import SegmentedTable
+from tstore.core.format.objects.segments import SortedRun
 from tstore.core.runtime import world
 from tstore.core.transactions.transaction import staging_of
 from tstore.errors import Conflict, InvalidArgument, SnapshotExpired
@@ -29,22 +29,22 @@ CHUNKS = 60
 
 @pytest.fixture
 def small(thresholds: Thresholds) -> None:
-    """Make segments of three rows, and merge more than four rows, or two layers."""
+    """Make segments of three rows, and compact more than four rows, or two runs."""
     make_small(thresholds)
 
 
 def make_small(thresholds: Thresholds, work: int = 4) -> None:
-    thresholds(SEGMENT_ROWS=3, MIN_SEGMENTED=4, MIN_SEGMENTS=work, MAX_ROWS=4, MAX_LAYERS=2, SHORT_COLUMN=1)
+    thresholds(SEGMENT_ROWS=3, MIN_SEGMENTED=4, MIN_SEGMENTS=work, MAX_ROWS=4, MAX_RUNS=2, SHORT_COLUMN=1)
     thresholds(_MIN_TABLES=1, INLINE_BYTES=40)  # a few chunks are inline
 
 
-async def merges_of(store: tstore.Store) -> list[int]:
-    """Return the versions whose commits have merges."""
+async def compactions_of(store: tstore.Store) -> list[int]:
+    """Return the versions whose commits have compactions."""
     log = store.log.reader
     found = []
     for version in range(1, await log.newest() + 1):
         record = await log.record(version)
-        found += [version for m in await log.objects.manifests(version, record) if m.merges]
+        found += [version for m in await log.objects.manifests(version, record) if m.compactions]
     return found
 
 
@@ -80,7 +80,7 @@ async def create(url: str) -> tuple[tstore.Store, dict[int, int]]:
 
 
 async def create_with_rows(url: str) -> tuple[tstore.Store, dict[int, int]]:
-    """Do what `create` does; then write five chunks, a commit each, so that the next commit has rows to merge."""
+    """Do what `create` does; then write five chunks, a commit each, for the next commit to compact."""
     store, expected = await create(url)
     for number in range(5):
         await write(store, number, number + 1)
@@ -88,11 +88,11 @@ async def create_with_rows(url: str) -> tuple[tstore.Store, dict[int, int]]:
     return store, expected
 
 
-async def layers_of(store: tstore.Store) -> tuple[int, int]:
-    """Return the number of layers and of rows of `w` in the newest version."""
+async def runs_of(store: tstore.Store) -> tuple[int, int]:
+    """Return the number of runs and of rows of `w` in the newest version."""
     tables = (await store.snapshot()).tree.nodes["w"].tables
-    layers = [table for table in tables if isinstance(table, SegmentedTable)]
-    return len(layers), sum(len(table) for table in tables if isinstance(table, ChunkTable))
+    runs = [table for table in tables if isinstance(table, SortedRun)]
+    return len(runs), sum(len(table) for table in tables if isinstance(table, ChunkTable))
 
 
 async def check(store: tstore.Store, url: str, expected: dict[int, int]) -> None:
@@ -110,7 +110,7 @@ async def create_long(url: str) -> tstore.Store:
     return store
 
 
-async def test_more_than_2048_rows_are_merged_and_fewer_than_1024_are_not(url: str) -> None:
+async def test_more_than_2048_rows_are_compacted_and_fewer_than_1024_are_not(url: str) -> None:
     """With the usual bounds; in between, it is left to chance."""
     store = await create_long(url)
     await write(store, 0, 1, stop=6000)  # so many references are in a segment
@@ -118,19 +118,19 @@ async def test_more_than_2048_rows_are_merged_and_fewer_than_1024_are_not(url: s
     for value, start, stop in ((2, 0, 1000), (3, 7000, 7001), (4, 2000, 3100)):
         await write(store, start, value, stop=stop)
         expected |= dict.fromkeys(range(start, stop), value)
-    assert await merges_of(store) == []
-    assert await layers_of(store) == (1, 1000 + 1 + 1100)
-    assert await merges_of(store) != [await write(store, 7001, 5)] == await merges_of(store)
-    assert await layers_of(store) == (2, 1)
+    assert await compactions_of(store) == []
+    assert await runs_of(store) == (1, 1000 + 1 + 1100)
+    assert await compactions_of(store) != [await write(store, 7001, 5)] == await compactions_of(store)
+    assert await runs_of(store) == (2, 1)
     await check(store, url, expected | {7001: 5})
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("drawn", "is_merged"), [(0.9, True), (1.1, False)])
-async def test_one_commit_in_eight_merges_rows_at_the_bound(
-    url: str, drawn: float, is_merged: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("drawn", "is_compacted"), [(0.9, True), (1.1, False)])
+async def test_one_commit_in_eight_compacts_rows_at_the_bound(
+    url: str, drawn: float, is_compacted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise all commits under way would merge the same rows."""
+    """Otherwise all commits under way would compact the same rows."""
     store, _ = await create_with_rows(url)
     ranges: list[float] = []
 
@@ -140,68 +140,68 @@ async def test_one_commit_in_eight_merges_rows_at_the_bound(
 
     monkeypatch.setattr(world, "uniform", uniform)
     version = await write(store, 50, 50)
-    assert await merges_of(store) == [version] * is_merged
+    assert await compactions_of(store) == [version] * is_compacted
     assert 8 in ranges
 
 
-async def write_nine_layers(url: str) -> tuple[tstore.Store, dict[int, int]]:
+async def write_nine_runs(url: str) -> tuple[tstore.Store, dict[int, int]]:
     """Make nine commits, each of which overlaps with the one before it."""
     store, expected = await create_long(url), dict[int, int]()
     for value in range(1, 10):
         start, stop = 1000 * value, 1000 * value + 5000
         await write(store, start, value, stop=stop)
         expected |= dict.fromkeys(range(start, stop), value)
-    assert await merges_of(store) == []
-    assert await layers_of(store) == (9, 0)
+    assert await compactions_of(store) == []
+    assert await runs_of(store) == (9, 0)
     return store, expected
 
 
-async def test_more_than_eight_layers_of_segments_are_merged(url: str) -> None:
+async def test_more_than_eight_runs_of_segments_are_compacted(url: str) -> None:
     """With the usual bounds."""
-    store, expected = await write_nine_layers(url)
+    store, expected = await write_nine_runs(url)
     version = await write(store, 0, 10)
-    assert await merges_of(store) == [version]
-    assert await layers_of(store) == (1, 1)
+    assert await compactions_of(store) == [version]
+    assert await runs_of(store) == (1, 1)
     await check(store, url, expected | {0: 10})
 
 
-async def test_a_resize_restates_more_than_eight_layers(url: str) -> None:
-    store, expected = await write_nine_layers(url)
+async def test_a_resize_restates_more_than_eight_runs(url: str) -> None:
+    store, expected = await write_nine_runs(url)
     async with store.transaction() as tx:
         await (await tx.array("w")).resize((13_000,))
-    assert await layers_of(store) == (1, 0)
+    assert await runs_of(store) == (1, 0)
     await check(store, url, {number: value for number, value in expected.items() if number < 13_000})
 
 
 @pytest.fixture
 def rows_only(small: None, thresholds: Thresholds) -> None:
-    """Let all commits merge more than four rows, and no layers."""
-    thresholds(MAX_LAYERS=1000, _COMMITS=1)
+    """Let all commits compact more than four rows, and no runs."""
+    thresholds(MAX_RUNS=1000, _COMMITS=1)
 
 
 @pytest.mark.usefixtures("rows_only")
-async def test_a_row_written_since_the_base_stays_above_the_merge(url: str) -> None:
+async def test_a_row_written_since_the_base_stays_above_the_compaction(url: str) -> None:
     store, expected = await create_with_rows(url)
     tx = store.transaction()
     await (await tx.array("w"))[50].write(50)
-    await write(await tstore.open(url), 3, 99)  # replaces one of the rows that both merge
+    await write(await tstore.open(url), 3, 99)  # replaces one of the rows that both compact
     await tx.commit()
     await write(store, 51, 51)
     await check(store, url, expected | {3: 99, 50: 50, 51: 51})
-    # the first of them has a merge, so that of the other is dropped
-    assert await merges_of(store) == [7]
+    # the first of them has a compaction, so that of the other is dropped
+    assert await compactions_of(store) == [7]
 
 
 @pytest.mark.usefixtures("rows_only")
 async def test_a_pack_of_which_only_a_segment_is_needed_is_kept(
     url: str, tmp_path: Path, thresholds: Thresholds
 ) -> None:
-    """The merged rows refer to packs of others, and the chunk of the merging commit is in its record."""
+    """The compacted rows refer to packs of others, and the chunk of the compacting commit is in its record."""
     thresholds(INLINE_BYTES=0)
     store, expected = await create_with_rows(url)
     thresholds(INLINE_BYTES=8)
     version = await write(store, 50, 50)
-    assert await merges_of(store) == [version]
+    assert await compactions_of(store) == [version]
     await write(store, 51, 51)
     assert version in (await store.collect(tstore.Keep(last=1))).versions
     await check(store, url, expected | {50: 50, 51: 51})
@@ -210,24 +210,28 @@ async def test_a_pack_of_which_only_a_segment_is_needed_is_kept(
 
 
 @pytest.mark.usefixtures("rows_only")
-async def test_a_merge_replaces_all_rows_but_those_written_meanwhile(url: str, thresholds: Thresholds) -> None:
+async def test_a_compaction_replaces_all_rows_but_those_written_meanwhile(
+    url: str, thresholds: Thresholds
+) -> None:
     store, expected = await create_with_rows(url)
     tx = store.transaction()
     await (await tx.array("w"))[50].write(50)
     thresholds(MAX_ROWS=1000)
     for number in (3, 1):
-        await write(await tstore.open(url), number, 99)  # without a merge
+        await write(await tstore.open(url), number, 99)  # without a compaction
     thresholds(MAX_ROWS=4)
-    assert await merges_of(store) == []
+    assert await compactions_of(store) == []
     version = await tx.commit()
-    assert await merges_of(store) == [version]
-    assert (await layers_of(store))[1] == 5  # 3 and 1 as before and as written since, and 50
+    assert await compactions_of(store) == [version]
+    assert (await runs_of(store))[1] == 5  # 3 and 1 as before and as written since, and 50
     await check(store, url, expected | {1: 99, 3: 99, 50: 50})
     assert (await store.diff(version - 1, version)).arrays[0].chunks == 1
 
 
 @pytest.mark.usefixtures("rows_only")
-async def test_merges_of_two_arrays_leave_out_the_rows_written_meanwhile(url: str, thresholds: Thresholds) -> None:
+async def test_compactions_of_two_arrays_leave_out_the_rows_written_meanwhile(
+    url: str, thresholds: Thresholds
+) -> None:
     store = await tstore.open(url)
     async with store.transaction() as tx:
         for path in ("v", "w"):
@@ -240,22 +244,22 @@ async def test_merges_of_two_arrays_leave_out_the_rows_written_meanwhile(url: st
     for number in range(5):
         async with store.transaction() as tx:
             await write_both(tx, number, number + 1)
-    merging = store.transaction()
-    await write_both(merging, 50, 50)
+    compacting = store.transaction()
+    await write_both(compacting, 50, 50)
     thresholds(MAX_ROWS=1000)
     async with store.transaction() as tx:
         await write_both(tx, 3, 99)
     thresholds(MAX_ROWS=4)
-    assert await merges_of(store) == []
-    version = await merging.commit()
-    assert await merges_of(store) == [version]
+    assert await compactions_of(store) == []
+    version = await compacting.commit()
+    assert await compactions_of(store) == [version]
     for path in ("v", "w"):
         values = await (await (await store.snapshot()).array(path)).read()
         assert values[:5].tolist() == [1, 2, 3, 99, 5]
 
 
 @pytest.mark.usefixtures("rows_only")
-async def test_segments_written_since_the_base_drop_the_merge(url: str, thresholds: Thresholds) -> None:
+async def test_segments_written_since_the_base_drop_the_compaction(url: str, thresholds: Thresholds) -> None:
     store, expected = await create(url)
     for number in range(5):
         await write(store, number, number + 1)
@@ -265,11 +269,11 @@ async def test_segments_written_since_the_base_drop_the_merge(url: str, threshol
     await write(await tstore.open(url), 0, 99, stop=30, step=2)
     thresholds(MAX_ROWS=4)
     await tx.commit()
-    assert await merges_of(store) == []
+    assert await compactions_of(store) == []
     expected |= {1: 2, 3: 4} | dict.fromkeys(range(0, 30, 2), 99) | {50: 50}
     await check(store, url, expected)
     await write(store, 59, 59)
-    assert await merges_of(store) == [9]
+    assert await compactions_of(store) == [9]
     await check(store, url, expected | {59: 59})
 
 
@@ -282,12 +286,12 @@ async def test_a_row_below_newer_segments_is_not_restated(url: str) -> None:
     for number in range(31, 36):
         await write(store, number, number)
         expected[number] = number
-    assert await merges_of(store) == [8]
+    assert await compactions_of(store) == [8]
     await check(store, url, expected)
 
 
 @pytest.mark.usefixtures("rows_only")
-async def test_a_collected_chunk_that_only_a_merge_needs_does_not_fail_the_commit(
+async def test_a_collected_chunk_that_only_a_compaction_needs_does_not_fail_the_commit(
     url: str, monkeypatch: pytest.MonkeyPatch, thresholds: Thresholds
 ) -> None:
     """The transaction would restate a chunk that has been replaced since, and whose pack is condemned."""
@@ -320,7 +324,7 @@ async def test_a_collected_chunk_that_only_a_merge_needs_does_not_fail_the_commi
 
 
 @pytest.mark.usefixtures("rows_only")
-async def test_a_merge_restates_nothing_that_a_repair_voided_since_its_base(url: str) -> None:
+async def test_a_compaction_restates_nothing_that_a_repair_voided_since_its_base(url: str) -> None:
     store, expected = await create(url)
     for number in range(5):
         await write(store, number, number + 1)
@@ -331,16 +335,16 @@ async def test_a_merge_restates_nothing_that_a_repair_voided_since_its_base(url:
         await tx.commit()
     store = await tstore.open(url)
     await check(store, url, expected | {0: 1, 1: 2, 3: 4, 4: 5})
-    assert await merges_of(store) == []
+    assert await compactions_of(store) == []
 
 
 @pytest.mark.usefixtures("rows_only")
-async def test_a_merge_of_chunks_that_a_repair_voided_later_is_verified_and_copied(url: str) -> None:
+async def test_a_compaction_of_chunks_that_a_repair_voided_later_is_verified_and_copied(url: str) -> None:
     store, expected = await create_with_rows(url)
-    assert await merges_of(store) == []
+    assert await compactions_of(store) == []
     version = await write(store, 50, 50)
-    assert await merges_of(store) == [version]
-    await (await tstore.open(url)).repair(void_intact=[4])  # the merge has restated what it wrote
+    assert await compactions_of(store) == [version]
+    await (await tstore.open(url)).repair(void_intact=[4])  # the compaction has restated what it wrote
     await check(await tstore.open(url), url, expected | {50: 50})
     async with Server(f"{url}-copy", access=everybody()) as server:
         await tstore.copy(url, server.url, storage_options={"token": ADMIN})
@@ -350,28 +354,28 @@ async def test_a_merge_of_chunks_that_a_repair_voided_later_is_verified_and_copi
 
 @pytest.mark.usefixtures("rows_only")
 @pytest.mark.parametrize("kind", ["other chunks", "fewer chunks"])
-async def test_a_merge_that_changes_chunks_is_noticed(
+async def test_a_compaction_that_changes_chunks_is_noticed(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server refuses its commit; if it was written to the storage directly, `verify` names it."""
 
-    def parts(plan: merges.MergePlan, rows: ChunkTable) -> Iterator[ChunkTable]:
+    def parts(plan: compactions.CompactionPlan, rows: ChunkTable) -> Iterator[ChunkTable]:
         yield rows.with_numbers(rows.number + 7) if kind == "other chunks" else rows.part(1, len(rows))
 
     store, _ = await create(str(tmp_path / "store"))
     for number in range(5):
         await write(store, number, number + 1)
-    monkeypatch.setattr(merges.MergePlan, "parts", parts)
+    monkeypatch.setattr(compactions.CompactionPlan, "parts", parts)
     async with Server(store.url, access=everybody()) as server:
         through = await tstore.open(server.url, storage_options={"token": WRITE})
-        with pytest.raises(InvalidArgument, match="its merge of references of 'w' changes chunks"):
+        with pytest.raises(InvalidArgument, match="its compaction of 'w' changes chunks"):
             await write(through, 50, 50)
     version = await write(store, 50, 50)
     [fault] = (await store.verify()).faults
-    assert f"{version:020}: its merge of references of 'w' changes chunks" in fault
+    assert f"{version:020}: its compaction of 'w' changes chunks" in fault
 
 
-async def test_a_server_accepts_merges_and_their_roots(tmp_path: Path, small: None) -> None:
+async def test_a_server_accepts_compactions_and_their_roots(tmp_path: Path, small: None) -> None:
     store, expected = await create(str(tmp_path / "store"))
     with override_constants(ROOT_EVERY=32):
         async with Server(store.url, access=everybody()) as server:
@@ -380,13 +384,13 @@ async def test_a_server_accepts_merges_and_their_roots(tmp_path: Path, small: No
                 start, step = (turn % 9, 3) if turn % 4 == 0 else (turn % 11, CHUNKS)
                 await write(through, start, turn + 1, stop=CHUNKS, step=step)
                 expected |= dict.fromkeys(range(start, CHUNKS, step), turn + 1)
-            assert len(await merges_of(store)) > 2
+            assert len(await compactions_of(store)) > 2
         await check(store, store.url, expected)
         assert await store.log.storage.size("roots/00000000000000000032")
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_server_accepts_merges_in_pages(tmp_path: Path, thresholds: Thresholds) -> None:
+async def test_a_server_accepts_compactions_in_pages(tmp_path: Path, thresholds: Thresholds) -> None:
     store, expected = await create(str(tmp_path / "store"))
     thresholds(PAGE_BYTES=500, SHORT_MANIFEST=500, INLINE_MANIFEST_BYTES=0)
     async with Server(store.url, access=everybody()) as server:
@@ -397,9 +401,9 @@ async def test_a_server_accepts_merges_in_pages(tmp_path: Path, thresholds: Thre
                     await (await tx.create_array(f"g{turn}/a{at}", (1,), "i8")).write(1)
                 await (await tx.array("w"))[turn % 3 :: 3].write(turn + 1)
             expected |= dict.fromkeys(range(turn % 3, CHUNKS, 3), turn + 1)
-    merging = await merges_of(store)
-    assert merging
-    assert (await store.log.reader.record(merging[-1])).paged_manifest
+    compacting = await compactions_of(store)
+    assert compacting
+    assert (await store.log.reader.record(compacting[-1])).paged_manifest
     await check(store, store.url, expected)
 
 
@@ -413,17 +417,15 @@ STORAGE = ("local", "memory")
     + [pytest.param(at, *bound, 60, marks=pytest.mark.deep) for at in STORAGE for bound in ((4, 8), (1000, 3))],
     indirect=["url"],
 )
-async def test_layers_and_rows_stay_few(
-    url: str, work: int, most: int, turns: int, thresholds: Thresholds
-) -> None:
+async def test_runs_and_rows_stay_few(url: str, work: int, most: int, turns: int, thresholds: Thresholds) -> None:
     thresholds(MIN_SEGMENTS=work)
     store, expected = await create(url)
     for turn in range(turns):
         await write(store, turn % 3, turn + 1, stop=CHUNKS, step=3)
         await write(store, turn % 7, 1000 + turn)
         expected |= dict.fromkeys(range(turn % 3, CHUNKS, 3), turn + 1) | {turn % 7: 1000 + turn}
-        layers, rows = await layers_of(store)
-        assert layers <= most
+        runs, rows = await runs_of(store)
+        assert runs <= most
         assert rows <= 9
     await check(store, url, expected)
 
@@ -447,7 +449,7 @@ def random_batches(rng: np.random.Generator, count: int) -> list[list[Action]]:
 
 
 async def play(url: str, batches: list[list[Action]]) -> int:
-    """Run batches of concurrent transactions; compare every version with a dict; return the number of merges."""
+    """Run batches of concurrent transactions; compare each version with a dict; return how many compacted."""
     store = await tstore.open(url)
     async with store.transaction() as tx:
         await tx.create_array("w", (CHUNKS,), "i8", (1,), sparse=True)
@@ -499,7 +501,7 @@ async def play(url: str, batches: list[list[Action]]) -> int:
         copy = await tstore.open(copied)
         assert await chunks_of(copy) == model
         assert (await copy.verify()).ok
-    return len(await merges_of(store))
+    return len(await compactions_of(store))
 
 
 def cut(model: dict[int, int], size: int) -> None:
@@ -509,7 +511,11 @@ def cut(model: dict[int, int], size: int) -> None:
 
 @pytest.mark.parametrize(
     ("url", "seed", "batches"),
-    [("local", 1, 16), ("memory", 5, 16), ("memory", 6, 16)]  # each fault of merges in `test_mutations` fails one
+    [
+        ("local", 1, 16),
+        ("memory", 5, 16),
+        ("memory", 6, 16),
+    ]  # each fault of compactions in `test_mutations` fails one
     + [pytest.param(at, seed, 40, marks=pytest.mark.deep) for at in STORAGE for seed in range(9)],
     indirect=["url"],
 )
@@ -518,50 +524,50 @@ async def test_every_version_equals_a_dict(url: str, seed: int, batches: int, th
     assert await play(url, random_batches(np.random.default_rng(seed), batches)) > 0
 
 
-async def merged_rows(store: tstore.Store) -> list[int]:
-    """Return how many references each merge restates."""
+async def compacted_rows(store: tstore.Store) -> list[int]:
+    """Return how many references each compaction restates."""
     log, found = store.log.reader, list[int]()
-    for version in await merges_of(store):
+    for version in await compactions_of(store):
         manifests = await log.objects.manifests(version, await log.record(version))
-        found += [len(m.merges_by_path()["w"].table) for m in manifests if m.merges]
+        found += [len(m.compactions_by_path()["w"].run) for m in manifests if m.compactions]
     return found
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_long_layer_is_not_merged_with_short_ones(url: str, thresholds: Thresholds) -> None:
-    """So what merges write follows what commits change, not the length of the array."""
+async def test_a_long_run_is_not_compacted_with_short_ones(url: str, thresholds: Thresholds) -> None:
+    """So what compacts write follows what commits change, not the length of the array."""
     thresholds(MIN_SEGMENTS=1000, _COMMITS=1)
     store, expected = await create(url)
     await write_interleaved(store, expected, 6, 18)
-    rows = await merged_rows(store)
+    rows = await compacted_rows(store)
     assert len(rows) >= 3
     assert max(rows) < CHUNKS / 2
     await check(store, url, expected)
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_small_commit_merges_a_part_of_long_layers(url: str, thresholds: Thresholds) -> None:
+async def test_a_small_commit_compacts_a_part_of_long_runs(url: str, thresholds: Thresholds) -> None:
     thresholds(MIN_SEGMENTS=1, _COMMITS=1)
     store, expected = await create(url)
     await write_interleaved(store, expected, 2, CHUNKS)
     for number in range(3):
         await write(store, number, 9)
         expected[number] = 9
-    rows = await merged_rows(store)
+    rows = await compacted_rows(store)
     assert rows
     assert max(rows) < CHUNKS / 2
     await check(store, url, expected)
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_collection_keeps_the_segments_of_a_merge(url: str, thresholds: Thresholds) -> None:
-    """The commit that merged has expired, and its pack has nothing but segments."""
+async def test_a_collection_keeps_the_segments_of_a_compaction(url: str, thresholds: Thresholds) -> None:
+    """The commit that compacted has expired, and its pack has nothing but segments."""
     thresholds(MIN_SEGMENTS=1000, _COMMITS=1)
     store, expected = await create(url)
     await write_interleaved(store, expected, 2, 18)
-    merging_version = await write(store, 50, 8)
-    assert await merges_of(store) == [merging_version]
+    compacting_version = await write(store, 50, 8)
+    assert await compactions_of(store) == [compacting_version]
     expected[50] = 9
     await write(store, 50, 9)
-    assert merging_version in (await store.collect(tstore.Keep(last=1))).versions
+    assert compacting_version in (await store.collect(tstore.Keep(last=1))).versions
     await check(store, url, expected)
