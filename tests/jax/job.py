@@ -542,6 +542,8 @@ def own_values(folder: Path) -> None:
         number,
         "ab"[number],
         jax.random.key(number),
+        placed(np.full((3, 2), number), mesh(8)),
+        placed(np.full(1 << 20, number), mesh(4, 2)),
     ):
         with pytest.raises(Inconsistent, match=r"rng/1.*: hosts \[1\] differ from host 0"):
             tstore.jax.save(url, {"rng": [0, leaf]}, 4)

@@ -211,7 +211,11 @@ def save_own_state(folder: Path) -> None:
     with tstore.torch.Checkpointer(url) as checkpoints:
         checkpoints.save(2, own_state(rank + 10))
         assert checkpoints.restore_latest(own_state(0))["own"]["loader"].value.state["position"] == rank + 10
+    mesh = init_device_mesh("cpu", (2, 2))
+    replicated = [Replicate(), Replicate()]
     for tree in (
+        {"rng": DTensor.from_local(torch.full((2,), rank), mesh, replicated)},
+        {"rng": DTensor.from_local(torch.full((1 << 20,), rank).bfloat16(), mesh, replicated)},
         {"rng": torch.full((2,), rank)},
         {"rng": np.float32(rank)},
         {"rng": rank},

@@ -97,6 +97,7 @@ class Shards:
         self._fill(ShardLayout(shape, dtype, shard_shape, indices, sizes), list(regions.values()))
 
     def _fill(self, layout: ShardLayout, parts: Sequence[Any]) -> None:
+        self.replica_checksum: bytes | None = None  # of an array that every host has whole, which a save compares
         self.layout = layout
         self.shape, self.dtype, self.shard_shape = layout.shape, layout.dtype, layout.shard_shape
         self.values = [v if v is None else _checked_values(layout, i, v) for i, v in enumerate(parts)]

@@ -10,13 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.structure import scalars_in
 from tstore.core.format.tree_document import TreeDocument, scalar_node
 
-__all__ = ["array_checksums", "checksums", "sampled", "value_checksums"]
+__all__ = ["REPLICA_WHOLE", "array_checksum", "array_checksums", "checksums", "sampled", "value_checksums"]
 
 _WHOLE = 1 << 20
 """Up to this many bytes, all of an array is hashed; of a longer one, samples."""
+
+REPLICA_WHOLE = 1 << 16
+"""The same for replicas of sharded arrays, which may be all weights of a model: this takes 2 % of their save."""
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -25,12 +29,12 @@ _MAX_BYTES = 1 << 18
 
 
 def checksums(document: TreeDocument, leaves: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the checksums of the NumPy arrays among the leaves of a tree, and of its Python scalars, by path."""
+    """Return the checksums of what every host has whole: arrays among the leaves, and Python scalars, by path."""
     return value_checksums(leaves, scalars_in(document))
 
 
 def value_checksums(leaves: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the checksums of the NumPy arrays among the leaves, and of Python scalars, by path.
+    """Return the checksums of the arrays that every host has whole, and of Python scalars, by path.
 
     If there are too many, those of the largest groups are combined, under the path of the group.
     """
@@ -55,13 +59,19 @@ def value_checksums(leaves: Mapping[str, Any], scalars: Mapping[str, Any]) -> di
 
 
 def array_checksums(leaves: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the checksums of the NumPy arrays among the leaves of a tree, by path."""
-    return {path: _of_array(leaf) for path, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
+    """Return the checksums of the arrays that every host has whole among the leaves of a tree, by path."""
+    result = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, np.ndarray):
+            result[path] = array_checksum(leaf)
+        elif isinstance(leaf, Shards) and leaf.replica_checksum is not None:
+            result[path] = leaf.replica_checksum
+    return result
 
 
-def sampled(size: int, itemsize: int) -> tuple[int, list[int]] | None:
+def sampled(size: int, itemsize: int, whole: int = _WHOLE) -> tuple[int, list[int]] | None:
     """Return the length of each sample of an array, and where they begin; None if all of it is hashed."""
-    if size * itemsize <= _WHOLE:
+    if size * itemsize <= whole:
         return None
     count = _SAMPLE_BYTES // itemsize or 1
     return count, np.linspace(0, size - count, _SAMPLES).astype(int).tolist()
@@ -75,8 +85,9 @@ def _group_sizes(result: Mapping[str, bytes]) -> Counter[str]:
     return sizes
 
 
-def _of_array(values: npt.NDArray[Any]) -> bytes:
-    if (samples := sampled(values.size, values.itemsize)) is not None:
+def array_checksum(values: npt.NDArray[Any], whole: int = _WHOLE) -> bytes:
+    """Return the checksum of an array, or of samples if it has more than `whole` bytes."""
+    if (samples := sampled(values.size, values.itemsize, whole)) is not None:
         count, starts = samples
         flat: Any = values.reshape(-1) if values.flags.c_contiguous else values.flat  # neither copies all values
         values = np.concatenate([flat[start : start + count] for start in starts])

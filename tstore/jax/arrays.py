@@ -20,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from tstore.checkpoint.leaves import HostValues, PerHost, Shards
+from tstore.checkpoint.replicated import REPLICA_WHOLE, array_checksum, sampled
 from tstore.checkpoint.structure import IMPL, flatten, unflatten_like
 from tstore.core.format.tree_document import SCALARS
 from tstore.errors import InvalidArgument
@@ -237,12 +238,30 @@ def _array_copy(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -
     offset = xxhash.xxh3_64_intdigest(path.encode()) % layout.replicas if layout.replicas > 1 else 0
     template, pieces = _saved_pieces(sharding, shape, dtype, hosts == 1, offset)
     data = [_on_host(array.addressable_data(piece.position), piece) for piece in pieces]
+    replica = None
+    if layout.regions and sharding.is_fully_replicated and not sharding.is_fully_addressable and hosts > 1:
+        replica = _replica(array, layout.regions[0])
 
     def finish() -> Values | Shards:
         values = [_viewed(values, piece, dtype) for values, piece in zip(data, pieces, strict=True)]
-        return values[0] if template is None else template.with_values(values)
+        if template is None:
+            return values[0]
+        shards = template.with_values(values)
+        if replica is not None:
+            shards.replica_checksum = array_checksum(np.asarray(replica), REPLICA_WHOLE)
+        return shards
 
     return finish
+
+
+def _replica(array: jax.Array, region: _Region) -> jax.Array | None:
+    """Begin to copy all of an array to the host, to compare it with that of other processes.
+
+    On an accelerator, None stands for an array of more than 64 KiB: copying it would take as long as its save.
+    """
+    if region.platform != "cpu" and sampled(array.size, array.dtype.itemsize, REPLICA_WHOLE) is not None:
+        return None
+    return _on_host(array.addressable_data(region.position), _piece(region, None, array.dtype.itemsize))
 
 
 class _Piece(NamedTuple):

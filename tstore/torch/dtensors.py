@@ -20,14 +20,15 @@ class Layout(NamedTuple):
 
     `parts` has, for each region, the index in the whole tensor and the index in the local one. `shard_shape` is
     the same in every process. `writes` says whether this process writes the values; of the processes of the mesh
-    that hold the same values, one does. `team` is a number that identifies the mesh, because other processes may
-    have the same tensor on another mesh.
+    that hold the same values, one does. `is_replica` says whether it has all values, as others have. `team` is a
+    number that identifies the mesh, because other processes may have the same tensor on another mesh.
     """
 
     shape: tuple[int, ...]
     shard_shape: tuple[int, ...]
     parts: list[tuple[Index, Index]]
     writes: bool
+    is_replica: bool
     team: int
 
 
@@ -56,7 +57,7 @@ def layout_of(path: str, tensor: Any) -> Layout:
     team = xxhash.xxh3_64_intdigest(str(mesh.mesh.tolist()).encode())
     position = mesh.get_coordinate()
     if position is None:  # the tensor lives on other processes
-        return Layout(layout.shape, layout.shard_shape, [], False, team)
+        return Layout(layout.shape, layout.shard_shape, [], False, False, team)
     planned_shape = tuple(
         sum(stop - start for start, stop in layout.runs(d, position)) for d in range(tensor.ndim)
     )
@@ -71,4 +72,5 @@ def layout_of(path: str, tensor: Any) -> Layout:
     for axis in layout.replica_axes:
         replica = replica * mesh.size(axis) + position[axis]
     writer = xxhash.xxh3_64_intdigest(path.encode()) % replicas  # so that the replicas share the work
-    return Layout(layout.shape, layout.shard_shape, layout.parts(position), replica == writer, team)
+    is_replica = replicas > 1 and local_shape == tuple(layout.shape)
+    return Layout(layout.shape, layout.shard_shape, layout.parts(position), replica == writer, is_replica, team)

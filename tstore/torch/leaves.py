@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tstore.checkpoint.leaves import Destination, HostValues, PerHost, Shards
+from tstore.checkpoint.replicated import REPLICA_WHOLE, array_checksum
 from tstore.checkpoint.structure import flatten, unflatten_like
 from tstore.core.runtime.budget import prefer_huge_pages
 from tstore.errors import InvalidArgument
@@ -21,6 +22,7 @@ from tstore.torch.tensors import (
     numpy_dtype,
     overlapping,
     same_bits,
+    samples_of,
     shares_elements,
     tensor_from_values,
     values_of,
@@ -59,6 +61,10 @@ def to_values(tree: Any) -> TreeValues:
             [(whole, results[path][_view_index(local)]) for whole, local in layout.parts] if layout.writes else []
         )
         results[path] = Shards(layout.shape, dtype, parts, shard_shape=layout.shard_shape)
+    replicas = [path for path, layout in layouts.items() if layout.is_replica]
+    samples_by_path = {path: samples_of(local_tensor(leaves[path]), REPLICA_WHOLE) for path in replicas}
+    for path, samples in host_values(samples_by_path).items():
+        results[path].replica_checksum = array_checksum(samples)
     results |= {p: PerHost(to_values(leaf.value).tree) for p, leaf in leaves.items() if isinstance(leaf, PerHost)}
     copied = all(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves.values())
     teams = {path: layout.team for path, layout in layouts.items()}

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tstore.checkpoint.replicated import sampled
 from tstore.core.data.casting import TORCH_DTYPES, tensor_values
 from tstore.core.format.arrays.grid import may_overlap
 from tstore.errors import InvalidArgument
@@ -21,6 +22,7 @@ __all__ = [
     "numpy_dtype",
     "overlapping",
     "same_bits",
+    "samples_of",
     "shares_elements",
     "tensor_from_values",
     "torch_dtype",
@@ -39,6 +41,8 @@ _BITS = {
     if viewed.type.__module__ != "numpy"
 }
 """For each dtype that NumPy lacks, the integers of the same width."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # which every device can index
 
 
 def numpy_dtype(path: str, dtype: torch.dtype) -> np.dtype[Any]:
@@ -185,6 +189,20 @@ def checked_dtype(path: str, tensor: torch.Tensor) -> np.dtype[Any]:
             "the state_dict() of the module, or tensors that have their values"
         )
     return dtype
+
+
+def samples_of(tensor: torch.Tensor, *whole: int) -> torch.Tensor:
+    """Return a tensor, or samples of a long one in one dimension, on its device; `whole` as for `sampled`."""
+    samples = sampled(tensor.numel(), tensor.itemsize, *whole)
+    if samples is None or tensor.itemsize not in _INTEGERS or tensor.layout != torch.strided:
+        return tensor
+    count, starts = samples
+    values = tensor.resolve_conj().resolve_neg().view(_INTEGERS[tensor.itemsize])
+    if values.is_contiguous():
+        flat = values.view(-1)
+        return torch.cat([flat[start : start + count] for start in starts])
+    numbers = torch.cat([torch.arange(start, start + count, device=tensor.device) for start in starts])
+    return values[torch.unravel_index(numbers, tensor.shape)]
 
 
 def check_not_nested(path: str, tensor: torch.Tensor) -> None:

@@ -9,16 +9,15 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from tstore.checkpoint.leaves import HostValues, PerHost
-from tstore.checkpoint.replicated import sampled, value_checksums
+from tstore.checkpoint.replicated import value_checksums
 from tstore.checkpoint.structure import flatten, join, path_part, scalars_in
 from tstore.core.format.tree_document import SCALARS
 from tstore.errors import InvalidArgument
-from tstore.torch.tensors import host_values
+from tstore.torch.tensors import host_values, samples_of
 
 __all__ = ["checksums_of"]
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # which every device can index
 
 
 def checksums_of(planner: SavePlanner, hosts: int) -> dict[str, bytes]:
@@ -45,24 +44,10 @@ def checksums_of(planner: SavePlanner, hosts: int) -> dict[str, bytes]:
                 scalars |= {join(path, below).strip("/"): s for below, s in scalars_in(flatten(value)[0]).items()}
     if hosts == 1:
         return {}
-    return value_checksums(host_values({path: _samples(tensor) for path, tensor in tensors.items()}), scalars)
+    return value_checksums(host_values({path: samples_of(tensor) for path, tensor in tensors.items()}), scalars)
 
 
 def _has_per_host(value: Any) -> bool:
     if isinstance(value, PerHost | HostValues):
         return True
     return isinstance(value, list | tuple) and any(map(_has_per_host, value))
-
-
-def _samples(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, or samples of a long one in one dimension."""
-    samples = sampled(tensor.numel(), tensor.itemsize)
-    if samples is None or tensor.itemsize not in _BITS or tensor.layout != torch.strided:
-        return tensor
-    count, starts = samples
-    values = tensor.resolve_conj().resolve_neg().view(_BITS[tensor.itemsize])
-    if values.is_contiguous():
-        flat = values.view(-1)
-        return torch.cat([flat[start : start + count] for start in starts])
-    numbers = torch.cat([torch.arange(start, start + count, device=tensor.device) for start in starts])
-    return values[torch.unravel_index(numbers, tensor.shape)]
