@@ -40,8 +40,8 @@ def test_a_part_is_a_slice_of_the_rows(rows: list[ChunkRow], a: int, b: int) -> 
     )
     assert part.take(np.arange(stop - start)[::-1]).rows == rows[start:stop][::-1]
     assert part.equals(ChunkTable.from_rows(rows[start:stop]))
-    assert part.compact().rows == rows[start:stop]
-    assert set(part.compact().packs) == {row.pack for row in rows[start:stop]}
+    assert part.with_used_packs().rows == rows[start:stop]
+    assert set(part.with_used_packs().packs) == {row.pack for row in rows[start:stop]}
 
 
 @given(ROWS, st.sets(st.integers(0, 25)))

@@ -99,7 +99,9 @@ async def needed(store: tstore.Store) -> set[str]:
     async for commit in store.history():
         if not commit.expired:
             tree = (await store.snapshot(commit.version)).tree
-            packs |= {p for n in tree.nodes.values() for p in n.chunks.compact().packs if isinstance(p, str)}
+            packs |= {
+                p for n in tree.nodes.values() for p in n.chunks.with_used_packs().packs if isinstance(p, str)
+            }
             refs = (await store.log.reader.record(commit.version)).manifests
             packs |= {m.key for m in refs if isinstance(m, ObjectRef)}
     return packs
@@ -462,7 +464,11 @@ async def test_packs_of_one_version_are_removed_individually(url: str) -> None:
     store = await tstore.open(url)
     await layers(store, 0, 0)
     tree = await tstore.restore(store, 0)
-    packs = {p: n.chunks.compact().packs[0] for p, n in (await store.snapshot()).tree.nodes.items() if n.is_array}
+    packs = {
+        p: n.chunks.with_used_packs().packs[0]
+        for p, n in (await store.snapshot()).tree.nodes.items()
+        if n.is_array
+    }
     first, second = sorted(set(packs.values()))
     assert isinstance(first, str)
     await tstore.save(store, {p: v + (packs[p] == first) for p, v in tree.items()}, 1)

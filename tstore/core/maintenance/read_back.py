@@ -118,7 +118,7 @@ def _faults(storage: Storage, batch: _Batch) -> Iterator[_Fault]:
                 starts = (rows.offset - rows.offset[0]).astype(np.int64)
                 checks = checks_in(buffer.data, starts, rows.length.astype(np.int64))
                 for at in _differing(rows, checks).tolist():
-                    [row] = rows.part(at, at + 1).compact().rows
+                    [row] = rows.part(at, at + 1).with_used_packs().rows
                     blocks = rows.blocks[at : at + 2].tolist()
                     mismatch = row.mismatch(checks[slice(*blocks)].tobytes(), storage.url)
                     yield _Fault(f"{batch.chunks.label(batch.start + at)}: {mismatch}", None)

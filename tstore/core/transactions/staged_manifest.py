@@ -105,7 +105,7 @@ def staged_manifest(arrays: Mapping[str, StagedArray], groups: Mapping[str, byte
     if not tables and len(rows) <= SHORT_COLUMN and _rows_ascend(rows, counts):
         return short_manifest(nodes, counts, rows)
     last = ChunkTable.from_rows(rows)
-    table = ChunkTable.concat([*tables, last]).compact() if tables else last
+    table = ChunkTable.concat([*tables, last]).with_used_packs() if tables else last
     if _ascend(table.number, counts):
         return Manifest.from_table(nodes, counts, table)
     stops = itertools.accumulate(counts)  # rows out of order, as worker threads wrote the chunks

@@ -269,7 +269,10 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
 
     def equals(self, other: ChunkTable) -> bool:
         """Return whether both tables have the same rows in the same order; the order of `packs` may differ."""
-        mine, theirs = self.compact(), other.compact()  # both then list their packs in the order of the rows
+        mine, theirs = (
+            self.with_used_packs(),
+            other.with_used_packs(),
+        )  # both then list their packs in the order of the rows
         columns = ("number", "pack", "offset", "length", "checks")
         return mine.packs == theirs.packs and all(
             np.array_equal(getattr(mine, column), getattr(theirs, column)) for column in columns
@@ -290,7 +293,7 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
             np.concatenate([common[~same_length], a.number[owner[unequal]]]),
         )
 
-    def compact(self) -> ChunkTable:
+    def with_used_packs(self) -> ChunkTable:
         """Return the same rows with only the packs that they refer to, in the order of first reference."""
         if isinstance(self.columns, RowColumns) and self._is_whole():
             return self  # these packs are in that order

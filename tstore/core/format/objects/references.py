@@ -228,7 +228,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     def part(self, start: int, stop: int) -> Manifest:
         """Return the manifest of the nodes at these positions in `paths`, with only the packs that they need."""
         first, end = [int(self._stops[at - 1]) if at else 0 for at in (start, stop)]
-        rows = self.table.part(first, end).compact()
+        rows = self.table.part(first, end).with_used_packs()
         used, document = np.unique(parse_column(self.document, "<u4")[start:stop], return_inverse=True)
         manifest = Manifest(
             packs=tuple(p if isinstance(p, str) else "" for p in rows.packs),

@@ -239,7 +239,7 @@ def cut(table: ChunkTable) -> Iterator[ChunkTable]:
 
 def encode_segment(table: ChunkTable) -> tuple[bytes, tuple[str, ...]]:
     """Return the bytes of a segment with these rows, and their packs; each row is `fitting`."""
-    rows = table.compact()
+    rows = table.with_used_packs()
     columns = (rows.number, rows.pack, rows.offset, rows.length, rows.checks)
     return b"".join([column.tobytes() for column in columns]), tuple(map(str, rows.packs))
 

@@ -168,7 +168,7 @@ def stack(tables: Sequence[Table], newer: Sequence[Table]) -> tuple[Table, ...]:
     dense = [table for table in newer if isinstance(table, SortedRun) and table.is_dense]
     result = _outside(tables, dense) if dense else list(tables)
     if len(newer) >= _TIER_TABLES and all(isinstance(table, ChunkTable) for table in newer):
-        newer = [overlay(newer).compact()]
+        newer = [overlay(newer).with_used_packs()]
     for newest in newer:
         result.append(newest)
         if isinstance(newest, ChunkTable):
@@ -187,7 +187,7 @@ def _combine_last(tables: list[Table], newest: ChunkTable) -> None:
             first -= 1
         if len(tables) - first < _TIER_TABLES:
             return
-        newest = overlay(tables[first:]).compact()
+        newest = overlay(tables[first:]).with_used_packs()
         tables[first:] = [newest]
 
 
@@ -260,4 +260,4 @@ def overlay_each(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt
     newest = np.ones(len(at), np.bool_)
     newest[:-1] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1])
     counts = np.bincount(owner[newest], minlength=len(nodes)).astype(np.int64)
-    return joined.take(at[newest]).compact(), counts
+    return joined.take(at[newest]).with_used_packs(), counts

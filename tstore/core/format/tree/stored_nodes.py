@@ -1,6 +1,6 @@
 """The nodes of manifests, in memory or in pages that a `PageSource` reads, in levels by age; pure, no I/O.
 
-Each level has what changed after those below it."""
+Each level, a run by path, has what changed after those below it."""
 
 from __future__ import annotations
 
