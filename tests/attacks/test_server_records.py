@@ -504,7 +504,7 @@ async def test_a_manifest_of_a_group_written_first_by_another_client(place: Plac
     for j, tx in enumerate(hosts):
         for i in range(300):
             await (await tx.create_array(f"many/{j}/{i}", (64,), "f4", (4,))).write(np.full(64, i))
-    key = f"txn/{hosts[0].id}/manifest"
+    key = f"txn/{hosts[0].id}/manifest-{NEWEST}"
     assert (await place.write.create(f"/{key}", framed(manifest()))).status == 201
     outcomes = await asyncio.gather(*[tx.commit(timeout=60) for tx in hosts], return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} <= {Inconsistent}

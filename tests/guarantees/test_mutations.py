@@ -23,6 +23,7 @@ COOPERATIVE, EXCLUSION, STAGING = (
     "tstore.core.transactions.conflicts:Exclusion.",
     "tstore.core.transactions.staging:Staging.",
 )
+BEGUN = "transactions/test_begun_again.py::"
 DECISION, WITHDRAWAL = "tstore.core.transactions.decision:Decision.", "transactions/test_withdrawal.py::"
 ADMISSION, RECORDS = "tstore.service.server.admission:Admission.", "attacks/test_server_records.py::"
 COMMITS = "tstore.core.log.commits:CommitObjects."
@@ -176,8 +177,28 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         ),
     ),
     "a condemned transaction begins again": (
-        "transactions/test_begun_again.py::test_hosts_are_told_at_once_and_another_attempt_is_committed[manifest*-2]",
+        BEGUN + "test_hosts_are_told_at_once_and_another_attempt_is_committed[manifest*-2]",
         Edit(COOPERATIVE + "_create_fragment", "await self.exclusion.check_begun_again(fragment.base)", "pass"),
+    ),
+    "hosts are told what an earlier use became": (
+        BEGUN + "test_a_host_of_the_first_use_that_wakes_up_is_told_its_version_and_the_others_are_not",
+        Edit(COOPERATIVE + "append", "if version <= base:", "if False:"),
+    ),
+    "a host commits a later use of its id": (
+        BEGUN + "test_a_host_of_the_first_use_that_helps_does_not_commit_the_second",
+        Edit(COOPERATIVE + "append", "base=min(merged.base, base)", "base=merged.base"),
+    ),
+    "manifests of two uses of an id have one key": (
+        BEGUN + "test_an_older_collection_that_stands_still_removes_nothing_that_is_committed[manifest*]",
+        Edit(COOPERATIVE + "_write_manifest", "/manifest-{base}", "/manifest"),
+    ),
+    "single objects of an earlier use are ignored": (
+        BEGUN + "test_an_expired_version_whose_packs_are_needed_is_told_too",
+        Edit("tstore.core.format.tree.retention:refuse_condemned", "in map(owner_of, single)", "in ()"),
+    ),
+    "the outcome is that of an earlier use": (
+        BEGUN + "test_the_id_is_committed_once_more_and_the_store_is_valid",
+        Edit("tstore.core.store:Store.outcome", "await base_of(self._log.reader, transaction)", "0"),
     ),
     "a redelivered fragment is not synced": (
         "guarantees/test_durability.py::test_a_redelivered_fragment_is_made_durable",

@@ -1071,7 +1071,7 @@ async def test_an_attempt_that_starts_again_while_a_gc_deletes_it_is_told(tmp_pa
     await (await tstore.open(storage)).collect(Keep(last=2), abandoned=NOW)
     for told in await asyncio.gather(*(tx.commit() for tx in again), return_exceptions=True):
         assert isinstance(told, Conflict)
-        assert "looked abandoned and was removed" in str(told)
+        assert "removed by the garbage collection" in str(told)
     await tstore.save(store, tree_of(2), 2)
     await check_whole(store)
 

@@ -298,7 +298,10 @@ class Store:
         If the store is open for writing, the version is durable on return, unless it was committed with durability
         "none". The cost grows with the number of commits. Raise `Corrupt` if a record is damaged.
         """
-        version = await self._log.reader.find(checked_text("transaction", transaction))
+        from tstore.core.transactions.pending import base_of
+
+        transaction = checked_text("transaction", transaction)
+        version = await self._log.reader.find(transaction, await base_of(self._log.reader, transaction))
         if version is not None and self.mode != "r":
             durable = (await self._log.reader.record(version)).durable
             await self._log.make_durable(version, Durability.FSYNC if durable else Durability.NONE)

@@ -377,8 +377,8 @@ async def _delete(
 
     Markers, records and hints are never deleted, even if a (forged) record condemns them. Of a condemned
     transaction only the objects `listed` before the record was created are deleted. Hosts of the same cooperative
-    transaction that begin again after that, and would use these keys again, are refused
-    (`Exclusion.check_begun_again`) until another collection is the last one.
+    transaction that begin again after that, and would use these keys again, are refused until another collection
+    is the last one; then they use others for what a commit needs (`transactions.cooperative`).
     """
 
     async def delete(keys: Iterable[str]) -> None:

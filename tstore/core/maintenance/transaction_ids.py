@@ -1,5 +1,8 @@
 """The ids of all transactions in a log, to find those that it has twice because a record was copied over another.
 
+Hosts that use an attempt again may commit its id once more, once the version that it had become has expired. They
+begin above that version, since a writer finds its own transaction above the base.
+
 Only verification looks for these. Readers do not refuse them: a client of a server that commits an id again must
 not make the store unreadable.
 """
@@ -40,18 +43,18 @@ class TransactionIds:
         same = np.flatnonzero(np.diff(digests[order]) == 0)
         positions = np.concatenate([order[same], order[same + 1]]).tolist()
         versions = sorted({self._versions[position] for position in positions})
-        first: dict[str, int] = {}
+        last: dict[str, int] = {}
         faults = []
         async for version, record in log.each_record(versions):
             ids = _ids(record)
-            if repeated := ids & first.keys():
+            if repeated := {t for t in ids if record.base < last.get(t, 0)}:
                 transaction = min(repeated)
                 faults.append(
                     f"{log.storage.url}: {commit_key(version)} commits the transaction {transaction}, as "
-                    f"{commit_key(first[transaction])} does, so one of them is in the place of another record; "
+                    f"{commit_key(last[transaction])} does, so one of them is in the place of another record; "
                     "restore both from a copy of the store"
                 )
-            first |= dict.fromkeys(ids - repeated, version)
+            last |= dict.fromkeys(ids, version)
         return faults
 
 

@@ -39,6 +39,17 @@
    - If the withdrawal fails, a late host may still commit; a note on the error of the save says so.
    - A garbage collection deletes the claim only of a transaction that is committed, or that its record condemns,
      so what was withdrawn is never committed.
+8. An attempt should be new with each start of a job. If hosts use it again, they continue the transaction while it
+   has objects. Once a collection has removed these, they are refused until another collection is the last one
+   (`Exclusion.check_begun_again`). From then on the id is used anew, and may be committed once more. The bases of
+   the fragments tell the two uses apart: those of the second are above the version, or the collection, that ended
+   the first.
+   - A fragment of the first use, of a host that was late, is merged with those of the second only by a host that
+     then reads the log from the lower base: it finds the commit or the collection, and each host learns that
+     nothing of the second is committed.
+   - An older collection that stood still may remove objects of the second use. But the key of the manifest has
+     the base, so nothing that is committed needs them. Hosts may miss a fragment, and fail at the deadline, or a
+     claim, as after a power failure (7).
 """
 
 from __future__ import annotations
@@ -107,7 +118,7 @@ class CooperativeCommit:
         """Deliver this host's fragment, and return the version once the transaction is committed."""
         waiter = _Waiter(self, timeout)
         fragment = await self._create_fragment(fragment)
-        version = await self._conclude(fragment, self._climb())
+        version = await self._conclude(fragment, self._climb(fragment.base))
         return await self._conclude(fragment, waiter.wait(fragment)) if version is None else version
 
     async def deliver(self, fragment: Fragment) -> int | None:
@@ -117,7 +128,7 @@ class CooperativeCommit:
         or `DeadlineExceeded` if it is known already that the transaction can never be committed.
         """
         fragment = await self._create_fragment(fragment)
-        version = await self._conclude(fragment, self._climb())
+        version = await self._conclude(fragment, self._climb(fragment.base))
         return await self._conclude(fragment, self._find(fragment)) if version is None else version
 
     async def withdraw(self, base: int) -> int | None:
@@ -179,27 +190,32 @@ class CooperativeCommit:
                 f"{self.member.hosts} have not delivered; start the job again with another attempt",
                 absent,
             )
-        return await run_to_end(self.take_over())
+        return await run_to_end(self.take_over(fragment.base))
 
-    async def take_over(self) -> int:
-        """Commit in place of the host that should, and return the version.
+    async def take_over(self, base: int) -> int:
+        """Commit in place of the host that should, and return the version; `base` as in `append`.
 
         Raise `DeadlineExceeded` if a host has withdrawn the transaction.
         """
         await self.fragments.decision.commit()
-        return await self.append()
+        return await self.append(base)
 
-    async def append(self) -> int:
-        """Merge the top level, append the record, and return its version; it must be decided to commit."""
+    async def append(self, base: int) -> int:
+        """Merge the top level, append the record, and return its version; it must be decided to commit.
+
+        `base` is that of this host's fragment. Raise `Conflict` if the version is not above it.
+        """
         await self.number_of_hosts.check_before_commit()
         merged = await self.fragments.merge_block(self.member.top, 0)
         [manifest] = await self.log.reader.objects.manifest(merged.manifest)
         await run(check_complete, self.member.name, manifest)
         durability = Durability.FSYNC if merged.durable else Durability.NONE
         if manifest.size > INLINE_MANIFEST_BYTES:
-            merged = replace(merged, manifest=await self._write_manifest(manifest, durability))
+            merged = replace(merged, manifest=await self._write_manifest(manifest, merged.base, durability))
         record = replace(
-            record_from_fragment(merged, world.now()), reused=manifest.reused(self.member.transaction)
+            record_from_fragment(merged, world.now()),
+            base=min(merged.base, base),
+            reused=manifest.reused(self.member.transaction),
         )
         changes = await run(Changes.from_record, record, [manifest])
 
@@ -207,7 +223,15 @@ class CooperativeCommit:
             await self.exclusion.check(changes, newer)
             return record
 
-        return await self.log.append(record, validate, durability)
+        version = await self.log.append(record, validate, durability)
+        if version <= base:
+            raise Conflict(
+                f"{self._storage.url}: transaction {self.member.name!r} was committed as version {version} before "
+                "this host began it again with the same attempt, so nothing of this run is committed; repeat it "
+                "with another attempt",
+                [],
+            )
+        return version
 
     async def _find(self, fragment: Fragment) -> int | None:
         """Return the version of the transaction, or None; raise if it can never be committed."""
@@ -224,9 +248,9 @@ class CooperativeCommit:
         await self.fragments.decision.check()
         return None
 
-    async def _climb(self) -> int | None:
+    async def _climb(self, base: int) -> int | None:
         """Merge the blocks that are complete; commit and return the version if all are, else None."""
-        return await run_to_end(self.append()) if await self.fragments.climb() else None
+        return await run_to_end(self.append(base)) if await self.fragments.climb() else None
 
     async def _conclude(self, fragment: Fragment, work: Awaitable[T]) -> T | int:
         """Return the result of work after this host's delivery, or the version that the transaction has become.
@@ -299,8 +323,8 @@ class CooperativeCommit:
             )
         return delivered
 
-    async def _write_manifest(self, manifest: Manifest, durability: Durability) -> ObjectRef:
-        reference, data = stored(f"{self.member.folder}/manifest", manifest)
+    async def _write_manifest(self, manifest: Manifest, base: int, durability: Durability) -> ObjectRef:
+        reference, data = stored(f"{self.member.folder}/manifest-{base}", manifest)
         refusal = (
             f"the manifest of transaction {self.member.name!r} does not follow from its fragments, so the "
             "transaction cannot be committed; repeat it with another attempt"
@@ -356,7 +380,7 @@ class _Waiter:
                 seen = newest
                 now = self._clock()
                 if now >= self._takeover:
-                    return await run_to_end(self._commit.take_over())
+                    return await run_to_end(self._commit.take_over(fragment.base))
                 if self._takeover == math.inf:
                     await self._help(now)
 

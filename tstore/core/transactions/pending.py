@@ -25,12 +25,13 @@ from tstore.core.runtime.concurrency import batched
 from tstore.core.storage.base import Storage
 from tstore.core.transactions.decision import withdrawal_in
 from tstore.core.transactions.membership import Membership, slug
-from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, name_list
+from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, name_list
 
 __all__ = [
     "Heartbeat",
     "HeartbeatWriter",
     "PendingTransaction",
+    "base_of",
     "describe_pending",
     "find_pending",
     "hosts_under_way",
@@ -160,6 +161,18 @@ async def find_pending(log: LogReader, name: str) -> Membership:
         known = name_list("pending transactions", [p.transaction for p in under_way])
         raise NotFound(f"{log.storage.url} has no transaction {quote(name)} under way; {known}")
     return member._replace(name=name)
+
+
+async def base_of(log: LogReader, transaction: str) -> int:
+    """Return the base of a fragment of a transaction, 0 without one: a version below that of its commit.
+
+    Once the version of an earlier use of the id has expired, only a later use has fragments.
+    """
+    with contextlib.suppress(Corrupt, Denied, NotFound, UnsupportedFormat):
+        if Membership.from_id(transaction) is not None:
+            keys = await log.storage.list(f"{folder_of(transaction)}/part-")
+            return (await log.objects.read(keys[0], Fragment)).base if keys else 0
+    return 0
 
 
 async def _committed(log: LogReader, name: str) -> Membership | None:

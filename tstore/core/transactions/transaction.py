@@ -11,7 +11,8 @@
 5. In a cooperative transaction each host delivers a fragment in place of the record, and the host that finds all
    fragments commits (`cooperative`).
 
-Transaction ids are never used again, so what an aborted transaction leaves under `txn/<id>/` is harmless.
+The id of a transaction of one process is never used again, so what an aborted one leaves under `txn/<id>/` is
+harmless.
 """
 
 from __future__ import annotations

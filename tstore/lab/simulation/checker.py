@@ -1,6 +1,6 @@
 """Checks that a correct store could have produced the history of a simulation.
 
-    unique         no transaction is committed twice (`judge` checks that no version is missing)
+    unique         no attempt is committed twice (`judge` checks that no version is missing)
     acknowledged   the version acknowledged to a host is the version of its transaction
     failed         an attempt that was aborted, or failed with any error but `CommitOutcomeUnknown`, is not
                    committed (though one host of a cooperative transaction may fail while the others succeed)
@@ -52,7 +52,7 @@ def find_violations(
     what `Store.history` returns for the later versions.
     """
     violations = list(history.violations)
-    by_transaction = _versions_by_transaction(log, history, violations)
+    by_attempt = _versions_by_attempt(log, history, violations)
     replay = Replay(initial, log, history)
     states, tags = replay.states, replay.tags
     violations += replay.violations
@@ -60,7 +60,7 @@ def find_violations(
     if history.repaired is not None:
         violations += _check_bases(log, history, history.repaired)
     violations += _check_descriptions(commits, history)
-    violations += _check_outcomes(by_transaction, history)
+    violations += _check_outcomes(by_attempt, log, history)
     violations += _check_isolation(log, states, history)
     violations += _check_steps(log, history)
     # a version that was voided may have been a copy too
@@ -77,26 +77,26 @@ def find_violations(
     return violations
 
 
-def _versions_by_transaction(
+def _versions_by_attempt(
     log: Mapping[int, CommittedVersion], history: History, violations: list[str]
-) -> dict[str, int]:
-    """Return the version of each transaction.
+) -> dict[Attempt, int]:
+    """Return the version of each attempt.
 
-    Append to `violations` if a transaction has two versions, or was begun by no host.
+    Append to `violations` if an attempt has two versions, or a transaction was begun by no host.
     """
-    by_transaction: dict[str, int] = {}
+    by_attempt: dict[Attempt, int] = {}
     for version, commit in log.items():
         if commit.record.void:
             continue
+        for attempt in history.committed_by(commit.record):
+            if (first := by_attempt.setdefault(attempt, version)) != version:
+                violations.append(f"transaction {attempt.transaction} is both version {first} and {version}")
         for name in commit.record.transactions:
-            if name in by_transaction:
-                violations.append(f"transaction {name} is both version {by_transaction[name]} and {version}")
             is_known = name in history.attempts or commit.record.message in history.attempts_by_message
             is_known = is_known or rolled_back_to(commit.record) is not None
             if not is_known and commit.record.collection is None and not commit.record.by_repair:
                 violations.append(f"version {version} commits transaction {name}, which no host began")
-            by_transaction.setdefault(name, version)
-    return by_transaction
+    return by_attempt
 
 
 def _check_bases(log: Mapping[int, CommittedVersion], history: History, repaired: Repaired) -> Iterator[str]:
@@ -109,11 +109,13 @@ def _check_bases(log: Mapping[int, CommittedVersion], history: History, repaired
                 yield f"version {version} commits {attempt.transaction} again, which was voided"
 
 
-def _check_outcomes(by_transaction: Mapping[str, int], history: History) -> Iterator[str]:
+def _check_outcomes(
+    by_attempt: Mapping[Attempt, int], log: Mapping[int, CommittedVersion], history: History
+) -> Iterator[str]:
     voided = {} if history.repaired is None else history.repaired.attempts(history)
     was = {attempt: version for version, attempts in voided.items() for attempt in attempts}
-    for name, attempt in history.attempts.items():
-        version = next((by_transaction[t] for t in attempt.ids if t in by_transaction), was.get(attempt))
+    for attempt in dict.fromkeys((*history.attempts.values(), *history.attempts_by_message.values())):
+        name, version = attempt.transaction, by_attempt.get(attempt, was.get(attempt))
         if attempt.aborted and version is not None:
             yield f"{name} was aborted, but is version {version}"
         for outcome in attempt.outcomes:
@@ -128,14 +130,16 @@ def _check_outcomes(by_transaction: Mapping[str, int], history: History) -> Iter
             # a host that runs again is told what its step became, which may be damaged, or removed since
             if failed and version is not None and f"as version {version}," not in str(outcome):
                 yield f"{name} failed, but is version {version}: {type(outcome).__name__}: {outcome}"
+    for name, attempt in history.attempts.items():
+        versions: list[int | None] = [v for v, commit in log.items() if commit.record.commits(name)]
         for reported in history.reported.get(name, ()):
-            if reported != (actual := by_transaction.get(name)) and (reported, attempt) != (version, attempt):
-                yield f"the outcome of {name} was reported as {reported}, but is {actual}"
+            if reported not in (versions or [None]) and reported != was.get(attempt):
+                yield f"the outcome of {name} was reported as {reported}, but is {versions or None}"
 
 
 def _check_descriptions(commits: Sequence[Commit], history: History) -> Iterator[str]:
     for commit in commits:
-        attempt = history.attempts.get(commit.transaction)
+        attempt = history.attempts_by_message.get(commit.message, history.attempts.get(commit.transaction))
         if attempt is None:
             continue
         metadata = {key: commit.metadata.get(key) for key in attempt.metadata}

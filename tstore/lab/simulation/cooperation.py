@@ -28,7 +28,8 @@ class PlannedCommit(NamedTuple):
     """A planned cooperative transaction: the checkpoint of a `step`, or writes to shared arrays if `step` is None.
 
     Host `h` writes `values[h]`. The hosts in `deleting` also delete an array. If `twice`, one host runs twice. If
-    `withdraws`, hosts that give up withdraw the checkpoint, as those of a `Checkpointer` do.
+    `withdraws`, hosts that give up withdraw the checkpoint, as those of a `Checkpointer` do. If `again`, these are
+    other hosts than those that have used the attempt first.
     """
 
     name: str
@@ -40,6 +41,7 @@ class PlannedCommit(NamedTuple):
     deleting: tuple[int, ...] = ()
     twice: bool = False
     withdraws: bool = False
+    again: bool = False
 
     @property
     def transactions(self) -> tuple[str, ...]:
@@ -59,6 +61,11 @@ class PlannedCommit(NamedTuple):
         return "" if self.twice else self.fragment_keys(host)[0]
 
     @property
+    def message(self) -> str:
+        """The message of a checkpoint."""
+        return f"saved {self.values[0]}"
+
+    @property
     def loss(self) -> float:
         """The metric of a checkpoint."""
         return float(self.values[0] % 7)
@@ -67,12 +74,14 @@ class PlannedCommit(NamedTuple):
 async def cooperate(client: Client, plan: PlannedCommit, host: int, timeout: float) -> None:
     """Run one host of a cooperative transaction."""
     attempt = client.history.begin(plan.transactions, (plan.name,), plan.hosts)
+    if plan.again:
+        attempt = client.history.begin_again(plan.message, attempt)
     attempt.durable = plan.durable
     if plan.twice:
         attempt.parts_of_two_runs[host] = plan.fragment_keys(host)
     await asyncio.sleep(client.random.expovariate(1))
     if plan.step is not None:
-        attempt.message = f"saved {plan.values[0]}"
+        attempt.message = plan.message
         attempt.metadata = {"metrics": {METRIC: plan.loss}}
         work = _save(client, plan, attempt, host, timeout)
         # a host that withdraws when it gives up does not rely on its fragment: others may have committed it
@@ -118,7 +127,7 @@ async def finish(client: Client) -> None:
         transaction = client.random.choice(pending).transaction
         version = await client.store.finish(transaction)
         client.host.log(f"finishes {transaction} as version {version}")
-        attempt = client.history.attempts[transaction]
+        [attempt] = client.history.committed_by(await client.store.log.reader.record(version))
         attempt.outcomes.append(version)
         client.acknowledge(version, transaction, durable=attempt.durable)
 

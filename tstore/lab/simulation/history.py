@@ -295,7 +295,7 @@ class History:
         self.listings: list[Listing] = []
         self.looks: list[tuple[str, int, Look]] = []  # the host, its base, what it saw
         self.start = start  # the version from which the run began
-        self.attempts_by_message: dict[str, Attempt] = {}  # those whose transaction ids are not known
+        self.attempts_by_message: dict[str, Attempt] = {}  # those whose ids are not known, or were used before
         self.traits = traits
         self.repairing = False  # whether a repair is under way, during which versions may be damaged
         self.repaired: Repaired | None = None
@@ -330,4 +330,13 @@ class History:
             attempt = Attempt(ids[0], tags, hosts)
             attempt.ids = ids
             self.attempts.update(dict.fromkeys(ids, attempt))
+        return attempt
+
+    def begin_again(self, message: str, first: Attempt) -> Attempt:
+        """Return the attempt whose hosts use the ids of an earlier one again; its commits have this message."""
+        attempt = self.attempts_by_message.get(message)
+        if attempt is None:
+            attempt = Attempt(first.transaction, first.tags, first.hosts)
+            attempt.ids = first.ids
+            self.attempts_by_message[message] = attempt
         return attempt

@@ -250,7 +250,11 @@ class _Run:
                 members = []
         await self._wait(members)
         if repeats:
+            rates = self.scenario.rates._replace(pauses=again.choice((0, 0.05)))
+            self._start(self._run_beside(f"collector{number}", "collections", _BESIDE, rates))
             await asyncio.sleep(again.uniform(0, 150))
+            values = tuple(self.primary.history.new_value() for _ in range(hosts))
+            plan = plan._replace(values=values, twice=False, again=True)
             await self._wait(
                 [
                     asyncio.create_task(self._run_member(plan, host, timeout, again.expovariate(1)))

@@ -177,6 +177,7 @@ _MIXES: dict[str, Mapping[str, float]] = {
     "edits": {**_ALL, "burst": 0.3, "checkpoint": 0, "quantize": 0, "restore": 0},
     "checkpoints": {**_ALL, "transact": 0.05, "checkpoint": 0.4, "collect": 0.25},
     "archiving": {"transact": 0.6, "collect": 0.4},
+    "collections": {"collect": 1},
     "upkeep": {**_ALL, "transact": 0.2, "collect": 0.2, "quantize": 0.1, "finish": 0.15, "checkpoint": 0.15},
 }
 """The relative frequencies of the operations, by the workload mix of the run (`Scenario.mix`)."""
