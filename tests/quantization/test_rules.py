@@ -32,9 +32,14 @@ async def test_codecs_by_name(tmp_path: Path, codecs: Any) -> None:
 
 
 async def test_a_codec_outside_a_list_is_explained(tmp_path: Path) -> None:
-    for codecs in ("zstd", {"name": "zstd"}):
-        with pytest.raises(InvalidArgument, match=r"pass Zarr codecs as a list, such as \['bytes', 'zstd'\]"):
-            await tstore.save(tmp_path, {"w": W}, 0, codecs=codecs)  # type: ignore[arg-type]
+    tree = {"w": W, "name": W}
+    zstd: dict[str, Any] = {"name": "zstd"}
+    for codecs in ("zstd", zstd, zstd | {"configuration": {"level": 3}}):
+        with pytest.raises(InvalidArgument, match=r"^codecs=.*pass Zarr codecs as a list, such as .*'zstd'"):
+            await tstore.save(tmp_path, tree, 0, codecs=codecs)
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, {"**/name": "e4m3"})
+    assert [array.path for array in report.encoded] == ["name"]
 
 
 async def error_of(work: Any) -> str:
@@ -45,6 +50,7 @@ async def error_of(work: Any) -> str:
 
 BAD_CODECS = [
     *("zstd", "e9m9", "e4m3 ", b"e4m3", 5, 4.5, True, [], [5], [None], [{}], [{"name": 5}], {"format": "e9m9"}),
+    {"name": "zstd"},
     *({"format": "e4m3", "blok": 32}, [{"name": "exmy"}], [{"name": "exmy", "configuration": {"format": "fp8"}}]),
     *(["bytes", {"name": "zstd", "level": 3}], [{"name": "zstd", "configuration": [3]}]),
     *(["bytes", {"name": "zstd", "configuration": {"level": float("nan")}}], [{"name": "exmy", "format": "e4m3"}]),

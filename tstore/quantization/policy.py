@@ -171,7 +171,8 @@ class _Rule(NamedTuple):
 class Rules:
     """Codecs or targets by path pattern; codecs alone are the rule "**".
 
-    A mapping with the key "format" is the configuration of one eXmY codec, not a set of rules. A mapping such as
+    A mapping with the key "format" is the configuration of one eXmY codec, not a set of rules, and one such as
+    {"name": "zstd"} is one codec (a rule for an array called "name" is {"**/name": …}). A mapping such as
     {"bits": 3} or {"min_sqnr": 30, "coding": "packed"}, as a JSON file has it, is a target.
 
     An eXmY format is for floats only. In a quantization, one-dimensional arrays get one only from a rule whose
@@ -180,7 +181,7 @@ class Rules:
     """
 
     def __init__(self, rules: QuantizeRules, argument: str = "codecs") -> None:
-        has_patterns = isinstance(rules, Mapping) and "format" not in rules and not _is_target(rules)
+        has_patterns = isinstance(rules, Mapping) and not _is_codec(rules) and not _is_target(rules)
         by_pattern: Any = rules if has_patterns else {"**": rules}
         self.has_patterns = has_patterns
         """Whether these are rules by path pattern rather than one codec."""
@@ -246,6 +247,10 @@ class Rules:
                 f"{len(unmatched)} of {len(self._rules)} patterns match no array of this checkpoint; correct or "
                 f"remove them ('**/' matches any number of leading groups, including none):{bullet_list(lines)}"
             )
+
+
+def _is_codec(value: Mapping[Any, Any]) -> bool:
+    return "format" in value or ("name" in value and value.keys() <= {"name", "configuration"})
 
 
 def _parse_rule(pattern: Any, value: Any, argument: str | None) -> Codecs | Target:
