@@ -208,6 +208,20 @@ async def test_waiting_hosts_learn_that_a_collection_has_condemned_them(url: str
         assert "looked abandoned" in str(error)
 
 
+async def test_a_host_that_repeats_a_transaction_learns_that_its_version_was_removed(url: str) -> None:
+    store = await tstore.open(url)
+    assert await outcomes(*[host(store, h, 2) for h in range(2)]) == [1, 1]
+    async with store.transaction() as tx:
+        await tx.delete("w")
+    assert (await store.collect(tstore.Keep(last=1))).versions == [1]
+    async with store.transaction() as tx:
+        await tx.create_group("g")
+    await store.collect(tstore.Keep(last=1))  # compares hosts that begin again with what it condemned alone
+    late = await tstore.open(url)
+    with pytest.raises(Conflict, match=r"version 1 was removed by .* version 3 .*another attempt"):
+        await host(late, 0, 2, timeout=0.05)
+
+
 async def test_hosts_that_disagree_on_their_number_are_told_the_other_one(url: str) -> None:
     """The first of them waits already when the other one comes; its own deadline is an hour."""
     store = await tstore.open(url)

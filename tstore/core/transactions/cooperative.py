@@ -68,6 +68,7 @@ from tstore.core.format.objects.pages import stored
 from tstore.core.format.objects.records import INLINE_MANIFEST_BYTES, Fragment, Record
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.tree.changes import Changes
+from tstore.core.log.expiry import check_alive, last_collection
 from tstore.core.log.group_commit import Newer
 from tstore.core.log.log import Log
 from tstore.core.runtime import world
@@ -85,6 +86,7 @@ from tstore.errors import (
     DeadlineExceeded,
     Inconsistent,
     NotFound,
+    SnapshotExpired,
     TimelineChanged,
     TStoreError,
     Unavailable,
@@ -414,6 +416,7 @@ class _Waiter:
         await self._commit.number_of_hosts.check_while_waiting()
         absent = await self._commit.fragments.merge_available()
         if absent:
+            await self._check_not_removed()
             member = self._commit.member
             raise DeadlineExceeded(
                 f"{self._commit.log.storage.url}: transaction {member.name!r} is not committed: hosts "
@@ -421,3 +424,18 @@ class _Waiter:
                 "another attempt, or allow more time",
                 absent,
             )
+
+    async def _check_not_removed(self) -> None:
+        """Raise `Conflict` if the transaction was committed before this host began, and removed since."""
+        log, member = self._commit.log.reader, self._commit.member
+        if not await last_collection(log, await log.newest()):
+            return
+        if (version := await log.find(member.transaction)) is not None:
+            try:
+                await check_alive(log, version)
+            except SnapshotExpired as error:
+                raise Conflict(
+                    f"{error}. It was committed by transaction {member.name!r} in this attempt; repeat the "
+                    "transaction with another attempt",
+                    [],
+                ) from error
