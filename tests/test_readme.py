@@ -27,6 +27,9 @@ SHELL = [document for document in DOCUMENTS if document.of_language("sh")]
 PYTHON = [d for d in DOCUMENTS if d.of_language("python") and d not in SHELL]
 """The documents whose Python blocks run alone; those of the others run before their commands."""
 
+TRAINERS = ("keras",)
+"""The trainers of guides; whoever does not work on these need not install them."""
+
 MAX_LINES = 250
 
 
@@ -85,6 +88,9 @@ def test_every_code_block_has_a_tested_language(document: Document) -> None:
 
 @pytest.mark.parametrize("document", PYTHON, ids=name_of)
 def test_python_blocks_run_in_order(document: Document, tmp_path: Path) -> None:
+    for trainer in TRAINERS:
+        if f"import {trainer}\n" in document.text and importlib.util.find_spec(trainer) is None:
+            pytest.skip(f"{trainer} is not installed")
     run(python_blocks(document), tmp_path)
 
 
@@ -150,8 +156,9 @@ def test_every_name_in_the_documents_exists(document: Document) -> None:
 
 def resolves(dotted: str) -> bool:
     """Return whether the blocking module has the name, or a module of the packages defines or exports it."""
-    if in_jax_or_torch := re.fullmatch(r"(exmy|tstore(?:\.sync)?)\.(jax|torch)(?:\.(\w+))?", dotted):
-        package, module, name = in_jax_or_torch.groups()
+    frameworks = r"(exmy|tstore(?:\.sync)?)\.(jax|torch)|(tstore\.trainers)\.(\w+)"
+    if of_framework := re.fullmatch(rf"(?:{frameworks})(?:\.(\w+))?", dotted):
+        package, module, name = [*filter(None, of_framework.groups()[:4]), of_framework[5]]
         return name is None or name in exported(package, module)
     for start in (tstore.sync, importlib.import_module(dotted.partition(".")[0])):
         known: Any = start
@@ -166,7 +173,7 @@ def resolves(dotted: str) -> bool:
 
 
 def exported(package: str, module: str) -> list[str]:
-    """Return `__all__` of a module that imports JAX or PyTorch, which takes seconds, without importing it."""
+    """Return `__all__` of a module that imports a framework, which takes seconds, without importing it."""
     folder = ROOT / ("codecs" if package == "exmy" else ".") / package.replace(".", "/")
     path = folder / module / "__init__.py" if (folder / module).is_dir() else folder / f"{module}.py"
     [names] = re.findall(r"^__all__ = (\[.*?\])$", path.read_text(), re.M | re.S)

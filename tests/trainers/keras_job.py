@@ -1,0 +1,141 @@
+"""Training with Keras, for the tests: a small model, whose process is killed at random moments."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tstore.sync as tstore
+from tstore.errors import TStoreError
+from tstore.trainers.keras import BackupAndRestore, ModelCheckpoint, restore_model
+
+warnings.simplefilter("default")  # Keras calls what NumPy and PyTorch will remove
+
+BATCHES = 5
+X = np.random.default_rng(0).random((8 * BATCHES, 4), dtype="f4")
+
+
+class Losses(keras.callbacks.Callback):
+    """Reports the loss of each epoch, and has the process killed a while after some batch."""
+
+    def __init__(self, out: int, batch: int, pause: float) -> None:
+        super().__init__()
+        self._out, self._left, self._pause = out, batch, pause
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        if self._left == 0:
+            threading.Timer(self._pause, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        os.write(self._out, (json.dumps([epoch, logs["loss"]]) + "\n").encode())
+
+
+def model(units: int = 8, name: str = "first") -> Any:
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.layers.Dense(units, activation="relu", name=name),
+        keras.layers.BatchNormalization(name="norm"),
+        keras.layers.Dropout(0.3, name="dropout"),
+        keras.layers.Dense(1, name="last"),
+    ]
+    built = keras.Sequential([keras.Input((4,)), *layers], name="net")
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.9)
+    built.compile(keras.optimizers.Adam(schedule), loss="mse")
+    return built
+
+
+def fit(net: Any, *callbacks: Any, epochs: int = 2) -> Any:
+    return net.fit(X, X.sum(1), epochs=epochs, batch_size=8, verbose=0, callbacks=list(callbacks)).history
+
+
+def train(out: int, url: str, epochs: int, kill_at: int, pause: float) -> None:
+    backup = BackupAndRestore(url, double_checkpoint=True, delete_checkpoint=False)
+    net = model()
+    np.random.random(tstore.Checkpointer(url).latest() or 0)  # the state of the generator is restored with a step
+    fit(net, backup, Losses(out, kill_at, pause), epochs=epochs)
+
+
+def check(out: int, url: str) -> None:
+    """Check what users of Keras's callbacks reported."""
+
+    def refusal(call: Any, *words: str) -> None:
+        with pytest.raises(TStoreError) as raised:
+            call()
+        assert all(word in str(raised.value) for word in words), raised.value
+
+    fit(model(), BackupAndRestore(f"{url}/b"), epochs=0)
+    assert not Path(url, "b").exists()
+
+    # a longer run goes on where the first ended; a finished one begins anew
+    net, backup = model(), BackupAndRestore(f"{url}/b", delete_checkpoint=False)
+    assert len(fit(net, backup, epochs=2)["loss"]) == 2
+    resumed = model()
+    assert len(fit(resumed, BackupAndRestore(f"{url}/b"), epochs=3)["loss"]) == 1
+    assert int(resumed.optimizer.iterations) == 3 * BATCHES
+    assert tstore.steps(f"{url}/b") == []
+    assert len(fit(model(), BackupAndRestore(f"{url}/b", 3, delete_checkpoint=False), epochs=2)["loss"]) == 2
+    assert tstore.steps(f"{url}/b") == [9]  # every third batch
+
+    # another model, a renamed layer, a URL of something else, another job
+    refusal(lambda: fit(model(16), BackupAndRestore(f"{url}/b")), "first/kernel", "[4, 8]", "[4, 16]")
+    refusal(lambda: fit(model(name="renamed"), BackupAndRestore(f"{url}/b")), "renamed/kernel", "first/kernel")
+    Path(url, "notes").mkdir()
+    Path(url, "notes", "a.txt").touch()
+    refusal(lambda: BackupAndRestore(f"{url}/notes"), "notes", "contains other files")
+    first, second = ModelCheckpoint(f"{url}/two"), ModelCheckpoint(f"{url}/two")
+    fit(model(), first, epochs=2)
+    refusal(lambda: fit(model(), second, epochs=1), f"{url}/two", "step 5 ", "rollback")
+    refusal(lambda: BackupAndRestore(f"{url}/b", 0), "save_freq=0", "'epoch' or a number of batches")
+
+    # a damaged step
+    twice = BackupAndRestore(f"{url}/d", double_checkpoint=True, delete_checkpoint=False)
+    fit(model(40_000), twice, epochs=2)
+    assert tstore.steps(f"{url}/d") == [BATCHES, 2 * BATCHES]
+    pack = max(Path(url, "d", "txn").glob("*/pack-*"), key=lambda path: path.stat().st_mtime_ns)
+    pack.write_bytes(bytes(pack.stat().st_size))
+    refusal(
+        lambda: fit(model(40_000), BackupAndRestore(f"{url}/d")), f"step {2 * BATCHES}", f"rollback({BATCHES})"
+    )
+    again = BackupAndRestore(f"{url}/d", double_checkpoint=True, delete_checkpoint=False)
+    assert len(fit(model(40_000), again, epochs=2)["loss"]) == 1
+
+
+def check_best(out: int, url: str) -> None:
+    """Check which steps `ModelCheckpoint` saves and keeps."""
+
+    class Scores(keras.callbacks.Callback):
+        def __init__(self, *scores: float) -> None:
+            super().__init__()
+            self._scores = scores
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["score"] = self._scores[epoch]
+
+    options: dict[str, Any] = {"monitor": "score", "mode": "max", "save_best_only": True}
+    net, nan = model(), float("nan")
+    fit(net, Scores(nan, 1.0, 3.0, nan), ModelCheckpoint(f"{url}/best", **options), epochs=4)
+    assert tstore.steps(f"{url}/best") == [3 * BATCHES]
+    fit(
+        net, Scores(2.0, 4.0, 3.0), ModelCheckpoint(f"{url}/best", **options), epochs=3
+    )  # knows the best of before
+    assert tstore.steps(f"{url}/best") == [6 * BATCHES]
+    keep = tstore.Keep(last=1, best=(2, "score"))
+    fit(model(), Scores(4, nan, 1, 2, 3), ModelCheckpoint(f"{url}/k", save_weights_only=True, keep=keep), epochs=5)
+    assert tstore.steps(f"{url}/k") == [3 * BATCHES, 4 * BATCHES, 5 * BATCHES]
+    assert "optimizer" not in tstore.restore(f"{url}/k")
+    restored = model()
+    restore_model(restored, f"{url}/k", 3 * BATCHES)
+    stored = tstore.restore(f"{url}/k", 3 * BATCHES)["model"]["net"]["first"]["kernel"]
+    assert np.array_equal(keras.ops.convert_to_numpy(restored.get_layer("first").kernel), stored)
+    with tstore.open(f"{url}/k") as store:
+        assert store.collect(keep, dry_run=True).versions == []
