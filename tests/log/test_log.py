@@ -257,12 +257,12 @@ async def test_a_repeated_commit_that_fails_does_not_deny_the_first_one(
 ) -> None:
     """The first one exists, or its request may land later; the transaction can be committed a third time."""
     url = anew()
+    thresholds(_RECENTLY=0.0)  # each commit looks for newer ones
     _, faults, tx = await started(url)
     (faults.lose_reply if exists else faults.postpone)("create", "commits/*")
     faults.fail("get", commit_key(2), nth=2)
     with pytest.raises(CommitOutcomeUnknown):
         await tx.commit()
-    thresholds(_RECENTLY=0.0)  # a second later
     faults.fail(operation, "commits/*", error=Unavailable if operation == "get" else StorageFull)
     if exists and operation == "create":
         assert await tx.commit() == 2
@@ -355,8 +355,11 @@ async def test_a_commit_that_landed_but_could_not_be_synced_is_no_failure() -> N
     assert await store.outcome(tx.id) == 2
 
 
-async def test_a_commit_that_landed_before_its_void_but_could_not_be_read_is_no_failure() -> None:
+async def test_a_commit_that_landed_before_its_void_but_could_not_be_read_is_no_failure(
+    thresholds: Thresholds,
+) -> None:
     url = anew()
+    thresholds(_RECENTLY=0.0)
     store, faults, tx = await started(url)
     faults.postpone("create", "commits/*")
     void = faults.hold("create", "commits/*")
@@ -537,6 +540,18 @@ async def test_only_the_first_commit_of_a_store_looks_ahead() -> None:
             await tx.create_group(f"g{i}")
         heads.append(faults.count("head", "commits/*") - before)
     assert heads[0] >= 16 > heads[1] == heads[2]
+
+
+async def test_a_log_without_a_hint_is_read_from_its_first_record_at_once() -> None:
+    """The tree needs the records, so they are not probed before they are read."""
+    url = anew()
+    await fill(url, 5)
+    store, faults = await open_faulty(url)
+    assert (await store.snapshot()).version == 5
+    read = [c.key for c in faults.calls if c.operation == "get" and c.key.startswith("commits/")]
+    probed = [c.key for c in faults.calls if c.operation == "head" and c.key.startswith("commits/")]
+    assert read == [commit_key(version) for version in range(1, 7)]
+    assert probed == [commit_key(version) for version in (7, 8, 9)]
 
 
 async def test_tasks_that_need_the_newest_version_at_once_read_it_once(tmp_path: Path) -> None:

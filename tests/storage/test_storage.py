@@ -363,11 +363,11 @@ async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.Mon
     def closed(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    storage = LocalStorage(tmp_path)
     (tmp_path / "d").mkdir()
     monkeypatch.setattr(os, "open", closed)
     monkeypatch.setattr(os, "stat", closed)
     monkeypatch.setattr(os, "scandir", closed)
+    storage = LocalStorage(tmp_path)
     with pytest.raises(Denied, match="permission"):
         await getattr(storage, call)("d/x")
 

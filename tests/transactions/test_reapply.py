@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.thresholds import Thresholds
 from tstore.core.storage.memory import MemoryStorage
 from tstore.core.storage.remote import as_remote
 from tstore.core.store import Store
@@ -130,8 +131,9 @@ async def test_an_expired_base_is_reported(url: str) -> None:
         await tx.commit()
 
 
-async def test_reapplied_chunks_are_durable_once_the_commit_is(tmp_path: Path) -> None:
+async def test_reapplied_chunks_are_durable_once_the_commit_is(tmp_path: Path, thresholds: Thresholds) -> None:
     """On a server a pack exists once it is finished; on a disk it is durable only then."""
+    thresholds(_RECENTLY=0.0)  # a commit looks for newer ones before its first attempt
     name = uuid.uuid4().hex
     for store in (await tstore.open(as_remote(MemoryStorage(name))), await tstore.open(tmp_path / "store")):
         async with store.transaction() as tx:

@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,14 @@ def blocks_of(
             np.copyto(block, data[start : start + BLOCK])
             yield block
         return
+    flat = values.reshape(-1) if values.flags.c_contiguous else None
     for start in range(0, values.size, per_block):
         stop = min(start + per_block, values.size)
         block = buffer[: (stop - start) * dtype.itemsize]
-        _copy_elements(values, start, stop, block.view(dtype))
+        if flat is None:
+            _copy_elements(values, start, stop, block.view(dtype))
+        else:
+            np.copyto(block.view(dtype), flat[start:stop], casting="same_kind")
         yield block
 
 
@@ -141,7 +146,8 @@ class PackSet:
         rest = batches(jobs, limits)
         # enough for all workers, and at least two, so that a single batch in `head` is the whole write
         shortest = min(limits.copied, limits.encoded)
-        head = deque(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // shortest)))
+        most = max(2, WORKERS * _WORKER_SHARE // shortest)
+        head = deque(itertools.islice(rest, most))
         if not head:
             return
         if len(head) == 1 and self._inline_size + head[0].encoded_size <= INLINE_BYTES:
@@ -149,7 +155,7 @@ class PackSet:
             return
         self._choose_prefix()
         size = sum(batch.size for batch in head)
-        workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
+        workers = max(1, min(-(-size // _WORKER_SHARE), len(head) if len(head) < most else WORKERS, WORKERS))
         all_batches = itertools.chain(_popped(head), rest)
         collecting: list[WriteJob] = []  # jobs with tables or segments
         await each(functools.partial(self._write_batch, collecting), all_batches, workers)
@@ -170,7 +176,8 @@ class PackSet:
     async def flush(self) -> None:
         """Finish all packs; return when they are as durable as the transaction requires."""
         if self._all:
-            await each(lambda pack: pack.finish(), self._idle)  # the others were finished when full
+            # the others were finished when full
+            await each(methodcaller("finish"), self._idle, min(WORKERS, len(self._idle)))
             await self._storage.flush(self._folder, self._durability)
         self._all, self._idle = [], []
 
@@ -218,7 +225,7 @@ class PackSet:
     async def discard(self) -> None:
         """Discard all packs written since the last `flush`."""
         packs, self._all, self._idle = self._all, [], []
-        await each(lambda pack: pack.discard(), packs)
+        await each(methodcaller("discard"), packs)
 
     def _append(self, buffers: BufferStream, size: int) -> tuple[str, int]:
         """Append the buffers to an idle or new pack; return its key and their offset in it."""

@@ -13,7 +13,7 @@ damaged/<20 digits>-<32 hex>       a record that `tstore repair` voided, named b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 __all__ = [
     "ARCHIVE_EVERY",
@@ -67,14 +67,11 @@ _OTHER_OBJECT = "(?:archives|commits|roots)/[0-9]{20}|damaged/[0-9]{20}-[0-9a-f]
 _OBJECT = re.compile(f"{_OTHER_OBJECT}|{_TRANSACTION_OBJECT.pattern}")
 
 
-def commit_key(version: int) -> str:
-    """Return the key of a commit's record."""
-    return f"commits/{version:020d}"
+commit_key: Callable[[int], str] = "commits/{:020d}".format
+"""Returns the key of a commit's record."""
 
-
-def root_key(version: int) -> str:
-    """Return the key of the root of a version."""
-    return f"roots/{version:020d}"
+root_key: Callable[[int], str] = "roots/{:020d}".format
+"""Returns the key of the root of a version."""
 
 
 def archive_end(version: int) -> int:

@@ -169,7 +169,7 @@ async def newest_tree(log: LogReader) -> Tree:
     Raise `Corrupt` if the search for that version has found a later one above a missing record.
     """
     while True:
-        version = await log.newest()
+        version = await log.newest_with_records()
         await (log.check_end if version % ARCHIVE_EVERY else log.look_ahead)(version)
         try:
             return await log.head(version)

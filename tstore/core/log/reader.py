@@ -6,7 +6,8 @@ ends the log; old records lie in archives (`commits`).
 - On storage whose requests mostly wait for a server, a probe fetches the record. The first probes are sent
   together with a request for the root at the hint, the last probes with requests for the older records that the
   tree needs, so that the tree of a new version takes no further requests.
-- On a disk, a process that knows a version reads about 32 newer records at once, up to the first absent one.
+- On a disk, a process that knows a version reads up to 64 newer records at once, up to the first absent one. So
+  does one that needs the tree of a log without a hint, from the first record on.
 
 A lost record looks like the end of the log. So a search also probes one or two of the four numbers above
 the newest version, and `check_end` raises `Corrupt` if one exists above a missing record. Before its first
@@ -46,8 +47,8 @@ V = TypeVar("V")
 
 _LONG = 1.0  # seconds of a search during which records may have been archived and deleted
 _FAR = 16  # how many of the distances 2, 4, 8, … a writer probes
-_MAX_AHEAD = 32  # records read at once
-_MAX_MEMORY = 32 << 20  # bytes of records decoded at once
+_MAX_AHEAD = ROOT_EVERY  # records read at once: all that a log without a hint has
+_MAX_MEMORY = 4 << 20  # bytes of records decoded at once
 
 
 async def read_hint(storage: Storage) -> int:
@@ -94,6 +95,7 @@ class LogReader:
         self._newest = 0
         self._looked_ahead = False
         self._searches = SharedCalls(self._search_newest)
+        self._readings = SharedCalls(self._read_newest)
         self._search = Search(self._probe, batches=storage.tuning.latency_bound)
 
     @staticmethod
@@ -184,6 +186,16 @@ class LogReader:
         """
         return await self._searches()
 
+    async def newest_with_records(self) -> int:
+        """Do what `newest` does, and on a disk read the records of a log without a hint, which its tree needs."""
+        return await self._readings()
+
+    async def _read_newest(self) -> int:
+        is_unread = not self._newest and not self.storage.tuning.latency_bound
+        if is_unread and not await self._read_hint() and not await self._read_newer(0):
+            return self._newest
+        return await self._search_newest()
+
     async def _search_newest(self) -> int:
         if self.records.voided:
             await self.trees.drop_voided()
@@ -212,12 +224,20 @@ class LogReader:
         return await self._gallop(known + 1) if await self._exists(known + 1) else Bounds(known, known + 1)
 
     async def _read_newer(self, known: int) -> bool:
-        """Read the next records above a known version; return whether more may exist."""
-        records, hole, more = await self._read_above(known)
+        """Read the next records above a known version, or from the first; return whether more may exist."""
+        try:
+            records, hole, more = await self._read_above(known)
+        except (Corrupt, UnsupportedFormat):
+            if known:
+                raise
+            return True  # a damaged record exists too; whoever needs it gets the error
         last = known + len(records)
         self._newest = max(self._newest, last)
         if hole:  # the record after `last` is missing, so a later one exists
             self._search.highest = max(self._search.highest, last + 2)
+        elif not known and not more:
+            above = await self.commits.existing([last + 3, last + 4])
+            self._search.highest = max(self._search.highest, *above, 0)
         return more
 
     async def _bisect(self, bounds: Bounds) -> int:
@@ -352,9 +372,14 @@ class LogReader:
             records.append(cached.record)
         return records
 
+    async def _read_hint(self) -> int:
+        if self._hint is None:
+            self._hint = await read_hint(self.storage)
+        return self._hint
+
     async def _gallop_from_hint(self) -> Bounds:
         """Gallop from the hint, or from version 0 if the hint is stale."""
-        hint = await read_hint(self.storage) if self._hint is None else self._hint
+        hint = await self._read_hint()
         if hint == 0:
             return await self._gallop(0)
         root_version = hint if self.storage.tuning.latency_bound and hint % ROOT_EVERY == 0 else 0

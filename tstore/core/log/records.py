@@ -217,6 +217,8 @@ class Records:
         self.chain = Chain(log_id)
         """What is known of the links between the records."""
         self._cached: VersionCache[StoredRecord] = VersionCache(CACHED_RECORDS, _CACHED_BYTES)
+        self.cached = self._cached.get
+        """Returns the record of a version, or None if it is not cached."""
         self._collections: VersionCache[Collection] = VersionCache(_COLLECTIONS, _COLLECTIONS_BYTES)
         self.last: tuple[int, bytes] = (0, b"")
         """The newest version read or appended (0: none), and its record's checksum; never evicted."""
@@ -230,10 +232,6 @@ class Records:
         """Raise `TimelineChanged` if the store is known to have been replaced since it was opened."""
         if self.replaced:
             raise TimelineChanged(self.replaced)
-
-    def cached(self, version: int) -> StoredRecord | None:
-        """Return the record of a version if it is cached."""
-        return self._cached.get(version)
 
     def __contains__(self, version: int) -> bool:
         return version in self._cached

@@ -267,7 +267,7 @@ class _AwaitedCall(Generic[T]):
         self._call = call
         self._args = args
         self._loop = asyncio.get_running_loop()
-        self._woken: asyncio.Future[None] = self._loop.create_future()
+        self._ended = asyncio.Event()
         self._returned: list[T] = []
         self._raised: BaseException | None = None
 
@@ -277,18 +277,17 @@ class _AwaitedCall(Generic[T]):
         except BaseException as error:
             self._raised = error
         with contextlib.suppress(RuntimeError):  # the loop was closed without waiting
-            self._loop.call_soon_threadsafe(self._wake)
+            self._loop.call_soon_threadsafe(self._ended.set)
 
     async def result(self, stop: Callable[[], object]) -> T:
         """Return or raise the outcome of the call; cancellation calls `stop` and waits for the call's end."""
         cancelled: asyncio.CancelledError | None = None
         while not self._returned and self._raised is None:
             try:
-                await self._woken
+                await self._ended.wait()
             except asyncio.CancelledError as error:
                 cancelled = error
                 stop()
-                self._woken = self._loop.create_future()
         try:
             if cancelled is not None:
                 raise cancelled
@@ -297,10 +296,6 @@ class _AwaitedCall(Generic[T]):
             return self._returned[0]
         finally:
             self._raised = cancelled = None  # breaks the reference cycle of the exception and this frame
-
-    def _wake(self) -> None:
-        if not self._woken.done():
-            self._woken.set_result(None)
 
 
 async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WORKERS) -> None:

@@ -62,20 +62,6 @@ class Lifecycle:
                 "commit it first"
             )
 
-    def start_operation(self) -> None:
-        """Count an operation as under way until `end_operation`; raise `Misuse` unless the transaction is open."""
-        if self.state != "open" or self._process != os.getpid():
-            self.check_open()
-        self._under_way += 1
-
-    def end_operation(self, error: BaseException | None) -> None:
-        """End an operation; a commit that waits for it fails if it failed."""
-        if self.state == "committing" and isinstance(error, Exception):
-            self._error = error
-        self._under_way -= 1
-        if self._under_way == 0 and self._idle is not None:
-            self._idle.set()
-
     def start_commit(self) -> None:
         """Refuse operations from now on; raise `Misuse` unless the transaction is open, or undecided."""
         if self.state != "undecided" or self.inherited:
@@ -100,6 +86,7 @@ class Lifecycle:
 class Operation(Generic[T]):
     """An operation of a transaction, the block of an `async with`, which enters the result of `start`.
 
+    It is under way until the end of the block. It raises `Misuse` unless the transaction is open.
     `started` is that result if it is known. A small commit has three of them, and a generator would take several
     times as long to enter and leave.
     """
@@ -112,14 +99,22 @@ class Operation(Generic[T]):
         self._started = started
 
     async def __aenter__(self) -> T:
-        self._lifecycle.start_operation()
+        lifecycle = self._lifecycle
+        if lifecycle.state != "open" or lifecycle._process != os.getpid():
+            lifecycle.check_open()
+        lifecycle._under_way += 1
         if self._started is not None:
             return self._started
         try:
             return await self._start()
         except BaseException as error:
-            self._lifecycle.end_operation(error)
+            await self.__aexit__(None, error, None)
             raise
 
     async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._lifecycle.end_operation(error)
+        lifecycle = self._lifecycle
+        if lifecycle.state == "committing" and isinstance(error, Exception):
+            lifecycle._error = error  # the commit that waits for this operation fails too
+        lifecycle._under_way -= 1
+        if lifecycle._under_way == 0 and lifecycle._idle is not None:
+            lifecycle._idle.set()

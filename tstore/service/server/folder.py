@@ -40,13 +40,14 @@ class ConfinedStorage(LocalStorage):
     """The files below one folder; raise `Denied` for a key that is a link, or below one."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        super().__init__(os.path.realpath(root), _confined_path)
+        super().__init__(os.path.realpath(root), _confined_path, _status_of_file)
 
-    def _stat(self, path: str) -> os.stat_result:
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return status
+
+def _status_of_file(path: str) -> os.stat_result:
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return status
 
 
 def _confined_path(root: str, key: str) -> str:

@@ -352,7 +352,7 @@ class Nodes(Mapping[str, Node]):
         return (path for path, _ in self._listed())
 
     def __bool__(self) -> bool:
-        return self._surely_has_nodes() or next(iter(self), None) is not None
+        return self._surely_has_nodes() or next(self._listed(), None) is not None
 
     def _surely_has_nodes(self) -> bool:
         """Return whether there are nodes as far as that is known without reading a page."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ class Tree:
         elif isinstance(manifests, Nodes):
             nodes = manifests
         else:
-            nodes = Nodes() if record.replaces else self.nodes
+            nodes = Tree.empty().nodes if record.replaces else self.nodes
             if record.deleted and not record.replaces:
                 nodes = nodes.without(record.deleted)
             nodes = nodes.after(manifests, record.paged_manifest)
@@ -111,6 +112,7 @@ class Tree:
         return stored_root(root)
 
     @staticmethod
+    @functools.cache
     def empty() -> Tree:
         """Return the tree before the first commit."""
         return Tree(0, Nodes(), {})

@@ -86,10 +86,16 @@ class LocalStorage(Storage):
     # small batches, so that chunks are verified while they are in the processor's caches
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10)
 
-    def __init__(self, root: str | os.PathLike[str], path_of: Callable[[str, str], str] | None = None) -> None:
-        """Use the files below `root`; `path_of` replaces `path_in`, for instance to refuse more keys."""
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        path_of: Callable[[str, str], str] | None = None,
+        status_of: Callable[[str], os.stat_result] | None = None,
+    ) -> None:
+        """Use the files below `root`; `path_of` replaces `path_in`, and `status_of` replaces `os.stat`."""
         self.url = os.path.abspath(os.fspath(root))
         self._path_of = path_in if path_of is None else path_of
+        self._status_of = os.stat if status_of is None else status_of
         self._durable_folders: set[str] = set()
         self._readers: OrderedDict[str, LocalReader] = OrderedDict()
         self._lock = threading.Lock()
@@ -285,7 +291,7 @@ class LocalStorage(Storage):
     def _head(self, key: str) -> Entry | None:
         path = self._path_of(self.url, key)
         try:
-            status = self._stat(path)
+            status = self._status_of(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -297,16 +303,12 @@ class LocalStorage(Storage):
         for key in keys:
             path = self._path_of(self.url, key)
             try:
-                sizes[key] = self._stat(path).st_size
+                sizes[key] = self._status_of(path).st_size
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
                 raise_mapped("stat", path, error)
         return sizes
-
-    def _stat(self, path: str) -> os.stat_result:
-        """Return the status of an object's file, or raise FileNotFoundError; a subclass may refuse links."""
-        return os.stat(path)
 
     def _create(self, key: str, buffers: Buffers, durability: Durability) -> None:
         path = self.path(key)
