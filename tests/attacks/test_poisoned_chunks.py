@@ -225,7 +225,7 @@ async def test_chunks_of_the_newest_version_are_not_read_again(
     async with Server(tmp_path, access=everybody()) as other:  # it has checked nothing yet
         async with await tstore.open(other.url, storage_options={"token": WRITE}) as store:
             async with store.transaction() as tx:
-                await tx._staging.keep_array("old", node.meta, node.tables, 1)
+                await tx.staging.keep_array("old", node.meta, node.tables, 1)
             assert read.taken() == VALUES.nbytes  # the newest version has no such array
             async with store.transaction() as tx:
                 await (await tx.array("old")).resize((2048,))

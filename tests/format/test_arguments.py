@@ -19,7 +19,6 @@ import tstore.sync as blocking
 from tstore import Keep
 from tstore.core.format.objects.records import Record
 from tstore.core.storage.objects import Durability
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import InvalidArgument, TStoreError
 from tstore.service.server import Access
 from tstore.sharding import Mesh
@@ -356,7 +355,7 @@ async def test_a_record_that_could_not_be_read_is_not_created(values: dict[str, 
     async def bad() -> None:
         async with store.transaction() as tx:
             await tx.create_array("b", (1,), "int8", sparse=True)
-            staging = staging_of(tx)
+            staging = tx.staging
             manifest = await staging.seal()
             changes = staging.changes()
             record = msgspec.structs.replace(Record(tx.id, 0, 0.0, manifests=(manifest,)), **values)

@@ -12,7 +12,6 @@ from tests.fuzz.journal import Attempt, Create, Group, Read, Resize, Write, samp
 from tests.fuzz.timeline import reading
 from tests.fuzz.worker import EXPECTED, TAGS, OpenTransaction, Worker
 from tests.support.store_model import is_at_or_below
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -57,10 +56,10 @@ async def begin(worker: Worker) -> None:
     moved = tuple(options[key] for key in ("move_tag",) if key in options)
     attempt = Attempt(message, (), tags, moved, dropped, metadata=metadata)
     serializable = "isolation" in options
-    base = (await staging_of(tx).base()).version
+    base = (await tx.staging.base()).version
     await tx.paths()  # raises for invalid tags
     if tags and base and choice.random() < 0.5:
-        attempt = attempt._replace(target=await staging_of(tx).tag_version(choice.randint(1, base)))
+        attempt = attempt._replace(target=await tx.staging.tag_version(choice.randint(1, base)))
     opened = OpenTransaction(tx, attempt, base, serializable=serializable)
     worker.open.append(opened)
     await _edit(worker, opened)
@@ -193,7 +192,7 @@ async def commit_beside_write(worker: Worker) -> None:
     """Commit during a write of the same transaction: the write is in the commit, or it raises."""
     store, message = await worker.store(), worker.message()
     tx = store.transaction(message)
-    opened = OpenTransaction(tx, Attempt(message, ()), (await staging_of(tx).base()).version)
+    opened = OpenTransaction(tx, Attempt(message, ()), (await tx.staging.base()).version)
     shape = (worker.choice.choice((300, 200_000)),)
     if "beside" in await tx.paths():
         await tx.delete("beside")

@@ -20,7 +20,6 @@ from tstore.core.format.objects.records import Record
 from tstore.core.format.tree.changes import Changes
 from tstore.core.log.group_commit import Newer, next_pause
 from tstore.core.storage.objects import Durability
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, InvalidArgument, NotFound
 from tstore.lab.conformance.faults import Faults, open_faulty
 
@@ -207,7 +206,7 @@ async def test_some_transactions_never_share_a_record(url: str) -> None:
         await created(tx, f"new{i}", 1 << 15 if i == 1 else 4)
     assert await together(url, store, ready) == [3, 4, 5, 6, 3]
     whole = store.transaction()
-    await staging_of(whole).replace_all(b"")
+    await whole.staging.replace_all(b"")
     async with store.transaction() as tx:
         await tx.delete("first")
     beside = await created(store.transaction(), "beside")
@@ -233,7 +232,7 @@ async def test_tags_of_earlier_versions_never_share_a_record(url: str) -> None:
     await make(url, 4)
     store, _faults = await open_faulty(url)
     tagging = store.transaction(tag="old")
-    await staging_of(tagging).tag_version(1)
+    await tagging.staging.tag_version(1)
     ready = [await created(store.transaction(), "a"), tagging, await created(store.transaction(), "b")]
     assert await together(url, store, ready) == [3, 4, 3]
     assert await store.tags() == {"old": 1}

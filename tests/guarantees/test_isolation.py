@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import tstore
 import tstore.sync as blocking
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import AlreadyExists, Conflict, InvalidArgument, NotFound
 
 BASE = np.arange(64, dtype="i4").reshape(8, 8)
@@ -117,7 +116,7 @@ def copies(path: str) -> Step:
 
 
 def replaces(tx: tstore.Transaction) -> Awaitable[object]:
-    return staging_of(tx).replace_all(b"")
+    return tx.staging.replace_all(b"")
 
 
 def both(*steps: Step) -> Step:

@@ -33,7 +33,6 @@ from tstore import Keep
 from tstore.core.runtime import pool, world
 from tstore.core.runtime.world import World, use_world
 from tstore.core.storage.base import Storage
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -373,7 +372,7 @@ class StoreMachine(RuleBasedStateMachine):
         opened.tags = {setting, dropping} - {None}  # type: ignore[arg-type]
         if target is not None and opened.touch.tags:
             version = target % len(self.states)
-            tagging = staging_of(tx).tag_version(version)
+            tagging = tx.staging.tag_version(version)
             if not self.lives(version) or version == 0:
                 return self.refused(NotFound if version == 0 else SnapshotExpired, tagging)
             opened.target = self.run(tagging)

@@ -26,7 +26,6 @@ from tstore.core.storage.base import Storage
 from tstore.core.storage.memory import MemoryStorage
 from tstore.core.storage.objects import Durability
 from tstore.core.storage.remote import RemoteStorage
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import Conflict, TimelineChanged
 from tstore.lab.simulation.scenario import override_constants
 
@@ -145,7 +144,7 @@ async def test_roots_of_versions_that_expired_are_no_fault(
     for step in range(22):
         async with store.transaction(tag=f"step/{step}", durability="none") as tx:
             if replaces:
-                await staging_of(tx).replace_all(b"")
+                await tx.staging.replace_all(b"")
             w = await (tx.create_array("w", (600,), "int64", (1,)) if replaces or not step else tx.array("w"))
             await w.write(step)
     await store.collect(Keep(tags=("step/17",)))

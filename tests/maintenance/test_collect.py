@@ -34,7 +34,6 @@ from tstore.core.storage.memory import MemoryStorage
 from tstore.core.storage.objects import Buffers, Durability, PutMode
 from tstore.core.storage.remote import as_remote
 from tstore.core.storage.wrapper import Wrapper
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
     Conflict,
     Corrupt,
@@ -183,7 +182,7 @@ async def test_a_tag_keeps_the_version_that_it_names_now(url: str) -> None:
     store = await tstore.open(url)
     for value, how in enumerate(({"tag": "best"}, {"move_tag": "best"}, {})):
         async with store.transaction(**how) as tx:
-            await staging_of(tx).replace_all(b"")
+            await tx.staging.replace_all(b"")
             await (await tx.create_array("x", (2000,), "f8")).write(float(value))
     report = await store.collect(Keep(tags=("best",)))
     assert (report.versions, report.tags) == ([1], [])
@@ -362,7 +361,7 @@ async def test_random_commits_and_gcs(data: st.DataObject) -> None:
         ) as tx:
             some = sorted(state)[0] if state else None
             if operation == "save" or some is None:
-                await staging_of(tx).replace_all(b"")
+                await tx.staging.replace_all(b"")
                 state = {"a": rng.random((30, 40)), "b": rng.random((30, 40))}
                 for path, values in state.items():
                     await (await tx.create_array(path, values.shape, "f8", (10, 40))).write(values)
@@ -378,9 +377,9 @@ async def test_random_commits_and_gcs(data: st.DataObject) -> None:
                 state = {**state, some: state[some][:20]}
             elif operation == "keep":
                 source = await store.snapshot(data.draw(st.sampled_from(sorted(model))))
-                await staging_of(tx).replace_all(b"")
+                await tx.staging.replace_all(b"")
                 for path, node in source.tree.nodes.items():
-                    await staging_of(tx).keep_array(path, node.meta, node.tables, source.version)
+                    await tx.staging.keep_array(path, node.meta, node.tables, source.version)
                 state = model[source.version]
             else:
                 rows = slice(10, 20) if operation == "write" else slice(5, 7)
@@ -420,7 +419,7 @@ async def test_chunks_and_manifests_needed_by_later_versions_stay(url: str) -> N
         (await store.log.reader.record(v)).transaction for v in (1, 6)
     }  # 6 overwrote the chunks of 2 and 4
     async with store.transaction() as tx:
-        await staging_of(tx).replace_all(b"")
+        await tx.staging.replace_all(b"")
     await store.collect(Keep(last=1))
     assert await objects(url) == set()
 
@@ -533,7 +532,7 @@ async def test_a_chain_that_begins_in_an_expired_version_holds_nothing_older(url
     store = await tstore.open(url)
     await tstore.save(store, wide(0), 0)
     async with store.transaction() as tx:
-        await staging_of(tx).replace_all(b"")
+        await tx.staging.replace_all(b"")
         for i in range(400):
             await (await tx.create_array(f"a{i}", (3,), "f8")).write(2.0)
     async with store.transaction(tag="step/1") as tx:
@@ -599,10 +598,10 @@ async def test_a_commit_that_reuses_packs_protects_them_from_a_concurrent_gc(url
 
 async def copied(store: tstore.Store, source: tstore.Snapshot, tag: str) -> None:
     async with store.transaction(tag=tag) as tx:
-        await staging_of(tx).replace_all(b"")
+        await tx.staging.replace_all(b"")
         for path, node in source.tree.nodes.items():
             if node.is_array:
-                await staging_of(tx).keep_array(path, node.meta, node.tables, source.version)
+                await tx.staging.keep_array(path, node.meta, node.tables, source.version)
 
 
 async def test_a_commit_that_reuses_condemned_packs_is_refused(url: str) -> None:
@@ -841,7 +840,7 @@ async def test_remains_of_dead_hosts_and_aborted_transactions_are_removed_later(
     await (await tx.create_array("x", (5000,), "f8")).write(1.0)
     await tx.abort()
     late = store.transaction(tag="step/5", name="step/5", host=1, hosts=2, attempt="a")
-    await staging_of(late).replace_all(b"")
+    await late.staging.replace_all(b"")
     left = await objects(url) - await needed(store)
     assert left
     assert (await store.collect()).abandoned == []  # too young

@@ -558,7 +558,7 @@ async def test_a_tag_set_during_the_repair_is_not_dropped(monkeypatch: pytest.Mo
     async with store.transaction(tag="best") as tx:
         await tx.create_group("x", {})
     async with store.transaction(move_tag="best") as tx:
-        await tx._staging.tag_version(2)
+        await tx.staging.tag_version(2)
     append, pending = repair.Log.append, [True]
 
     async def append_late(log: Any, *arguments: Any) -> int:
@@ -581,7 +581,7 @@ async def test_a_tag_moved_away_before_the_repair_is_not_dropped(target: int | N
     for named in (2, target):
         async with store.transaction(move_tag="best") as tx:
             if named is not None:
-                await tx._staging.tag_version(named)
+                await tx.staging.tag_version(named)
     await store.repair(void_intact=[2])
     assert (await (await tstore.open(store.url)).tags())["best"] == (target or 5)
 

@@ -24,7 +24,6 @@ from tstore.core.format.tree.nodes import Nodes
 from tstore.core.format.tree.tree import Tree
 from tstore.core.maintenance import gc
 from tstore.core.tags import drop_tag, move_tag, remove_step, set_tag
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import AlreadyExists, Conflict, Corrupt, NotFound, SnapshotExpired
 from tstore.lab.conformance.faults import open_faulty
 from tstore.service.server import Server
@@ -103,9 +102,9 @@ async def test_a_version_newer_than_the_base_is_not_tagged(url: str) -> None:
     store = await saved(url)
     tagging = store.transaction(tag="x")
     async with store.transaction():
-        assert (await staging_of(tagging).base()).version == 3
+        assert (await tagging.staging.base()).version == 3
     with pytest.raises(NotFound, match="at version 3: there is no version 4 to tag"):
-        await staging_of(tagging).tag_version(4)
+        await tagging.staging.tag_version(4)
 
 
 async def test_a_tag_does_not_change_what_restore_reads_by_default(url: str) -> None:

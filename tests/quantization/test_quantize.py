@@ -20,7 +20,6 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support.thresholds import Thresholds
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, SnapshotExpired, Unavailable
 from tstore.quantization.report import plot_report
 
@@ -391,7 +390,7 @@ async def test_without_steps_a_lossy_copy_is_no_source(tmp_path: Path) -> None:
     async with await tstore.open(tmp_path) as store:
         for scale in (1, 2):
             async with store.transaction(tag=f"v{scale}") as tx:
-                await staging_of(tx).replace_all(b"")
+                await tx.staging.replace_all(b"")
                 await (await tx.create_array("x", x.shape, x.dtype)).write(scale * x)
         for name in ("e4m3", "e2m1"):
             assert (await tstore.quantize(store, name)).source == 2
@@ -873,7 +872,7 @@ async def test_a_report_with_an_unknown_format_is_corrupt(tmp_path: Path) -> Non
     document = {"arrays": [report.arrays[0]._replace(format="e99m1")._asdict()], "tag": "", "source": 1}
     async with await tstore.open(tmp_path) as store:
         async with store.transaction(tag="q") as tx:
-            await staging_of(tx).set_root_attributes({}, {"quantization": {**document, "request": ""}})
+            await tx.staging.set_root_attributes({}, {"quantization": {**document, "request": ""}})
         with pytest.raises(Corrupt, match="its report"):
             await tstore.quantize_report(store, "q")
 

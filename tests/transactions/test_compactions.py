@@ -19,7 +19,6 @@ from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.objects.segments import SortedRun
 from tstore.core.runtime import world
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import Conflict, InvalidArgument, SnapshotExpired
 from tstore.lab.simulation.scenario import override_constants
 from tstore.service.server import Server
@@ -304,7 +303,7 @@ async def test_a_collected_chunk_that_only_a_compaction_needs_does_not_fail_the_
     await write(other, 0, 99, stop=30)
     thresholds(MAX_ROWS=4)
     sealed, commit_now = asyncio.Event(), asyncio.Event()
-    staged = staging_of(tx)
+    staged = tx.staging
     seal = staged.seal
 
     async def seal_and_wait() -> ObjectRef | Manifest:

@@ -19,7 +19,6 @@ from tests.support.thresholds import Thresholds
 from tstore.checkpoint.replicated import checksums
 from tstore.checkpoint.structure import flatten
 from tstore.core.transactions.agreement import check_replicated
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -426,7 +425,7 @@ async def test_values_that_some_hosts_lack_are_compared_between_blocks(known: li
     async def host(number: int) -> int:
         tx = store.transaction(name="n", host=number, hosts=8, attempt="a")
         await tx.create_group(f"g{number}")
-        staging_of(tx).replicated = {"x": bytes([number * differ])} if number in known else {}
+        tx.staging.replicated = {"x": bytes([number * differ])} if number in known else {}
         return await tx.commit(20)
 
     with override_constants(FAN_IN=2):

@@ -17,7 +17,6 @@ from tstore.core.storage.memory import MemoryStorage
 from tstore.core.storage.objects import BufferStream, Durability
 from tstore.core.storage.remote import as_remote
 from tstore.core.transactions import staged_array
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import Misuse, NotFound, StorageFull
 from tstore.lab.conformance.faults import Faults, open_faulty
 
@@ -122,7 +121,7 @@ async def test_an_operation_that_begins_after_the_commit_is_misuse(url: str) -> 
         lambda: tx.create_group("g"),
         lambda: tx.delete("a"),
         tx.paths,
-        staging_of(tx).base,
+        tx.staging.base,
         tx.abort,
         tx.commit,
         lambda: tx.__aexit__(None, None, None),

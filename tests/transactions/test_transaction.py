@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 import tstore
 from tests.support import forks
-from tstore.core.transactions.transaction import staging_of
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -299,7 +298,7 @@ def resize(*shape: int) -> Change:
 
 
 def replace(tx: tstore.Transaction) -> Awaitable[None]:
-    return staging_of(tx).replace_all(b"")
+    return tx.staging.replace_all(b"")
 
 
 CHUNK = np.s_[0:4, 0:4]
@@ -447,7 +446,7 @@ async def test_dropped_tags_conflict(
     async with store.transaction(tag="u"):
         pass
     tx, other = store.transaction(**mine), store.transaction(**newer)  # type: ignore[arg-type]
-    await staging_of(tx).base()
+    await tx.staging.base()
     await other.commit()
     if not conflict:
         assert await tx.commit() == 5

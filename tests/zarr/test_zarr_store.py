@@ -12,7 +12,6 @@ from zarr.core.buffer import Buffer, cpu
 from zarr.testing.store import StoreTests
 
 import tstore
-from tstore.core.transactions.transaction import staging_of
 from tstore.zarr import ZarrStore
 
 
@@ -30,12 +29,12 @@ class TestZarrStore(StoreTests[ZarrStore, cpu.Buffer]):
         await transaction.abort()
 
     async def set(self, store: ZarrStore, key: str, value: Buffer) -> None:
-        staging = staging_of(store._source)  # without a method of the store
+        staging = store._source.staging  # without a method of the store
         async with staging.operation() as staged:
             staged.unplaced[key] = value.to_bytes()
 
     async def get(self, store: ZarrStore, key: str) -> Buffer:
-        staging = staging_of(store._source)
+        staging = store._source.staging
         async with staging.operation() as staged:
             return self.buffer_cls.from_bytes(staged.unplaced[key])
 

@@ -23,7 +23,7 @@ from tstore.core.store import Store
 from tstore.core.transactions.attempts import Attempt
 from tstore.core.transactions.membership import Membership
 from tstore.core.transactions.staging import Staging
-from tstore.core.transactions.transaction import Transaction, check_undelivered, staging_of, withdraw
+from tstore.core.transactions.transaction import Transaction, check_undelivered, withdraw
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -130,11 +130,11 @@ class Checkpoint(NamedTuple):
                 return await self.stage(store)
         tx, replaced = await self._transaction(store, self.attempt)
         try:
-            base = await staging_of(tx).base()
+            base = await tx.staging.base()
             version = self._other_save(base.tags, replaced)
             if version is not None:
                 raise self._already_saved(store, version)
-            await self._write(staging_of(tx), await _newest_step(store, base.tags, base.version))
+            await self._write(tx.staging, await _newest_step(store, base.tags, base.version))
             return tx
         except BaseException:
             await tx.abort()
@@ -150,7 +150,7 @@ class Checkpoint(NamedTuple):
         """Commit the checkpoint, with references to the unchanged chunks of a prior step; return its version."""
         tx, replaced = await self._transaction(store, attempt)
         try:
-            base = await staging_of(tx).base()  # first, so that a concurrent save of this step conflicts
+            base = await tx.staging.base()  # first, so that a concurrent save of this step conflicts
             version = self._other_save(base.tags, replaced)
             if version is not None and (await store.log.reader.record(version)).transaction in self._ids(tx):
                 await tx.abort()
@@ -165,7 +165,7 @@ class Checkpoint(NamedTuple):
             self.check_tags(base.tags)
             if version is not None:
                 raise self._already_saved(store, version)
-            await self._write(staging_of(tx), await find_prior(store, base.tags, base.version))
+            await self._write(tx.staging, await find_prior(store, base.tags, base.version))
             if on_written is not None:
                 on_written()
             return await self.commit_step(store, tx)
@@ -218,7 +218,7 @@ class Checkpoint(NamedTuple):
             durability=self.settings.durability,
             move_tag=(*([tag] if self.settings.overwrite else []), *self.settings.tags) or None,
             # of copies; a cooperative transaction can't drop tags
-            drop_tag=(step_tags(tags, self.step)[1:] or None) if self.hosts == 1 else None,
+            drop_tag=(step_tags(tags, self.step)[1:] or None) if tags and self.hosts == 1 else None,
             name=tag if self.hosts > 1 else None,
             host=self.host,
             hosts=self.hosts,
@@ -254,20 +254,19 @@ class Checkpoint(NamedTuple):
         Raise `AlreadyExists` if another commit of the same step came first, or if this attempt saved the step and
         the step was removed since.
         """
-        tag = step_tag(self.step)
         try:
             return await tx.commit(self.settings.timeout)
         except Inconsistent as error:
             await self._check_not_removed(store, tx, error)
             raise
         except DeadlineExceeded as error:
-            if steps_of(staging_of(tx).tree.base.tags)[-1:] > [self.step]:  # otherwise the search costs in vain
+            if steps_of(tx.staging.tree.base.tags)[-1:] > [self.step]:  # otherwise the search costs in vain
                 await self._check_not_removed(store, tx, error)
             raise
         except Conflict as conflict:
             if not conflict.paths:
                 await self._check_not_removed(store, tx, conflict)
-            if f"tag {tag}" not in conflict.paths:
+            if f"tag {(tag := step_tag(self.step))}" not in conflict.paths:
                 raise
             version = (await store.tags()).get(tag)
             if version is None:
@@ -323,9 +322,9 @@ class Checkpoint(NamedTuple):
         if not differing:
             comparison = store.transaction()
             try:
-                await staging_of(comparison).replace_all(self.digest)
-                await self._write_arrays(staging_of(comparison), saved)  # refers to the chunks that are equal
-                if staging_of(comparison).bytes_added:
+                await comparison.staging.replace_all(self.digest)
+                await self._write_arrays(comparison.staging, saved)  # refers to the chunks that are equal
+                if comparison.staging.bytes_added:
                     differing.append("values of this host")
             finally:
                 await comparison.abort()

@@ -167,7 +167,8 @@ async def _restore_snapshot(snapshot: Snapshot, into: Into, request: Request, pa
             quantized[path] = leaf
         else:
             reading.add(path, leaf)
-    arrays = await _packed_arrays(source, quantized) | await reading.read()
+    codes = await _packed_arrays(source, quantized) if quantized else {}
+    arrays = codes | await reading.read()
     if into.tree is None:
         return await source.tree(arrays)
     arrays |= {path: into.leaves[path] for path in arrays.keys() & into.leaves.keys()}

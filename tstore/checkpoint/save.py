@@ -67,7 +67,7 @@ async def checkpoint_to_save(
         xxhash.xxh3_128_digest(msgspec.json.encode([settings.attributes, reserved])),
         host,
         hosts,
-        Attempt.passed_or_detected(attempt, hosts),
+        None if hosts == 1 and attempt is None else Attempt.passed_or_detected(attempt, hosts),
         replicated=replicated,
     )
 
@@ -164,7 +164,7 @@ async def _rules(codecs: QuantizeRules | Target, leaves: Mapping[str, Any], host
     array.
     """
     if not isinstance(codecs, MinSqnr | Bits):
-        rules = Rules(codecs)
+        rules = Rules({} if codecs is None else codecs)
         rules.check(leaves)
         if not rules.targets:
             return rules

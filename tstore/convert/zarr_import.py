@@ -27,7 +27,6 @@ from tstore.core.store import Store, opened
 from tstore.core.transactions.encoded import EncodedStaging
 from tstore.core.transactions.handles import create_array
 from tstore.core.transactions.staging import Staging
-from tstore.core.transactions.transaction import staging_of
 
 __all__ = ["import_zarr"]
 
@@ -64,7 +63,7 @@ async def import_zarr(
     total, done = sum(array.meta.nbytes for array in arrays.values()), 0
     async with opened(store, "a") as opened_store:
         async with opened_store.transaction(message=f"imported from {name}") as transaction:
-            staging = staging_of(transaction)
+            staging = transaction.staging
             for path, attributes in groups.items():
                 if path or attributes:
                     await transaction.create_group(path, attributes)

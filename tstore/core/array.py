@@ -19,7 +19,7 @@ from tstore.core.format.arrays.points import PointSelection
 from tstore.core.format.arrays.views import View, whole_view
 from tstore.errors import InvalidArgument, InvalidIndex, Misuse
 
-__all__ = ["Appended", "Array", "ArrayParts", "ArraySource", "parts_of", "read_of", "viewed"]
+__all__ = ["Appended", "Array", "ArrayParts", "ArraySource", "read_of", "viewed"]
 
 
 class ArraySource(Protocol):
@@ -80,6 +80,11 @@ class Array:
         self._meta = meta
         self._view = whole_view(meta.shape) if view is None else view
         self.path = path
+
+    @property
+    def parts(self) -> ArrayParts:
+        """What the view is made of, for modules that read or copy its chunks; it may change with any release."""
+        return ArrayParts(self._source, self.path, self._view, self._meta)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -395,11 +400,6 @@ class ArrayParts(NamedTuple):
     path: str
     view: View
     meta: ArrayMeta
-
-
-def parts_of(array: Array) -> ArrayParts:
-    """Return the private side of an array, for modules that read or copy its chunks."""
-    return ArrayParts(array._source, array.path, array._view, array._meta)
 
 
 def viewed(array: Array, view: View) -> Array:

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
-from tstore.core.array import Appended, Array, parts_of, viewed
+from tstore.core.array import Appended, Array, viewed
 from tstore.core.format.arrays.views import View
 from tstore.core.log.reader import LogReader
 from tstore.core.runtime.event_loops import BACKGROUND
-from tstore.core.snapshot import Snapshot, log_of
+from tstore.core.snapshot import Snapshot
 from tstore.core.storage.connect import Address
 from tstore.core.store import Mode, Store, open
 from tstore.core.transactions.handles import HandleSource
@@ -119,7 +119,7 @@ async def _open(address: Address, mode: Mode) -> Store:
 
 
 def _reduce_snapshot(snapshot: Snapshot) -> tuple[Any, ...]:
-    log = log_of(snapshot)
+    log = snapshot.log
     return _snapshot, (_address(log), BACKGROUND.run(_version(log, snapshot.version)))
 
 
@@ -135,7 +135,7 @@ def _snapshot(address: Address, version: _Version) -> Snapshot:
 async def _snapshot_of(address: Address, version: _Version) -> Snapshot:
     store = await _open(address, "r")
     snapshot = await store.snapshot(version.number)
-    if await _version(log_of(snapshot), version.number) != version:
+    if await _version(snapshot.log, version.number) != version:
         raise TimelineChanged(
             f"{snapshot.location}: another commit has this version than when the snapshot was pickled; the store "
             "was replaced, for example by a restored backup. Open the version that you want"
@@ -148,7 +148,7 @@ async def _version(log: LogReader, number: int) -> _Version:
 
 
 def _reduce_array(array: Array) -> tuple[Any, ...]:
-    source, path, view, _ = parts_of(array)
+    source, path, view, _ = array.parts
     return _array, (source, path, view)
 
 

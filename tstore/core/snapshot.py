@@ -13,7 +13,7 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.array import Appended, Array, parts_of, read_of
+from tstore.core.array import Appended, Array, read_of
 from tstore.core.calls import ArrayCall, Call
 from tstore.core.data.destinations import check_distinct, note_partly_read
 from tstore.core.data.pieces import ReadJob, StackJob
@@ -38,49 +38,46 @@ from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired, TS
 if TYPE_CHECKING:  # imported for reads of encoded chunks
     from tstore.core.data.encoded_chunks import Deliver
 
-__all__ = ["Snapshot", "SnapshotCall", "array_node", "head_snapshot", "log_of", "snapshot_of"]
+__all__ = ["Snapshot", "SnapshotCall", "array_node", "head_snapshot", "snapshot_of"]
 
 
 class Snapshot:
     """The groups and arrays of a store as of one version, which never changes under its reader."""
 
     def __init__(self, log: LogReader, tree: Tree) -> None:
-        self._log = log
-        self._tree = tree
+        self.log = log
+        """The log in which the version is."""
+        self.tree = tree
+        """The nodes and tags of this version."""
 
     @property
     def version(self) -> int:
         """The version, 0 for the empty store before its first commit."""
-        return self._tree.version
+        return self.tree.version
 
     @functools.cached_property
     def _reads(self) -> SharedReads:
-        return SharedReads(self._log.storage)
+        return SharedReads(self.log.storage)
 
     @property
     def location(self) -> str:
         """The URL of the store and the version, for error messages."""
-        return f"{self._log.storage.url} at version {self.version}"
+        return f"{self.log.storage.url} at version {self.version}"
 
     @property
     def tags(self) -> dict[str, int]:
         """All tags as of this version, of the head as of when it was opened, with the version that each names."""
-        return dict(self._tree.tags)
-
-    @property
-    def tree(self) -> Tree:
-        """The nodes and tags of this version."""
-        return self._tree
+        return dict(self.tree.tags)
 
     def paths(self) -> list[str]:
         """Return the paths of all arrays, sorted."""
         with self._noticing_expiry():
-            return sorted(self._tree.nodes.array_paths())
+            return sorted(self.tree.nodes.array_paths())
 
     def attributes(self, path: str = "") -> dict[str, Any]:
         """Return the attributes of the array or group at a path, {} if it has none or nothing is there."""
         with self._noticing_expiry():
-            node = self._tree.nodes.get(path.strip("/"))
+            node = self.tree.nodes.get(path.strip("/"))
         return {} if node is None else node.attributes
 
     @contextlib.contextmanager
@@ -102,7 +99,7 @@ class Snapshot:
     def reserved_attribute(self, name: str) -> bytes:
         """Return the JSON of one of tstore's own attributes, not decoded, which is faster if it is long."""
         with self._noticing_expiry():
-            node = self._tree.nodes.get("")
+            node = self.tree.nodes.get("")
         return (None if node is None else node.metadata.attribute(RESERVED_ATTRIBUTE, name)) or b"null"
 
     async def read_nodes(self, paths: Collection[str] | None = None) -> None:
@@ -111,8 +108,8 @@ class Snapshot:
         The metadata of many arrays is read when it is needed. After this call, `paths` and `attributes` need not
         wait for the storage. Raise `SnapshotExpired` if the version has expired.
         """
-        if self._tree.nodes.is_paged:
-            await guard_expiry(self._log, self.version, read_pages(self._tree.nodes, paths))
+        if self.tree.nodes.is_paged:
+            await guard_expiry(self.log, self.version, read_pages(self.tree.nodes, paths))
 
     def array(self, path: str) -> ArrayCall:
         """Return the array at a path; raise `NotFound`, which names similar paths, if there is none.
@@ -128,7 +125,7 @@ class Snapshot:
     def __contains__(self, path: object) -> bool:
         """Return whether there is an array at a path."""
         with self._noticing_expiry():
-            node = self._tree.nodes.get(path) if isinstance(path, str) else None
+            node = self.tree.nodes.get(path) if isinstance(path, str) else None
         return node is not None and node.is_array
 
     def __iter__(self) -> Iterator[str]:
@@ -138,15 +135,15 @@ class Snapshot:
     async def _array(self, path: str) -> Array:
         path = checked_path(path)
         await self.read_nodes([path])
-        return Array(self, path, array_node(self._tree, path, self.location).meta)
+        return Array(self, path, array_node(self.tree, path, self.location).meta)
 
     async def read_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
     ) -> None:
         """Read a selection into `out`, which has the axes of the selection's result."""
         await self.read_nodes([path])
-        node = array_node(self._tree, path, self.location)
-        await guard_expiry(self._log, self.version, self._reads.read(ReadJob(path, meta, node, selection, out)))
+        node = array_node(self.tree, path, self.location)
+        await guard_expiry(self.log, self.version, self._reads.read(ReadJob(path, meta, node, selection, out)))
 
     def read_in_this_thread(
         self, view: Array, out: npt.NDArray[Any] | None = None, threads: int = 1
@@ -156,10 +153,10 @@ class Snapshot:
         Blocking; takes `threads` at most, the calling one included. Return None if the read fails, too:
         `Array.read` raises the error. Raise `InvalidArgument` for an unsuitable `out`.
         """
-        storage = self._log.storage
-        _, path, shown, _ = parts_of(view)
+        storage = self.log.storage
+        _, path, shown, _ = view.parts
         try:
-            node = array_node(self._tree, path, self.location)
+            node = array_node(self.tree, path, self.location)
             selection = shown.selection()
             if not is_local(storage):
                 return None
@@ -174,14 +171,14 @@ class Snapshot:
     ) -> ReadPlan:
         """Return what `read_array` with the same arguments would read."""
         await self.read_nodes([path])
-        job = ReadJob(path, meta, array_node(self._tree, path, self.location), selection, out)
-        return await guard_expiry(self._log, self.version, run(read_plan, self._log.storage, job))
+        job = ReadJob(path, meta, array_node(self.tree, path, self.location), selection, out)
+        return await guard_expiry(self.log, self.version, run(read_plan, self.log.storage, job))
 
     async def stored_chunks(self, path: str, meta: ArrayMeta) -> npt.NDArray[np.int64]:
         """Return the numbers of the chunks of an array that exist, ascending; raise `Corrupt`."""
         await self.read_nodes([path])
-        node = array_node(self._tree, path, self.location)
-        return await guard_expiry(self._log, self.version, run(node.numbers))
+        node = array_node(self.tree, path, self.location)
+        return await guard_expiry(self.log, self.version, run(node.numbers))
 
     async def read_many(
         self, views: Iterable[Array], out: Iterable[npt.NDArray[Any]] | None = None
@@ -207,7 +204,7 @@ class Snapshot:
         if out is not None:
             check_distinct((read.path, read.memory) for read in reads)
         await self.read_nodes([read.path for read in reads])
-        nodes = [array_node(self._tree, read.path, self.location) for read in reads]
+        nodes = [array_node(self.tree, read.path, self.location) for read in reads]
         jobs = [
             ReadJob(read.path, read.meta, node, read.selection, read.target)
             for read, node in zip(reads, nodes, strict=True)
@@ -223,11 +220,11 @@ class Snapshot:
 
     def planned_bytes(self, jobs: Iterable[ReadJob | StackJob]) -> int:
         """Return how many bytes of packs `read_jobs` would read."""
-        return planned_bytes(self._log.storage, jobs)
+        return planned_bytes(self.log.storage, jobs)
 
     async def read_jobs(self, jobs: Iterable[ReadJob | StackJob], unfinished: set[str] | None = None) -> None:
         """Read what the jobs ask for of arrays of this snapshot, in one call, as `read_chunks` does."""
-        await guard_expiry(self._log, self.version, read_chunks(self._log.storage, jobs, unfinished))
+        await guard_expiry(self.log, self.version, read_chunks(self.log.storage, jobs, unfinished))
 
     async def read_packed(self, path: str, region: tuple[slice, ...] | None = None) -> exmy.Quantized:
         """Return the eXmY codes of an array, or of a region: a slice with a start and a stop for each axis.
@@ -237,7 +234,7 @@ class Snapshot:
         """
         path = checked_path(path)
         await self.read_nodes([path])
-        shape = array_node(self._tree, path, self.location).meta.shape
+        shape = array_node(self.tree, path, self.location).meta.shape
         sides = [slice(None)] * len(shape) if region is None else region
         try:
             is_region = isinstance(sides, list | tuple) and all(side.step in (None, 1) for side in sides)
@@ -254,11 +251,11 @@ class Snapshot:
 
     async def read_packed_regions(self, regions: Sequence[tuple[str, tuple[slice, ...]]]) -> list[exmy.Quantized]:
         """Return the eXmY codes of regions of arrays whose nodes were read; raise one error for all of them."""
-        nodes = [(array_node(self._tree, path, self.location), region) for path, region in regions]
+        nodes = [(array_node(self.tree, path, self.location), region) for path, region in regions]
         from tstore.core.data.exmy_chunks import PackedRegion, read_packed
 
         requests = [PackedRegion(node.path, node.meta, node, region) for node, region in nodes]
-        return await guard_expiry(self._log, self.version, read_packed(self._log.storage, requests))
+        return await guard_expiry(self.log, self.version, read_packed(self.log.storage, requests))
 
     async def references(self, path: str, numbers: range) -> ChunkTable:
         """Return the references to the chunks of an array with these numbers, as far as they exist.
@@ -266,8 +263,8 @@ class Snapshot:
         Raise `NotFound` if one was never written and the array is not sparse.
         """
         await self.read_nodes([path])
-        node = array_node(self._tree, path, self.location)
-        references = await guard_expiry(self._log, self.version, run(node.select, numbers))
+        node = array_node(self.tree, path, self.location)
+        references = await guard_expiry(self.log, self.version, run(node.select, numbers))
         if len(references) < len(numbers) and not node.meta.sparse:
             absent = min(set(numbers).difference(references.number.tolist()))
             at = chunk_coordinates(absent, node.meta.counts)
@@ -281,14 +278,14 @@ class Snapshot:
         was never written and the array is not sparse, and `Corrupt` if one is outside of the grid.
         """
         await self.read_nodes([path])
-        node = array_node(self._tree, path, self.location)
+        node = array_node(self.tree, path, self.location)
         if not node.meta.sparse:
             for start in range(0, node.meta.chunk_count, size):
                 yield await self.references(path, range(start, min(start + size, node.meta.chunk_count)))
             return
         check_in_grid(path, node.meta, last_number(node.tables))
         parts = node.parts()
-        while (part := await guard_expiry(self._log, self.version, run(next, parts, None))) is not None:
+        while (part := await guard_expiry(self.log, self.version, run(next, parts, None))) is not None:
             for start in range(0, len(part), size):
                 yield part.part(start, min(start + size, len(part)))
 
@@ -296,12 +293,12 @@ class Snapshot:
         """Call `deliver` with the verified bytes of chunks of an array; raise `Corrupt`."""
         from tstore.core.data.encoded_chunks import read_encoded
 
-        work = read_encoded(self._log.storage, path, references.rows, deliver)
-        await guard_expiry(self._log, self.version, work)
+        work = read_encoded(self.log.storage, path, references.rows, deliver)
+        await guard_expiry(self.log, self.version, work)
 
     def pack_path(self, pack: str) -> str | None:
         """Return the path of a pack's file, or None if the store is not in a local folder."""
-        storage = self._log.storage
+        storage = self.log.storage
         return storage.path(pack) if isinstance(storage, LocalStorage) else None
 
     async def write_array(
@@ -342,11 +339,6 @@ class SnapshotCall(Call[Snapshot]):
     __iter__ = None
 
 
-def log_of(snapshot: Snapshot) -> LogReader:
-    """Return the log in which the version of a snapshot is."""
-    return snapshot._log
-
-
 async def head_snapshot(log: LogReader) -> Snapshot:
     """Return the snapshot of the head, with the tags as of the newest version."""
     tree = await newest_tree(log)
@@ -362,7 +354,7 @@ async def snapshot_of(log: LogReader, version: int, newest: int) -> Snapshot:
 def without_nodes(snapshot: Snapshot, paths: Collection[str]) -> Snapshot:
     """Return the snapshot as if the nodes at these paths, and all below, had been deleted."""
     nodes = snapshot.tree.nodes.without(paths)
-    return Snapshot(snapshot._log, dataclasses.replace(snapshot.tree, nodes=nodes))
+    return Snapshot(snapshot.log, dataclasses.replace(snapshot.tree, nodes=nodes))
 
 
 def array_node(tree: Tree, path: str, location: str) -> Node:

@@ -121,7 +121,8 @@ class Store:
     ) -> None:
         log_id = None if marker is None else marker.log_id
         reader = LogReader(storage, hint, log_id=log_id, address=address)
-        self._log = Log(reader, self._create if marker is None else None)
+        self.log = Log(reader, self._create if marker is None else None)
+        """The log of commits."""
         self._cooperating: weakref.WeakValueDictionary[tuple[str, int], Transaction] = (
             weakref.WeakValueDictionary()
         )
@@ -134,7 +135,7 @@ class Store:
     @property
     def url(self) -> str:
         """The URL or path of the store."""
-        return self._log.storage.url
+        return self.log.storage.url
 
     @property
     def uuid(self) -> str:
@@ -145,22 +146,17 @@ class Store:
 
     async def _create(self) -> None:
         """Create the store, or read the marker of another process that did."""
-        self.marker, _ = await create_marker(self._log.storage, 2)
-        self._log.reader.records.chain.log_id = self.marker.log_id
+        self.marker, _ = await create_marker(self.log.storage, 2)
+        self.log.reader.records.chain.log_id = self.marker.log_id
 
     @property
     def traffic(self) -> Traffic | None:
         """The requests to the server since the store was opened; None for a store without a server."""
-        return without_cache(self._log.storage).traffic
+        return without_cache(self.log.storage).traffic
 
     @property
     def _log_id(self) -> bytes | None:
         return None if self.marker is None else self.marker.log_id
-
-    @property
-    def log(self) -> Log:
-        """The log of commits."""
-        return self._log
 
     def transaction(
         self,
@@ -213,7 +209,7 @@ class Store:
                     f"{self.url}: host {host} already has transaction {name!r} open; use that one, or end it first"
                 )
         transaction = Transaction(
-            self._log,
+            self.log,
             message=checked_text("message", message),
             tags=TagEdits.from_arguments(tag, move_tag, drop_tag),
             isolation=isolation,
@@ -235,28 +231,28 @@ class Store:
 
     async def _snapshot(self, at: Moment | None) -> Snapshot:
         if at is None:
-            return await head_snapshot(self._log.reader)
+            return await head_snapshot(self.log.reader)
         if isinstance(at, np.integer):  # a version taken from an array
             at = int(at)
         if not isinstance(at, int | str | datetime.datetime) or isinstance(at, bool):
             raise InvalidArgument(f"at={quote(at)}: expected a version, a tag, a datetime, or None for the head")
-        newest = await self._log.reader.newest()
+        newest = await self.log.reader.newest()
         if isinstance(at, datetime.datetime):
             from tstore.core.log.history import version_at
 
-            version = await version_at(self._log.reader, at, newest)
+            version = await version_at(self.log.reader, at, newest)
         else:
             version = await self._resolve(at, newest)
-        return await snapshot_of(self._log.reader, version, newest)
+        return await snapshot_of(self.log.reader, version, newest)
 
     async def _resolve(self, at: int | str, newest: int) -> int:
         from tstore.core.log.history import version_named
 
         try:
-            return await version_named(self._log.reader, at, newest)
+            return await version_named(self.log.reader, at, newest)
         except NotFound:
             if isinstance(at, str):
-                await check_tag_alive(self._log.reader, at)
+                await check_tag_alive(self.log.reader, at)
             raise
 
     async def diff(self, before: Moment, after: Moment | None = None, *, budget: int | None = None) -> Diff:
@@ -276,7 +272,7 @@ class Store:
         from tstore.core.maintenance.diff import diff_snapshots
 
         snapshots = await self.snapshot(before), await self.snapshot(after)
-        return await diff_snapshots(self._log.reader, *snapshots, budget)
+        return await diff_snapshots(self.log.reader, *snapshots, budget)
 
     def history(self) -> AsyncIterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.
@@ -286,7 +282,7 @@ class Store:
         """
         from tstore.core.log.history import history
 
-        return history(self._log.reader)
+        return history(self.log.reader)
 
     async def tags(self) -> dict[str, int]:
         """Return every tag with the version that it names."""
@@ -301,10 +297,10 @@ class Store:
         from tstore.core.transactions.pending import base_of
 
         transaction = checked_text("transaction", transaction)
-        version = await self._log.reader.find(transaction, await base_of(self._log.reader, transaction))
+        version = await self.log.reader.find(transaction, await base_of(self.log.reader, transaction))
         if version is not None and self.mode != "r":
-            durable = (await self._log.reader.record(version)).durable
-            await self._log.make_durable(version, Durability.FSYNC if durable else Durability.NONE)
+            durable = (await self.log.reader.record(version)).durable
+            await self.log.make_durable(version, Durability.FSYNC if durable else Durability.NONE)
         return version
 
     async def pending(self) -> list[PendingTransaction]:
@@ -314,7 +310,7 @@ class Store:
         """
         from tstore.core.transactions.pending import pending
 
-        return await pending(self._log.reader)
+        return await pending(self.log.reader)
 
     async def finish(self, transaction: str) -> int:
         """Commit a cooperative transaction whose hosts have all delivered their fragments, and return its version.
@@ -329,8 +325,8 @@ class Store:
         from tstore.core.transactions.pending import find_pending
 
         self._check_writable()
-        member = await find_pending(self._log.reader, transaction)
-        return await CooperativeCommit(self._log, member, Durability.FSYNC).finish()
+        member = await find_pending(self.log.reader, transaction)
+        return await CooperativeCommit(self.log, member, Durability.FSYNC).finish()
 
     async def verify(self, progress: Callable[[VerifyProgress], object] | None = None) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
@@ -340,7 +336,7 @@ class Store:
         """
         from tstore.core.maintenance.verify import verify_store
 
-        return await verify_store(LogReader.strict(without_cache(self._log.storage), self._log_id), progress)
+        return await verify_store(LogReader.strict(without_cache(self.log.storage), self._log_id), progress)
 
     async def repair(self, void: Sequence[int] = (), *, void_intact: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
@@ -358,7 +354,7 @@ class Store:
         damaged, intact = checked_indices("void", void), checked_indices("void_intact", void_intact)
         if damaged or intact:
             self._check_writable()
-        return await repair_store(self._log.storage, self._log_id, damaged, intact)
+        return await repair_store(self.log.storage, self._log_id, damaged, intact)
 
     async def collect(
         self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ABANDONED_AFTER, dry_run: bool = False
@@ -377,7 +373,7 @@ class Store:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+', or pass dry_run=True")
         if keep is not None and not isinstance(keep, Keep):
             raise InvalidArgument(f"keep={quote(keep)}: expected a tstore.Keep, such as Keep(last=5), or None")
-        return await collect(self._log, keep, abandoned, dry_run=dry_run)
+        return await collect(self.log, keep, abandoned, dry_run=dry_run)
 
     def _check_writable(self) -> None:
         if self.mode == "r":
@@ -389,7 +385,7 @@ class Store:
         Further use of the store opens them again.
         """
         await asyncio.gather(*map(asyncio.wrap_future, self._background), return_exceptions=True)
-        await self._log.storage.close()
+        await self.log.storage.close()
 
     async def __aenter__(self) -> Store:
         return self

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tstore.core.format.arguments import checked_name, checked_tag
 from tstore.core.steps import chosen_snapshot, step_tag, step_tags, steps_of
 from tstore.core.store import Store
-from tstore.core.transactions.transaction import Transaction, staging_of
+from tstore.core.transactions.transaction import Transaction
 from tstore.errors import Conflict, InvalidArgument
 
 __all__ = [
@@ -129,7 +129,7 @@ async def _version_to_tag(store: Store, tag: str, at: int | str | None) -> int:
 
 async def _commit_tag(tx: Transaction, version: int) -> Tagged:
     async with tx:
-        target = await staging_of(tx).tag_version(version)
+        target = await tx.staging.tag_version(version)
     assert tx.version is not None
     return Tagged(target, tx.version)
 
@@ -141,7 +141,7 @@ async def _drop(store: Store, message: str, choose: Callable[[Mapping[str, int]]
     """
     while tags := choose(await store.tags()):
         tx = store.transaction(message, drop_tag=tags)
-        if choose((await staging_of(tx).base()).tags) == tags:
+        if choose((await tx.staging.base()).tags) == tags:
             return await _commit(tx)
         await tx.abort()
     return None

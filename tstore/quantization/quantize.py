@@ -31,7 +31,7 @@ from tstore.core.snapshot import Snapshot, without_nodes
 from tstore.core.steps import copy_snapshot, source_snapshot, steps_of
 from tstore.core.storage.objects import Durability
 from tstore.core.store import Store, opened
-from tstore.core.transactions.transaction import Transaction, staging_of
+from tstore.core.transactions.transaction import Transaction
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
 from tstore.quantization.encoding import EncodedArray
 from tstore.quantization.plan import (
@@ -235,7 +235,7 @@ class _Job(NamedTuple):
         # a default tag moves from a copy of what this version has replaced
         move = None if existing is None else name
         async with store.transaction(message, name if move is None else None, move_tag=move) as tx:
-            staging = staging_of(tx)
+            staging = tx.staging
             await staging.replace_all(b"", source.version)  # no structure check: no other host takes part
             work = BatchWork(store, source, tx.id, Durability.FSYNC, self.executor, self.progress, self.memory)
             plan, encoded = await self._encode(work, arrays)
@@ -313,7 +313,7 @@ def _if_smaller(encoded: EncodedArray, min_sqnr: float, array: SourceArray) -> E
 
 async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, EncodedArray]) -> None:
     """Stage the arrays and groups of the source, with the new metadata and chunks of the encoded arrays."""
-    staging = staging_of(tx)
+    staging = tx.staging
     for path, node in source.tree.nodes.items():
         new = encoded.get(path)
         if node.is_array and new is not None and new.document is not None:

@@ -23,7 +23,6 @@ import numpy as np
 
 import tstore as _async
 from tstore import Commit, Retry
-from tstore.core.array import parts_of
 from tstore.core.data.casting import Casting
 from tstore.core.format.arrays.indices import Index, Indexer
 from tstore.core.hints import no_such_name
@@ -74,7 +73,7 @@ class Array(BlockingWrapper):
     @wraps(_async.Array.read)
     def read(self, out: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
         array = self._wrapped
-        source = parts_of(array).source
+        source = array.parts.source
         values: np.ndarray[Any, Any] | None = None
         if isinstance(source, _async.Snapshot) and not BACKGROUND.is_running_here():
             values = source.read_in_this_thread(array, out, WORKERS)

@@ -15,7 +15,7 @@ from tstore.core.format.arrays.grid import chunk_coordinates
 from tstore.core.format.tree.node import Node
 from tstore.core.log.expiry import guard_expiry
 from tstore.core.runtime.pool import run
-from tstore.core.snapshot import Snapshot, log_of
+from tstore.core.snapshot import Snapshot
 from tstore.core.transactions.encoded import Extent
 from tstore.errors import NotFound, name_list
 from tstore.zarr.keys import enclosing_folders
@@ -113,7 +113,7 @@ class SnapshotHierarchy:
 
         Raise `NotFound` if the array is not sparse, which Zarr can't express, and `Corrupt`.
         """
-        node, log = await self._array(path), log_of(self.snapshot)
+        node, log = await self._array(path), self.snapshot.log
 
         def read() -> npt.NDArray[np.uint8] | None:
             row = node.row(number)

@@ -32,7 +32,7 @@ from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.runtime.pool import run, wait_all
 from tstore.core.snapshot import Snapshot
 from tstore.core.transactions.encoded import EncodedStaging, Extent
-from tstore.core.transactions.transaction import Transaction, staging_of
+from tstore.core.transactions.transaction import Transaction
 from tstore.errors import InvalidArgument, Misuse
 from tstore.zarr.hierarchy import Hierarchy, SnapshotHierarchy, listed_nodes
 from tstore.zarr.keys import (
@@ -71,7 +71,7 @@ class ZarrStore(Store):
         self._source = source
         self._loop = _running_loop()
         self._unlisted: set[str] = set()  # the arrays of which a warning was given
-        self._staged = None if isinstance(source, Snapshot) else EncodedStaging(staging_of(source))
+        self._staged = None if isinstance(source, Snapshot) else EncodedStaging(source.staging)
         self._hierarchy: Hierarchy = SnapshotHierarchy(source) if isinstance(source, Snapshot) else self._staging
 
     @property

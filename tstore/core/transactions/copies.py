@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.array import Array, parts_of
+from tstore.core.array import Array
 from tstore.core.data.pieces import ReadJob
 from tstore.core.data.reader import read_chunks
 from tstore.core.format.arrays.array_metadata import ArrayMeta
@@ -33,7 +33,7 @@ from tstore.core.format.tree.node import Node
 from tstore.core.log.expiry import guard_expiry
 from tstore.core.log.reader import LogReader
 from tstore.core.runtime.pool import run
-from tstore.core.snapshot import Snapshot, array_node, log_of
+from tstore.core.snapshot import Snapshot, array_node
 from tstore.core.transactions.handles import HandleSource, check_handle, create_array
 from tstore.core.transactions.staging import Staging
 from tstore.errors import InvalidArgument, NotFound, TStoreError
@@ -98,10 +98,10 @@ async def copy_array(
 
 async def _stored(array: Array) -> _Stored | None:
     """Return the chunks of an array, or None for a view of a part and for a plain Zarr array."""
-    origin, path, view, meta = parts_of(array)
+    origin, path, view, meta = array.parts
     if isinstance(origin, Snapshot):
         await origin.read_nodes([path])
-        stored = _Stored(log_of(origin), origin.version, array_node(origin.tree, path, origin.location), None)
+        stored = _Stored(origin.log, origin.version, array_node(origin.tree, path, origin.location), None)
     elif isinstance(origin, HandleSource):
         node, staging = await origin.node(path, meta), origin.staging
         stored = _Stored(staging.reader, staging.base_version, node, staging)
@@ -189,7 +189,7 @@ async def _copy_values(source: Array, target: Array, meta: ArrayMeta) -> None:
 
 async def _touched(source: Array, meta: ArrayMeta) -> Iterator[tuple[slice, ...]]:
     """Return the regions of the chunks of a sparse copy that may have values of chunks that exist."""
-    origin, path, view, stored = parts_of(source)
+    origin, path, view, stored = source.parts
     numbers = None if view.has_points else await origin.stored_chunks(path, stored)
     if numbers is None:
         return _boxes(meta, source.chunks, 0)

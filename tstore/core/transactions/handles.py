@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.array import Appended, Array, parts_of
+from tstore.core.array import Appended, Array
 from tstore.core.data.pieces import ReadJob
 from tstore.core.data.planning import ReadPlan, read_plan
 from tstore.core.data.reader import read_chunks
@@ -79,7 +79,7 @@ async def new_array(
 
 async def _discard(array: Array) -> None:
     """Drop an array that this transaction has created, unless it was deleted since."""
-    source, path, _, meta = parts_of(array)
+    source, path, _, meta = array.parts
     assert isinstance(source, HandleSource)
     async with source.staging.operation() as staged:
         staged.check_handle(path, meta, source.taken)
@@ -91,7 +91,7 @@ async def check_handle(array: Array) -> None:
 
     Raise `NotFound` if it was deleted.
     """
-    source, path, _, meta = parts_of(array)
+    source, path, _, meta = array.parts
     assert isinstance(source, HandleSource)
     async with source.staging.operation() as staged:
         staged.check_handle(path, meta, source.taken)

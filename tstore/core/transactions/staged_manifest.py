@@ -175,7 +175,8 @@ class ReusedPacks:
     async def check(self, storage: Storage) -> None:
         """Raise `Corrupt`, naming an array, if a pack that another transaction wrote is missing or too short."""
         ends = {p: end for p, end in self._ends.items() if isinstance(p, str) and not p.startswith(self._own)}
-        for pack, fault in short_packs(ends, await storage.sizes(ends)).items():
+        faults = short_packs(ends, await storage.sizes(ends)) if ends else {}
+        for pack, fault in faults.items():
             raise Corrupt(
                 f"{storage.url}: {self._paths[pack]} refers to chunks of an earlier commit, but {fault}; restore "
                 "the pack from a copy of the store, or write the array's values again"

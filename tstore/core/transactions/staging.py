@@ -1,7 +1,7 @@
 """The private side of a transaction: its state and staged changes, and how they become packs and a manifest.
 
 The arrays of a `Transaction`, the public face, read and write through its `Staging` (`handles`). `save` and
-`quantize` stage whole trees with it: `transaction.staging_of` returns it.
+`quantize` stage whole trees with it: `Transaction.staging`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ from tstore.errors import (
 if TYPE_CHECKING:  # what few transactions use is imported when it is used
     from tstore.core.transactions.cooperative import CooperativeCommit
 
-__all__ = ["Isolation", "Transaction", "check_undelivered", "staging_of", "withdraw"]
+__all__ = ["Isolation", "Transaction", "check_undelivered", "withdraw"]
 
 _NO_EDITS = TagEdits()
 
@@ -90,9 +90,10 @@ class Transaction:
         self._durability = durability
         self._member = member
         self._metadata = dict(metadata or {})
-        self._staging = Staging(log, tags, isolation, durability, member)
-        self._lifecycle = self._staging.lifecycle
-        self.id = self._staging.transaction
+        self.staging = Staging(log, tags, isolation, durability, member)
+        """The side for packages that stage whole trees; it may change with any release."""
+        self._lifecycle = self.staging.lifecycle
+        self.id = self.staging.transaction
         self._sealed: Record | None = None  # what remains to be appended, or delivered as a fragment
         self.version: int | None = None
         self.retries: list[Retry] = []
@@ -107,7 +108,7 @@ class Transaction:
 
     def __del__(self) -> None:
         lifecycle = getattr(self, "_lifecycle", None)  # absent if an argument was wrong
-        if lifecycle is not None and lifecycle.state == "open" and self._staging.has_changes:
+        if lifecycle is not None and lifecycle.state == "open" and self.staging.has_changes:
             warnings.warn(
                 f"{self!r} was dropped with changes that are lost: call its commit() or abort(), or use `with`",
                 ResourceWarning,
@@ -116,7 +117,7 @@ class Transaction:
             )
 
     async def __aenter__(self) -> Transaction:
-        async with self._staging.operation():
+        async with self.staging.operation():
             return self
 
     async def __aexit__(self, error_type: type[BaseException] | None, *_: object) -> None:
@@ -153,7 +154,7 @@ class Transaction:
         def meta(shape: Sequence[int], dtype: Any) -> ArrayMeta:
             return ArrayMeta.new(shape, dtype, *rest, sparse=sparse)
 
-        return ArrayCall(new_array(self._staging, path, shape, dtype, data, meta))
+        return ArrayCall(new_array(self.staging, path, shape, dtype, data, meta))
 
     async def copy_array(
         self,
@@ -178,21 +179,21 @@ class Transaction:
         from tstore.core.transactions.copies import copy_array
 
         same = codecs == "same"
-        return await copy_array(self._staging, source, path, chunks, None if same else codecs, same_codecs=same)
+        return await copy_array(self.staging, source, path, chunks, None if same else codecs, same_codecs=same)
 
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
         """Stage a group with these attributes, which replace all that it had; the root's path is "".
 
         Groups need not be created: an array may have any path. Raise `AlreadyExists` if an array is in the way.
         """
-        await self._staging.create_group(path, {} if attributes is None else attributes)
+        await self.staging.create_group(path, {} if attributes is None else attributes)
 
     def array(self, path: str) -> ArrayCall:
         """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`.
 
         Values can be written at once: `tx.array("w")[0:10].write(values)`.
         """
-        return ArrayCall(array_of(self._staging, path))
+        return ArrayCall(array_of(self.staging, path))
 
     def __getitem__(self, path: str) -> ArrayCall:
         """Return the array at a path, as `array` does."""
@@ -202,11 +203,11 @@ class Transaction:
 
     async def paths(self) -> list[str]:
         """Return the sorted paths of all arrays, as this transaction sees them."""
-        return await self._staging.paths()
+        return await self.staging.paths()
 
     async def delete(self, path: str) -> None:
         """Stage the removal of an array, or of a group with all below it; raise `NotFound` if there is neither."""
-        await self._staging.delete(path)
+        await self.staging.delete(path)
 
     async def commit(self, timeout: float | None = None) -> int:
         """Commit and return the version that the transaction became, as durable as requested.
@@ -244,18 +245,18 @@ class Transaction:
             return
         self._lifecycle.check_open()
         self._lifecycle.state = "aborted"
-        await run_to_end(self._staging.discard())
-        await self._staging.delete_heartbeat()
+        await run_to_end(self.staging.discard())
+        await self.staging.delete_heartbeat()
 
     async def _end(self, deliver: Deliver) -> int | None:
         self._lifecycle.start_commit()
         if self._member is None:
             return await self._commit(deliver)
         try:
-            async with self._staging.heartbeat():
+            async with self.staging.heartbeat():
                 return await self._commit(deliver)
         finally:
-            await self._staging.delete_heartbeat()
+            await self.staging.delete_heartbeat()
 
     async def _commit(self, deliver: Deliver) -> int | None:
         in_doubt = repeated = self._sealed is not None  # after `CommitOutcomeUnknown`
@@ -287,14 +288,14 @@ class Transaction:
             from tstore.core.transactions.fragments import fragment_from_record
 
             member = self._member
-            checks = self._staging.structure_check, self._staging.replicated
+            checks = self.staging.structure_check, self.staging.replicated
             fragment = fragment_from_record(record, member.host, member.hosts, *checks)
             commit = _cooperative(self)
             assert commit is not None
             self.version = await deliver(commit, fragment)
             self._lifecycle.state = "delivered"
         except NotFound:
-            await self._staging.check_not_condemned()
+            await self.staging.check_not_condemned()
             raise
 
     def _still_unknown(self, cause: Exception) -> CommitOutcomeUnknown:
@@ -309,20 +310,20 @@ class Transaction:
         try:
             await self._lifecycle.wait_idle()
             self._lifecycle.check_unfailed()
-            manifest = await self._staging.seal()
-            return self._record(self._staging.tree.base.version, manifest)
+            manifest = await self.staging.seal()
+            return self._record(self.staging.tree.base.version, manifest)
         except BaseException as error:
             self._lifecycle.state = "aborted"
-            await run_to_end(self._staging.discard())
+            await run_to_end(self.staging.discard())
             if isinstance(error, NotFound):
-                await self._staging.check_not_condemned()
+                await self.staging.check_not_condemned()
             if isinstance(error, TStoreError):
                 await check_undelivered(self, error)
             raise
 
     async def _append(self, record: Record, repeated: bool) -> None:
         await give_way()
-        changes = self._staging.changes()
+        changes = self.staging.changes()
         await give_way()
 
         async def validate(newer: Newer) -> Record:
@@ -331,13 +332,13 @@ class Transaction:
                 return record
             from tstore.core.transactions.conflicts import revise_compactions
 
-            retry = await self._staging.validate(changes, newer)
-            revised = await revise_compactions(self._log.reader, self._staging.tree, newer)
+            retry = await self.staging.validate(changes, newer)
+            revised = await revise_compactions(self._log.reader, self.staging.tree, newer)
             if retry is not None:
                 self.retries.append(retry)
             if retry is not None or revised:
                 base = record.base if retry is None else retry.version
-                record = self._sealed = self._record(base, await self._staging.manifest())
+                record = self._sealed = self._record(base, await self.staging.manifest())
             return record
 
         # A serializable transaction takes part in no group commit, so it passes no changes. Nor does a repeated
@@ -346,10 +347,10 @@ class Transaction:
         try:
             await self._enqueue(record, validate, shared)
         except SourceCondemned:
-            if not self._staging.tree.drop_compactions():
+            if not self.staging.tree.drop_compactions():
                 raise
             # perhaps nothing but a compaction refers to what was condemned
-            record = self._sealed = self._record(record.base, await self._staging.manifest())
+            record = self._sealed = self._record(record.base, await self.staging.manifest())
             await self._enqueue(record, validate, shared)
 
     async def _enqueue(self, record: Record, validate: Validate, changes: Changes | None) -> None:
@@ -362,7 +363,7 @@ class Transaction:
                 self._lifecycle.state = "undecided"
 
     def _record(self, base: int, manifest: ObjectRef | Manifest) -> Record:
-        staged, tags = self._staging.tree, self._staging.tags
+        staged, tags = self.staging.tree, self.staging.tags
         return Record(
             transaction=self.id,
             base=base,
@@ -372,10 +373,10 @@ class Transaction:
             replaces=staged.replaces and not staged.source,
             deleted=staged.deleted_paths,
             manifests=(manifest,),
-            bytes_added=self._staging.bytes_added,
+            bytes_added=self.staging.bytes_added,
             metadata=self._metadata,
             durable=self._durability is Durability.FSYNC,
-            reused=self._staging.reused,
+            reused=self.staging.reused,
             dropped=tags.dropped,
             tagged={} if tags.target is None else dict.fromkeys(tags.assigned, tags.target),
             source=staged.source,
@@ -389,7 +390,7 @@ async def withdraw(transaction: Transaction) -> int | None:
     it. Do nothing, and return None, for a transaction of one host.
     """
     commit = _cooperative(transaction)
-    return None if commit is None else await commit.withdraw(transaction._staging.base_version)
+    return None if commit is None else await commit.withdraw(transaction.staging.base_version)
 
 
 async def check_undelivered(transaction: Transaction, failure: TStoreError) -> None:
@@ -405,8 +406,3 @@ def _cooperative(transaction: Transaction) -> CooperativeCommit | None:
     from tstore.core.transactions.cooperative import CooperativeCommit
 
     return CooperativeCommit(transaction._log, member, transaction._durability)
-
-
-def staging_of(transaction: Transaction) -> Staging:
-    """Return the private side of a transaction, for the packages above that stage whole trees."""
-    return transaction._staging

@@ -11,7 +11,7 @@ from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.save import checkpoint_to_save
 from tstore.core.transactions import attempts
 from tstore.core.transactions.membership import Membership
-from tstore.core.transactions.transaction import Transaction, staging_of
+from tstore.core.transactions.transaction import Transaction
 from tstore.errors import CommitOutcomeUnknown, Conflict, Inconsistent, NotFound, Unavailable
 from tstore.lab.simulation.client import Client
 from tstore.lab.simulation.edits import create, write
@@ -160,7 +160,7 @@ async def _save(client: Client, plan: PlannedCommit, attempt: Attempt, host: int
 
 async def _write_shared(tx: Transaction, plan: PlannedCommit, attempt: Attempt, host: int, timeout: float) -> int:
     """Write one chunk of an existing array and one of a new array, perhaps delete an array, and commit."""
-    base = await staging_of(tx).base()
+    base = await tx.staging.base()
     attempt.bases[host] = min(base.version, attempt.bases.get(host, base.version))
     paths = await tx.paths()
     created = f"small/{plan.name}.{host // _CHUNKS}"

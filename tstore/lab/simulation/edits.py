@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tstore.core.transactions.staging import Isolation
-from tstore.core.transactions.transaction import Transaction, staging_of
+from tstore.core.transactions.transaction import Transaction
 from tstore.errors import TStoreError
 from tstore.lab.simulation.client import PATHS, Client
 from tstore.lab.simulation.history import (
@@ -89,7 +89,7 @@ def new_transaction(
 
 async def _write_chunk(client: Client, tx: Transaction, attempt: Attempt, path: str) -> int:
     """Write one chunk of a small array, if the array exists, and commit."""
-    attempt.bases[0] = max(client.history.start, (await staging_of(tx).base()).version)
+    attempt.bases[0] = max(client.history.start, (await tx.staging.base()).version)
     if path in await tx.paths():
         cells = (await tx.array(path)).shape[0]
         start = PER_CHUNK * client.random.randrange(-(-cells // PER_CHUNK))
@@ -116,7 +116,7 @@ async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: as
 
 async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt, began: float) -> int | None:
     """Apply a few operations and commit; sometimes abort instead, and return None."""
-    base = await staging_of(tx).base()
+    base = await tx.staging.base()
     attempt.bases[0] = base.version
     if attempt.bases[0] < client.history.start:  # stale listings or sizes hide the newest versions
         attempt.aborted = True
@@ -126,7 +126,7 @@ async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt, be
     client.history.listings.append(Listing(client.host.name, began, base.head, paths))
     attempt.transaction_reads.append(TransactionRead((), None, paths))
     if attempt.tags and client.random.random() < _EARLIER:
-        attempt.target = await staging_of(tx).tag_version(client.random.randint(1, max(1, attempt.bases[0])))
+        attempt.target = await tx.staging.tag_version(client.random.randint(1, max(1, attempt.bases[0])))
     for _ in range(client.random.randint(1, 3)):
         await _edit_array(client, tx, attempt, base.head)
         if client.random.random() < 0.3:

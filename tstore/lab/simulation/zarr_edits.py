@@ -12,7 +12,7 @@ import numpy as np
 from zarr.core.buffer.cpu import Buffer
 
 from tstore.core.transactions.staging import Isolation
-from tstore.core.transactions.transaction import Transaction, staging_of
+from tstore.core.transactions.transaction import Transaction
 from tstore.lab.simulation.client import PATHS, Client
 from tstore.lab.simulation.edits import create, new_transaction
 from tstore.lab.simulation.history import PER_CHUNK, Attempt, Create, Look, Put, width_of
@@ -29,7 +29,7 @@ async def write_with_zarr(client: Client) -> None:
 
 
 async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt) -> int | None:
-    base = await staging_of(tx).base()
+    base = await tx.staging.base()
     attempt.bases[0] = base.version
     if base.version < client.history.start:  # stale listings or sizes hide the newest versions
         attempt.aborted = True

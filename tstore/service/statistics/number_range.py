@@ -15,7 +15,7 @@ from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.dtypes import is_integer
 from tstore.core.format.plain_text import finite_or_none
 from tstore.core.format.tree.node import Node
-from tstore.core.snapshot import Snapshot, log_of
+from tstore.core.snapshot import Snapshot
 
 __all__ = ["NumberRange", "dtype_range", "stored_range"]
 
@@ -71,7 +71,7 @@ async def stored_range(snapshot: Snapshot, node: Node, numbers: Sequence[int]) -
     if not chosen:
         return None
     read = PackedRead(node.path, meta, node, sorted(set(chosen)))
-    [chunks] = await read_packed_chunks(log_of(snapshot).storage, [read])
+    [chunks] = await read_packed_chunks(snapshot.log.storage, [read])
     factors = np.concatenate([_factors(q) for q in chunks])
     factors = factors[factors > 0]
     if not factors.size:

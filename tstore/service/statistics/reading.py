@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.array import Array, ArraySource, parts_of
+from tstore.core.array import Array, ArraySource
 from tstore.core.format.arrays.grid import boxes, part_of
 from tstore.core.format.arrays.samples import Tiling
 from tstore.core.format.plain_text import pluralize
@@ -90,12 +90,12 @@ class Sample:
     @property
     def source(self) -> ArraySource:
         """The snapshot or transaction of the array."""
-        return parts_of(self.view).source
+        return self.view.parts.source
 
     @property
     def node(self) -> Node | None:
         """The array in its snapshot; None for an array of a transaction."""
-        source, path, _, _ = parts_of(self.view)
+        source, path, _, _ = self.view.parts
         return array_node(source.tree, path, source.location) if isinstance(source, Snapshot) else None
 
     async def key(self, *arguments: object) -> bytes | None:
@@ -107,7 +107,7 @@ class Sample:
         if node is None or chunks is None:
             return None
         references = await run(node.select, np.array(chunks, np.uint64))
-        view = parts_of(self.view).view
+        view = self.view.parts.view
         selection = repr((view.shape, view.follows, self.tiling, arguments))
         positions = [p.tobytes() if isinstance(p, np.ndarray) else repr(p).encode() for p in view.positions]
         numbers, checks = references.number.tobytes(), references.checks.tobytes()
@@ -136,7 +136,7 @@ async def sample_of(view: Array, budget: int | None) -> Sample:
     Raise `NotFound` if a chunk of it was never written and the array is not sparse, and `InvalidArgument` for
     chunks that are too long to decode for a part of them.
     """
-    source, path, _, _ = parts_of(view)
+    source, path, _, _ = view.parts
     if isinstance(source, Snapshot):
         await source.read_nodes([path])
         meta = array_node(source.tree, path, source.location).meta
@@ -161,7 +161,7 @@ async def _stored_bytes(tiles: Sequence[Array]) -> list[int]:
 async def _read(tiles: Sequence[Array]) -> list[npt.NDArray[Any]]:
     """Return the values of tiles, those of a snapshot in one call."""
     values: list[npt.NDArray[Any]] = []
-    for source, group in itertools.groupby(tiles, lambda tile: parts_of(tile).source):
+    for source, group in itertools.groupby(tiles, lambda tile: tile.parts.source):
         listed = list(group)
         if isinstance(source, Snapshot):
             values += await source.read_many(listed)

@@ -25,7 +25,7 @@ from tstore.core.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, 
 from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.store import Store, open
 from tstore.core.transactions.attempts import Attempt
-from tstore.core.transactions.transaction import Transaction, staging_of
+from tstore.core.transactions.transaction import Transaction
 from tstore.errors import InvalidArgument, Misuse
 from tstore.quantization.policy import CodecRules, Rules
 from tstore.torch.dcp.identifiers import is_step, step_from
@@ -200,7 +200,7 @@ class Writer(StorageWriter):
 
     async def _commit(self, store: Store, checkpoint: Checkpoint, transaction: Transaction) -> int:
         try:
-            await staging_of(transaction).set_root_attributes(checkpoint.settings.attributes, checkpoint.reserved)
+            await transaction.staging.set_root_attributes(checkpoint.settings.attributes, checkpoint.reserved)
             return await checkpoint.commit_step(store, transaction)
         finally:
             await store.close()
