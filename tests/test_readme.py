@@ -27,7 +27,7 @@ SHELL = [document for document in DOCUMENTS if document.of_language("sh")]
 PYTHON = [d for d in DOCUMENTS if d.of_language("python") and d not in SHELL]
 """The documents whose Python blocks run alone; those of the others run before their commands."""
 
-TRAINERS = ("keras",)
+TRAINERS = ("keras", "lightning", "transformers")
 """The trainers of guides; whoever does not work on these need not install them."""
 
 MAX_LINES = 250
@@ -42,6 +42,7 @@ RUN = """
     import tstore.cli
 
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls it
+    warnings.filterwarnings("ignore", module="lightning")
 
     for number, (language, text) in enumerate(json.load(sys.stdin), 1):
         if language == "python":
@@ -89,7 +90,7 @@ def test_every_code_block_has_a_tested_language(document: Document) -> None:
 @pytest.mark.parametrize("document", PYTHON, ids=name_of)
 def test_python_blocks_run_in_order(document: Document, tmp_path: Path) -> None:
     for trainer in TRAINERS:
-        if f"import {trainer}\n" in document.text and importlib.util.find_spec(trainer) is None:
+        if re.search(rf"^import {trainer}\b", document.text, re.M) and importlib.util.find_spec(trainer) is None:
             pytest.skip(f"{trainer} is not installed")
     run(python_blocks(document), tmp_path)
 

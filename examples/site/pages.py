@@ -105,6 +105,11 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
         "Tensors, modules, optimizers and `DTensor`s: `import tstore.sync as tstore`, then `tstore.torch`.",
         {"tstore.sync.torch": "save restore Checkpointer save_async Writer Reader"},
     ),
+    "trainers": (
+        "Trainers",
+        "Plugins for trainers. Each module is imported by its own name.",
+        {"tstore.trainers.lightning": "CheckpointIO ModelParallelStrategy RandomStates CheckpointFiles"},
+    ),
     "zarr": ("Zarr", "::: tstore.zarr", {"tstore.zarr": "ZarrStore"}),
     "errors": (
         "Errors",
