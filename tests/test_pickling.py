@@ -192,6 +192,7 @@ def objects(url: str) -> Iterator[Any]:
         tstore.Cache(url, 1 << 20),
     )
     yield from (tstore.EverySeconds(3), tstore.EverySteps(3), tstore.OnPreemption(signal.SIGUSR1))
+    yield from (tstore.Continuous(), tstore.SaveReport(1, 2, 0.1, 0.1, 0.2, 3, 4, 0))
     yield from (
         sync.Checkpointer(url),
         sync.torch.Checkpointer(url),

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from tstore import jax as jax
     from tstore import torch as torch
     from tstore import zarr as zarr
-    from tstore.checkpoint.background import BackgroundSave, save_async
+    from tstore.checkpoint.background import BackgroundSave, SaveReport, save_async
     from tstore.checkpoint.checkpointer import Checkpointer
     from tstore.checkpoint.leaves import PackedShards, PerHost, Shards
-    from tstore.checkpoint.policies import EverySeconds, EverySteps, OnPreemption
+    from tstore.checkpoint.policies import Continuous, EverySeconds, EverySteps, OnPreemption
     from tstore.checkpoint.reading import RestorePlan
     from tstore.checkpoint.restore import explain, restore
     from tstore.checkpoint.save import save
@@ -53,6 +53,7 @@ __all__ = [
     "Checkpointer",
     "CollectReport",
     "Commit",
+    "Continuous",
     "CopyReport",
     "Diff",
     "EverySeconds",
@@ -69,6 +70,7 @@ __all__ = [
     "QuantizedArray",
     "RestorePlan",
     "Retry",
+    "SaveReport",
     "Shards",
     "Snapshot",
     "Step",
@@ -97,10 +99,10 @@ __version__ = "0.1.0"
 _PACKAGES = {"errors", "jax", "sharding", "sync", "torch", "zarr"}
 _NAMES = {
     "core.array": "Appended Array",
-    "checkpoint.background": "BackgroundSave save_async",
+    "checkpoint.background": "BackgroundSave SaveReport save_async",
     "checkpoint.checkpointer": "Checkpointer",
     "checkpoint.leaves": "PackedShards PerHost Shards",
-    "checkpoint.policies": "EverySeconds EverySteps OnPreemption",
+    "checkpoint.policies": "Continuous EverySeconds EverySteps OnPreemption",
     "checkpoint.reading": "RestorePlan",
     "checkpoint.restore": "explain restore",
     "checkpoint.save": "save",

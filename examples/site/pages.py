@@ -52,7 +52,7 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
         "Trees of arrays, each saved as one commit, and restored whole, in part, or for another topology.",
         {
             "tstore.sync": "save restore steps explain RestorePlan Checkpointer EverySteps EverySeconds"
-            " OnPreemption save_async BackgroundSave Shards PackedShards PerHost Step"
+            " Continuous OnPreemption SaveReport save_async BackgroundSave Shards PackedShards PerHost Step"
         },
     ),
     "stores": (

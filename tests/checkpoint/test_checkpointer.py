@@ -36,7 +36,7 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.lab.conformance.faults import open_faulty
-from tstore.sync import Checkpointer, EverySeconds, EverySteps, Keep, OnPreemption, Shards
+from tstore.sync import Checkpointer, Continuous, EverySeconds, EverySteps, Keep, OnPreemption, Shards
 
 
 @pytest.fixture
@@ -240,12 +240,13 @@ leaves = st.one_of(
     st.builds(EverySteps, st.integers(1, 50)),
     st.builds(EverySeconds, st.floats(0.1, 100)),
     st.builds(OnPreemption),
+    st.builds(Continuous),
 )
 either_or_both = st.sampled_from([lambda a, b: a | b, lambda a, b: a & b])
 policies = st.recursive(
     leaves, lambda some: st.builds(lambda join, a, b: join(a, b), either_or_both, some, some), max_leaves=4
 )
-moments = st.builds(Moment, st.integers(0, 10**6), st.floats(0, 200), st.booleans())
+moments = st.builds(Moment, st.integers(0, 10**6), st.floats(0, 200), st.booleans(), st.booleans())
 
 
 @given(policies, policies, moments)
@@ -254,6 +255,7 @@ def test_policies_compose(a: Policy, b: Policy, moment: Moment) -> None:
     assert either.due(moment) == (a.due(moment) or b.due(moment)) == (b | a).due(moment)
     assert both.due(moment) == (a.due(moment) and b.due(moment)) == (b & a).due(moment)
     assert either.uses_clock == both.uses_clock == (a.uses_clock or b.uses_clock)
+    assert either.waits_for_save == both.waits_for_save == (a.waits_for_save or b.waits_for_save)
     assert either.signals == both.signals == a.signals | b.signals
     for policy in (either, both):
         same = eval(repr(policy).replace("<Signals.SIGTERM: 15>", "15"), globals())

@@ -32,6 +32,8 @@ REPORTS = [
     tstore.EverySteps(5),
     tstore.EverySeconds(600.0),
     tstore.OnPreemption(),
+    tstore.Continuous(),
+    tstore.SaveReport(10**9, 10**9, 1.0, 1.0, 1.0, 10**15, 10**15, 10**6),
     tstore.Keep(last=5, tags=("a", "b")),
     tstore.Bits(5.0),
     tstore.MinSqnr(30.0),

@@ -6,8 +6,8 @@
    arrays. `replicated`: checksums of what hosts must have alike. `union`: one tree from trees that differ between
    hosts.
 3. `background`: saves while the caller goes on, to a `background_store`, from the copies that `staging` makes.
-   `checkpointer`: a series of saves at the steps that `policies` choose. `rollback`: going on from an earlier step
-   of a series.
+   `series`: those of a job, and what becomes of them. `checkpointer`: saves at the steps that `policies` choose.
+   `rollback`: going on from an earlier step of a job.
 4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
    `into`: arrays of the caller to fill. `reading`: the regions that it reads. `restore`: the restore itself, and
    the plan of its reads.

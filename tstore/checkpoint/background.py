@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import time
@@ -31,7 +32,15 @@ from tstore.core.runtime.pool import low_priority, wait_all
 from tstore.core.store import Store
 from tstore.errors import DeadlineExceeded, InvalidArgument, Misuse
 
-__all__ = ["BackgroundSave", "InFlight", "SaveWork", "StagingChoice", "checked_choices", "save_async"]
+__all__ = [
+    "BackgroundSave",
+    "InFlight",
+    "SaveReport",
+    "SaveWork",
+    "StagingChoice",
+    "checked_choices",
+    "save_async",
+]
 
 T = TypeVar("T")
 
@@ -94,7 +103,7 @@ async def save_async(
     background_store = BackgroundStore(store)
     checkpoint = await checkpoint_to_save(tree, step, **options)
 
-    async def close(_: int | None) -> None:
+    async def close(_: SaveWork) -> None:
         await background_store.close()
 
     save = SaveWork.start(background_store, checkpoint, StagingMemory(), staging, in_flight, close)
@@ -110,12 +119,58 @@ def checked_choices(staging: Any, in_flight: Any) -> None:
             raise InvalidArgument(f"{name}={quote(value)}: expected {expected}")
 
 
-class SaveWork:
-    """A save in the background, for who starts it; callers get a `BackgroundSave` of it."""
+@dataclasses.dataclass(frozen=True)
+class SaveReport:
+    """What the save of a step took, and what it wrote on this host.
 
-    def __init__(self, url: str, step: int) -> None:
+    `dataclasses.asdict` gives the numbers by name.
+
+    Attributes
+    ----------
+    step, version
+        The step, and the version of its commit.
+    seconds_blocked
+        From the call of `Checkpointer.save` until the caller could go on: the time by which the save delayed it.
+        It is much longer than `seconds_staged` if the save waited for the one before it.
+    seconds_staged
+        How long the values were copied, or written with staging="turns".
+    seconds_committed
+        From the call until the commit.
+    bytes_new, bytes_shared
+        The bytes of the chunks that were written, and of those that did not change, which are not written again.
+    retries
+        The requests to the storage that failed meanwhile, and were repeated.
+    """
+
+    step: int
+    version: int
+    seconds_blocked: float
+    seconds_staged: float
+    seconds_committed: float
+    bytes_new: int
+    bytes_shared: int
+    retries: int
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step} is version {self.version}, after {self.seconds_committed:.3f} s: "
+            f"{self.seconds_blocked:.3f} s blocked, {self.seconds_staged:.3f} s staging; "
+            f"{self.bytes_new:,} bytes new, {self.bytes_shared:,} shared; {self.retries} retries"
+        )
+
+
+class SaveWork:
+    """A save in the background, for who starts it; callers get a `BackgroundSave` of it.
+
+    `called` is when the caller began to wait; `report` is known once the save is committed.
+    """
+
+    def __init__(self, url: str, step: int, called: float) -> None:
         self.url = url
         self.step = step
+        self.report: SaveReport | None = None
+        self._called = called
+        self._staged_at = called
         self.staged: Future[None] = Future()
         self.committed: Future[int] = Future()
         for future in (self.staged, self.committed):
@@ -132,10 +187,11 @@ class SaveWork:
         memory: StagingMemory,
         staging: StagingChoice,
         in_flight: InFlight,
-        on_end: Callable[[int | None], Awaitable[None]],
+        on_end: Callable[[SaveWork], Awaitable[None]],
+        called: float | None = None,
     ) -> SaveWork:
-        """Start to save a checkpoint; at the end, call `on_end` with the version, or with None if it failed."""
-        save = SaveWork(store.url, checkpoint.step)
+        """Start to save a checkpoint, by default as if called now; at the end, call `on_end` with the save."""
+        save = SaveWork(store.url, checkpoint.step, time.monotonic() if called is None else called)
         save._start(save._save(store, checkpoint, memory, staging, in_flight), on_end)
         store.close_after(save.ended)
         return save
@@ -198,6 +254,7 @@ class SaveWork:
                         "pass in_flight='queue'"
                     )
                 await stack.enter_async_context(lock)
+                began, failed_requests = time.monotonic(), store.failed_requests
                 if staging == "memory":
                     await memory.copy(checkpoint.jobs)
 
@@ -206,23 +263,32 @@ class SaveWork:
                 if checkpoint.settings.priority is None:
                     stack.enter_context(low_priority())  # from here on the caller computes beside the save
 
-            if staging == "turns":
-                return await store.save(checkpoint, on_written)
-            on_written()
-            return await store.save(checkpoint)
+            if staging != "turns":
+                on_written()
+            saved = await store.save(checkpoint, on_written if staging == "turns" else None)
+            self._set_staged()  # this attempt may have saved the step before, and written nothing now
+            self.report = SaveReport(
+                self.step,
+                saved.version,
+                seconds_blocked=self._staged_at - self._called,
+                seconds_staged=self._staged_at - began,
+                seconds_committed=time.monotonic() - self._called,
+                bytes_new=saved.bytes_new,
+                bytes_shared=saved.bytes_shared,
+                retries=store.failed_requests - failed_requests,
+            )
+            return saved.version
 
-    def _start(self, work: Coroutine[Any, Any, int], on_end: Callable[[int | None], Awaitable[None]]) -> None:
+    def _start(self, work: Coroutine[Any, Any, int], on_end: Callable[[SaveWork], Awaitable[None]]) -> None:
         async def run() -> None:
-            version = None
             try:
                 version = await work
             except BaseException as error:
                 self._fail(error)
             else:
-                self._set_staged()
                 self.committed.set_result(version)
             finally:
-                await on_end(version)
+                await on_end(self)
 
         def fail_if_never_run(_: Future[None]) -> None:
             if not self.committed.done():
@@ -238,6 +304,7 @@ class SaveWork:
 
     def _set_staged(self) -> None:
         if not self.staged.done():
+            self._staged_at = time.monotonic()
             self.staged.set_result(None)
 
     def _fail(self, error: BaseException) -> None:

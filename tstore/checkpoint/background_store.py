@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from tstore.checkpoint.checkpoint import Checkpoint
+from tstore.checkpoint.checkpoint import Checkpoint, Saved
 from tstore.core.storage.connect import storage_at
 from tstore.core.store import Store, close_after, open
 from tstore.errors import Denied, TimelineChanged, TStoreError
@@ -34,7 +34,7 @@ class BackgroundStore:
         if self._callers_store is not None:
             close_after(self._callers_store, work)
 
-    async def save(self, checkpoint: Checkpoint, on_written: Callable[[], None] | None = None) -> int:
+    async def save(self, checkpoint: Checkpoint, on_written: Callable[[], None] | None = None) -> Saved:
         """Save a checkpoint on the event loop of background saves, as `Checkpoint.save` does."""
         store = await self.opened()
         try:
@@ -43,6 +43,12 @@ class BackgroundStore:
             if self._opened is store:
                 self._opened = None
             raise
+
+    @property
+    def failed_requests(self) -> int:
+        """The number of requests that have failed so far; a storage without requests has none."""
+        traffic = self._storage.traffic
+        return 0 if traffic is None else sum(traffic.failed.values())
 
     async def opened(self) -> Store:
         """Return the store for the event loop of background saves, created if there is none."""

@@ -38,7 +38,7 @@ from tstore.errors import (
     Unavailable,
 )
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "Saved"]
 
 _log = logging.getLogger("tstore.checkpoint")
 
@@ -52,6 +52,14 @@ def _permit_all_tags(_: Mapping[str, int]) -> None:
 
 _FINAL_ERRORS = AlreadyExists, CommitOutcomeUnknown, Conflict, DeadlineExceeded, Inconsistent
 """Errors to raise as they are: they say what is known of the outcome, even if this host had delivered before."""
+
+
+class Saved(NamedTuple):
+    """The outcome of a save: its version, and the bytes of chunks that this host wrote, and left as they were."""
+
+    version: int
+    bytes_new: int
+    bytes_shared: int
 
 
 class Checkpoint(NamedTuple):
@@ -84,8 +92,8 @@ class Checkpoint(NamedTuple):
         settings = CommitSettings(overwrite=overwrite)
         return Checkpoint(step, (), settings, {}, {}, b"", host, hosts, attempt, withdraws=True)
 
-    async def save(self, store: Store, on_written: Callable[[], None] | None = None) -> int:
-        """Commit the checkpoint and return its version.
+    async def save(self, store: Store, on_written: Callable[[], None] | None = None) -> Saved:
+        """Commit the checkpoint and return its outcome.
 
         `on_written` is called when all values are written. The caller's arrays may change from then on, so the
         save fails if it would have to read them a second time.
@@ -146,8 +154,8 @@ class Checkpoint(NamedTuple):
         attempt: Attempt | None,
         find_prior: FindPrior,
         on_written: Callable[[], None] | None = None,
-    ) -> int:
-        """Commit the checkpoint, with references to the unchanged chunks of a prior step; return its version."""
+    ) -> Saved:
+        """Commit the checkpoint, with references to the unchanged chunks of a prior step."""
         tx, replaced = await self._transaction(store, attempt)
         try:
             base = await tx.staging.base()  # first, so that a concurrent save of this step conflicts
@@ -161,14 +169,14 @@ class Checkpoint(NamedTuple):
                         f"{store.url}: this attempt saved step {self.step} as version {version}, which has been "
                         f"damaged since ({error}); pass overwrite=True to save it again"
                     ) from error
-                return version
+                return Saved(version, 0, 0)
             self.check_tags(base.tags)
             if version is not None:
                 raise self._already_saved(store, version)
-            await self._write(tx.staging, await find_prior(store, base.tags, base.version))
+            reused = await self._write(tx.staging, await find_prior(store, base.tags, base.version))
             if on_written is not None:
                 on_written()
-            return await self.commit_step(store, tx)
+            return Saved(await self.commit_step(store, tx), tx.staging.bytes_added, reused)
         except SourceCondemned:  # the other hosts get this error as well
             await tx.abort()
             raise
@@ -177,7 +185,7 @@ class Checkpoint(NamedTuple):
             version = await self._version_after(error, tx)
             if version is None:
                 raise
-            return version
+            return Saved(version, tx.staging.bytes_added, tx.staging.bytes_reused)
 
     async def _version_after(self, error: BaseException, tx: Transaction) -> int | None:
         """Withdraw the transaction of a failed save if the checkpoint `withdraws`; return its version, if any.
@@ -227,7 +235,8 @@ class Checkpoint(NamedTuple):
         )
         return tx, replaced
 
-    async def _write(self, staging: Staging, prior: Snapshot | None) -> None:
+    async def _write(self, staging: Staging, prior: Snapshot | None) -> int:
+        """Write all values; return the number of bytes of the chunks of `prior` that did not change."""
         await staging.replace_all(self.digest, replicated=self.replicated)
         if self.host == 0:
             await staging.set_root_attributes(self.settings.attributes, self.reserved)
@@ -239,6 +248,8 @@ class Checkpoint(NamedTuple):
                 raise
             _warn_lost(error)
             await self._write_arrays(staging, None)
+            return 0
+        return staging.bytes_reused
 
     async def _write_arrays(self, staging: Staging, prior: Snapshot | None) -> None:
         """Write the arrays; raise `Corrupt` or `NotFound`, having staged none, if some of `prior` is lost."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 from tstore.checkpoint.background import BackgroundSave, InFlight, SaveWork, StagingChoice, checked_choices
@@ -15,14 +15,15 @@ from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
-from tstore.checkpoint.rollback import check_newest, check_order, roll_back
+from tstore.checkpoint.rollback import check_newest, check_order, is_damaged, roll_back
 from tstore.checkpoint.save import checked_order, checkpoint_to_save
+from tstore.checkpoint.series import OnError, OnSaved, SaveSeries, checked_on_error
 from tstore.checkpoint.staging import StagingMemory
 from tstore.core.format.arguments import checked_commit_timeout, checked_index, checked_step, quote
 from tstore.core.format.tree.retention import Keep, checked_keep
 from tstore.core.hints import hinting
 from tstore.core.pickling import refusal
-from tstore.core.runtime.event_loops import BACKGROUND
+from tstore.core.runtime import pool
 from tstore.core.steps import Step, saved_steps, steps
 from tstore.core.store import Store, opened
 from tstore.core.transactions.attempts import Attempt
@@ -31,6 +32,8 @@ from tstore.quantization.policy import QuantizeRules, Target
 
 __all__ = ["Checkpointer", "CheckpointerOptions"]
 _T = TypeVar("_T")
+
+_log = logging.getLogger("tstore.checkpoint")
 
 
 class CheckpointerOptions(TypedDict, total=False):
@@ -41,12 +44,15 @@ class CheckpointerOptions(TypedDict, total=False):
     codecs: QuantizeRules | Target
     timeout: float | None
     in_flight: InFlight
+    on_error: OnError
+    on_saved: OnSaved | None
 
 
 class Checkpointer:
     """The checkpoints of one job at one URL, saved in the background; garbage collection removes those not kept.
 
     If a save or garbage collection fails, the next call raises its error; `save` first begins to save its step.
+    `on_error` changes that.
     `async with` closes the `Checkpointer`.
 
     Parameters
@@ -55,7 +61,7 @@ class Checkpointer:
         A URL, a path or a `Store`. A store that does not exist is created by the first save.
     every
         When `should_save` returns True: a number of steps, or policies such as
-        `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
+        `EverySteps(1000) | EverySeconds(600) | OnPreemption()`, or `Continuous()`; by default at every step.
     keep
         The steps to keep, as `Store.collect` takes them, or the number of the highest steps to keep. Host 0
         collects the other steps in the background after each commit. A rule whose metric or tag no step has yet
@@ -65,11 +71,19 @@ class Checkpointer:
         As `save` takes them.
     staging, in_flight
         As `save_async` takes them. The memory for copies is kept from one save to the next.
+    on_error
+        With "warn" a failed save or garbage collection, as in a full bucket, does not stop the job: the error is
+        logged to `tstore.checkpoint`, `unsaved` has it, and the next save tries again. `close` raises
+        `Unavailable` if no later save succeeded. `InvalidArgument` and `Misuse` are raised all the same.
+    on_saved
+        A function that gets the `SaveReport` of each commit of this host, one after the other, in a thread of its
+        own. Garbage collection, `wait` and `close` wait for it, so it must not call these. Its error is treated
+        like one of garbage collection. The report is also logged to `tstore.checkpoint`, at INFO.
     agree
-        With several hosts, `EverySeconds` and `OnPreemption` need a function that gets a bool of this host and
-        returns on each host whether any host passed True, such as an all-reduce. `should_save` calls it at each
-        step where one of these may be due, so every host must call `should_save` at the same steps. If these calls
-        take too long, let the hosts agree less often: `EverySteps(10) & OnPreemption()`.
+        With several hosts, all policies but `EverySteps` need a function that gets a bool of this host and returns
+        on each host whether any host passed True, such as an all-reduce. `should_save` calls it at each step where
+        one of these may be due, so every host must call `should_save` at the same steps. If these calls take too
+        long, let the hosts agree less often: `EverySteps(10) & OnPreemption()`.
 
     Raises
     ------
@@ -102,18 +116,20 @@ class Checkpointer:
         timeout: float | None = None,
         staging: StagingChoice = "memory",
         in_flight: InFlight = "queue",
+        on_error: OnError = "raise",
+        on_saved: OnSaved | None = None,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
         checked_choices(staging, in_flight)
         self._store = store
-        self._policy, self._keep = checked_policy(every), checked_keep(keep)
+        self._policy, kept = checked_policy(every), checked_keep(keep)
         self._host, self._hosts = checked_index("host", host), checked_index("hosts", hosts)
         self._attempt, self._codecs = attempt, codecs
         self._timeout = timeout
         self._staging: StagingChoice = staging
         self._in_flight: InFlight = in_flight
         self._agree = agree
-        if self._hosts > 1 and agree is None and (self._policy.uses_clock or self._policy.signals):
+        if self._hosts > 1 and agree is None and self._policy.differs_by_host:
             raise InvalidArgument(
                 f"every={quote(every)}: {self._hosts} hosts could decide differently; pass agree=…, a function "
                 "that returns whether any host passed True, or only EverySteps"
@@ -121,14 +137,12 @@ class Checkpointer:
         self._process = os.getpid()
         self._background_store: BackgroundStore | None = None
         self._memory = StagingMemory()
-        self._saves: list[SaveWork] = []  # under way, or not yet known to have succeeded
+        self._series = SaveSeries(kept if self._host == 0 else None, checked_on_error(on_error), on_saved)
         self._last_rollback: int | None = None  # the version of its commit
         self._last_step: int | None = None
         self._last_time = time.monotonic()
         self._preemption_agreed = False  # whether any host had received the signal when the hosts last agreed
         self._preemption_saved = self._closed = False
-        self._collect_lock = asyncio.Lock()
-        self._collect_error: BaseException | None = None
         self._signal = PreemptionSignal(self._policy.signals)
 
     def __repr__(self) -> str:
@@ -141,6 +155,11 @@ class Checkpointer:
         """Whether a signal of `OnPreemption` has come and a step was saved since, so that the job should end."""
         return self._preemption_saved
 
+    @property
+    def unsaved(self) -> Mapping[int, BaseException]:
+        """The errors of the saves that have failed since one succeeded, by step, with on_error="warn"."""
+        return dict(self._series.unsaved)
+
     def should_save(self, step: int) -> bool:
         """Return whether the policies say to save after a step; False for the step that was saved last.
 
@@ -150,12 +169,15 @@ class Checkpointer:
         """
         self._check_process()
         step = checked_step(step)
-        if not self._policy.due(Moment(step, math.inf, True)):  # not due, whatever the clock and the signals say
+        if not self._policy.due(Moment(step, math.inf, True, True)):  # not due, whatever differs between hosts
             self._raise_unseen_error()
             return False
+        busy = self._policy.waits_for_save and self._series.is_busy
+        if self._policy.waits_for_save and self._agree is not None:
+            busy = self._agree(busy)
         signaled, signals = self._signal.received, self._policy.signals
         preempted = signaled and not self._preemption_saved
-        due = self._policy.due(Moment(step, time.monotonic() - self._last_time, preempted))
+        due = self._policy.due(Moment(step, time.monotonic() - self._last_time, preempted, not busy))
         if self._agree is not None:
             due = self._agree(due) if signals or self._policy.uses_clock else due
             signaled = self._agree(self._signal.received) if signals and due else False
@@ -178,6 +200,12 @@ class Checkpointer:
         Raise what `save_async` raises, `InvalidArgument` for a step before the newest one (call `rollback` first),
         and `Misuse` after `close`. Raise the error of an earlier save once this one has begun, which goes on.
         """
+        return await self._save_since(time.monotonic(), step, tree, **options)
+
+    async def _save_since(
+        self, called: float, step: int, tree: Any, **options: Unpack[CommitOptions]
+    ) -> BackgroundSave:
+        """Do what `save` does, for a caller who has waited since the time `called`."""
         step = checked_order(step, tree)
         if self._closed:
             raise Misuse(f"{quote(self._store)}: the Checkpointer is closed; make another one to save step {step}")
@@ -202,9 +230,22 @@ class Checkpointer:
         checkpoint = checkpoint._replace(
             attempt=attempt, check_tags=lambda tags: check_newest(store.url, step, tags), withdraws=True
         )
-        save = SaveWork.start(store, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
-        self._saves.append(save)  # before this can be cancelled, so that `wait` and `close` know of it
-        await save.wait_staged()
+        series = self._series
+        save = SaveWork.start(
+            store,
+            checkpoint,
+            self._memory,
+            self._staging,
+            self._in_flight,
+            lambda ended: series.end(ended, store),
+            called,
+        )
+        series.add(save)  # before this can be cancelled, so that `wait` and `close` know of it
+        try:
+            await save.wait_staged()
+        except Exception as error:
+            if not series.tolerates(error):
+                raise
         self._last_step, self._last_time = step, time.monotonic()
         self._preemption_saved |= preempted
         self._raise_unseen_error(save)  # only now: other hosts, without an error, wait for this host's part
@@ -232,14 +273,22 @@ class Checkpointer:
         """
         return await self._saved(saved_steps)
 
-    async def restore_latest(self, target: Any = None, **options: Any) -> Any:
+    async def restore_latest(self, target: Any = None, *, fallback: bool = False, **options: Any) -> Any:
         """Restore the newest step as `restore` does; return None if there is no step or no store.
 
-        `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
-        returns an older step: call `rollback` to go on from one. Each of several hosts looks up the newest step
-        for itself. If another step may be committed meanwhile, call `latest` on one host, send its result to all
-        hosts, and call `restore` with it; the classes of `tstore.torch` and `tstore.jax` do that.
+        `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`; call
+        `rollback` to go on from an older one. With `fallback` this does that by itself: it restores the newest
+        step that is not damaged on any host, logs a warning for each that is, and makes the restored step the
+        newest, as `rollback` does, so that `latest` returns it and the next step can be saved. The damaged steps
+        stay readable as versions until garbage collection. No other error makes it fall back. If the record or
+        manifest of the newest version is damaged, nothing can be saved: run `tstore repair` first.
+
+        Each of several hosts looks up the newest step for itself. If another step may be committed meanwhile, call
+        `latest` on one host, send its result to all hosts, and call `restore` with it; the classes of
+        `tstore.torch` and `tstore.jax` do that.
         """
+        if fallback:
+            return await self._restore_undamaged(target, options)
         while (step := await self._agreed_latest()) is not None:
             try:
                 return await self.restore(step, target, **options)
@@ -284,8 +333,10 @@ class Checkpointer:
         Raise `DeadlineExceeded` if any of them is still under way after `timeout` seconds; it continues.
         """
         self._check_process()
-        if not await self._wait_ended(timeout):
-            raise DeadlineExceeded(f"{self._unfinished()} after {timeout:g} s; it continues")
+        if not await self._series.wait_ended(timeout):
+            raise DeadlineExceeded(
+                f"{quote(self._store)}: {self._series.unfinished()} after {timeout:g} s; it continues"
+            )
         self._raise_unseen_error()
 
     async def close(self, timeout: float | None = None) -> None:
@@ -298,12 +349,11 @@ class Checkpointer:
             return
         self._closed = True
         try:
-            if not await self._wait_ended(timeout):
-                reason = f"{self._unfinished()} after {timeout:g} s, so it was abandoned"
-                for save in self._saves:
-                    save.abandon(reason)
-                await self._wait_ended(None)
+            if not await self._series.wait_ended(timeout):
+                unfinished = f"{quote(self._store)}: {self._series.unfinished()} after {timeout:g} s"
+                await self._series.abandon(f"{unfinished}, so it was abandoned")
             self._raise_unseen_error()
+            self._series.raise_unsaved(quote(self._store))
         finally:
             self._signal.remove()
             self._memory = StagingMemory()
@@ -316,11 +366,42 @@ class Checkpointer:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _agreed_latest(self) -> int | None:
-        """Look up the newest step, and let `_agree_on_latest` return it or raise the error of the lookup."""
+    async def _restore_undamaged(self, target: Any, options: dict[str, Any]) -> Any:
+        """Restore the newest step that is not damaged on any host, and make it the newest."""
+        if self._hosts > 1 and self._agree is None:
+            raise InvalidArgument(
+                f"fallback=True: {self._hosts} hosts could restore different steps; pass agree=… to the "
+                "Checkpointer, a function that returns whether any host passed True"
+            )
+        newest = step = await self._agreed_latest()
+        while step is not None:
+            value, error = None, None
+            try:
+                value = await self.restore(step, target, **options)
+            except Exception as raised:  # the other hosts must learn whether the step is damaged
+                error = raised
+            damaged = await is_damaged(self._store, step, error)
+            if self._agree is not None:
+                damaged = await pool.run(self._agree, damaged)
+            if not damaged:
+                if error is not None:
+                    raise error
+                if step != newest:
+                    await self.rollback(step)
+                return value
+            reason = str(error or "another host cannot read it")
+            earlier = await self._agreed_latest(step)
+            if earlier is None:
+                raise Corrupt(f"step {step}: {reason}; no step is left to fall back to") from error
+            _log.warning("%s: step %d is damaged, so step %d is tried: %s", self._store, step, earlier, reason)
+            step = earlier
+        return None
+
+    async def _agreed_latest(self, before: float = math.inf) -> int | None:
+        """Look up the newest step before another; `_agree_on_latest` returns it or raises the lookup's error."""
         latest, failure = None, None
         try:
-            latest = await self.latest()
+            latest = max((step for step in await self._saved(steps) if step < before), default=None)
         except Exception as error:  # the other hosts must learn of it
             failure = error
         return await self._agree_on_latest(latest, failure)
@@ -351,61 +432,16 @@ class Checkpointer:
         earlier = [number for number in await self._saved(steps) if number < step]
         return f"to go on from an earlier step, call rollback({earlier[-1]})" if earlier else "it is the only step"
 
-    async def _wait_ended(self, timeout: float | None) -> bool:
-        """Wait until nothing is under way; return False if that takes longer than the timeout."""
-        completions = [asyncio.wrap_future(save.ended) for save in self._saves]
-        return not completions or not (await asyncio.wait(completions, timeout=timeout))[1]
-
-    def _unfinished(self) -> str:
-        """Say which saves have not ended."""
-        steps = ", ".join(str(save.step) for save in self._saves if not save.ended.done())
-        return f"{quote(self._store)}: the save of step {steps} has not ended"
-
     def _raise_unseen_error(self, returned: SaveWork | None = None) -> None:
-        """Raise the error of a failed save or collection that nobody has seen yet.
-
-        `returned` is a save that the caller is about to get, which tells its error itself.
-        """
         self._check_process()
         self._forget_failed_step()
-        for save in [save for save in self._saves if save is not returned and save.ended.done()]:
-            self._saves.remove(save)
-            if (error := save.unseen_error) is not None:
-                save.mark_seen()
-                raise error
-        if self._collect_error is not None:
-            error, self._collect_error = self._collect_error, None
-            BACKGROUND.withdraw(self)
-            raise error
-
-    def _unseen_error(self) -> BaseException | None:
-        """Return what `_raise_unseen_error` would raise."""
-        errors = (save.unseen_error for save in self._saves if save.ended.done())
-        return next((error for error in errors if error is not None), self._collect_error)
+        self._series.raise_error(returned)
 
     def _forget_failed_step(self) -> None:
         """Make the step that was saved last due again if its save has failed, even if that has not yet ended."""
-        if any(save.has_failed and save.step == self._last_step for save in self._saves):
+        if self._series.has_failed(self._last_step):
             self._last_step = None
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise Misuse("this Checkpointer belongs to the parent of this forked process; make another one here")
-
-    async def _collect(self, version: int | None) -> None:
-        """Collect the steps that are not to be kept, after the commit of a version."""
-        if version is None or self._keep is None or self._host != 0:
-            return
-        assert self._background_store is not None
-        try:
-            async with self._collect_lock:
-                await (await self._background_store.opened()).collect(self._keep)
-        except (Exception, asyncio.CancelledError) as raised:
-            error: BaseException = raised
-            if isinstance(raised, asyncio.CancelledError):
-                error = DeadlineExceeded(
-                    f"the garbage collection after version {version} was abandoned; the next one collects the "
-                    "same steps"
-                )
-            self._collect_error = error
-            BACKGROUND.report_at_exit(self, f"the garbage collection after version {version} failed: {error}")

@@ -14,15 +14,29 @@ from typing import Any, NamedTuple
 from tstore.core.format.arguments import quote
 from tstore.errors import InvalidArgument, Misuse
 
-__all__ = ["EverySeconds", "EverySteps", "Moment", "OnPreemption", "Policy", "PreemptionSignal", "checked_policy"]
+__all__ = [
+    "Continuous",
+    "EverySeconds",
+    "EverySteps",
+    "Moment",
+    "OnPreemption",
+    "Policy",
+    "PreemptionSignal",
+    "checked_policy",
+]
 
 
 class Moment(NamedTuple):
-    """What a policy decides by: the step, the seconds since the last save, and whether the process is to stop."""
+    """What a policy decides by.
+
+    These are the step, the seconds since the last save, whether the process is to stop, and whether no save is
+    under way.
+    """
 
     step: int
     seconds: float
     preempted: bool
+    idle: bool
 
 
 class Policy(abc.ABC):
@@ -37,6 +51,16 @@ class Policy(abc.ABC):
     def signals(self) -> frozenset[int]:
         """The signals that tell the process to stop."""
         return frozenset()
+
+    @property
+    def waits_for_save(self) -> bool:
+        """Whether the decision depends on the end of the save before."""
+        return False
+
+    @property
+    def differs_by_host(self) -> bool:
+        """Whether hosts may decide differently, unless they agree."""
+        return self.uses_clock or self.waits_for_save or bool(self.signals)
 
     @abc.abstractmethod
     def due(self, moment: Moment) -> bool:
@@ -100,6 +124,24 @@ class EverySeconds(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
+class Continuous(Policy):
+    """Save whenever no save is under way, so that the next one begins as soon as the last is committed.
+
+    The steps in between are not saved. Several hosts agree at each step whether any of them is still saving; with
+    `EverySteps(10) & Continuous()` only at every tenth step.
+    """
+
+    @property
+    def waits_for_save(self) -> bool:
+        """Whether the decision depends on the end of the save before."""
+        return True
+
+    def due(self, moment: Moment) -> bool:
+        """Return whether no save is under way."""
+        return moment.idle
+
+
+@dataclasses.dataclass(frozen=True)
 class OnPreemption(Policy):
     """Save once after the process was told to stop by a `signal`, by default SIGTERM.
 
@@ -133,6 +175,11 @@ class _Pair(Policy):
     def uses_clock(self) -> bool:
         """Whether either depends on a clock."""
         return self.one.uses_clock or self.other.uses_clock
+
+    @property
+    def waits_for_save(self) -> bool:
+        """Whether either depends on the end of the save before."""
+        return self.one.waits_for_save or self.other.waits_for_save
 
     @property
     def signals(self) -> frozenset[int]:

@@ -12,9 +12,9 @@ from tstore.core.steps import chosen_snapshot, step_tag, steps_of
 from tstore.core.storage.watch import Watch
 from tstore.core.store import Store, opened
 from tstore.core.tags import last_removal, later_steps, remove_steps_after
-from tstore.errors import DeadlineExceeded, InvalidArgument, NotAStore, Unavailable
+from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, NotAStore, NotFound, Unavailable
 
-__all__ = ["Rollback", "check_newest", "check_order", "roll_back"]
+__all__ = ["Rollback", "check_newest", "check_order", "is_damaged", "roll_back"]
 
 _MIN_POLL, _MAX_POLL = 0.05, 2.0  # seconds between looks for the commit of host 0
 
@@ -38,6 +38,22 @@ async def roll_back(store: Store, step: int, host: int, timeout: float) -> Rollb
         await _wait_removed(store, step, timeout)
     step_version = (await chosen_snapshot(store, step, None)).version  # raises if a gc removed it meanwhile
     return Rollback(step_version, await last_removal(store, step, step_version))
+
+
+async def is_damaged(store: str | os.PathLike[str] | Store, step: int, error: BaseException | None) -> bool:
+    """Return whether a restore of a step failed with an error because the step is damaged.
+
+    What describes the arrays of the step may be missing, which is a `NotFound`, as are `only=` patterns without a
+    match.
+    """
+    if not isinstance(error, NotFound):
+        return isinstance(error, Corrupt)
+    try:
+        async with opened(store, "r") as source:
+            await (await chosen_snapshot(source, step, None)).read_nodes()
+    except (Corrupt, NotFound):
+        return True
+    return False
 
 
 async def _wait_removed(store: Store, step: int, timeout: float) -> None:

@@ -133,7 +133,7 @@ async def save(
     """
     checkpoint = await checkpoint_to_save(tree, step, **options)
     async with opened(store, "a") as target:
-        return await checkpoint.save(target)
+        return (await checkpoint.save(target)).version
 
 
 def _of_host(path: str, leaf: Any, host: int, hosts: int) -> tuple[str, Any]:

@@ -9,6 +9,7 @@ from tstore import BackgroundSave, Keep, RestorePlan, Store
 from tstore.checkpoint.background import InFlight
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
+from tstore.checkpoint.series import OnError, OnSaved
 from tstore.quantization.policy import QuantizeRules, Target
 
 __all__ = ["Checkpointer", "explain", "metadata", "restore", "save", "save_async"]
@@ -24,7 +25,7 @@ class Checkpointer(tstore.Checkpointer):
 
     Parameters
     ----------
-    store, every, keep, codecs, timeout, in_flight
+    store, every, keep, codecs, timeout, in_flight, on_error, on_saved
         As `tstore.Checkpointer` takes them."""
 
     def __init__(
@@ -36,6 +37,8 @@ class Checkpointer(tstore.Checkpointer):
         codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         in_flight: InFlight = "queue",
+        on_error: OnError = "raise",
+        on_saved: OnSaved | None = None,
     ) -> None: ...
     def save(
         self,
@@ -55,8 +58,12 @@ class Checkpointer(tstore.Checkpointer):
 
         Raise what `save_async` raises, and the error of an earlier save once this one has begun."""
 
-    def restore_latest(self, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
-        """Restore the newest step as `restore` does, the same in all processes; return None if there is none."""
+    def restore_latest(
+        self, target: Any = None, *, fallback: bool = False, **options: Any
+    ) -> Coroutine[Any, Any, Any]:
+        """Restore the newest step as `restore` does, the same in all processes; return None if there is none.
+
+        With `fallback` pass over damaged steps, as `tstore.Checkpointer.restore_latest` does."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
         """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Coroutine
 from typing import Any, Unpack
 
@@ -33,7 +34,7 @@ class Checkpointer(checkpointer.Checkpointer):
 
     Parameters
     ----------
-    store, every, keep, codecs, timeout, in_flight
+    store, every, keep, codecs, timeout, in_flight, on_error, on_saved
         As `tstore.Checkpointer` takes them.
     """
 
@@ -65,19 +66,25 @@ class Checkpointer(checkpointer.Checkpointer):
 
         Raise what `save_async` raises, and the error of an earlier save once this one has begun.
         """
+        called = time.monotonic()
         processes = Processes.saving(self._store, step, None, None, None)
-        begin = super().save
+        begin = super()._save_since
 
         async def run() -> BackgroundSave:
             values = await unchanging_values(tree, processes.hosts)
             self._attempt = processes.attempt
-            return await begin(step, values, **options)
+            return await begin(called, step, values, **options)
 
         return run()
 
-    def restore_latest(self, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
-        """Restore the newest step as `restore` does, the same in all processes; return None if there is none."""
-        return super().restore_latest(PlacedTarget.here(target), **options)
+    def restore_latest(
+        self, target: Any = None, *, fallback: bool = False, **options: Any
+    ) -> Coroutine[Any, Any, Any]:
+        """Restore the newest step as `restore` does, the same in all processes; return None if there is none.
+
+        With `fallback` pass over damaged steps, as `tstore.Checkpointer.restore_latest` does.
+        """
+        return super().restore_latest(PlacedTarget.here(target), fallback=fallback, **options)
 
     async def _agree_on_latest(self, latest: int | None, failure: Exception | None) -> int | None:
         """Return the step that the first process found; raise in all processes if one has a `failure`."""

@@ -18,6 +18,7 @@ from tstore import (
     Cache,
     CollectReport,
     Commit,
+    Continuous,
     CopyReport,
     Diff,
     EverySeconds,
@@ -34,6 +35,7 @@ from tstore import (
     QuantizeReport,
     RestorePlan,
     Retry,
+    SaveReport,
     Shards,
     Step,
     Summary,
@@ -44,6 +46,7 @@ from tstore import zarr as zarr
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
+from tstore.checkpoint.series import OnError, OnSaved
 from tstore.core.copying.copy import At
 from tstore.core.data.casting import Casting
 from tstore.core.data.planning import ReadPlan
@@ -71,6 +74,7 @@ __all__ = [
     "Checkpointer",
     "CollectReport",
     "Commit",
+    "Continuous",
     "CopyReport",
     "Diff",
     "EverySeconds",
@@ -87,6 +91,7 @@ __all__ = [
     "QuantizedArray",
     "RestorePlan",
     "Retry",
+    "SaveReport",
     "Shards",
     "Snapshot",
     "Step",
@@ -284,6 +289,7 @@ class Checkpointer:
     """The checkpoints of one job at one URL, saved in the background; garbage collection removes those not kept.
 
     If a save or garbage collection fails, the next call raises its error; `save` first begins to save its step.
+    `on_error` changes that.
     `with` closes the `Checkpointer`.
 
     Parameters
@@ -292,7 +298,7 @@ class Checkpointer:
         A URL, a path or a `Store`. A store that does not exist is created by the first save.
     every
         When `should_save` returns True: a number of steps, or policies such as
-        `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
+        `EverySteps(1000) | EverySeconds(600) | OnPreemption()`, or `Continuous()`; by default at every step.
     keep
         The steps to keep, as `Store.collect` takes them, or the number of the highest steps to keep. Host 0
         collects the other steps in the background after each commit. A rule whose metric or tag no step has yet
@@ -302,11 +308,19 @@ class Checkpointer:
         As `save` takes them.
     staging, in_flight
         As `save_async` takes them. The memory for copies is kept from one save to the next.
+    on_error
+        With "warn" a failed save or garbage collection, as in a full bucket, does not stop the job: the error is
+        logged to `tstore.checkpoint`, `unsaved` has it, and the next save tries again. `close` raises
+        `Unavailable` if no later save succeeded. `InvalidArgument` and `Misuse` are raised all the same.
+    on_saved
+        A function that gets the `SaveReport` of each commit of this host, one after the other, in a thread of its
+        own. Garbage collection, `wait` and `close` wait for it, so it must not call these. Its error is treated
+        like one of garbage collection. The report is also logged to `tstore.checkpoint`, at INFO.
     agree
-        With several hosts, `EverySeconds` and `OnPreemption` need a function that gets a bool of this host and
-        returns on each host whether any host passed True, such as an all-reduce. `should_save` calls it at each
-        step where one of these may be due, so every host must call `should_save` at the same steps. If these calls
-        take too long, let the hosts agree less often: `EverySteps(10) & OnPreemption()`.
+        With several hosts, all policies but `EverySteps` need a function that gets a bool of this host and returns
+        on each host whether any host passed True, such as an all-reduce. `should_save` calls it at each step where
+        one of these may be due, so every host must call `should_save` at the same steps. If these calls take too
+        long, let the hosts agree less often: `EverySteps(10) & OnPreemption()`.
 
     Raises
     ------
@@ -337,11 +351,17 @@ class Checkpointer:
         timeout: float | None = None,
         staging: StagingChoice = "memory",
         in_flight: InFlight = "queue",
+        on_error: OnError = "raise",
+        on_saved: OnSaved | None = None,
         agree: Callable[[bool], bool] | None = None,
     ) -> None: ...
     @property
     def preempted(self) -> bool:
         """Whether a signal of `OnPreemption` has come and a step was saved since, so that the job should end."""
+
+    @property
+    def unsaved(self) -> Mapping[int, BaseException]:
+        """The errors of the saves that have failed since one succeeded, by step, with on_error="warn"."""
 
     def should_save(self, step: int) -> bool:
         """Return whether the policies say to save after a step; False for the step that was saved last.
@@ -382,13 +402,19 @@ class Checkpointer:
 
         A `Step` has the number, version, time and metrics; `tstore.steps` returns only the numbers."""
 
-    def restore_latest(self, target: Any = None, **options: Any) -> Any:
+    def restore_latest(self, target: Any = None, *, fallback: bool = False, **options: Any) -> Any:
         """Restore the newest step as `restore` does; return None if there is no step or no store.
 
-        `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
-        returns an older step: call `rollback` to go on from one. Each of several hosts looks up the newest step
-        for itself. If another step may be committed meanwhile, call `latest` on one host, send its result to all
-        hosts, and call `restore` with it; the classes of `tstore.torch` and `tstore.jax` do that."""
+        `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`; call
+        `rollback` to go on from an older one. With `fallback` this does that by itself: it restores the newest
+        step that is not damaged on any host, logs a warning for each that is, and makes the restored step the
+        newest, as `rollback` does, so that `latest` returns it and the next step can be saved. The damaged steps
+        stay readable as versions until garbage collection. No other error makes it fall back. If the record or
+        manifest of the newest version is damaged, nothing can be saved: run `tstore repair` first.
+
+        Each of several hosts looks up the newest step for itself. If another step may be committed meanwhile, call
+        `latest` on one host, send its result to all hosts, and call `restore` with it; the classes of
+        `tstore.torch` and `tstore.jax` do that."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Restore a step as `tstore.restore` does, with its options; wait for saves under way first.

@@ -19,6 +19,7 @@ class Checkpointer(BlockingWrapper):  # noqa: D101 - has the docstring of the cl
         super().__init__(call_unwrapped(_async.Checkpointer, *args, **kwargs))
 
     preempted = blocking(_async.Checkpointer.preempted)
+    unsaved = blocking(_async.Checkpointer.unsaved)
 
     should_save = blocking(_async.Checkpointer.should_save)
     save = blocking(_async.Checkpointer.save)

@@ -8,6 +8,7 @@ from tstore import sync
 from tstore.checkpoint.background import InFlight
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
+from tstore.checkpoint.series import OnError, OnSaved
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.sync import BackgroundSave, Keep, RestorePlan, Store
 
@@ -24,7 +25,7 @@ class Checkpointer(sync.Checkpointer):
 
     Parameters
     ----------
-    store, every, keep, codecs, timeout, in_flight
+    store, every, keep, codecs, timeout, in_flight, on_error, on_saved
         As `tstore.Checkpointer` takes them."""
 
     def __init__(
@@ -36,6 +37,8 @@ class Checkpointer(sync.Checkpointer):
         codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         in_flight: InFlight = "queue",
+        on_error: OnError = "raise",
+        on_saved: OnSaved | None = None,
     ) -> None: ...
     def save(
         self,
@@ -60,8 +63,10 @@ class Checkpointer(sync.Checkpointer):
 
         Raise what `tstore.jax.restore` raises, and the error of a save that failed."""
 
-    def restore_latest(self, target: Any = None, **options: Any) -> Any:
-        """Restore the newest step as `restore` does, the same in all processes; return None if there is none."""
+    def restore_latest(self, target: Any = None, *, fallback: bool = False, **options: Any) -> Any:
+        """Restore the newest step as `restore` does, the same in all processes; return None if there is none.
+
+        With `fallback` pass over damaged steps, as `tstore.Checkpointer.restore_latest` does."""
 
 def explain(
     store: str | os.PathLike[str] | Store,

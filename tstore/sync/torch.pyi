@@ -8,6 +8,7 @@ from tstore import sync
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
+from tstore.checkpoint.series import OnError, OnSaved
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.sync import BackgroundSave, Keep, Store
 from tstore.torch import Reader, Writer
@@ -26,7 +27,7 @@ class Checkpointer(sync.Checkpointer):
     ----------
     group
         The process group whose processes save and restore together, by default all.
-    store, every, keep, codecs, timeout, staging, in_flight
+    store, every, keep, codecs, timeout, staging, in_flight, on_error, on_saved
         As `tstore.Checkpointer` takes them."""
 
     def __init__(
@@ -40,6 +41,8 @@ class Checkpointer(sync.Checkpointer):
         codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         in_flight: InFlight = "queue",
+        on_error: OnError = "raise",
+        on_saved: OnSaved | None = None,
     ) -> None: ...
     def save(
         self,

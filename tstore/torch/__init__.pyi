@@ -9,6 +9,7 @@ from tstore import BackgroundSave, Keep, Store
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
+from tstore.checkpoint.series import OnError, OnSaved
 from tstore.quantization.policy import CodecRules, QuantizeRules, Target
 
 __all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]
@@ -25,7 +26,7 @@ class Checkpointer(tstore.Checkpointer):
     ----------
     group
         The process group whose processes save and restore together, by default all.
-    store, every, keep, codecs, timeout, staging, in_flight
+    store, every, keep, codecs, timeout, staging, in_flight, on_error, on_saved
         As `tstore.Checkpointer` takes them."""
 
     def __init__(
@@ -39,6 +40,8 @@ class Checkpointer(tstore.Checkpointer):
         codecs: QuantizeRules | Target = None,
         timeout: float | None = None,
         in_flight: InFlight = "queue",
+        on_error: OnError = "raise",
+        on_saved: OnSaved | None = None,
     ) -> None: ...
     def save(
         self,

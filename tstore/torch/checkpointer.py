@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Coroutine
 from typing import Any, Unpack
 
@@ -36,7 +37,7 @@ class Checkpointer(checkpointer.Checkpointer):
     ----------
     group
         The process group whose processes save and restore together, by default all.
-    store, every, keep, codecs, timeout, staging, in_flight
+    store, every, keep, codecs, timeout, staging, in_flight, on_error, on_saved
         As `tstore.Checkpointer` takes them.
     """
 
@@ -73,13 +74,13 @@ class Checkpointer(checkpointer.Checkpointer):
         Raise what `save_async` raises. If an earlier save has failed in a process, all of them raise an error, but
         only once this one has begun.
         """
-        error = self._unseen_error()
+        called, error = time.monotonic(), self._series.unseen_error()
         plan = plan_save(tree, self._processes, None, "" if error is None else f"{type(error).__name__}: {error}")
         self._attempt = plan.attempt
-        begin = super().save
+        begin = super()._save_since
 
         async def run() -> BackgroundSave:
-            save = await begin(step, plan.tree, **options)
+            save = await begin(called, step, plan.tree, **options)
             for number, reason in enumerate(plan.failures):
                 if reason:
                     raise Unavailable(f"an earlier save of process {number} of {plan.hosts} failed: {reason}")

@@ -132,12 +132,13 @@ async def restore_among(
 
 
 async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, processes: Processes) -> Any:
-    source = await Source.read(snapshot, request)
     if target is None:
+        source = await Source.read(snapshot, request)
         arrays = await _read(source, request, source.leaves(None, request))
         return await source.tree({path: restored_value(path, value) for path, value in arrays.items()})
     destination, failure, stored = None, None, None
     try:
+        source = await Source.read(snapshot, request)
         stateful = holds_stateful(target)
         if stateful:
             stored = _stored_tree(source, request)

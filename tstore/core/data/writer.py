@@ -139,6 +139,7 @@ class PackSet:
         self._pack_count = 0
         self._inline_size = 0
         self.bytes_written = 0
+        self.bytes_reused = 0  # of unchanged chunks, to which the new version refers
 
     async def write(self, jobs: Iterable[WriteJob]) -> None:
         """Write the chunks of all jobs, and fill in the references; they are durable only after `flush`."""
@@ -257,11 +258,19 @@ class PackSet:
 
     def _write_inline(self, batch: Batch) -> None:
         with encoded_chunks(batch.boxes) as encoded:
-            for run, checks in _reuse_unchanged(encoded):
+            for run, checks in self._changed(encoded):
                 data = bytes(run.data)
                 run.add_rows(data, 0, checks)
                 self._inline_size += len(data)
                 self.bytes_written += len(data)
+
+    def _changed(self, encoded: list[EncodedRun]) -> list[tuple[EncodedRun, bytes]]:
+        """Return what `_reuse_unchanged` returns, and count the bytes that are reused."""
+        changed = _reuse_unchanged(encoded)
+        reused = sum(len(run.data) for run in encoded) - sum(len(run.data) for run, _ in changed)
+        with self._lock:
+            self.bytes_reused += reused
+        return changed
 
     def _write_batch(self, collecting: list[WriteJob], batch: Batch) -> None:
         short: list[ChunkBox | Stack | StagedRun] = []
@@ -276,7 +285,7 @@ class PackSet:
 
     def _write_short(self, collecting: list[WriteJob], boxes: list[ChunkBox | Stack | StagedRun]) -> None:
         with encoded_chunks(boxes) as encoded:
-            changed = _reuse_unchanged(encoded)
+            changed = self._changed(encoded)
             if not changed:
                 return
             buffers = [run.data for run, _ in changed]
@@ -307,6 +316,8 @@ class PackSet:
                 # stop at the first that differs
                 if all(digest(block.data) == check for block, check in zip(blocks, before, strict=True)):
                     job.rows.append(prior)
+                    with self._lock:
+                        self.bytes_reused += size
                     return
             key, offset = self._append_chunks(hashed(buffer), size)
         job.rows.append(ChunkRow(number, key, offset, size, b"".join(checks)))

@@ -229,6 +229,11 @@ class Staging:
         """The number of bytes of chunks that the transaction has written."""
         return self.packs.bytes_written + self._bytes_adopted
 
+    @property
+    def bytes_reused(self) -> int:
+        """The number of bytes of unchanged chunks that were compared, and not written again."""
+        return self.packs.bytes_reused
+
     def changes(self) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
         return self.tree.changes(self.tags)

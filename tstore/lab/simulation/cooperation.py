@@ -155,7 +155,7 @@ async def _save(client: Client, plan: PlannedCommit, attempt: Attempt, host: int
         durability="fsync" if plan.durable else "none",
         timeout=timeout,
     )
-    return await checkpoint._replace(withdraws=plan.withdraws).save(client.store)
+    return (await checkpoint._replace(withdraws=plan.withdraws).save(client.store)).version
 
 
 async def _write_shared(tx: Transaction, plan: PlannedCommit, attempt: Attempt, host: int, timeout: float) -> int:
