@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tstore.sync as tstore
+from tests.trainers.killing import KILLS, jobs
 from tstore.errors import InvalidArgument, NotAStore, StructureMismatch
 
 if not all(map(importlib.util.find_spec, ("jax", "orbax"))):
@@ -66,6 +68,20 @@ def test_items_with_names_and_the_best_step(manager: Any, tmp_path: Path) -> Non
         abstract = jax.eval_shape(lambda: state(0))
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         assert equal(steps.restore(2, args=args)["state"], state(2))
+
+
+def test_a_killed_run_has_the_losses_of_one_that_is_not(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with jobs("tests.trainers.orbax_job", tmp_path_factory) as job:
+        whole = job("train", url=str(tmp_path / "whole"))
+        assert len(whole) == 60
+        assert job("train", url=str(tmp_path / "killed"), kills=KILLS) == whole
+    assert tstore.steps(tmp_path / "killed") == [55, 60]
+    with tstore.open(tmp_path / "killed") as store:
+        store.collect(tstore.Keep(last=2), abandoned=timedelta())
+        assert store.verify().faults == []
+        assert store.collect(tstore.Keep(last=2), abandoned=timedelta(), dry_run=True).objects == 0
 
 
 def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
