@@ -1,12 +1,9 @@
-"""Training with Keras, for the tests: a small model, whose process is killed at random moments."""
+"""Training with Keras, for the tests: a small model, on the CPU."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 
 import tstore.sync as tstore
+from tests.trainers.killing import losses
 from tstore.errors import TStoreError
 from tstore.trainers.keras import BackupAndRestore, ModelCheckpoint, restore_model
 
@@ -25,19 +23,17 @@ X = np.random.default_rng(0).random((8 * BATCHES, 4), dtype="f4")
 
 
 class Losses(keras.callbacks.Callback):
-    """Reports the loss of each epoch, and has the process killed a while after some batch."""
+    """Reports the loss after each batch."""
 
-    def __init__(self, out: int, batch: int, pause: float) -> None:
+    def __init__(self, report: Callable[[int, float], None]) -> None:
         super().__init__()
-        self._out, self._left, self._pause = out, batch, pause
+        self._report, self._first = report, 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._first = epoch * BATCHES
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._left -= 1
-        if self._left == 0:
-            threading.Timer(self._pause, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        os.write(self._out, (json.dumps([epoch, logs["loss"]]) + "\n").encode())
+        self._report(self._first + batch, float(logs["loss"]))
 
 
 def model(units: int = 8, name: str = "first") -> Any:
@@ -58,14 +54,18 @@ def fit(net: Any, *callbacks: Any, epochs: int = 2) -> Any:
     return net.fit(X, X.sum(1), epochs=epochs, batch_size=8, verbose=0, callbacks=list(callbacks)).history
 
 
-def train(out: int, url: str, epochs: int, kill_at: int, pause: float) -> None:
+def train(url: str, kills: int = 0) -> dict[int, float]:
+    return losses(lambda report: _train(url, report), kills)
+
+
+def _train(url: str, report: Callable[[int, float], None]) -> None:
     backup = BackupAndRestore(url, double_checkpoint=True, delete_checkpoint=False)
     net = model()
     np.random.random(tstore.Checkpointer(url).latest() or 0)  # the state of the generator is restored with a step
-    fit(net, backup, Losses(out, kill_at, pause), epochs=epochs)
+    fit(net, backup, Losses(report), epochs=12)
 
 
-def check(out: int, url: str) -> None:
+def check(url: str) -> None:
     """Check what users of Keras's callbacks reported."""
 
     def refusal(call: Any, *words: str) -> None:
@@ -110,7 +110,7 @@ def check(out: int, url: str) -> None:
     assert len(fit(model(40_000), again, epochs=2)["loss"]) == 1
 
 
-def check_best(out: int, url: str) -> None:
+def check_best(url: str) -> None:
     """Check which steps `ModelCheckpoint` saves and keeps."""
 
     class Scores(keras.callbacks.Callback):
