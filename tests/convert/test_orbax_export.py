@@ -134,8 +134,12 @@ async def test_what_orbax_lacks_is_refused_by_path_or_left_out(tmp_path: Path) -
     ):
         assert fault in told
     assert "--skip" in told
-    report = await export_orbax(tmp_path / "store", tmp_path / "out", skip=["odd"])
+    told_bytes: list[tuple[int, int]] = []
+    report = await export_orbax(
+        tmp_path / "store", tmp_path / "out", skip=["odd"], progress=lambda *at: told_bytes.append(at)
+    )
     assert (report.tensors, report.left_out) == (2, ["odd", "attributes of the root"])
+    assert told_bytes[-1] == (report.bytes, report.bytes)
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "out" / "default")
     assert (list(restored), list(restored["rng"])) == (["rng", "w"], ["%host=0"])

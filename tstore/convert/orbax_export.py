@@ -72,7 +72,7 @@ async def export_orbax(
         refuse_existing(path)
         exported = await run(_write_folder, path, kept.tree, reader, metrics)
     left_out = [*kept.skipped, *attributes_in(snapshot, subtree)]
-    return ExportReport(snapshot.version, len(exported), sum(leaf.array.nbytes for leaf in exported), 1, left_out)
+    return ExportReport(snapshot.version, len(exported), reader.total, 1, left_out)
 
 
 def _write_folder(path: str, tree: Any, reader: ArrayReader, metrics: Mapping[str, float]) -> list[ArrayLeaf]:
@@ -89,6 +89,7 @@ def _write_folder(path: str, tree: Any, reader: ArrayReader, metrics: Mapping[st
             f"{path}: Orbax can't store values of this checkpoint; convert them, or leave them out with "
             f"skip=… (--skip):{bullet_list(conversion.faults)}"
         )
+    reader.total = sum(leaf.array.nbytes for leaf in conversion.exported)  # without what is skipped
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK), converted)
     items: dict[str, Any] = {_TREE: ocp.args.PyTreeSave(converted, save_args=save_args)}
     unread: list[BaseException] = []
