@@ -245,6 +245,13 @@ async def test_manifest_objects_are_copied(source: str, new: NewUrl) -> None:
         assert np.array_equal(await values(await check_whole(target)), await values(store))
 
 
+async def test_a_store_that_has_lost_its_marker_is_not_copied(new: NewUrl) -> None:
+    store = await saved(new("memory"), 1)
+    await store.log.storage.delete("tstore.json")
+    with pytest.raises(NotFound, match="lost its marker; restore it"):
+        await tstore.copy(store, new("memory"))
+
+
 async def test_remains_and_pending_transactions_are_not_copied(source: str, new: NewUrl) -> None:
     target = new("local")
     store = await saved(source, 1)
