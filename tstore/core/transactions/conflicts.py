@@ -2,8 +2,8 @@
 
 Some commits exclude a cooperative transaction: once one is in the log, the transaction can never be committed.
 
-1. A garbage collection that condemned objects of the transaction, or what it reuses. So does the last one before
-   hosts began again with the same attempt: each is told before it delivers.
+1. A garbage collection that condemned the transaction, or what it reuses. So does the last one before hosts began
+   again with the same attempt: each is told before it delivers.
 2. A repair: what it voided may be this very transaction, committed by another host.
 3. A commit that changed the same, or removed steps where the transaction saves one.
 
@@ -22,9 +22,11 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from tstore.core.data.writer import PackSet
+from tstore.core.format.layout import owner_of
 from tstore.core.format.objects.records import Fragment, Record
 from tstore.core.format.objects.references import Manifest
 from tstore.core.format.tree.changes import Changes, Overlap
+from tstore.core.format.tree.retention import refuse_condemned
 from tstore.core.log.expiry import guard_expiry, last_collection
 from tstore.core.log.group_commit import Newer, Retry
 from tstore.core.log.log import check_against_collection
@@ -177,11 +179,14 @@ class Exclusion:
     async def check_begun_again(self, base: int) -> None:
         """Compare the last collection up to a version, which hosts that begin again have read.
 
-        It may still be deleting objects whose keys the transaction uses again.
+        It may still be deleting objects whose keys the transaction uses again: single ones if living versions need
+        others of the earlier use.
         """
-        if last := await last_collection(self._log, base):
+        last = await last_collection(self._log, base)
+        if last and (collection := await self._log.collection(last)) is not None:
             record = Record(self._member.transaction, base, 0.0)
-            await check_against_collection(self._log, record, last, await self._log.record(last))
+            owners = (*collection.transactions, *map(owner_of, collection.objects))
+            refuse_condemned(self._log.storage.url, record, last, replace(collection, transactions=owners))
 
     def _check_voided(self, version: int, newer: Record) -> None:
         if newer.voids or newer.was_voided:

@@ -259,19 +259,19 @@ def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
 
 
 def refuse_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
-    """Raise `Conflict` if the garbage collection of a version condemned objects of a record's transaction.
+    """Raise `Conflict` if the garbage collection recorded as `version` condemned a record's transaction.
 
     Raise `SourceCondemned` if it condemned packs that the transaction reuses, `SnapshotExpired` if it removed a
     version that the transaction tags, or copies.
     """
-    whole, single = set(collection.transactions), set(collection.objects)
-    if record.transaction in whole or record.transaction in map(owner_of, single):
+    if record.transaction in collection.transactions:
         raise Conflict(
             f"{url}: transaction {record.transaction} looked abandoned, or its version had expired, and it was "
             f"removed by the garbage collection recorded as version {version}, so it cannot be committed; repeat "
             "it as a new transaction, with a new attempt",
             [],
         )
+    whole, single = set(collection.transactions), set(collection.objects)
     removed = [key for key in record.reused if key in single or owner_of(key) in whole]
     if removed:
         raise SourceCondemned(
