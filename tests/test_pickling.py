@@ -151,6 +151,7 @@ BELONGS_TO_ITS_PROCESS = {
     "Transaction": "begin a transaction there",
     "Checkpointer": "make one in the other process",
     "BackgroundSave": "wait for it here",
+    "Mapped": "map the checkpoint in the other process",
 }
 """What can't be pickled, and what the error says to do."""
 
@@ -182,6 +183,7 @@ def objects(url: str) -> Iterator[Any]:
     yield from store.history()
     yield from sync.Checkpointer(steps).steps()
     yield sync.explain(steps)
+    yield from (mapped := sync.restore(steps, map=True), inspect.unwrap(mapped))
     yield from (sync.summarize(array), sync.heat_map(array))
     store.transaction(name="step/9", host=0, hosts=2, attempt="a").deliver()
     yield store.pending()[0]

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from tstore.checkpoint.background import BackgroundSave, SaveReport, save_async
     from tstore.checkpoint.checkpointer import Checkpointer
     from tstore.checkpoint.leaves import PackedShards, PerHost, Shards
+    from tstore.checkpoint.mapped import Mapped
     from tstore.checkpoint.policies import Continuous, EverySeconds, EverySteps, OnPreemption
     from tstore.checkpoint.reading import RestorePlan
     from tstore.checkpoint.restore import explain, restore
     from tstore.checkpoint.save import save
+    from tstore.checkpoint.stream import stream
     from tstore.core.array import Appended, Array
     from tstore.core.copying.copy import CopyReport, copy
     from tstore.core.format.tree.retention import Keep
@@ -60,6 +62,7 @@ __all__ = [
     "EverySteps",
     "HeatMap",
     "Keep",
+    "Mapped",
     "MinSqnr",
     "OnPreemption",
     "PackedShards",
@@ -91,6 +94,7 @@ __all__ = [
     "save_async",
     "sharding",
     "steps",
+    "stream",
     "summarize",
 ]
 
@@ -102,10 +106,12 @@ _NAMES = {
     "checkpoint.background": "BackgroundSave SaveReport save_async",
     "checkpoint.checkpointer": "Checkpointer",
     "checkpoint.leaves": "PackedShards PerHost Shards",
+    "checkpoint.mapped": "Mapped",
     "checkpoint.policies": "Continuous EverySeconds EverySteps OnPreemption",
     "checkpoint.reading": "RestorePlan",
     "checkpoint.restore": "explain restore",
     "checkpoint.save": "save",
+    "checkpoint.stream": "stream",
     "core.copying.copy": "CopyReport copy",
     "core.format.tree.retention": "Keep",
     "core.log.group_commit": "Retry",

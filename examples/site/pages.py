@@ -51,8 +51,9 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
         "Checkpoints",
         "Trees of arrays, each saved as one commit, and restored whole, in part, or for another topology.",
         {
-            "tstore.sync": "save restore steps explain RestorePlan Checkpointer EverySteps EverySeconds"
-            " Continuous OnPreemption SaveReport save_async BackgroundSave Shards PackedShards PerHost Step"
+            "tstore.sync": "save restore stream steps explain RestorePlan Mapped Checkpointer EverySteps"
+            " EverySeconds Continuous OnPreemption SaveReport save_async BackgroundSave Shards PackedShards"
+            " PerHost Step"
         },
     ),
     "stores": (
@@ -103,7 +104,7 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
     "torch": (
         "PyTorch",
         "Tensors, modules, optimizers and `DTensor`s: `import tstore.sync as tstore`, then `tstore.torch`.",
-        {"tstore.sync.torch": "save restore Checkpointer save_async Writer Reader"},
+        {"tstore.sync.torch": "save restore stream load_into Checkpointer save_async Writer Reader"},
     ),
     "trainers": (
         "Trainers",

@@ -382,7 +382,7 @@ async def test_a_plan_needs_no_more_memory_than_its_metadata(url: str) -> None:
     async with (await tstore.open("memory://huge")).transaction(tag="step/1") as tx:
         await tx.create_array("huge", (1 << 17, 1 << 17), "f4", sparse=True)
     plan = await tstore.explain("memory://huge")
-    assert plan == tstore.RestorePlan(1, 0, 0, {"huge": 0})
+    assert plan == tstore.RestorePlan(1, 0, 0, {"huge": 0}, {})
     with pytest.raises(InvalidArgument, match=re.escape("step=… and at=… both name a version")):
         await tstore.explain(url, 1, at=1)
 

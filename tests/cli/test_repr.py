@@ -22,7 +22,7 @@ REPORTS = [
     tstore.CollectReport(7, list(NUMBERS), MANY, MANY, MANY, MANY, 5, 6, False),
     VerifyReport(1, 2, 3, 4, MANY, MANY, []),
     tstore.CopyReport(1, 2, 3, 4, 5),
-    tstore.RestorePlan(1, 5, 6, dict.fromkeys(MANY, 1)),
+    tstore.RestorePlan(1, 5, 6, dict.fromkeys(MANY, 1), {}),
     tstore.ArrayDiff("a/b", "changed", None, None, ("shape", "attributes"), 3, None),
     tstore.Diff(1, 2, (tstore.ArrayDiff("a/b", "added", None, None, (), 3, None),) * 10_000, tuple(MANY)),
     tstore.Commit(1, "step/1", "\n".join(MANY), NOW, tuple(MANY), "id", 5, dict.fromkeys(MANY)),
@@ -71,6 +71,7 @@ def test_objects_of_a_store_have_a_repr_of_one_line(store: blocking.Store) -> No
     assert shown[3].startswith("<tstore.sync.Transaction ")
     assert shown[3].endswith("/s: open>")
     assert "version=1 tag='step/0'" in shown[4]
+    assert short(repr(blocking.restore(store, map=True)))
     with blocking.Checkpointer(store) as checkpointer:
         save = checkpointer.save(1, {"x": np.zeros(3)})
         assert short(repr(checkpointer))
@@ -84,6 +85,15 @@ def test_objects_of_a_store_have_a_repr_of_one_line(store: blocking.Store) -> No
 def test_no_public_class_is_forgotten() -> None:
     public = {name for name in tstore.__all__ if isinstance(getattr(tstore, name), type)}
     shown = {type(report).__name__ for report in REPORTS}
-    of_a_store = {"Store", "Snapshot", "Array", "Transaction", "Checkpointer", "BackgroundSave", "Appended"}
+    of_a_store = {
+        "Store",
+        "Snapshot",
+        "Array",
+        "Transaction",
+        "Checkpointer",
+        "BackgroundSave",
+        "Appended",
+        "Mapped",
+    }
     elsewhere = {"QuantizeReport", "QuantizedArray", "QuantizationLoss", "Summary", "HeatMap"}
     assert public == (shown | of_a_store | elsewhere) - {"VerifyReport"}

@@ -211,8 +211,8 @@ async def test_an_abandoned_history_reads_no_further() -> None:
 async def test_verifying_reads_few_long_ranges() -> None:
     store = await open_remote(anew())
     await tstore.save(store, tree(1000, 4096), step=1)
-    await tstore.save(store, {"w": np.arange(5_000_000.0)}, step=2)
-    size = 1000 * 4096 * 8 + 40_000_000
+    await tstore.save(store, {"w": np.arange(5.0 * (1 << 20))}, step=2)
+    size = 1000 * 4096 * 8 + 40 * (1 << 20)
     reader = await open_remote(store.url.removeprefix("memory://"))
     assert (await reader.verify()).bytes == size
     assert reader.traffic is not None

@@ -114,6 +114,8 @@ def _function(
             is_sync
         ):  # a function that starts its work at once
             head.returns = result
+        case ast.Subscript(ast.Name("AsyncGenerator"), ast.Tuple([item, _])):
+            head.returns = ast.Subscript(ast.Name("Iterator" if is_sync else "AsyncGenerator"), item)
     defined = _origins(inspect.getsourcefile(original) or "")
     public = "tstore.sync" if is_sync else "tstore"
     if head.args.kwarg is not None and "Unpack[" in ast.unparse(head.args.kwarg):

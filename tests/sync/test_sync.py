@@ -33,7 +33,7 @@ from tstore.checkpoint.options import CommitOptions, CommitSettings, SaveOptions
 from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.storage.local.store import LocalStorage
 
-CLASSES = ["Array", "Checkpointer", "Snapshot", "Store", "Transaction"]
+CLASSES = ["Array", "Checkpointer", "Mapped", "Snapshot", "Store", "Transaction"]
 
 
 def test_the_modules_have_the_same_names() -> None:
@@ -41,8 +41,9 @@ def test_the_modules_have_the_same_names() -> None:
     for name in tstore.__all__:
         awaited, counterpart = getattr(tstore, name), getattr(blocking, name)
         if inspect.isroutine(awaited):
-            assert inspect.iscoroutinefunction(awaited)
+            assert inspect.iscoroutinefunction(awaited) or inspect.isasyncgenfunction(awaited)
             assert not inspect.iscoroutinefunction(counterpart)
+            assert not inspect.isasyncgenfunction(counterpart)
 
 
 @pytest.mark.parametrize("module", ["tstore.sync", "tstore.sync.jax", "tstore.sync.torch"])
@@ -76,6 +77,7 @@ def test_methods_have_the_same_signature(name: str) -> None:
         "id",
         "version",
         "retries",
+        "copied",
     }
     for method in public:
         theirs, ours = getattr(awaited, method, None), getattr(counterpart, method)
@@ -90,6 +92,7 @@ USERS = {
     "Array": "path shape ndim size nbytes dtype chunks chunksize attributes dimension_names "
     "fill_value codecs read write resize T transpose isel oindex vindex",
     "Checkpointer": "preempted should_save save latest best steps restore_latest restore wait close",
+    "Mapped": "copied keys items values verified tree",
     "Snapshot": "version tags paths attributes array",
     "Store": "url mode uuid transaction snapshot history tags diff outcome verify close",
     "Transaction": "version id retries create_array create_group array paths delete commit abort",

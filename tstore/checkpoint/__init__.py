@@ -9,8 +9,8 @@
    `series`: those of a job, and what becomes of them. `checkpointer`: saves at the steps that `policies` choose.
    `rollback`: going on from an earlier step of a job.
 4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
-   `into`: arrays of the caller to fill. `reading`: the regions that it reads. `restore`: the restore itself, and
-   the plan of its reads.
+   `into`: arrays of the caller to fill. `reading`: the regions that it reads. `mapped`: arrays in mapped packs.
+   `restore`: the restore itself, and the plan of its reads. `stream`: arrays one after the other.
 
 The checkpoint of step 100 is the commit with the tag `step/100`. Its tree has only the arrays; the attributes of
 the root group hold the structure document.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,10 @@ from tstore.core.format.arrays.grid import Selection, chunk_number, may_overlap,
 from tstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from tstore.core.data.mapping import MappedArray
     from tstore.sharding import Index
 
-__all__ = ["Reading", "RestorePlan", "unallocated"]
+__all__ = ["Reading", "RestorePlan", "map_leaves", "unallocated"]
 
 _MAX_STACK = 1 << 20
 """The most bytes of an array whose parts are read as one stack of chunks, and so share one block of memory."""
@@ -36,13 +37,15 @@ class RestorePlan(NamedTuple):
 
     `bytes_read` counts the bytes of packs that are read; `bytes_needed` estimates how many bytes the restored
     values take, including those that are stored in the metadata and need no read. `arrays` has that estimate for
-    each path: the stored bytes of an array, times the share of its values that is restored.
+    each path: the stored bytes of an array, times the share of its values that is restored. With `map=True` all
+    of this is of the arrays that can't be mapped, and `copied` has the reason by path.
     """
 
     version: int
     bytes_needed: int
     bytes_read: int
     arrays: dict[str, int]
+    copied: dict[str, str]
 
     def __repr__(self) -> str:
         sizes = f"{self.bytes_read} bytes read, {self.bytes_needed} needed"
@@ -114,7 +117,33 @@ class Reading:
             node = self._source.node(path)
             stored_bytes = node.stored_bytes
             needed[path] = round(stored_bytes * count / max(1, math.prod(node.meta.shape)))
-        return RestorePlan(snapshot.version, sum(needed.values()), snapshot.planned_bytes(self._jobs), needed)
+        return RestorePlan(snapshot.version, sum(needed.values()), snapshot.planned_bytes(self._jobs), needed, {})
+
+
+async def map_leaves(
+    source: Source, request: Request, leaves: Mapping[str, Any]
+) -> tuple[dict[str, MappedArray], dict[str, str]]:
+    """Return the arrays that can be mapped, by path, and why each of the others can't be."""
+    copied = {
+        path: reason for path, leaf in leaves.items() if (reason := _reason_to_copy(source, request, path, leaf))
+    }
+    rest = [path for path in leaves if path not in copied]
+    from tstore.core.data.mapping import MappedArray
+
+    found = dict(zip(rest, await source.snapshot.map_nodes(map(source.node, rest)), strict=True))
+    copied |= {path: array.reason for path, array in found.items() if not isinstance(array, MappedArray)}
+    return {path: array for path, array in found.items() if isinstance(array, MappedArray)}, copied
+
+
+def _reason_to_copy(source: Source, request: Request, path: str, leaf: Any) -> str:
+    """Return why a leaf of the target is not the array as it is stored, "" if it is."""
+    if path in source.places:
+        return "each host has its own value"
+    if isinstance(leaf, Shards):
+        return "the target asks for parts of it"
+    stored = source.node(path).meta.dtype
+    dtype = request.dtype(path, stored, None if leaf is None else dtype_of(path, leaf))
+    return "" if dtype == stored else f"it is cast to {dtype}"
 
 
 def _check_parts(path: str, leaf: Destination) -> None:

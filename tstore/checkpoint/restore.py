@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import exmy
 
 from tstore.checkpoint.into import Into
 from tstore.checkpoint.leaves import PackedShards, Shards
-from tstore.checkpoint.reading import Reading, RestorePlan, unallocated
+from tstore.checkpoint.mapped import Mapped
+from tstore.checkpoint.reading import Reading, RestorePlan, map_leaves, unallocated
 from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
 from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import unflatten_like
+from tstore.core.array import Verify
 from tstore.core.data.exmy_chunks import is_packed
 from tstore.core.data.reader import new_values
+from tstore.core.format.arguments import quote
 from tstore.core.log.expiry import guard_expiry
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
@@ -41,6 +44,8 @@ async def restore(
     dtype: Cast = None,
     missing: Missing = "error",
     packed: bool = False,
+    map: bool = False,
+    verify: Verify = "first",
     per_host: PerHostRule = "same",
     host: int = 0,
     hosts: int = 1,
@@ -79,6 +84,13 @@ async def restore(
         target has `Shards` as `PackedShards`. Other arrays are returned as without `packed`, and so are 0-d ones.
         Codes that do not fit together (chunks or regions that cut rows or blocks with an offset of their own) are
         an `InvalidArgument` that names all these arrays.
+    map
+        Return a `Mapped`: the arrays by path, in read-only memory that is the system's cache of a local store,
+        without a copy. Arrays that codecs encode, parts of others, and those of other storage are read.
+    verify
+        When mapped arrays are compared with their checksums: with "first", before each is first taken out of
+        the `Mapped`, so that no changed bit goes unnoticed, and nothing is read that is not used; with "never",
+        only by `Mapped.verified`.
     per_host
         What to restore for a saved `PerHost`. "same": that of the host with the same number; this needs the same
         number of hosts. "keep": the target's own if the number differs. "all": a list of the values of all hosts,
@@ -105,12 +117,18 @@ async def restore(
     request = Request(only, rename, dtype, missing, per_host, host, hosts)
     if into is not None and (target is not None or packed):
         raise InvalidArgument("into=… takes the place of target=…, and can't be filled with packed codes")
+    if verify not in get_args(Verify):
+        raise InvalidArgument(f"verify={quote(verify)}: expected 'first' or 'never'")
+    if map and (into is not None or packed):
+        raise InvalidArgument("map=True maps arrays as they are stored; omit into=… and packed=…")
     tree = Into(target, {}, target) if into is None else Into.of(into, request.selects)
     expired: SnapshotExpired | None = None
     async with opened(store, "r") as opened_store:
         for _ in range(1 if step is not None or at is not None else _ATTEMPTS):
             try:
                 snapshot = await chosen_snapshot(opened_store, step, at)
+                if map:
+                    return await _map_snapshot(snapshot, target, request, verify)
                 return await _restore_snapshot(snapshot, tree, request, packed)
             except SnapshotExpired as error:
                 expired = error
@@ -132,6 +150,7 @@ async def explain(
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
     missing: Missing = "error",
+    map: bool = False,
     per_host: PerHostRule = "same",
     host: int = 0,
     hosts: int = 1,
@@ -153,9 +172,38 @@ async def explain(
         snapshot = await chosen_snapshot(opened_store, step, at)
         source = await Source.read(snapshot, request)
         reading = Reading(source, request, unallocated)
-        for path, leaf in source.leaves(target, request).items():
-            reading.add(path, leaf)
-        return await guard_expiry(opened_store.log.reader, snapshot.version, run(reading.plan))
+        leaves = source.leaves(target, request)
+        mapped, copied = await map_leaves(source, request, leaves) if map else ({}, {})
+        for path, leaf in leaves.items():
+            if path not in mapped:
+                reading.add(path, leaf)
+        plan = await guard_expiry(opened_store.log.reader, snapshot.version, run(reading.plan))
+        return plan._replace(copied=copied)
+
+
+async def _map_snapshot(snapshot: Snapshot, target: Any, request: Request, verify: Verify) -> Mapped:
+    """Map the arrays that a request selects, and read those that can't be mapped."""
+    source = await Source.read(snapshot, request)
+    leaves = source.leaves(target, request)
+    mapped, copied = await map_leaves(source, request, leaves)
+    reading = Reading(source, request, new_values)
+    for path in copied:
+        reading.add(path, leaves[path])
+    paths = dict.fromkeys(source.places.get(path, path) for path in leaves) if source.places else leaves
+    arrays = dict.fromkeys(paths) | await reading.read()  # in the order of the tree
+
+    async def built(arrays: Mapping[str, Any]) -> Any:
+        return await _built(source, target, arrays)
+
+    return Mapped(snapshot.location, arrays, mapped, copied, verify, built)
+
+
+async def _built(source: Source, target: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return the structure of a target, or without one that of the checkpoint, with these arrays."""
+    if target is None:
+        return await source.tree(arrays)
+    with parsing(f"{source.snapshot.location}: its structure"):
+        return unflatten_like(target, arrays, source.scalars)
 
 
 async def _restore_snapshot(snapshot: Snapshot, into: Into, request: Request, packed: bool) -> Any:
@@ -169,11 +217,8 @@ async def _restore_snapshot(snapshot: Snapshot, into: Into, request: Request, pa
             reading.add(path, leaf)
     codes = await _packed_arrays(source, quantized) if quantized else {}
     arrays = codes | await reading.read()
-    if into.tree is None:
-        return await source.tree(arrays)
     arrays |= {path: into.leaves[path] for path in arrays.keys() & into.leaves.keys()}
-    with parsing(f"{snapshot.location}: its structure"):
-        return unflatten_like(into.tree, arrays, source.scalars)
+    return await _built(source, into.tree, arrays)
 
 
 async def _packed_arrays(source: Source, leaves: Mapping[str, Any]) -> dict[str, exmy.Quantized | PackedShards]:

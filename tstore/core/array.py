@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Never, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, NoReturn, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,16 @@ from tstore.core.format.arrays.grid import Selection, may_overlap
 from tstore.core.format.arrays.indices import Index, Indexer, IndexItem
 from tstore.core.format.arrays.points import PointSelection
 from tstore.core.format.arrays.views import View, whole_view
+from tstore.core.runtime.pool import each
 from tstore.errors import InvalidArgument, InvalidIndex, Misuse
 
-__all__ = ["Appended", "Array", "ArrayParts", "ArraySource", "read_of", "viewed"]
+if TYPE_CHECKING:  # imported when an array is mapped
+    from tstore.core.data.mapping import MappedArray
+
+__all__ = ["Appended", "Array", "ArrayParts", "ArraySource", "Verify", "read_of", "viewed"]
+
+Verify = Literal["first", "never"]
+"""When mapped values are compared with their checksums: before they are first handed out, or not at all."""
 
 
 class ArraySource(Protocol):
@@ -29,6 +36,9 @@ class ArraySource(Protocol):
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
     ) -> None:
         """Read a selection into `out`, which has the axes of the selection's result."""
+
+    async def map_array(self, path: str) -> MappedArray | None:
+        """Return the array in mapped memory, None if it can't be mapped."""
 
     async def explain_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
@@ -267,6 +277,28 @@ class Array:
         read = read_of(self, out)
         await self._source.read_array(read.path, read.meta, read.selection, read.target)
         return read.finished()
+
+    async def map(self, verify: Verify = "first") -> npt.NDArray[Any]:
+        """Return the values in read-only memory, if they can be mapped without a copy, or else read them.
+
+        The memory is the system's cache of the files of a store in a local folder, which processes share. An
+        array can be mapped if `save` wrote it without codecs, and is not so small that it is in the metadata;
+        views by index arrays can't be. With `verify="first"`, the blocks that have the values are read and
+        compared with their checksums before they are returned, and otherwise ("never") not at all.
+
+        Raise what `read` raises.
+        """
+        if verify not in get_args(Verify):
+            raise InvalidArgument(f"verify={quote(verify)}: expected 'first' or 'never'")
+        mapped = None if self._view.has_points else await self._source.map_array(self.path)
+        if mapped is None:
+            values = await self.read()
+            values.flags.writeable = False
+            return values
+        values = self._view.of_values(mapped.values)
+        if verify == "first":
+            await each(mapped.verify_part, mapped.parts_of(values))
+        return values
 
     async def explain(self) -> ReadPlan:
         """Return which chunks, and which bytes of each object, `read` would read; reads no chunk.

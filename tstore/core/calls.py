@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from tstore.core.array import Array
+from tstore.core.array import Array, Verify
 from tstore.core.data.casting import Casting
 from tstore.core.format.arrays.indices import Index
 
@@ -54,6 +54,10 @@ class ArrayCall(Call[Array]):
     async def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Return the values as `Array.read` does."""
         return await (await self).read(out)
+
+    async def map(self, verify: Verify = "first") -> npt.NDArray[Any]:
+        """Return the values as `Array.map` does."""
+        return await (await self).map(verify)
 
     async def write(self, values: npt.ArrayLike, casting: Casting = "same_kind") -> None:
         """Stage values as `Array.write` does."""

@@ -35,8 +35,9 @@ from tstore.core.runtime.pool import run
 from tstore.core.storage.local.store import LocalStorage
 from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired, TStoreError
 
-if TYPE_CHECKING:  # imported for reads of encoded chunks
+if TYPE_CHECKING:  # imported for reads of encoded chunks, and for mapping
     from tstore.core.data.encoded_chunks import Deliver
+    from tstore.core.data.mapping import MappedArray, NotMapped
 
 __all__ = ["Snapshot", "SnapshotCall", "array_node", "head_snapshot", "snapshot_of"]
 
@@ -165,6 +166,21 @@ class Snapshot:
             return read.finished()
         except TStoreError:
             return None
+
+    async def map_array(self, path: str) -> MappedArray | None:
+        """Return an array in mapped memory, None if it can't be mapped."""
+        from tstore.core.data.mapping import NotMapped
+
+        await self.read_nodes([path])
+        [mapped] = await self.map_nodes([array_node(self.tree, path, self.location)])
+        return None if isinstance(mapped, NotMapped) else mapped
+
+    async def map_nodes(self, nodes: Iterable[Node]) -> list[MappedArray | NotMapped]:
+        """Return arrays in mapped memory, or why each can't be mapped."""
+        from tstore.core.data.mapping import Mapper
+
+        mapper = Mapper(self.log.storage)
+        return await guard_expiry(self.log, self.version, run(lambda: [mapper.map(node) for node in nodes]))
 
     async def explain_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,9 @@ from tstore.core.hints import no_such_name
 from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.runtime.pool import WORKERS
 from tstore.core.store import Mode
-from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, unwrapped, wraps
+from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, iterated, unwrapped, wraps
 
 __all__ = _async.__all__
-
-_iterations: set[AsyncIterator[Any]] = set()
-"""Iterations under way, referenced here so that the cycle collector cannot close their generators concurrently."""
 
 
 class Array(BlockingWrapper):
@@ -80,6 +77,7 @@ class Array(BlockingWrapper):
         result: np.ndarray[Any, Any] = BACKGROUND.run(array.read(out)) if values is None else values
         return result
 
+    map = blocking(_async.Array.map)
     explain = blocking(_async.Array.explain)
 
     @wraps(_async.Array.write)
@@ -155,6 +153,21 @@ class Snapshot(BlockingWrapper):
         return values
 
 
+class Mapped(BlockingWrapper, Mapping[str, Any]):
+    __doc__ = _async.Mapped.__doc__
+
+    @property
+    def copied(self) -> dict[str, str]:
+        """The arrays that can't be mapped, and were read, with the reason by path."""
+        return self._wrapped.copied
+
+    __getitem__ = blocking(_async.Mapped.__getitem__)
+    __iter__ = blocking(_async.Mapped.__iter__)
+    __len__ = blocking(_async.Mapped.__len__)
+    verified = blocking(_async.Mapped.verified)
+    tree = blocking(_async.Mapped.tree)
+
+
 class Transaction(BlockingWrapper):
     """Staged changes over a snapshot; `with` commits on exit and aborts on an exception."""
 
@@ -226,18 +239,7 @@ class Store(BlockingWrapper):
 
     @wraps(_async.Store.history)
     def history(self) -> Iterator[Commit]:
-        commits = self._wrapped.history()
-
-        async def next_commit() -> Commit | None:  # runs on the loop, which can then close an abandoned iteration
-            commit: Commit | None = await anext(commits, None)
-            return commit
-
-        _iterations.add(commits)
-        try:
-            while (commit := BACKGROUND.run(next_commit())) is not None:
-                yield commit
-        finally:
-            _iterations.discard(commits)
+        yield from iterated(self._wrapped.history())
 
     def __enter__(self) -> Store:
         return self
@@ -246,7 +248,13 @@ class Store(BlockingWrapper):
 
 
 BLOCKING_TYPES.update(
-    {_async.Array: Array, _async.Snapshot: Snapshot, _async.Store: Store, _async.Transaction: Transaction}
+    {
+        _async.Array: Array,
+        _async.Mapped: Mapped,
+        _async.Snapshot: Snapshot,
+        _async.Store: Store,
+        _async.Transaction: Transaction,
+    }
 )
 
 

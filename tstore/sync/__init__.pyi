@@ -47,6 +47,8 @@ from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
 from tstore.checkpoint.series import OnError, OnSaved
+from tstore.checkpoint.stream import Order
+from tstore.core.array import Verify
 from tstore.core.copying.copy import At
 from tstore.core.data.casting import Casting
 from tstore.core.data.planning import ReadPlan
@@ -81,6 +83,7 @@ __all__ = [
     "EverySteps",
     "HeatMap",
     "Keep",
+    "Mapped",
     "MinSqnr",
     "OnPreemption",
     "PackedShards",
@@ -112,6 +115,7 @@ __all__ = [
     "save_async",
     "sharding",
     "steps",
+    "stream",
     "summarize",
 ]
 
@@ -193,6 +197,16 @@ class Array:
         `out` may have another dtype if NumPy can safely cast the array's to it. Raise `InvalidArgument` for an
         unsuitable `out`, `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if
         stored bytes have changed."""
+
+    def map(self, verify: Verify = "first") -> npt.NDArray[Any]:
+        """Return the values in read-only memory, if they can be mapped without a copy, or else read them.
+
+        The memory is the system's cache of the files of a store in a local folder, which processes share. An
+        array can be mapped if `save` wrote it without codecs, and is not so small that it is in the metadata;
+        views by index arrays can't be. With `verify="first"`, the blocks that have the values are read and
+        compared with their checksums before they are returned, and otherwise ("never") not at all.
+
+        Raise what `read` raises."""
 
     def explain(self) -> ReadPlan:
         """Return which chunks, and which bytes of each object, `read` would read; reads no chunk.
@@ -445,6 +459,41 @@ class Checkpointer:
 
     def __enter__(self) -> Checkpointer: ...
     def __exit__(self, *_: object) -> None: ...
+
+class Mapped:
+    """The arrays of a checkpoint by path, in read-only memory that is the system's cache of its files.
+
+    Nothing is read before it is used, and processes share what they have mapped. With `verify="first"`, each array
+    is compared with its checksums when it is first taken out, which reads it; `Corrupt` names a damaged chunk.
+    Arrays that can't be mapped were read, and `copied` has the reason by path. The memory stays valid if garbage
+    collection deletes the files, but not if they are cut short by another program.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import tstore.sync as tstore
+    >>> folder = tempfile.mkdtemp()
+    >>> _ = tstore.save(folder, {"net": {"w": np.ones((64, 64)), "b": np.zeros(8)}, "epoch": 3}, step=7)
+    >>> mapped = tstore.restore(folder, map=True)
+    >>> mapped["net/w"].flags.writeable, list(mapped)
+    (False, ['net/w', 'net/b'])
+    >>> mapped.tree()["epoch"]
+    3"""
+
+    @property
+    def copied(self) -> dict[str, str]:
+        """The arrays that can't be mapped, and were read, with the reason by path."""
+
+    def __getitem__(self, path: str) -> Any:
+        """Return the values at a path; with `verify="first"`, verify them first, in this thread."""
+
+    def __iter__(self) -> Iterator[str]: ...
+    def __len__(self) -> int: ...
+    def verified(self) -> None:
+        """Verify in threads all arrays that are not verified yet; raise `Corrupt`, which names a damaged chunk."""
+
+    def tree(self) -> Any:
+        """Return what `restore` returns, with mapped arrays; with `verify="first"`, after all are verified."""
 
 class Snapshot:
     """The tree of groups and arrays as of one version; it never changes."""
@@ -774,6 +823,7 @@ def explain(
     rename: Mapping[str, str] | None = None,
     dtype: Cast = None,
     missing: Missing = "error",
+    map: bool = False,
     per_host: PerHostRule = "same",
     host: int = 0,
     hosts: int = 1,
@@ -1023,6 +1073,8 @@ def restore(
     dtype: Cast = None,
     missing: Missing = "error",
     packed: bool = False,
+    map: bool = False,
+    verify: Verify = "first",
     per_host: PerHostRule = "same",
     host: int = 0,
     hosts: int = 1,
@@ -1061,6 +1113,13 @@ def restore(
         target has `Shards` as `PackedShards`. Other arrays are returned as without `packed`, and so are 0-d ones.
         Codes that do not fit together (chunks or regions that cut rows or blocks with an offset of their own) are
         an `InvalidArgument` that names all these arrays.
+    map
+        Return a `Mapped`: the arrays by path, in read-only memory that is the system's cache of a local store,
+        without a copy. Arrays that codecs encode, parts of others, and those of other storage are read.
+    verify
+        When mapped arrays are compared with their checksums: with "first", before each is first taken out of
+        the `Mapped`, so that no changed bit goes unnoticed, and nothing is read that is not used; with "never",
+        only by `Mapped.verified`.
     per_host
         What to restore for a saved `PerHost`. "same": that of the host with the same number; this needs the same
         number of hosts. "keep": the target's own if the number differs. "all": a list of the values of all hosts,
@@ -1215,6 +1274,47 @@ def steps(store: str | os.PathLike[str] | Store) -> list[int]:
     """Return the numbers of the saved steps, in increasing order; raise `NotAStore` if there is no store.
 
     `Checkpointer.steps` returns a `Step` for each, with its version, time and metrics."""
+
+def stream(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    target: Any = None,
+    only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast = None,
+    order: Order = "storage",
+    host: int = 0,
+    hosts: int = 1,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the values of each array of a checkpoint, while the next ones are read.
+
+    Up to 64 MiB are read ahead, or one longer array, so a consumer that keeps no array needs little memory. Python
+    scalars are not among the arrays: `restore` returns them. If the consumer stops early, what is being read is
+    cancelled; `contextlib.aclosing` makes it wait for that.
+
+    Parameters
+    ----------
+    target, only, rename, dtype, host, hosts
+        As in `tstore.restore`; a target need not have Python scalars. A target's `Shards` come with the parts that
+        they ask for, and only these are read.
+    order
+        "storage", the order of the bytes in the store, which is read fastest; or paths, which come first.
+
+    Raises
+    ------
+    As `tstore.restore`, when the array that can't be read would be next; `SnapshotExpired` if garbage collection
+    removes the version meanwhile.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> _ = tstore.save("memory://of-stream", {"w": np.ones((2, 3)), "b": np.zeros(2)}, step=7)
+    >>> for path, values in tstore.stream("memory://of-stream", order=["b"]):
+    ...     print(path, values.shape)
+    b (2,)
+    w (2, 3)"""
 
 def summarize(
     array: Array, *, budget: int | None = ..., rows: int | None = None, columns: int | None = None, bins: int = 64

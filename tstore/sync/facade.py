@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 from tstore.core.runtime.event_loops import BACKGROUND
+from tstore.errors import Misuse
 
-__all__ = ["BLOCKING_TYPES", "BlockingWrapper", "blocking", "call_unwrapped", "unwrapped", "wraps"]
+__all__ = ["BLOCKING_TYPES", "BlockingWrapper", "blocking", "call_unwrapped", "iterated", "unwrapped", "wraps"]
+
+
+T = TypeVar("T")
 
 
 class BlockingWrapper:
@@ -38,6 +43,8 @@ def blocking(call: Any, module: str = "tstore.sync") -> Any:
     @wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = call_unwrapped(call, *args, **kwargs)
+        if isinstance(result, AsyncGenerator):
+            return iterated(result)
         if isinstance(result, Coroutine):
             result = BACKGROUND.run(result)
         blocking_type = BLOCKING_TYPES.get(type(result))
@@ -48,12 +55,36 @@ def blocking(call: Any, module: str = "tstore.sync") -> Any:
     return wrapper
 
 
+_iterations: set[AsyncGenerator[Any, None]] = set()
+"""Iterations under way, referenced here so that the cycle collector cannot close their generators concurrently."""
+
+
+def iterated(items: AsyncGenerator[T, None]) -> Iterator[T]:
+    """Yield the items of an iteration, which ends when this generator is closed."""
+    end: Any = object()
+
+    async def next_item() -> T:  # a coroutine, which `anext` does not return
+        return await anext(items, end)
+
+    async def close() -> None:
+        await items.aclose()
+
+    _iterations.add(items)
+    try:
+        while (item := BACKGROUND.run(next_item())) is not end:
+            yield item
+    finally:
+        with contextlib.suppress(Misuse):  # on the loop itself, which then closes the iteration, and at exit
+            BACKGROUND.run(close())
+        _iterations.discard(items)
+
+
 def wraps(call: Any) -> Callable[[Any], Any]:
     """Decorate the blocking version of a function as `functools.wraps` does; its signature has what it returns."""
 
     def decorate(wrapper: Any) -> Any:
         functools.update_wrapper(wrapper, call)
-        returned = call.__annotations__["return"]
+        returned = re.sub(r"^AsyncGenerator\[(.*), None\]$", r"AsyncIterator[\1]", call.__annotations__["return"])
         awaited = r"Coroutine\[Any, Any, (.*)\]|(Array|Snapshot)Call|Async(Iterator.*)"
         result = re.sub(f"^(?:{awaited})$", r"\1\2\3", returned)
         if result != returned:  # `inspect.signature` would show the one of `call`

@@ -12,7 +12,7 @@ from tstore.sync.facade import BlockingWrapper, blocking, call_unwrapped
 if TYPE_CHECKING:
     from tstore.torch import Reader, Writer
 
-__all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]
+__all__ = ["Checkpointer", "Reader", "Writer", "load_into", "restore", "save", "save_async", "stream"]
 
 
 class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the class it wraps
@@ -26,9 +26,11 @@ class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the 
     restore = blocking(_async.Checkpointer.restore, __name__)
 
 
+load_into = blocking(_async.load_into, __name__)
 restore = blocking(_async.restore, __name__)
 save = blocking(_async.save, __name__)
 save_async = blocking(_async.save_async, __name__)
+stream = blocking(_async.stream, __name__)
 
 
 def __getattr__(name: str) -> Any:

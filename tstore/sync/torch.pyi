@@ -1,7 +1,7 @@
 """Types of the public names, written by tests/support/sync_stub.py from those in `tstore`."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tstore import sync
@@ -9,11 +9,12 @@ from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
 from tstore.checkpoint.series import OnError, OnSaved
+from tstore.checkpoint.stream import Order
 from tstore.quantization.policy import QuantizeRules, Target
 from tstore.sync import BackgroundSave, Keep, Store
 from tstore.torch import Reader, Writer
 
-__all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]
+__all__ = ["Checkpointer", "Reader", "Writer", "load_into", "restore", "save", "save_async", "stream"]
 
 class Checkpointer(sync.Checkpointer):
     """`tstore.Checkpointer` for trees of tensors: the checkpoints of one job.
@@ -67,6 +68,40 @@ class Checkpointer(sync.Checkpointer):
         """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first.
 
         Raise what `tstore.torch.restore` raises, and the error of a save that failed."""
+
+def load_into(
+    module: Any,
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    group: str = "model",
+    assign: bool = False,
+) -> None:
+    """Load the parameters and buffers of a module from a group of a checkpoint, while the next ones are read.
+
+    All names, shapes and dtypes are checked before anything is loaded; floats are cast. This process loads alone,
+    and needs little more memory than the module. `tstore.torch.restore` also restores optimizers and `DTensor`s.
+
+    Parameters
+    ----------
+    group
+        The path of the module's `state_dict` in the saved tree, "" if it is the tree itself.
+    assign
+        Whether to replace the module's tensors by new ones on the CPU rather than to fill them, as in
+        `load_state_dict`: for a module on the meta device. They keep the dtypes of the module.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import torch
+    >>> saved = torch.nn.Linear(3, 2)
+    >>> _ = tstore.torch.save("memory://of-load-into", {"model": saved, "epoch": 3}, step=7)
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(3, 2)
+    >>> tstore.torch.load_into(model, "memory://of-load-into", assign=True)
+    >>> model.weight.equal(saved.weight)
+    True"""
 
 def restore(
     store: str | os.PathLike[str] | Store,
@@ -202,3 +237,25 @@ def save_async(
     are copied to the host in a separate stream. If all tensors are on GPUs, nothing is copied twice.
 
     Raise as `tstore.save_async` does, and `InvalidArgument` as `save` does."""
+
+def stream(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    group: str = "model",
+    dtype: Any | None = None,
+    order: Order = "storage",
+) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each tensor in a group of a checkpoint, and the tensor, while the next ones are read.
+
+    `group` is the path of a `state_dict` in the saved tree, "" if it is the tree itself. Floats are cast to
+    `dtype`. The tensors are on the CPU; `order` and the memory are as in `tstore.stream`.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import torch
+    >>> _ = tstore.torch.save("memory://of-torch-stream", {"model": torch.nn.Linear(3, 2)}, step=7)
+    >>> sorted(name for name, _ in tstore.torch.stream("memory://of-torch-stream"))
+    ['bias', 'weight']"""

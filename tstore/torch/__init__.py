@@ -5,8 +5,8 @@
 2. `forms`: tensor subclasses and `BytesIO`, which are stored as tensors. `modules`: modules inside wrappers.
    `stateful`: the states of modules and optimizers, and `memory` to read them into. `leaves`: trees of arrays,
    made from trees of tensors. `processes`: the processes of a process group.
-3. `save`, `restore`, and `checkpointer`, for a series of saves. `dcp/`: `Writer` and `Reader`, the storage of
-   `torch.distributed.checkpoint`.
+3. `save`, `restore`, `loading` of tensors one after the other, and `checkpointer`, for a series of saves. `dcp/`:
+   `Writer` and `Reader`, the storage of `torch.distributed.checkpoint`.
 
 `tstore.sync.torch` has blocking functions with the same names.
 """
@@ -17,13 +17,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tstore.torch.checkpointer import Checkpointer
+from tstore.torch.loading import load_into, stream
 from tstore.torch.restore import restore
 from tstore.torch.save import save, save_async
 
 if TYPE_CHECKING:
     from tstore.torch.dcp import Reader, Writer
 
-__all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]
+__all__ = ["Checkpointer", "Reader", "Writer", "load_into", "restore", "save", "save_async", "stream"]
 
 
 def __getattr__(name: str) -> Any:

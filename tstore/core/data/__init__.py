@@ -15,6 +15,7 @@ The objects that describe a chunk on its way from `save` to disk and back:
    `point_pieces`: those from which index arrays select elements; `tile_pieces`: tiles of eXmY codes. Each piece
    delivers its values. `planning`: the pieces of a read, in batches, those of many small arrays together.
    `reader`: read these, verify, decode, store the values in the result; small reads of one loop turn together.
+   `mapping`: arrays in mapped packs, without a copy.
    `destinations`: whether arrays of the caller share memory, and which of them a failed read leaves torn.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value. `joined_codes`: the codes of a region of
    an array. `casting`: values that a caller passes, also as tensors of PyTorch. `encoded_chunks`: the encoded

@@ -43,7 +43,16 @@ from tstore.core.storage.base import PackReader, Storage
 from tstore.core.storage.cache import forget
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 
-__all__ = ["SharedReads", "is_local", "new_values", "pack_reader", "read_chunks", "read_local", "values_to_plan"]
+__all__ = [
+    "SharedReads",
+    "is_local",
+    "missing_message",
+    "new_values",
+    "pack_reader",
+    "read_chunks",
+    "read_local",
+    "values_to_plan",
+]
 
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 _MIN_ALIGNED = 64 << 10  # bytes of a result that begins at a page
@@ -109,6 +118,9 @@ async def read_chunks(
         if unfinished is not None:
             unfinished |= partly_read(listed, begun, ended, batches)
         raise
+    finally:
+        begun.clear()  # a reference cycle may keep `read`, but must not keep the caller's arrays
+        ended.clear()
 
 
 def is_local(storage: Storage) -> bool:
@@ -233,10 +245,11 @@ def pack_reader(storage: Storage, pack: str | bytes) -> PackReader:
     try:
         return _RequiredPack(storage.reader(pack), pack, storage.url)
     except NotFound as error:
-        raise Corrupt(_missing_message(pack, storage.url)) from error
+        raise Corrupt(missing_message(pack, storage.url)) from error
 
 
-def _missing_message(pack: str, url: str) -> str:
+def missing_message(pack: str, url: str) -> str:
+    """Return the message for a pack that does not exist."""
     return f"its pack {pack} is missing in {url}; restore it from a copy, or read another version"
 
 
@@ -268,7 +281,7 @@ class _RequiredPack:
         try:
             self._reader.read_into(offset, buffers, size)
         except NotFound as error:
-            raise Corrupt(_missing_message(self._pack, self._url)) from error
+            raise Corrupt(missing_message(self._pack, self._url)) from error
 
 
 _SMALL = 1 << 20  # bytes of values; a read of more does not wait for others

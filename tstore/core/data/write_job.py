@@ -11,12 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.grid import PAGE
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE, as_checks, block_checks
 from tstore.core.format.objects.chunk_refs import ChunkSource, ChunkTable
 from tstore.core.format.objects.chunk_rows import SHORT_COLUMN, ChunkRow, chunk_rows
 from tstore.core.format.objects.segments import Segment
 
 __all__ = ["EncodedRun", "StagedChunks", "Values", "WriteJob", "joined_checks"]
+
+_MIN_PAGED = 128 << 10  # bytes of a run; up to a page before it is 3 % at most
+_ALIGNMENT = 64  # suits every dtype, and the vector instructions of processors
 
 Values = npt.NDArray[Any]
 
@@ -85,6 +89,13 @@ class EncodedRun(NamedTuple):
     def checks(self) -> bytes:
         """Return the joined checksums of all chunks."""
         return self.known_checks or block_checks(self.data, self.length)
+
+    @property
+    def alignment(self) -> int:
+        """What the offset of the run in its pack is a multiple of, so that its values can be mapped."""
+        if not self.jobs[0].meta.chain.identity:
+            return 1
+        return PAGE if len(self.data) >= _MIN_PAGED else _ALIGNMENT
 
     def part(self, start: int, stop: int) -> EncodedRun:
         """Return the chunks from the position `start` up to `stop`."""

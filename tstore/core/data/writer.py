@@ -41,6 +41,7 @@ from tstore.core.data.batches import (
 )
 from tstore.core.data.write_job import EncodedRun, Values, WriteJob, joined_checks
 from tstore.core.format.arrays.array_metadata import ArrayMeta
+from tstore.core.format.arrays.grid import PAGE
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE, digest
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow
@@ -114,6 +115,7 @@ def _copy_elements(values: Values, start: int, stop: int, out: Values) -> None:
         _copy_elements(values[last], 0, stop - last * row, out[before + inside :])
 
 
+_ZEROS = bytes(PAGE)
 _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
 _BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # time with the interpreter's lock held, per batch and per chunk
 # Each batch of a background save takes the interpreter's lock a few times. The buffers of its workers stay within
@@ -133,6 +135,7 @@ class PackSet:
         self._durability = durability
         self._background_limits = _BACKGROUND_BATCH if storage.capabilities.native_io else _BACKGROUND_UPLOAD
         self._idle: list[PackWriter] = []  # not full, and not in use by a worker
+        self._ends: dict[str, int] = {}  # the length of each pack
         self._all: list[PackWriter] = []  # written since the last `flush`
         self._lock = threading.Lock()
         self._prefix = ""  # of the keys of packs, chosen before the first is written
@@ -228,8 +231,8 @@ class PackSet:
         packs, self._all, self._idle = self._all, [], []
         await each(methodcaller("discard"), packs)
 
-    def _append(self, buffers: BufferStream, size: int) -> tuple[str, int]:
-        """Append the buffers to an idle or new pack; return its key and their offset in it."""
+    def _append(self, buffers: BufferStream, size: int, alignment: int = 1) -> tuple[str, int]:
+        """Append the buffers to a pack at a multiple of `alignment`; return its key and the offset."""
         while True:
             with self._lock:
                 pack = self._idle.pop() if self._idle else None
@@ -237,24 +240,24 @@ class PackSet:
                     pack = self._storage.writer(f"{self._prefix}-{self._pack_count}", self._durability)
                     self._pack_count += 1
                     self._all.append(pack)
+            gap = -self._ends.get(pack.key, 0) % alignment
             try:
-                offset = pack.append(buffers, size)
+                offset = pack.append(itertools.chain([_ZEROS[:gap]], buffers) if gap else buffers, gap + size)
             except BaseException:
                 with self._lock:
                     self._idle.append(pack)
                 raise
             if offset is not None:
+                self._ends[pack.key] = offset + gap + size
                 with self._lock:
                     self._idle.append(pack)
-                return pack.key, offset
+                return pack.key, offset + gap
             pack.finish()  # it is full
 
-    def _append_chunks(self, buffers: BufferStream, size: int) -> tuple[str, int]:
-        """Append the bytes of chunks as `_append` does, and count them."""
-        appended = self._append(buffers, size)
+    def _count(self, size: int) -> None:
+        """Count the bytes of chunks that were appended."""
         with self._lock:
             self.bytes_written += size
-        return appended
 
     def _write_inline(self, batch: Batch) -> None:
         with encoded_chunks(batch.boxes) as encoded:
@@ -288,14 +291,20 @@ class PackSet:
             changed = self._changed(encoded)
             if not changed:
                 return
-            buffers = [run.data for run, _ in changed]
-            key, offset = self._append_chunks(buffers, sum(map(len, buffers)))
-        for run, checks in changed:
+            buffers: list[Any] = []
+            starts, size = [], 0  # of the runs, from that of the first
+            for run, _ in changed:
+                gap = -size % run.alignment
+                buffers += (_ZEROS[:gap], run.data) if gap else (run.data,)
+                starts.append(size + gap)
+                size += gap + len(run.data)
+            key, offset = self._append(buffers, size, max(run.alignment for run, _ in changed))
+            self._count(sum(len(run.data) for run, _ in changed))
+        for (run, checks), start in zip(changed, starts, strict=True):
             if run.is_of_long_array:
-                self._collect(collecting, run.jobs[0], run.table(key, offset, checks))
+                self._collect(collecting, run.jobs[0], run.table(key, offset + start, checks))
             else:
-                run.add_rows(key, offset, checks)
-            offset += len(run.data)
+                run.add_rows(key, offset + start, checks)
 
     def _write_long(self, box: ChunkBox) -> None:
         """Write a copy of each block of a long chunk, unless the prior chunk has the same bytes."""
@@ -319,7 +328,8 @@ class PackSet:
                     with self._lock:
                         self.bytes_reused += size
                     return
-            key, offset = self._append_chunks(hashed(buffer), size)
+            key, offset = self._append(hashed(buffer), size, PAGE)
+        self._count(size)
         job.rows.append(ChunkRow(number, key, offset, size, b"".join(checks)))
 
 

@@ -122,6 +122,9 @@ class HandleSource:
             job = ReadJob(path, meta, await self._node(staged, path, meta, selection), selection, out)
             await self.staging.await_read(staged, read_chunks(self.staging.log.storage, [job]))
 
+    async def map_array(self, path: str) -> None:
+        """Return None: what a transaction has staged can't be mapped."""
+
     async def explain_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
     ) -> ReadPlan:

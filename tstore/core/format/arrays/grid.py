@@ -42,6 +42,9 @@ __all__ = [
     "whole",
 ]
 
+PAGE = 4096
+"""The bytes of a page of most machines: long chunks begin and end at multiples, so that they can be mapped."""
+
 TARGET_BYTES = 8 << 20
 """The default size of a chunk: small enough that a restore to another topology reads few bytes it doesn't need."""
 _MIN_SHARD_CHUNK = 512 << 10  # bytes
@@ -363,7 +366,8 @@ def default_chunks(
 ) -> tuple[int, ...]:
     """Return a chunk shape of half to twice `target` bytes; none crosses the edge of a `shard` (a device's part).
 
-    Leading axes are divided first, so that chunks stay contiguous in memory. Chunks are smaller if the array is,
+    Leading axes are divided first, so that chunks stay contiguous in memory, into chunks of whole pages where they
+    can be. Chunks are smaller if the array is,
     or if the length of a shard has no suitable divisor. Each axis of a sharded array gets as many chunks as the
     most divided axis has shards, if chunks have 512 KiB or more. So a restore to another layout over the same
     number of devices reads few values that it does not need.
@@ -383,8 +387,18 @@ def default_chunks(
             break
         pieces = min(n, -(-size // target))
         aligned = shard is not None and shape[axis] != n
-        chunks[axis] = _divisor(n, pieces) if aligned else _even(n, pieces)
+        row = size // n  # bytes
+        chunks[axis] = _divisor(n, pieces) if aligned else min(n, _whole_pages(_even(n, pieces), row))
     return tuple(chunks)
+
+
+def _whole_pages(rows: int, row: int) -> int:
+    """Return a number of rows of `row` bytes that are whole pages, so that a chunk can be mapped behind another.
+
+    It is up to an eighth greater than `rows`; `rows` if that does not suffice.
+    """
+    unit = PAGE // math.gcd(PAGE, row)
+    return -(-rows // unit) * unit if 8 * unit <= rows else rows
 
 
 def _even(n: int, pieces: int) -> int:

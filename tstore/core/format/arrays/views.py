@@ -160,6 +160,17 @@ class View(NamedTuple):
         values = values.transpose([ascending.index(axis) for axis in order])
         return values[(*(side for axes in sets for side in ((_ALL,) * len(axes) or (None,))), ...)]
 
+    def of_values(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the view of an array in memory; the view has no index arrays."""
+        ranges = [selected for _, selected in self._ranges()]
+        strides = [0] * self.ndim
+        for selected, axes, stride in zip(ranges, self.follows, values.strides, strict=True):
+            for axis in axes:
+                strides[axis] += selected.step * stride
+        start: tuple[Any, ...] = tuple(slice(selected.start, None) for selected in ranges)
+        first = values[(*start, ...)]
+        return np.lib.stride_tricks.as_strided(first, self.shape, strides, writeable=False)
+
     # ---- steps of an index
 
     def _unfollowed(self) -> set[int]:

@@ -1,0 +1,113 @@
+"""Loading for serving: tensors one after the other, and the parameters of a module, while the next are read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+import torch
+
+from tstore.checkpoint.stream import Order
+from tstore.checkpoint.stream import stream as stream_arrays
+from tstore.checkpoint.structure import flatten
+from tstore.core.store import Store
+from tstore.torch.leaves import restored_value
+from tstore.torch.tensors import numpy_dtype
+
+__all__ = ["load_into", "stream"]
+
+
+async def stream(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    group: str = "model",
+    dtype: torch.dtype | None = None,
+    order: Order = "storage",
+) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    """Yield the name of each tensor in a group of a checkpoint, and the tensor, while the next ones are read.
+
+    `group` is the path of a `state_dict` in the saved tree, "" if it is the tree itself. Floats are cast to
+    `dtype`. The tensors are on the CPU; `order` and the memory are as in `tstore.stream`.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import torch
+    >>> _ = tstore.torch.save("memory://of-torch-stream", {"model": torch.nn.Linear(3, 2)}, step=7)
+    >>> sorted(name for name, _ in tstore.torch.stream("memory://of-torch-stream"))
+    ['bias', 'weight']
+    """
+    cast = None if dtype is None else numpy_dtype("dtype=…", dtype)
+    start, only = (f"{group}/", f"{group}/**") if group else ("", None)
+    if not isinstance(order, str):
+        order = [start + name for name in order]
+    arrays = stream_arrays(store, step, at=at, only=only, dtype=cast, order=order)
+    async with contextlib.aclosing(arrays):
+        async for path, values in arrays:
+            yield path.removeprefix(start), restored_value(path, values)
+
+
+async def load_into(
+    module: torch.nn.Module,
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    group: str = "model",
+    assign: bool = False,
+) -> None:
+    """Load the parameters and buffers of a module from a group of a checkpoint, while the next ones are read.
+
+    All names, shapes and dtypes are checked before anything is loaded; floats are cast. This process loads alone,
+    and needs little more memory than the module. `tstore.torch.restore` also restores optimizers and `DTensor`s.
+
+    Parameters
+    ----------
+    group
+        The path of the module's `state_dict` in the saved tree, "" if it is the tree itself.
+    assign
+        Whether to replace the module's tensors by new ones on the CPU rather than to fill them, as in
+        `load_state_dict`: for a module on the meta device. They keep the dtypes of the module.
+
+    Examples
+    --------
+    >>> import tstore.sync as tstore
+    >>> import torch
+    >>> saved = torch.nn.Linear(3, 2)
+    >>> _ = tstore.torch.save("memory://of-load-into", {"model": saved, "epoch": 3}, step=7)
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(3, 2)
+    >>> tstore.torch.load_into(model, "memory://of-load-into", assign=True)
+    >>> model.weight.equal(saved.weight)
+    True
+    """
+    own = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    target: Any = {name: _Like(name, tensor) for name, tensor in own.items()}
+    for part in reversed(group.split("/") if group else []):
+        target = {part: target}
+    names = dict(zip(flatten(target)[1], own, strict=True))
+    only = f"{group}/**" if group else None
+    loaded: dict[str, torch.Tensor] = {}
+    arrays = stream_arrays(store, step, at=at, target=target, only=only, dtype="target")
+    async with contextlib.aclosing(arrays):
+        async for path, values in arrays:
+            tensor = restored_value(path, values)
+            if assign:
+                loaded[names[path]] = tensor
+            else:
+                own[names[path]].copy_(tensor)
+    if assign:
+        module.load_state_dict(loaded, strict=False, assign=True)
+
+
+class _Like:
+    """The shape and dtype of a tensor, as a leaf of a target."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype: np.dtype[Any] = numpy_dtype(name, tensor.dtype)
