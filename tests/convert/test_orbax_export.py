@@ -112,6 +112,8 @@ async def test_what_orbax_lacks_is_refused_by_path_or_left_out(tmp_path: Path) -
         "a/b": "text",
         "x.y": X,
         "x": {"y": X},
+        "z.k": X,
+        "z": {"k": {"impl=threefry2x32": np.zeros(2, np.uint32)}},
         "keys": {1: X, "1": X},
         "rng": {"impl=unknown": np.zeros(2, np.uint32)},
     }
@@ -129,6 +131,7 @@ async def test_what_orbax_lacks_is_refused_by_path_or_left_out(tmp_path: Path) -
         "odd/long: an integer of more than 64 bits",
         "odd/a%2fb: text at a key with '/' or '~'",
         "odd/x/y: Orbax would store it under the name 'odd.x.y', as odd/x.y",
+        "odd/z/k: Orbax would store it under the name 'odd.z.k', as odd/z.k",
         "odd/keys: several of the keys [1, '1'] are equal as text",
         "odd/rng: JAX does not know these PRNG keys",
     ):

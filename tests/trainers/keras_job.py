@@ -86,6 +86,12 @@ def check(url: str) -> None:
     assert len(fit(model(), BackupAndRestore(f"{url}/b", 3, delete_checkpoint=False), epochs=2)["loss"]) == 2
     assert tstore.steps(f"{url}/b") == [9]  # every third batch
 
+    # a kill after a model was saved, and before its backup
+    fit(model(), ModelCheckpoint(f"{url}/models"), epochs=3)
+    fit(model(), BackupAndRestore(f"{url}/until 2", delete_checkpoint=False), epochs=2)
+    fit(model(), BackupAndRestore(f"{url}/until 2"), ModelCheckpoint(f"{url}/models"), epochs=4)
+    assert tstore.steps(f"{url}/models") == [BATCHES, 2 * BATCHES, 3 * BATCHES, 4 * BATCHES]
+
     # another model, a renamed layer, a URL of something else, another job
     refusal(lambda: fit(model(16), BackupAndRestore(f"{url}/b")), "first/kernel", "[4, 8]", "[4, 16]")
     refusal(lambda: fit(model(name="renamed"), BackupAndRestore(f"{url}/b")), "renamed/kernel", "first/kernel")

@@ -145,8 +145,7 @@ class _Conversion:
                 return type(value)(self.node(v, join(path, str(i)), _below(name, i)) for i, v in enumerate(value))
             case None:
                 return None
-        if (other := self.names.setdefault(name, path)) != path:
-            self.refuse(path, f"Orbax would store it under the name {name!r}, as {other}")
+        self._claim(name, path)
         fault = self._array_fault(value) if isinstance(value, ArrayLeaf) else _scalar_fault(value, name)
         if fault:
             self.refuse(path, fault)
@@ -161,7 +160,7 @@ class _Conversion:
         [(key, leaf)] = node.items()
         if not (isinstance(key, str) and key.startswith(IMPL) and isinstance(leaf, ArrayLeaf)):
             return None
-        self.names[name] = path
+        self._claim(name, path)
         self.exported.append(leaf)
         try:
             return jax.random.wrap_key_data(
@@ -170,6 +169,10 @@ class _Conversion:
         except (ValueError, TypeError) as error:
             self.refuse(path, f"JAX does not know these PRNG keys ({error!s:.100})")
             return None
+
+    def _claim(self, name: str, path: str) -> None:
+        if (other := self.names.setdefault(name, path)) != path:
+            self.refuse(path, f"Orbax would store it under the name {name!r}, as {other}")
 
     def _array_fault(self, leaf: ArrayLeaf) -> str:
         if 0 in leaf.shape:

@@ -141,11 +141,8 @@ class BackupAndRestore(_SavingCallback):
     def on_train_end(self, logs: Any = None) -> None:
         """Wait for saves under way, and remove the steps if that was asked for."""
         super().on_train_end(logs)
-        for saved in (
-            self._checkpoints.steps() if self._deletes else ()
-        ):  # the newest last, from which a kill resumes
-            with tstore.sync.open(self._url, "r+") as store:
-                _remove_step(store, saved.step)
+        if self._deletes:  # the newest last, so that a kill meanwhile does not make training begin anew
+            _remove(self._url, [saved.step for saved in self._checkpoints.steps()])
 
 
 class ModelCheckpoint(_SavingCallback):
@@ -156,7 +153,8 @@ class ModelCheckpoint(_SavingCallback):
     Parameters
     ----------
     filepath
-        The path or URL of a store. The steps are numbered by the updates of the optimizer.
+        The path or URL of a store. The steps are numbered by the updates of the optimizer. Pass this callback
+        after `BackupAndRestore`, so that it knows where training resumes.
     monitor, mode
         The metric to compare steps by, and whether the "min" or "max" is best. "auto" knows losses and accuracies.
     save_best_only
@@ -184,13 +182,16 @@ class ModelCheckpoint(_SavingCallback):
         keep: int | tstore.Keep | None = None,
     ) -> None:
         super().__init__(filepath, save_freq, 1 if save_best_only and keep is None else keep)
-        self._monitor = monitor
+        self._url, self._monitor = filepath, monitor
         self._order = _order(monitor, mode) if save_best_only else None
         self._best = initial_value_threshold
         self._weights_only = save_weights_only
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Look up the best step of the store."""
+        """Look up the best step; if training resumes, remove the later steps, which it will save again."""
+        updates = int(self.model.optimizer.iterations)
+        if updates > 0:
+            _remove(self._url, [saved.step for saved in self._checkpoints.steps() if saved.step > updates])
         if self._order is not None and (best := self._checkpoints.best(self._monitor, self._order)) is not None:
             value = next(s.metrics[self._monitor] for s in self._checkpoints.steps() if s.step == best)
             self._best = value if self._best is None else (min if self._order == "min" else max)(value, self._best)
@@ -217,6 +218,13 @@ def restore_model(model: Any, url: str | os.PathLike[str], step: int | None = No
     """Restore the variables of a built model, without its optimizer, from a step (by default the newest)."""
     variables = {"model": _variables(model)["model"]}
     _assign(variables, _library().restore(url, step, target=_values(variables), only="model/**"))
+
+
+def _remove(url: str | os.PathLike[str], steps: Sequence[int]) -> None:
+    if steps:
+        with tstore.sync.open(url, "r+") as store:
+            for step in steps:
+                _remove_step(store, step)
 
 
 def _library() -> ModuleType:
