@@ -198,7 +198,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "the outcome is that of an earlier use": (
         BEGUN + "test_the_id_is_committed_once_more_and_the_store_is_valid",
-        Edit("tstore.core.store:Store.outcome", "await base_of(self._log.reader, transaction)", "0"),
+        Edit("tstore.core.store:Store.outcome", "await base_of(self.log.reader, transaction)", "0"),
     ),
     "a redelivered fragment is not synced": (
         "guarantees/test_durability.py::test_a_redelivered_fragment_is_made_durable",
