@@ -109,7 +109,11 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
     "trainers": (
         "Trainers",
         "Plugins for trainers. Each module is imported by its own name.",
-        {"tstore.trainers.lightning": "CheckpointIO ModelParallelStrategy RandomStates CheckpointFiles"},
+        {
+            "tstore.trainers.lightning": "CheckpointIO ModelParallelStrategy RandomStates CheckpointFiles",
+            "tstore.trainers.keras": "BackupAndRestore ModelCheckpoint restore_model",
+            "tstore.trainers.orbax": "CheckpointManager",
+        },
     ),
     "zarr": ("Zarr", "::: tstore.zarr", {"tstore.zarr": "ZarrStore"}),
     "errors": (
