@@ -37,7 +37,10 @@ def losses(train: Train, kills: int = 0, ranks: int = 1, seed: int = 0) -> dict[
     while True:
         reader, writer = os.pipe()
         environment = _environment(ranks)
-        pids = [_forked(train, reader, writer, environment | _rank(rank)) for rank in range(ranks)]
+        pids = [
+            _forked(train, reader, writer, environment | _rank(rank) if environment else {})
+            for rank in range(ranks)
+        ]
         os.close(writer)
         left, is_killed = chance.randrange(4, 30) if kills else -1, False
         with os.fdopen(reader) as lines:

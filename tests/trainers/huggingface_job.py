@@ -1,0 +1,123 @@
+"""Training with Hugging Face's `Trainer`, for the tests: a small model, on the CPU."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+import tstore.sync as tstore
+from tests.trainers.killing import losses
+from tstore.trainers.huggingface import TStoreCallback, write_checkpoint
+
+Report = Callable[[int, float], None]
+
+torch.set_num_threads(1)
+
+
+class Reporter(transformers.TrainerCallback):
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in logs:
+            self._report(state.global_step, logs["loss"])
+
+
+def new_model(lora: bool, width: int = 16) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=width, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, attention_dropout=0.1, max_position_embeddings=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.1)) if lora else model
+
+
+def fit(
+    url: str, report: Report = lambda step, loss: None, *, lora: bool = False, steps: int = 60, width: int = 16,
+    keep: Any = None, **options: Any,
+) -> tuple[Any, TStoreCallback]:  # fmt: skip
+    torch.set_num_threads(1)
+    tokens = torch.randint(0, 32, (40, 8), generator=torch.Generator().manual_seed(1)).tolist()
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(dir="."),
+        **{
+            "max_steps": steps, "per_device_train_batch_size": 4, "logging_steps": 1, "save_steps": 3,
+            "save_total_limit": 2, "disable_tqdm": True, "report_to": [], "use_cpu": True,
+            "learning_rate": 1e-2, "lr_scheduler_type": "constant", **options,
+        },
+    )  # fmt: skip
+    callback = TStoreCallback(url, keep=keep)
+    trainer = transformers.Trainer(
+        model=new_model(lora, width),
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data[:4],
+        callbacks=[callback, Reporter(report)],
+    )
+    trainer.train(resume_from_checkpoint=callback.latest())
+    assert not list(pathlib.Path(arguments.output_dir).iterdir())  # the Trainer writes no folder of its own
+    return trainer, callback
+
+
+def train(url: str, kills: int = 0, ranks: int = 1, lora: bool = False, steps: int = 60) -> dict[int, float]:
+    return losses(lambda report: fit(url, report, lora=lora, steps=steps), kills, ranks)
+
+
+def history(url: str) -> list[int]:
+    """Resume with one step left, and return the steps of the history."""
+    trainer, _ = fit(url, steps=13)
+    return [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def paths(url: str) -> list[str]:
+    with tstore.open(url) as store:
+        return sorted(path for path in store.snapshot().paths() if path.startswith("model/"))
+
+
+def pretrained(url: str, lora: bool = False) -> bool:
+    """Return whether `from_pretrained` reads the folder made of a step as the model that was trained."""
+    trainer, _ = fit(url, steps=3, lora=lora)
+    write_checkpoint(url, 3, "folder")
+    if lora:
+        model = peft.PeftModel.from_pretrained(new_model(lora=False), "folder")
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained("folder")
+    state = model.state_dict()
+    return all(torch.equal(value, state[key]) for key, value in trainer.model.state_dict().items())
+
+
+def kept(url: str, **options: Any) -> list[int]:
+    fit(url, **options)
+    return tstore.steps(url)
+
+
+def best(url: str) -> dict[str, Any]:
+    fit(url, steps=12, keep=tstore.Keep(last=1, best=(1, "eval_loss")), eval_strategy="steps", eval_steps=3)
+    with tstore.Checkpointer(url) as checkpoints:
+        return {"steps": tstore.steps(url), "best": checkpoints.best("eval_loss")}
+
+
+def damaged(url: str) -> None:
+    """Resume from a step of which a byte is damaged."""
+    fit(url, steps=6)
+    for pack in pathlib.Path(url, "txn").glob("*/pack-*"):
+        data = bytearray(pack.read_bytes())
+        data[len(data) // 2] ^= 1
+        pack.chmod(0o644)
+        pack.write_bytes(data)
+    fit(url, steps=9)
+
+
+def without_resume(url: str) -> None:
+    """Begin anew in a store that has the steps of another run."""
+    fit(url, steps=9)
+    transformers.Trainer.train, train = lambda self, **_: train(self), transformers.Trainer.train
+    fit(url, steps=9)
