@@ -32,9 +32,9 @@ The state of the destination after a copy was killed in one of these steps, unti
     9      the whole copy
 
 For a version that the source has expired, the record is copied, but not the data. After a copy has created such a
-record, reading the newest version of the destination fails with `NotFound`, or with `Corrupt` where the manifest
-is in the record, until the copy has also created the record of the garbage collection that expired the version. If
-a copy is killed in between, repeat it before the destination is used; earlier versions remain readable by number.
+record, reading that version, or a newer one that needs its data, fails at the destination with `NotFound`, or with
+`Corrupt` where the manifest is in the record, until the copy has also created the record of the garbage collection
+that expired the version. If a copy is killed in between, repeat it before the destination is used.
 
 If a garbage collection of the source deletes objects still to be copied, the copy starts again from the newest
 version; a copy of one version fails if that version has expired.

@@ -73,17 +73,18 @@ async def judge_store(
 
 
 async def finish_copy(new_host: NewHost, source: SharedObjects, mirror: SharedObjects) -> None:
-    """Copy again if the newest version of the copy, or its head, has expired in the source, as its users must.
+    """Copy again if a version that is living in the copy has expired in the source, as its users must.
 
     Do nothing if there is no copy, or if the copy has diverged.
     """
     with new_host("copier") as host, contextlib.suppress(NotAStore, NotFound, Conflict):
         store, target = await tstore.open(HostStorage(source, host), "r"), HostStorage(mirror, host)
-        log = (await tstore.open(target, "r")).log.reader
-        newest = await log.newest()
+        copied = await tstore.open(target, "r")
+        newest = await copied.log.reader.newest()
+        living = {c.version async for c in copied.history() if not c.expired}
         try:
-            await store.snapshot(newest)
-            await store.snapshot(await head_as_of(log, newest))
+            for version in sorted(living | {newest, await head_as_of(copied.log.reader, newest)}):
+                await store.snapshot(version)
         except SnapshotExpired:
             host.log(f"copies up to version {(await copy_to(store, target)).version}, again")
 
