@@ -42,7 +42,7 @@ def losses(train: Train, kills: int = 0, ranks: int = 1, seed: int = 0) -> dict[
             for rank in range(ranks)
         ]
         os.close(writer)
-        left, is_killed = chance.randrange(4, 30) if kills else -1, False
+        left, is_killed = chance.randrange(4, 5 + 60 // kills) if kills else -1, False
         with os.fdopen(reader) as lines:
             for line in lines:
                 step, loss = json.loads(line)

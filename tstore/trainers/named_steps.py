@@ -91,8 +91,8 @@ class NamedSteps:
             if name in tags:
                 await _collect(store)
 
+        self._pending = name, copies  # before it can end
         self._start(name, True, run)
-        self._pending = name, copies
 
     def save_together(self, name: str, begun: Coroutine[Any, Any, tstore.BackgroundSave]) -> None:
         """Wait until the values of a save with the other processes are copied; the name is one of its tags."""
