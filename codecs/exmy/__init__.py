@@ -1,4 +1,4 @@
-"""eXmY: low-bit number formats for tensors, of 2 to 16 bits, of which 0 to 8 are exponent bits.
+"""eXmY: low-bit number formats for tensors, with 2 to 16 bits, including 0 to 8 exponent bits.
 
 >>> import exmy, numpy as np
 >>> f = exmy.Format("e4m3")
@@ -19,8 +19,8 @@ lists all formats. Import the integrations explicitly: `jax`, `torch`, `zarr` an
 5. `exponents`: the histogram of exponents. `noise`: the error of an approximation. `sample`, `survey`, `choice`:
    choose a format for an array.
 6. `kernels`: dispatch to the C kernels in `_kernels.c` (`_lanes.h` explains their loops) or to `blockwise`, which
-   runs the reference in blocks. `threads`: parallel work on parts of an array. `emulation`: the constants with
-   which `jax` and `torch` round in integer arithmetic. `integers`: their other operations in that arithmetic.
+   runs the reference in blocks. `threads`: parallel work on parts of an array. `emulation`: the constants that
+   `jax` and `torch` use to round in integer arithmetic. `integers`: their other integer operations.
 7. `errors`: the exceptions. `user_warnings`: warnings at the line of the caller.
 """
 

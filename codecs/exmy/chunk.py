@@ -149,7 +149,7 @@ class ChunkCodec:
         return data
 
     def reencode(self, x: Any, previous: Any = None, out: Any = None) -> NDArray[np.uint8]:
-        """Encode a chunk in which some values have changed, so that the others stay exactly as they are.
+        """Encode a chunk after some values have changed; the other values stay exactly the same.
 
         `previous`: the encoded chunk, bytes-like, from which the values that have not changed were decoded; None
         if there was none. No value clips. A value that had to change, because a greater one needs a larger scale,
@@ -280,7 +280,7 @@ class ChunkCodec:
 
 @dataclass(frozen=True, slots=True)
 class _KnownChunk:
-    """The header of the chunks that have a fixed scale, and the arguments with which they are decoded.
+    """The header of the chunks that have a fixed scale, and the arguments for decoding them.
 
     Parsing a header anew takes as long as decoding 100,000 values.
     """
@@ -294,7 +294,7 @@ class _KnownChunk:
     scales: Array | None
 
     def fits(self, data: Array, out: Array) -> bool:
-        """Return whether these bytes have this header and size, and can be decoded into `out` as it is."""
+        """Return whether these bytes have this header and size, and can be decoded directly into `out`."""
         is_expected = data.size == self.size and data[: len(self.header)].tobytes() == self.header
         is_plain = out.shape == self.quantized.shape and out.dtype == self.dtype and self.scales is not None
         return is_expected and is_plain and out.flags.c_contiguous and out.flags.writeable
@@ -313,7 +313,7 @@ class _KnownChunk:
 
 @functools.lru_cache
 def _known_chunk(codec: ChunkCodec, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _KnownChunk:
-    """Return what all chunks of this shape have in common if the scale is fixed."""
+    """Return the header and decoding arguments that all chunks of this shape share, if the scale is fixed."""
     native, f, groups = output_dtype(dtype), codec.format.standard, codec._groups(shape)
     header = _HEADER.pack(f.bias).ljust(codec._header_size(groups), b"\0")
     scale, no_codes = fixed_scale(float(codec.scale), groups), np.empty(0, np.uint8)

@@ -47,7 +47,7 @@ _EXTRA_BIASES = 4  # biases that the last pass tries above the window
 
 
 def largest_unclipped_bias(peak: float, layout: Layout) -> int:
-    """Return the largest bias with which the magnitude `peak` does not clip.
+    """Return the largest bias that does not clip the magnitude `peak`.
 
     The peak is m 2^k > 0 with 1/2 <= m < 1. The format's largest value is 2^E (2 - 2^-Y) with E = 2^X - 1 - bias
     (for X = 0: 2^E (1 - 2^-Y) with E = 1 - bias); magnitudes less than half a step above still round to it. For
@@ -135,7 +135,7 @@ class BiasFit:
         self.passes = 0  # completed
         self.added = 0  # elements added in this pass
         self.nonfinite_count = 0
-        self.first_nonfinite = 0  # its index
+        self.first_nonfinite = 0  # the index of the first
         self.signal = 0.0  # the sum of squares, if `reports_noise`
         self._layout, self._kind, self._count, self._method = layout, kind, count, method
         self._reports_noise, self._counts_exponents = reports_noise, counts_exponents
@@ -147,7 +147,7 @@ class BiasFit:
         self._sample_weights: list[NDArray[np.float64]] = []
         self._is_weighted = False
         self._run_length = min(_RUN_LENGTH, count) if count > _RUN_COUNT * _RUN_LENGTH else count  # in the sample
-        self._starts = np.zeros(1, np.int64)  # of the runs
+        self._starts = np.zeros(1, np.int64)  # the starts of the runs
         if self._run_length < count:
             self._starts = np.linspace(0, count - _RUN_LENGTH, _RUN_COUNT).astype(np.int64)
         self._sample: list[Array] = []

@@ -126,9 +126,9 @@ class Format:
     def fit(
         self, x: Any, method: FitMethod = "max", *, nonfinite: NonFinite = "error", importance: Any = None
     ) -> Format:
-        """Return this format with the bias that suits x best: an exponent offset that all values of x share.
+        """Return this format with the best bias for x: an exponent offset that all values of x share.
 
-        `method`: "max" is the largest bias with which no value clips; "search" is the bias with the least squared
+        `method`: "max" is the largest bias that clips no value; "search" is the bias with the least squared
         error, which may clip a few large values to give the others finer steps. The bias of this format has no
         influence, but is kept if x is empty or all zero. `x` and the errors are as for `encode`; with
         `nonfinite="saturate"`, only finite values count. `importance` is as for `quantize`. Raise `FormatError` if

@@ -1,7 +1,7 @@
-"""Weighted least squares: the importance of elements in the choice of offsets and scales, in NumPy.
+"""Weighted least squares: the importance of elements when offsets and scales are chosen, in NumPy.
 
-Where all elements of a group have the same importance, the kernels measure its unweighted errors, which are least
-with the same offset or scale.
+If all elements of a group have the same importance, the kernels measure the unweighted errors: the same offset or
+scale minimizes both.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from exmy.groups import Groups
 __all__ = ["STOP_RATIO", "Importance", "RunWeights", "best_factors", "noise", "squared_errors"]
 
 STOP_RATIO = 2.001
-"""A search stops at an error of this multiple of the least so far: greater offsets cannot win (see _search.h)."""
+"""A search stops if the error exceeds the least so far by this factor: no greater offset wins (see _search.h)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Importance:
-    """The weights of the squared errors of an array's elements; only parts of them are ever copied."""
+    """The weights of the squared errors of an array's elements; they are never copied as a whole."""
 
     weights: Array
     """The weights, of the shape of the array; a view of what the caller passed."""
@@ -37,8 +37,8 @@ class Importance:
     def from_argument(importance: Any, shape: tuple[int, ...]) -> Importance:
         """Return the importance of the elements of an array, or of a slab of it, whose weights may all be 0.
 
-        Raise `DtypeError`, `FormatError` or `SizeError` if the argument is not numbers, finite and none negative,
-        that broadcast to the shape.
+        Raise `DtypeError` if the argument is not an array of numbers, `FormatError` if one is negative or not
+        finite, `SizeError` if they do not broadcast to the shape.
         """
         try:
             weights = np.asarray(importance)
@@ -49,7 +49,9 @@ class Importance:
         except (TypeError, ValueError):
             raise DtypeError(f"importance is {type(importance).__name__}; expected an array of numbers") from None
         if weights.size and not 0 <= weights.min() <= weights.max() < math.inf:
-            raise FormatError("importance has a negative or non-finite number; expected finite numbers from 0 on")
+            raise FormatError(
+                "importance has a negative or non-finite number; expected finite numbers, at least 0"
+            )
         try:
             return Importance(np.broadcast_to(weights, shape), 1.0)
         except ValueError:
@@ -102,11 +104,11 @@ class RunWeights:
     def __init__(self, matrix: NDArray[np.float64]) -> None:
         self.matrix = matrix
         self.equal: NDArray[np.bool_] = matrix.min(axis=1, initial=math.inf) >= matrix.max(axis=1, initial=0)
-        """Whether all elements of a row have the same weight. `noise` and `best_factors` then take 1 instead."""
+        """Whether all elements of a row have the same weight; `noise` and `best_factors` then use the weight 1."""
 
     @property
     def shared(self) -> NDArray[np.float64]:
-        """The factors for the errors of `noise` and `best_factors`: the weight that all of a row share, else 1."""
+        """The factor that errors of `noise` and `best_factors` still need: the weight shared by a row, else 1."""
         return np.where(self.equal, self.matrix[:, 0], 1.0) if self.matrix.size else np.ones(len(self.matrix))
 
 

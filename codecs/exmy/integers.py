@@ -1,11 +1,11 @@
-"""Quantization in integer operations, which `exmy.jax` and `exmy.torch` share.
+"""Quantization by integer operations, shared by `exmy.jax` and `exmy.torch`.
 
-Floats are taken apart and put together by their bits, so that no compiler can change a result by flushing
+Floats are processed as bit patterns, so that no compiler can change a result by flushing
 subnormals, fusing operations or keeping excess precision. All integers are int32: significands have at most 24
 bits, and exponents are small.
 
-1. The peak of a group is the greatest magnitude, as bits, of its finite elements. Its offset is the largest with
-   which the peak does not clip, as in `exmy.offsets`; groups of zeros get the least offset of the others.
+1. The peak of a group is the greatest magnitude, as bits, of its finite elements. The offset of the group is the
+   largest that does not clip the peak, as in `exmy.offsets`; groups of zeros get the least offset of the others.
 2. A code and the bits of a float are both the magnitude of significand · 2^exponent in a binary format, so one
    function encodes and decodes.
 3. Codes are packed in tiles of 256 (FORMAT.md, section 5).
@@ -45,22 +45,22 @@ class Operations(Protocol):
     """Operations on int32 arrays of one framework, beside Python's operators."""
 
     def where(self, condition: Any, a: Any, b: Any) -> Any:
-        """Return the elements of `a` where the condition holds, else of `b`; one of them may be an integer."""
+        """Return elements of `a` where the condition holds, else of `b`; either may be an integer."""
 
     def minimum(self, a: Any, b: Any) -> Any:
-        """Return the smaller elements; `b` may be an integer."""
+        """Return the element-wise minimum; `b` may be an integer."""
 
     def maximum(self, a: Any, b: Any) -> Any:
-        """Return the greater elements; `b` may be an integer."""
+        """Return the element-wise maximum; `b` may be an integer."""
 
     def bit_length(self, a: Any) -> Any:
-        """Return the number of bits of integers from 0 to 2^24; anything for 0."""
+        """Return the bit length of integers from 1 to 2^24; the result for 0 is arbitrary."""
 
     def largest(self, a: Any, axis: int | None) -> Any:
-        """Return the maximum along an axis, which is kept with length 1, or the maximum of all."""
+        """Return the maximum along an axis (kept with length 1), or over all elements."""
 
     def smallest(self, a: Any) -> Any:
-        """Return the minimum of all."""
+        """Return the minimum over all elements."""
 
     def concatenate(self, parts: list[Any], axis: int) -> Any:
         """Join arrays along an axis."""
@@ -100,6 +100,7 @@ def float_type(kind: Kind) -> Binary:
 
 def _parts(bits: Any, f: Binary, ops: Operations) -> tuple[Any, Any]:
     """Return the significand and the exponent of magnitudes: significand · 2^exponent."""
+    # float16 1.5 = 0x3E00: field 15, fraction 0x200 → significand 0x600, exponent -10: 1536 · 2^-10
     field = bits >> f.mantissa_bits
     hidden = 1 << f.mantissa_bits
     significand = ops.where(field > 0, bits & (hidden - 1) | hidden, bits)
@@ -108,6 +109,8 @@ def _parts(bits: Any, f: Binary, ops: Operations) -> tuple[Any, Any]:
 
 def _magnitude(significand: Any, exponent: Any, f: Binary, ops: Operations) -> Any:
     """Return the magnitude nearest to significand · 2^exponent, ties to even, or the largest of the format."""
+    # significand 11, exponent 0 in e4m3 (3 mantissa bits, bias 7): lead 3, drop 0 → exact, 1.375 · 2^3 = 0x53
+    # significand 43, exponent 0: lead 5, drop 2 → 10 + rest 3 of 4, so up to 11: 1.375 · 2^5 = 0x63
     lead = ops.bit_length(significand) - 1 + exponent
     top = f.lowest + (f.largest >> f.mantissa_bits)
     normal = ops.minimum(ops.maximum(lead, f.lowest), top)
@@ -137,9 +140,9 @@ def encode(bits: Any, negative: Any, kind: Kind, layout: Layout, offsets: Any, o
 
 
 def unclipped_offsets(bits: Any, kind: Kind, layout: Layout, axis: int | None, ops: Operations) -> Any:
-    """Return the largest offset of each group with which no element clips.
+    """Return for each group the largest offset that clips no element.
 
-    A group is all elements, or those along an axis, which the result keeps with length 1.
+    A group is all elements, or those along an axis, which has length 1 in the result.
     """
     f = FLOATS[kind]
     exponent_bits, mantissa_bits, bias = layout
@@ -148,7 +151,7 @@ def unclipped_offsets(bits: Any, kind: Kind, layout: Layout, axis: int | None, o
     length = ops.bit_length(significand)
     has_exponent = int(exponent_bits > 0)
     exponent = length + exponent - has_exponent
-    digits = mantissa_bits + 1 + has_exponent  # of the largest value; more than these may round up
+    digits = mantissa_bits + 1 + has_exponent  # of the largest value; a peak with more digits may round up
     normalised = significand << ops.minimum(ops.maximum(24 - length, 0), 24)
     exponent = ops.where(normalised >= (1 << 24) - (1 << (24 - digits)), exponent + 1, exponent)
     highest = (1 << exponent_bits) - 1 if exponent_bits else 1
@@ -168,7 +171,7 @@ def decode(codes: Any, kind: Kind, layout: Layout, offsets: Any, ops: Operations
 
 
 def grouped_shape(groups: Groups) -> tuple[tuple[int, ...], int | None]:
-    """Return a shape in which each group is a run along one axis, and that axis; None if there is one group."""
+    """Return a shape in which each group lies along one axis, and that axis (None if there is one group)."""
     shape, axis, block = groups.shape, groups.axis, groups.block
     if axis is None or block is None:
         return shape, axis
@@ -187,7 +190,7 @@ def check_shapes(packed: Any, offsets: Any, bits: int, groups: Groups) -> None:
 
 
 def pack(codes: Any, bits: int, ops: Operations) -> Any:
-    """Return flat codes packed: bytes as int32."""
+    """Pack flat codes into bytes, held as int32."""
     count = math.prod(codes.shape)
     whole = count // TILE * TILE
     rest = count - whole
@@ -203,6 +206,7 @@ def pack(codes: Any, bits: int, ops: Operations) -> Any:
 
 
 def _pack_tiles(tiles: Any, bits: int, ops: Operations) -> Any:
+    # 8 codes of 3 bits: their low 2 bits fill 2 bytes (byte 0: codes 0, 2, 4, 6), then their high bits 1 byte
     rows, length = tiles.shape
     parts = []
     for width, shift in planes(bits):

@@ -1,4 +1,4 @@
-"""eXmY in JAX, under jit and vmap: rounding with gradients, and packed codes that devices send each other.
+"""eXmY in JAX, under jit and vmap: rounding with gradients, and packed codes for collectives.
 
 >>> import exmy.jax, jax, jax.numpy as jnp
 >>> exmy.jax.round(jnp.array([0.6, -1.0, 500.0]), "e4m3")
@@ -7,7 +7,7 @@ Array([  0.625,  -1.   , 480.   ], dtype=float32)
 >>> q.packed.dtype, q.dequantize()
 (dtype('uint8'), Array([  0.625,  -1.   , 512.   ], dtype=float32))
 
-All results are those of the functions of `exmy` of the same names, bit for bit.
+All results equal, bit for bit, those of the functions in `exmy` with the same names.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Quantized:
     def dequantize(self) -> jax.Array:
         """Return the values, in the dtype of the array that was quantized.
 
-        Of arrays gathered by a collective, decode each: `jax.vmap(lambda q: q.dequantize())(gathered)`.
+        Decode arrays that a collective has gathered one by one: `jax.vmap(lambda q: q.dequantize())(gathered)`.
         """
         integers.check_shapes(self.packed, self.offsets, self.format.bits, self.groups)
         values: jax.Array = _dequantized(self)
@@ -248,8 +248,8 @@ class Quantized:
 def quantize(x: Any, f: Format | str, axis: int | None = None, block: int | None = None) -> Quantized:
     """Quantize x to format f, with one exponent offset for the whole tensor, per row or per block.
 
-    The result is that of `exmy.quantize` with scale="max" and nonfinite="saturate": the offsets, found on the
-    device, are the largest with which no finite value clips, infinity becomes the largest value of its sign, and
+    The result is that of `exmy.quantize` with scale="max" and nonfinite="saturate": the offsets, computed on
+    the device, are the largest that clip no finite value, infinity becomes the largest value of its sign, and
     NaN becomes +0. `x`: float16, bfloat16 or float32. `f`, `axis` and `block` are static.
 
     Raise `DtypeError` for other dtypes, `SizeError` if axis or block do not fit the shape, `FormatError` for an

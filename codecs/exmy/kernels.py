@@ -63,7 +63,7 @@ MIN_EXPONENT = -1074
 """The exponent of the smallest float64."""
 
 _CODES, _PACKED, _VALUES = range(3)  # the outputs of _kernels.stochastic
-_WARNING_SIZE = 1 << 16  # elements; the slow path warns from this size on
+_WARNING_SIZE = 1 << 16  # elements; for at least as many, the slow path warns
 
 
 def levels() -> tuple[str, ...]:
@@ -214,7 +214,7 @@ def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
 
 
 def squared_errors(kind: Kind, layout: Layout, src: Array, count: int) -> list[float]:
-    """Return the sums of squared errors for `count` (1 to 64) consecutive biases, beginning with the layout's.
+    """Return the sums of squared errors for `count` (1 to 64) consecutive biases, starting at the layout's.
 
     Differences are float32 if the formats with these biases are all well within the range of float32 and `src` is
     not float64, else float64. Sums are float64 in a fixed order, so all levels return the same. `src` must be

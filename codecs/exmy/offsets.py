@@ -65,7 +65,7 @@ def group_peaks(elements: Array, kind: Kind, groups: Groups, threads: int) -> ND
 
 
 def largest_unclipped_offsets(peaks: NDArray[np.float64], layout: Layout) -> NDArray[np.int64]:
-    """Return the largest offset of each group with which its peak does not clip: see `largest_unclipped_bias`.
+    """Return for each group the largest offset that does not clip its peak: see `largest_unclipped_bias`.
 
     All-zero groups get the least offset of the other groups, or 0. Raise `FormatError` if a peak always clips.
     """

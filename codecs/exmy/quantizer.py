@@ -54,7 +54,7 @@ def quantize(
     offset: one per row. With a `block` of 16, 32, 64, 128 or 256, each run of that many elements along the axis
     (the last axis if None) has one; the block must divide the length of the axis.
 
-    `scale`: "max" is the largest offset with which no value clips; "search" is the offset with the least squared
+    `scale`: "max" is the largest offset that clips no value; "search" is the offset with the least squared
     error, which may clip a few large values to give the others finer steps; "none" is offset 0. Offsets of one
     array differ by at most 255; groups whose magnitudes are below 2^-255 times those of the largest group get
     coarser steps. "float" uses float32 scales instead of offsets, those with the least squared error. "e4m3" and
@@ -189,7 +189,7 @@ def _fit_scales(
 
 
 def unclipped_scales(elements: Array, kind: Kind, f: Format, groups: Groups) -> NDArray[np.float32]:
-    """Return the least float scale of each group with which no value clips; raise as `quantize` does."""
+    """Return for each group the least float scale that clips no value; raise as `quantize` does."""
     if not elements.size:
         return np.ones(math.prod(groups.counts), np.float32)
     _, peaks = _finite_peaks(elements, kind, groups, 1, saturate=False)

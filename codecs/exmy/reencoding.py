@@ -1,6 +1,6 @@
-"""Encoding an array again after some of its values have changed, so that the others stay exactly as they are.
+"""Encode an array again after some of its values have changed; the other values stay exactly the same.
 
-Decoded values are exact with the float scale that they were decoded with, and seldom with another one. Scales of
+Decoded values are exact under the scale that they were decoded with, but seldom under another one. Scales of
 the encodings "e4m3" and "6bit" are multiples of a unit, which depends on the largest of several groups. So a unit
 is replaced only where that changes no other value.
 """

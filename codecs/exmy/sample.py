@@ -33,7 +33,7 @@ MAX_OUTLIERS = 1 << 12
 """The maximum number of a tensor's largest elements that are added to its sample."""
 
 _RUN_LENGTH = 256  # consecutive elements per sampled run
-_SCAN_LENGTH = 128  # consecutive elements that are checked one by one if one of them may be an outlier
+_SCAN_LENGTH = 128  # consecutive elements, checked one by one only if any may be an outlier
 _LONG_ROWS = 4  # rows in a sample of long rows; only parts of each row are sampled
 _OFFSET_FACTORS = np.exp2(np.arange(OFFSETS_TRIED))
 _SCALE_FACTORS = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
@@ -139,7 +139,7 @@ class Sample:
         else:
             tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - offsets + 1)
             best, noise = self._best_factors(layout, scales, _OFFSET_FACTORS, tries, rising=True)
-            with np.errstate(over="ignore"):  # of the scale of subnormal values, which only float scales use
+            with np.errstate(over="ignore"):  # the scale of subnormal values overflows; only float scales use it
                 scales = np.ldexp(scales, best.astype(np.int32))
             offsets, noise = offsets + best, np.ldexp(noise, 2 * best)
         if is_float_scale(scale):
@@ -211,7 +211,7 @@ def _tensor_sample(
         run_weights = None if importance is None else importance.runs(groups, 0, 1)
         return _make_sample(runs, kind, groups, weights, peaks, histogram, run_weights)
     cumulative = histogram.counts[::-1].cumsum()  # from the highest exponent down
-    octaves = int(np.searchsorted(cumulative, MAX_OUTLIERS, "right"))  # of the outliers
+    octaves = int(np.searchsorted(cumulative, MAX_OUTLIERS, "right"))  # how many octaves are outliers
     threshold = float(np.ldexp(1.0, histogram.highest + 1 - octaves))
     positions, peak = _find_outliers(elements, kind, threshold)
     starts = np.linspace(0, size - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH).astype(np.int64)

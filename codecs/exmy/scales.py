@@ -82,7 +82,7 @@ def _equal_scales(scale: float, counts: tuple[int, ...]) -> GroupScales:
 
 @functools.lru_cache
 def _one_scale(scale: float) -> GroupScales:
-    """Return the scale of a whole array; decoding a chunk would spend a tenth of its time on making it again."""
+    """Return the scale of a whole array, cached, because computing it takes a tenth of decoding a chunk."""
     scales = _equal_scales(scale, ())
     scales.values.flags.writeable = scales.stored.flags.writeable = False
     return scales
@@ -100,7 +100,7 @@ def scales_size(encoding: FloatScale, groups: Groups) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaleMultiples:
-    """Scales of the encodings "e4m3" and "6bit": multiples of a unit, which a run of groups has in common."""
+    """Scales of the encodings "e4m3" and "6bit": multiples of a unit that a run of groups shares."""
 
     encoding: FloatScale
     groups: Groups
@@ -141,7 +141,7 @@ class ScaleMultiples:
         return replace(self, codes=below), replace(self, codes=np.minimum(below + 1, 63).astype(np.uint8))
 
     def raised(self, octaves: NDArray[Any]) -> ScaleMultiples:
-        """Return the same multiples of units that are greater by the most octaves that a group of a run needs."""
+        """Return the same multiples, with each run's unit raised by the most octaves that any group needs."""
         most = np.maximum.reduceat(octaves, self._starts).astype(np.int32)
         with np.errstate(over="ignore"):
             return replace(self, units=np.ldexp(self.units, most))
@@ -158,7 +158,7 @@ class ScaleMultiples:
         return replace(self, units=units, codes=codes)
 
     def whole_runs(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return the groups that are in a run all of whose groups are chosen."""
+        """Return the groups in runs whose groups are all chosen."""
         whole = np.logical_and.reduceat(chosen, self._starts)
         return np.repeat(whole, np.diff(self._starts, append=chosen.size))
 
@@ -214,7 +214,7 @@ def fit_scales(
     importance: Importance | None,
     threads: int,
 ) -> GroupScales:
-    """Return storable scales near the ideal ones: of the two nearest of each group, the one with less error."""
+    """Return storable scales: for each group, the one of the two nearest to the ideal that has less error."""
     if encoding == "float":
         return GroupScales.from_values(ideal.reshape(groups.counts))
     if not ideal.size:

@@ -29,7 +29,7 @@ class TensorFit:
     >>> fit.format
     Format('e3m2b6')
 
-    `scale`: "search" is the bias with the least squared error, "max" the largest bias with which nothing clips,
+    `scale`: "search" is the bias with the least squared error, "max" the largest bias that clips nothing,
     "none" the bias of f. The result equals that of `Format.fit` and `quantize`; it depends neither on the slabs
     (which may differ between passes) nor on `threads`, the maximum number of threads. An empty or all-zero tensor
     keeps the bias of f. `nonfinite` is as for `encode`; with "saturate", only finite values count, also in `noise`

@@ -1,4 +1,4 @@
-"""eXmY in PyTorch: rounding with autograd, and packed codes that devices send each other.
+"""eXmY in PyTorch: rounding with autograd, and packed codes for collectives.
 
 >>> import exmy.torch, torch
 >>> exmy.torch.round(torch.tensor([0.6, -1.0, 500.0]), "e4m3")
@@ -7,7 +7,7 @@ tensor([  0.6250,  -1.0000, 480.0000])
 >>> q.packed.dtype, q.dequantize()
 (torch.uint8, tensor([  0.6250,  -1.0000, 512.0000]))
 
-All results are those of the functions of `exmy` of the same names, bit for bit.
+All results equal, bit for bit, those of the functions in `exmy` with the same names.
 """
 
 from __future__ import annotations
@@ -253,8 +253,8 @@ class Quantized:
 def quantize(x: torch.Tensor, f: Format | str, axis: int | None = None, block: int | None = None) -> Quantized:
     """Quantize x to format f, with one exponent offset for the whole tensor, per row or per block.
 
-    The result is that of `exmy.quantize` with scale="max" and nonfinite="saturate": the offsets, found on the
-    device, are the largest with which no finite value clips, infinity becomes the largest value of its sign, and
+    The result is that of `exmy.quantize` with scale="max" and nonfinite="saturate": the offsets, computed on the
+    device, are the largest that clip no finite value, infinity becomes the largest value of its sign, and
     NaN becomes +0. `x`: float16, bfloat16 or float32.
 
     Raise `DtypeError` for other dtypes, `SizeError` if axis or block do not fit the shape, `FormatError` for an

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, not at the line of a library that warns.
+"""Warnings that are attributed to the user's line, not to the line of the library that warns.
 
 The line is looked for in this order:
 
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 __all__ = ["LIBRARIES", "Place", "users_place", "warn"]
 
 LIBRARIES = {"exmy"}
-"""The packages whose lines are no user's; one that is built on this one adds its name."""
+"""The packages to skip when looking for the user's line; a package built on exmy adds its name."""
 
 
 class Place(NamedTuple):
-    """A line of source, and the warnings that were shown for its module."""
+    """A line of source code, and the registry of the warnings already shown for its module."""
 
     filename: str
     line: int
@@ -31,13 +31,13 @@ class Place(NamedTuple):
 
 
 def warn(message: str, category: type[Warning] = UserWarning, place: Place | None = None) -> None:
-    """Warn at the user's line, or at this place."""
+    """Issue a warning for a place, by default the user's line."""
     filename, line, module, shown = place or users_place()
     warnings.warn_explicit(message, category, filename, line, module, shown)
 
 
 def users_place() -> Place:
-    """Return the line at which the user's code calls a library now."""
+    """Return the line of user code that is calling the library."""
     frame = _caller(_outward(sys._getframe(1))) or next(_waiting_callers(), None)
     if frame is None:
         return Place("exmy", 0, "exmy", {})
@@ -47,9 +47,10 @@ def users_place() -> Place:
 
 
 def _caller(frames: Iterable[FrameType]) -> FrameType | None:
-    """Return the innermost frame of a user, from which a library is called; None if there is none.
+    """Return the innermost frame of user code that calls a library, None if there is none.
 
-    The frames begin with the innermost one. What runs an event loop does not call its tasks.
+    `frames` starts with the innermost. The search ends at the frame that runs an event loop: the code that started
+    the loop did not call the task.
     """
     in_library = False
     for frame in frames:
@@ -65,7 +66,7 @@ def _caller(frames: Iterable[FrameType]) -> FrameType | None:
 
 def _waiting_callers() -> Iterator[FrameType]:
     """Yield the frames from which other threads and tasks call a library, those of the main thread first."""
-    import asyncio  # which no codec needs
+    import asyncio  # only here: codecs do not need it
 
     main = threading.main_thread().ident
     for _, innermost in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):

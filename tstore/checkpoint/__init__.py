@@ -2,9 +2,9 @@
 
 1. `structure`: containers, split into a document and leaves, and built again. `leaves`: arrays of other libraries
    as NumPy arrays, `Shards`, one host's part of an array, and `PerHost`. `per_host`: the values of hosts as bytes.
-2. `save`: a tree as one commit, with `options`; `checkpoint`: its transaction. `jobs`: the write jobs of its
-   arrays. `replicated`: checksums of what hosts must have alike. `union`: one tree from trees that differ between
-   hosts.
+2. `save`: save a tree as one commit, with `options`; `checkpoint`: its transaction. `jobs`: the write jobs of its
+   arrays. `replicated`: checksums of the values that hosts must share. `union`: one tree from trees that differ
+   between hosts.
 3. `background`: saves while the caller goes on, to a `background_store`, from the copies that `staging` makes.
    `series`: those of a job, and what becomes of them. `checkpointer`: saves at the steps that `policies` choose.
    `rollback`: going on from an earlier step of a job.

@@ -48,7 +48,7 @@ StagingChoice = Literal["memory", "turns", "reference"]
 InFlight = Literal["queue", "refuse"]
 
 _locks: PerLoop[weakref.WeakValueDictionary[tuple[str, int], asyncio.Lock]] = PerLoop(weakref.WeakValueDictionary)
-"""A lock for each URL and host, which one save holds at a time."""
+"""A lock per URL and host: only one save may hold it."""
 
 
 @complete(SaveOptions, checkpoint_to_save)
@@ -82,8 +82,8 @@ async def save_async(
         needs no more memory than `save`. With "reference" nothing is copied: do not change the arrays before the
         commit.
     in_flight
-        A host has at most one save to a URL under way. With "queue" the next save waits for that one before it
-        copies its values; with "refuse" it raises `Misuse`.
+        A host runs at most one save to a URL at a time. With "queue" the next save waits for the current one
+        before it copies its values; with "refuse" it raises `Misuse`.
 
     Raises
     ------
@@ -174,7 +174,7 @@ class SaveWork:
         self.staged: Future[None] = Future()
         self.committed: Future[int] = Future()
         for future in (self.staged, self.committed):
-            future.set_running_or_notify_cancel()  # so that a cancelled `await` does not cancel it
+            future.set_running_or_notify_cancel()  # a cancelled `await` must not cancel it
         self._process = os.getpid()
         self._call: LoopCall[None]
         self._abandon_reason = ""  # why the save was cancelled
@@ -220,7 +220,7 @@ class SaveWork:
         await wait_all([self.staged], self._call.cancel)
 
     def mark_seen(self) -> None:
-        """Note that the caller knows how the save ended, so that nothing is reported at exit."""
+        """Record that the caller knows how the save ended, so that nothing is reported at exit."""
         self._seen = True
         BACKGROUND.withdraw(self)
 

@@ -1,4 +1,4 @@
-"""The store of background saves, which are on an event loop of their own."""
+"""The store of background saves, which run on a separate event loop."""
 
 from __future__ import annotations
 

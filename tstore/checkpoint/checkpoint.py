@@ -47,11 +47,11 @@ FindPrior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]
 
 
 def _permit_all_tags(_: Mapping[str, int]) -> None:
-    """Permit a save whatever the tags of the store are."""
+    """Allow a save regardless of the tags of the store."""
 
 
 _FINAL_ERRORS = AlreadyExists, CommitOutcomeUnknown, Conflict, DeadlineExceeded, Inconsistent
-"""Errors to raise as they are: they say what is known of the outcome, even if this host had delivered before."""
+"""Errors to raise unchanged: they report all that is known of the outcome, even after this host has delivered."""
 
 
 class Saved(NamedTuple):
@@ -65,12 +65,12 @@ class Saved(NamedTuple):
 class Checkpoint(NamedTuple):
     """One call of `save`: what this host writes, and the settings and metadata of the commit.
 
-    `reserved` are the attributes of the root group that are tstore's own. `digest` is a checksum of these and the
-    caller's, on which all hosts must agree: only host 0 needs the attributes themselves. `replicated` has
-    checksums of the values that must be equal on all hosts, by path. `check_tags`
-    raises if the step must not be saved in a store with these tags; it is called before anything is written. If
-    the checkpoint `withdraws`, a host whose save fails withdraws the transaction, so that the others need not wait
-    for it. Otherwise hosts that are late, or `tstore finish`, may commit what a host has delivered.
+    `reserved` are tstore's own attributes of the root group. `digest` is a checksum of these and the caller's
+    attributes, on which all hosts must agree: only host 0 needs the attributes themselves. `replicated` has
+    checksums of the values that must be equal on all hosts, by path. `check_tags` raises if the step must not be
+    saved in a store with these tags; it is called before anything is written. If the checkpoint `withdraws`, a
+    host whose save fails withdraws the transaction, so that the others need not wait for it. Otherwise hosts that
+    are late, or `tstore finish`, may commit what a host has delivered.
     """
 
     step: int
@@ -110,7 +110,7 @@ class Checkpoint(NamedTuple):
 
     @contextlib.asynccontextmanager
     async def withdrawn_on_error(self, opened: Callable[[], Awaitable[Store]]) -> AsyncIterator[None]:
-        """Withdraw the checkpoint, if it `withdraws`, when the block fails, which comes before `save`.
+        """Withdraw the checkpoint, if it `withdraws`, when the block, which prepares `save`, fails.
 
         `opened` returns the store on the background loop.
         """
@@ -225,7 +225,7 @@ class Checkpoint(NamedTuple):
             None if self.settings.overwrite else tag,
             durability=self.settings.durability,
             move_tag=(*([tag] if self.settings.overwrite else []), *self.settings.tags) or None,
-            # of copies; a cooperative transaction can't drop tags
+            # tags of copies; a cooperative transaction can't drop tags
             drop_tag=(step_tags(tags, self.step)[1:] or None) if tags and self.hosts == 1 else None,
             name=tag if self.hosts > 1 else None,
             host=self.host,
@@ -271,7 +271,7 @@ class Checkpoint(NamedTuple):
             await self._check_not_removed(store, tx, error)
             raise
         except DeadlineExceeded as error:
-            if steps_of(tx.staging.tree.base.tags)[-1:] > [self.step]:  # otherwise the search costs in vain
+            if steps_of(tx.staging.tree.base.tags)[-1:] > [self.step]:  # otherwise skip the costly search
                 await self._check_not_removed(store, tx, error)
             raise
         except Conflict as conflict:
@@ -289,7 +289,7 @@ class Checkpoint(NamedTuple):
             raise self._already_saved(store, version) from conflict
 
     async def _check_not_removed(self, store: Store, tx: Transaction, error: Exception) -> None:
-        """Raise `AlreadyExists` if an error is due to this: the attempt saved the step, which is gone since."""
+        """Raise `AlreadyExists` if an error is due to a step that the attempt saved, and that is gone since."""
         version = await store.log.reader.find(tx.id) if self.hosts > 1 else None
         if version is not None and (await store.tags()).get(step_tag(self.step)) != version:
             raise AlreadyExists(
@@ -316,7 +316,8 @@ class Checkpoint(NamedTuple):
     async def _confirm_repeated(self, store: Store, version: int) -> None:
         """Make the version of the step durable, which this attempt has already saved.
 
-        Raise `Inconsistent` if this host passes other data than is saved there, as another start of the job would.
+        Raise `Inconsistent` if this host passes data that differ from the saved ones, as another start of the job
+        would.
         """
         saved = await store.snapshot(version)
         await saved.read_nodes()
@@ -348,7 +349,7 @@ class Checkpoint(NamedTuple):
         await store.log.make_durable(version, checked_durability(self.settings.durability))
 
     async def _delivered(self, store: Store, transaction: str) -> Mapping[str, bytes]:
-        """Return the checksums that this host delivered of values that other hosts may have written."""
+        """Return the checksums that this host delivered for values that other hosts may have written."""
         member = Membership.from_id(transaction)
         if member is None:
             return {}

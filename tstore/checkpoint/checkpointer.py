@@ -195,7 +195,7 @@ class Checkpointer:
         tree: Any,
         **options: Unpack[CommitOptions],
     ) -> BackgroundSave:
-        """Begin to save a tree as a step, as `save_async` does with these options, even if no policy asks for it.
+        """Start saving a tree as a step, as `save_async` does with these options, even if no policy asks for it.
 
         Raise what `save_async` raises, `InvalidArgument` for a step before the newest one (call `rollback` first),
         and `Misuse` after `close`. Raise the error of an earlier save once this one has begun, which goes on.
@@ -402,7 +402,7 @@ class Checkpointer:
         latest, failure = None, None
         try:
             latest = max((step for step in await self._saved(steps) if step < before), default=None)
-        except Exception as error:  # the other hosts must learn of it
+        except Exception as error:  # reported to the other hosts
             failure = error
         return await self._agree_on_latest(latest, failure)
 

@@ -1,4 +1,4 @@
-"""The arrays of a tree as the memory into which a checkpoint is restored."""
+"""The arrays of a tree, as memory to restore a checkpoint into."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADVICE = {
 
 
 class Into(NamedTuple):
-    """A tree to restore into: its arrays, and `Shards` with values, by path; in `target` as `Destination`s."""
+    """A tree to restore into: its arrays and `Shards` with values, by path, in `target` as `Destination`s."""
 
     tree: Any
     leaves: Mapping[str, Any]
@@ -50,7 +50,7 @@ def _destination(path: str, leaf: Any) -> Destination:
             raise InvalidArgument(f"{path}: a part of the Shards has no values; pass memory for each, or target=…")
     elif isinstance(leaf, np.ndarray):
         whole = tuple(slice(0, n) for n in leaf.shape)
-        parts = [(whole, np.asarray(leaf))]  # a subclass may index in another way
+        parts = [(whole, np.asarray(leaf))]  # a subclass may index differently
     else:
         library = type(leaf).__module__.partition(".")[0]
         advice = _ADVICE.get(library, "pass target=…, for a new array")

@@ -38,9 +38,9 @@ Region = tuple[slice, ...]
 
 
 class StreamedArray:
-    """A leaf of `save` whose values `read` returns, region by region, in the threads that write them.
+    """A leaf of `save` whose values are read region by region, by `read`, in the threads that write them.
 
-    `unit` is the shape that the source stores as one piece, if it has such pieces: regions consist of whole
+    `unit` is the shape of the pieces in which the source stores the array, if any: regions consist of whole
     pieces, so that each piece is read once. A region is about 32 MiB, or one piece if that is larger. If a garbage
     collection intervenes, `save` reads all regions again.
     """
@@ -92,13 +92,13 @@ def _region_shape(shape: tuple[int, ...], itemsize: int, unit: Sequence[int]) ->
     return tuple(sides)
 
 
-_MIN_TIED = 1 << 20  # bytes of values; below, a search for another leaf in the same memory does not pay off
+_MIN_TIED = 1 << 20  # bytes of values; for fewer, looking for another leaf in the same memory does not pay off
 
-_ORIGINS = [(0,) * ndim for ndim in range(65)]  # of arrays with each number of axes
+_ORIGINS = [(0,) * ndim for ndim in range(65)]  # by number of axes
 
 
 def write_jobs(leaves: Mapping[str, Any], rules: Rules, host: int, hosts: int) -> list[WriteJob]:
-    """Return what this host writes of each leaf; leaves in the same memory (tied weights) are written once."""
+    """Return the write jobs of this host; leaves in the same memory (tied weights) are written once."""
     builder = _JobBuilder(host, hosts)
     first_jobs: dict[Any, WriteJob] = {}  # the first job of each memory
     jobs = []
@@ -185,7 +185,7 @@ class _JobBuilder:
         return meta
 
 
-@functools.lru_cache(maxsize=4096)  # each save of a job has arrays like those of the one before
+@functools.lru_cache(maxsize=4096)  # the saves of a job have similar arrays
 def _new_meta(
     shape: tuple[int, ...], dtype: np.dtype[Any], shard_shape: tuple[int, ...] | None, codecs: Codecs
 ) -> ArrayMeta:

@@ -14,7 +14,7 @@ from tstore.core.format.arguments import quote
 from tstore.core.format.arrays.array_metadata import dtype_named
 from tstore.errors import InvalidArgument
 
-if TYPE_CHECKING:  # the arithmetic of meshes is imported when one is used
+if TYPE_CHECKING:  # mesh arithmetic is imported on first use
     from tstore.sharding import Halo, Index
 
 __all__ = [
@@ -97,7 +97,7 @@ class Shards:
         self._fill(ShardLayout(shape, dtype, shard_shape, indices, sizes), list(regions.values()))
 
     def _fill(self, layout: ShardLayout, parts: Sequence[Any]) -> None:
-        self.replica_checksum: bytes | None = None  # of an array that every host has whole, which a save compares
+        self.replica_checksum: bytes | None = None  # compared by a save if every host has the whole array
         self.layout = layout
         self.shape, self.dtype, self.shard_shape = layout.shape, layout.dtype, layout.shard_shape
         self.values = [v if v is None else _checked_values(layout, i, v) for i, v in enumerate(parts)]
@@ -196,7 +196,7 @@ class PackedShards(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PerHost:
-    """A `value` that each host of a job has for itself, such as the state of a random number generator.
+    """A `value` that is separate for each host of a job, such as the state of a random number generator.
 
     In a tree that is saved, it has each host save its own value: a tree of arrays and scalars, which may have
     another structure on each host. A restore returns to each host a `PerHost` with the value that the host of the
@@ -220,7 +220,7 @@ class PerHost:
 class HostValues(list[Any]):
     """The value of each host, as `per_host="all"` restores them in place of a `PerHost`.
 
-    It is a type of its own because a save would take an ordinary list for one value of all hosts. To JAX it is a
+    It is a separate type because a save would take an ordinary list for one value of all hosts. To JAX it is a
     leaf.
     """
 

@@ -3,7 +3,7 @@
 A function takes them as `**options: Unpack[SaveOptions]`, which type checkers understand, and passes them on to
 `checkpoint_to_save`, or to `CommitSettings`, which have the defaults. `complete` gives it their parameters, for
 `help()` and `inspect.signature`; the stubs have them too, and the docstring of `save` documents them. So a new
-option of the commit is a line in `CommitOptions`, its default and check in `CommitSettings`, and its use.
+option of the commit needs a line in `CommitOptions`, a default and check in `CommitSettings`, and its use.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ __all__ = ["encoded", "with_values"]
 
 
 _MAX_BYTES = 1 << 32
-"""What a binary of msgpack must be shorter than."""
+"""The exclusive limit on the length of a msgpack binary."""
 
 _Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=64)]  # as many axes as NumPy has
 

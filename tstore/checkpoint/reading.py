@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["Reading", "RestorePlan", "map_leaves", "unallocated"]
 
 _MAX_STACK = 1 << 20
-"""The most bytes of an array whose parts are read as one stack of chunks, and so share one block of memory."""
+"""The maximum bytes of an array whose parts are read as one stack of chunks into one block of memory."""
 
 Allocate = Callable[[str, Sequence[int], np.dtype[Any]], npt.NDArray[Any]]
-"""Returns an array to read values into, from the path of the stored array, a shape and a dtype."""
+"""A function from a path, a shape and a dtype to the array to read values into."""
 
 
 class RestorePlan(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checksums of the values that every host of a save passes, of which one host writes each; pure, no I/O."""
+"""Checksums of the values that every host of a save passes, and one host writes; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tstore.core.format.tree_document import TreeDocument, scalar_node
 __all__ = ["REPLICA_WHOLE", "array_checksum", "array_checksums", "checksums", "sampled", "value_checksums"]
 
 _WHOLE = 1 << 20
-"""Up to this many bytes, all of an array is hashed; of a longer one, samples."""
+"""An array of at most this many bytes is hashed whole; a longer one is sampled."""
 
 REPLICA_WHOLE = 1 << 16
-"""The same for replicas of sharded arrays, which may be all weights of a model: this takes 2 % of their save."""
+"""The same for replicas of sharded arrays; these may be all weights of a model, so hashing takes 2 % of a save."""
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 _MAX_BYTES = 1 << 18
-"""The most bytes of all paths and checksums, which each host of a save delivers."""
+"""The maximum total bytes of the paths and checksums that each host of a save delivers."""
 
 
 def checksums(document: TreeDocument, leaves: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the checksums of what every host has whole: arrays among the leaves, and Python scalars, by path."""
+    """Return the checksums, by path, of the Python scalars and the leaves that every host has whole."""
     return value_checksums(leaves, scalars_in(document))
 
 

@@ -1,4 +1,4 @@
-"""What a restore asks for: which arrays of a checkpoint, under which paths and in which dtypes; pure, no I/O."""
+"""The request of a restore: which arrays of a checkpoint, under which paths and dtypes; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Cast = npt.DTypeLike | Mapping[str, npt.DTypeLike] | None
 Missing = Literal["error", "keep"]
 
 PerHostRule = Literal["same", "keep", "all"]
-"""What to restore for values that each host has for itself."""
+"""What to restore for values that are separate for each host."""
 
 _EXAMPLES = 5  # paths in an error
 
@@ -66,7 +66,7 @@ class Request:
         self.matches: Callable[[str], bool] = (lambda path: True) if only is None else compile_patterns(only)
         self.renames = bool(rename)
         self.extent: Extent | None = None
-        """Where in the order of stored paths those selected are, None if they may be anywhere."""
+        """The range of stored paths that can contain the selected ones, None for all."""
         if only is not None and not rename and "" not in (extent := extent_of(only)).starts:
             self.extent = extent
         self._rules = rename or {}
@@ -93,7 +93,7 @@ class Request:
             raise InvalidArgument(f"rename=…: {error}") from None
 
     def selects(self, path: str) -> bool:
-        """Return whether the request selects a value at a path, even one that each host has for itself."""
+        """Return whether the request selects a value at a path, including `PerHost` values."""
         return self.matches(path) or self.matches(host_path(path, self.host))
 
     def renamed(self, stored: Iterable[str]) -> dict[str, str]:
@@ -146,7 +146,7 @@ class Request:
 
 
 def _meant(pattern: str, paths: Iterable[str]) -> tuple[str, str] | None:
-    """Return what a pattern that matches no path should have been, and why; None if that is unclear."""
+    """Suggest a correction for a pattern that matches no path, with the reason; None if that is unclear."""
     top = pattern.strip("/")
     below = compile_patterns(f"{top}/**")
     matches = compile_patterns(top)
@@ -170,7 +170,7 @@ def _similar(pattern: str, paths: Collection[str]) -> str:
 
 
 def _is_cast_target(dtype: np.dtype[Any]) -> bool:
-    """Return whether arrays are cast to a dtype: a float, but not one that lacks NaN and any range to speak of."""
+    """Return whether arrays can be cast to a dtype: a float with NaN and a useful range."""
     return is_float(dtype) and has_nonfinite(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Restoring a checkpoint, or parts of it, as a tree of arrays; and what a restore would read."""
+"""Restore a checkpoint, or parts of it, as a tree of arrays, or explain what a restore would read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tstore.errors import InvalidArgument, SnapshotExpired, parsing
 __all__ = ["explain", "restore"]
 
 _ATTEMPTS = 8
-"""How many times to read if garbage collection removes the newest step meanwhile."""
+"""The number of attempts if garbage collection removes the newest step meanwhile."""
 
 
 async def restore(
@@ -62,20 +62,19 @@ async def restore(
         must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without a
         target, dataclasses and namedtuples become dicts.
     into
-        A target whose NumPy arrays, of any strides and in memory of any kind, are filled and returned; `Shards`
+        A target whose NumPy arrays are filled and returned, whatever their strides and memory; `Shards`
         have an array for each part. Nothing is changed unless the checkpoint fits, all arrays are writable, and
-        none share memory. If a read fails later, a note of the error has the paths of the arrays with only some
-        of their new values.
+        none share memory. If a read fails later, a note on the error lists the arrays that are partly filled.
     only
         A pattern such as "params/**", or a list of patterns: only arrays and Python scalars with a matching path
         are restored. The target's other leaves are returned unchanged.
     rename
-        New paths by pattern of stored paths; the first match applies. A wildcard in a new path stands for what the
-        same wildcard matched: {"net/**": "model/**"}, or {"**": "model/**"} for all. The other arguments refer to
-        the new paths. Without a target, the result consists of nested dicts.
+        New paths, keyed by patterns of stored paths; the first match applies. A wildcard in a new path stands for
+        what the same wildcard matched: {"net/**": "model/**"}, or {"**": "model/**"} for all. The other arguments
+        refer to the new paths. Without a target, the result consists of nested dicts.
     dtype
-        The dtype in which to restore float arrays, "target" for that of the target, or dtypes by path pattern. By
-        default nothing is cast.
+        The dtype of restored float arrays: one dtype, "target" for the dtypes of the target, or a mapping from
+        path patterns. By default nothing is cast.
     missing
         With "keep", leaves of the target that the checkpoint lacks are returned unchanged; by default they are a
         mismatch.
@@ -92,9 +91,9 @@ async def restore(
         the `Mapped`, so that no changed bit goes unnoticed, and nothing is read that is not used; with "never",
         only by `Mapped.verified`.
     per_host
-        What to restore for a saved `PerHost`. "same": that of the host with the same number; this needs the same
-        number of hosts. "keep": the target's own if the number differs. "all": a list of the values of all hosts,
-        on any number of hosts.
+        What to restore for a saved `PerHost`. "same": the value of the host with the same number; the number of
+        hosts must be the same. "keep": as "same", but the target's value if the number of hosts differs. "all": a
+        list of the values of all hosts, on any number of hosts.
     host, hosts
         The number of this host, and the number of hosts, for `per_host`.
 
@@ -133,7 +132,7 @@ async def restore(
             except SnapshotExpired as error:
                 expired = error
             except BaseException as error:
-                for note in getattr(expired, "__notes__", ()):  # what an earlier attempt has changed
+                for note in getattr(expired, "__notes__", ()):  # the arrays that an earlier attempt changed
                     error.add_note(note)
                 raise
         assert expired is not None

@@ -1,4 +1,4 @@
-"""Going on from an earlier step, whose later steps are removed first."""
+"""Continue from an earlier step, after removing the later steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, NotAStore,
 
 __all__ = ["Rollback", "check_newest", "check_order", "is_damaged", "roll_back"]
 
-_MIN_POLL, _MAX_POLL = 0.05, 2.0  # seconds between looks for the commit of host 0
+_MIN_POLL, _MAX_POLL = 0.05, 2.0  # seconds between checks for the commit of host 0
 
 
 class Rollback(NamedTuple):

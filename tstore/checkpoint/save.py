@@ -1,4 +1,4 @@
-"""Saving a tree of arrays as one commit: the arguments of `save`."""
+"""Save a tree of arrays as one commit: the arguments of `save`."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def save(
 
 
 def _of_host(path: str, leaf: Any, host: int, hosts: int) -> tuple[str, Any]:
-    """Return what this host saves of a leaf, and its path: of a `PerHost`, the bytes of its value."""
+    """Return the path and the part of a leaf that this host saves: for a `PerHost`, the bytes of its value."""
     if not isinstance(leaf, PerHost):
         return path, leaf
     from tstore.checkpoint.per_host import encoded

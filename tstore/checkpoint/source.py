@@ -105,7 +105,7 @@ class Source:
         elsewhere: Container[str] = (),
         shared: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Return the arrays to read by path, each with its leaf of the target, or None without a target.
+        """Return the arrays to read, by path, with the corresponding leaf of the target (None without a target).
 
         `elsewhere` are the paths that other processes restore; the target may lack them. `shared` has, for leaves
         in the same memory, its name; the checkpoint may lack all but one of these. Raise `NotFound` if `only`
@@ -177,9 +177,9 @@ class Source:
         return leaves if not self.places else {part: leaves.get(part) for part in _parts(leaves, reads)}
 
     def _reads(self, chosen: Sequence[str], request: Request) -> dict[str, Sequence[str] | None]:
-        """Return the paths of the values at the chosen paths, each with what to read for it; None if that is it.
+        """Return for each value at the chosen paths what to read for it, None for the array itself.
 
-        Of a value that each host has for itself, that is the path of this host, or those of all hosts. Raise
+        For a `PerHost` value, that is the path of this host, or the paths of all hosts. Raise
         `InvalidArgument` if other hosts saved it.
         """
         reads: dict[str, Sequence[str] | None] = {}
@@ -236,7 +236,7 @@ class Source:
 
 
 async def _computed(snapshot: Snapshot, call: Callable[..., T], *args: Any) -> T:
-    """Make a call that visits a structure, so that a cancellation ends it if the structure is long."""
+    """Call a function that visits a structure, in a way that a cancellation can end if the structure is long."""
     root = snapshot.tree.nodes.get("")
     return call(*args) if root is None or len(root.document) <= _SHORT else await compute(call, *args)
 
@@ -260,8 +260,8 @@ def _top_patterns(wanted: Iterable[str], unexpected: Iterable[str]) -> str:
 async def _part_of_structure(snapshot: Snapshot, request: Request) -> _Structure | None:
     """Return the part of the saved structure that a request needs, and read the metadata of its arrays.
 
-    Return None if all of it is needed: for most arrays, for an error that names others, or because the arrays in
-    the extent of the request, and beside the scalars in it, are not those of the structure.
+    Return None if all of it is needed: for most arrays, for an error that lists other paths, or if the arrays in
+    the extent of the request, or next to the scalars in it, differ from those of the structure.
     """
     if request.extent is None:
         return None

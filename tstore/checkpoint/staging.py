@@ -1,4 +1,4 @@
-"""Copies of the values of a save, made in worker threads, in memory that the next save uses again."""
+"""Copies of the values of a save, made in worker threads, in memory that the next save reuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["StagingMemory"]
 
 _BLOCK = 8 << 20  # bytes that a worker copies at a time
 _MAX_PAIRS = 256  # arrays that a worker copies at a time
-_MIN_COPY = 1 << 10  # contiguous bytes; a copy of shorter ones takes far longer
+_MIN_COPY = 1 << 10  # contiguous bytes; copying shorter runs takes far longer
 
 Values = npt.NDArray[Any]
 Pair = tuple[Values, Values]
@@ -29,7 +29,7 @@ Pair = tuple[Values, Values]
 
 
 class StagingMemory:
-    """Memory for the values of one save at a time; it grows to the largest save, and is freed with the object.
+    """A reusable buffer for the values of one save; it grows to the largest save, and is freed with the object.
 
     Mapping fresh pages takes as long as the copy itself, so a series of saves should use one object.
     """
@@ -40,12 +40,13 @@ class StagingMemory:
     async def copy(self, jobs: Sequence[WriteJob]) -> None:
         """Replace the values of the jobs by copies, which are valid until the next call.
 
-        Unencoded chunks of more than `BLOCK` bytes together are copied as they will be stored (`WriteJob.staged`).
+        Whole unencoded chunks, if more than `BLOCK` bytes together, are copied in their stored form
+        (`WriteJob.staged`).
         """
         parts = [[part for region in job.regions for part in _parts(job.meta, *region)] for job in jobs]
         size = sum(aligned_offset(part.values.nbytes) for job_parts in parts for part in job_parts)
         if size > self._buffer.size:
-            self._buffer = np.empty(0, np.uint8)  # freed before the larger one is made
+            self._buffer = np.empty(0, np.uint8)  # free it before the larger one is allocated
             self._buffer = _large_buffer(size)
         pairs: list[Pair] = []
         copied = []
@@ -70,7 +71,7 @@ class StagingMemory:
 
 
 class _Part(NamedTuple):
-    """The values of a region, or, with `numbers`, a view of the chunks with these numbers."""
+    """The values of a region, or a view of the chunks with the given `numbers`."""
 
     origin: tuple[int, ...]
     values: Values
@@ -78,7 +79,7 @@ class _Part(NamedTuple):
 
 
 def _parts(meta: ArrayMeta, origin: tuple[int, ...], values: Values) -> Iterator[_Part]:
-    """Yield the leading whole chunks of a region, if they can be stored as they are, and the rest."""
+    """Yield the leading whole chunks of a region, if they can be stored unchanged, and the rest."""
     rows = _rows_to_store(meta, values)
     if rows:
         chunks = view_as_chunks(values[:rows], meta.chunks)
@@ -91,9 +92,9 @@ def _parts(meta: ArrayMeta, origin: tuple[int, ...], values: Values) -> Iterator
 
 
 def _rows_to_store(meta: ArrayMeta, values: Values) -> int:
-    """Return how many leading rows of a region are whole chunks that can be stored as they are.
+    """Return how many leading rows of a region form whole chunks that can be stored unchanged.
 
-    That is 0 if the chunks are few bytes, or if a copy in their order would be slow.
+    Return 0 if they have few bytes, or if copying them in chunk order would be slow.
     """
     if not (meta.chain.identity and values.dtype == meta.dtype and values.flags.c_contiguous):
         return 0
@@ -118,7 +119,7 @@ def _large_buffer(size: int) -> npt.NDArray[np.uint8]:
 
 
 def _like(values: Values, memory: npt.NDArray[np.uint8]) -> Values:
-    """Return memory as an array of the shape, dtype and order of some values."""
+    """View memory as an array with the shape, dtype and order of `values`."""
     flat = memory.view(values.dtype)
     if values.flags.f_contiguous and not values.flags.c_contiguous:
         return flat.reshape(values.shape[::-1]).T
@@ -126,7 +127,7 @@ def _like(values: Values, memory: npt.NDArray[np.uint8]) -> Values:
 
 
 def _batches(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Yield the pairs in lists of about `_BLOCK` bytes, and longer arrays in blocks."""
+    """Yield batches of about `_BLOCK` bytes of pairs; longer arrays are split into blocks."""
     batch: list[Pair] = []
     size = 0
     for pair in pairs:

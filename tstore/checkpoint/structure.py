@@ -46,8 +46,8 @@ __all__ = [
 ]
 
 _ESCAPED = re.compile(r"[%/\x00-\x1f]")
-_RESERVED = frozenset({".", "..", "zarr.json"})  # names that no node can have
-_MAX_EQUAL_TEXTS = 16  # keys of a dict with the same text: some of other types, or NaNs, of which no two are equal
+_RESERVED = frozenset({".", "..", "zarr.json"})  # invalid names for a node
+_MAX_EQUAL_TEXTS = 16  # keys of a dict with the same text: keys of different types, or several NaNs
 
 
 def named_items(
@@ -72,7 +72,7 @@ def named_items(
 
 
 def are_names(keys: Mapping[Any, Any]) -> bool:
-    """Return whether `path_part` returns all keys of a mapping as they are."""
+    """Return whether `path_part` returns all keys of a mapping unchanged."""
     if set(map(type, keys)) != {str} or "" in keys or not _RESERVED.isdisjoint(keys):
         return False
     return _ESCAPED.search("".join(keys)) is None
@@ -117,7 +117,7 @@ class _UnstoredPaths:
         self._characters = 0
 
     def excess_message(self, path: str) -> str:
-        """Count a path, and return how it exceeds its bounds, or all paths exceed theirs; "" if they do not."""
+        """Count a path; return the message if it, or all paths together, exceed their bounds, else ""."""
         self._characters += len(path)
         if self._characters > _MAX_PATHS:
             return f"with those of the other containers and scalars more than {_MAX_PATHS:,} characters"
@@ -219,7 +219,7 @@ class _Flattening:
 
 
 def _advice(containers: list[Any]) -> str:
-    """Return what to pass, or to call, in place of the last object, which can't be stored, in these containers."""
+    """Return advice for an object that can't be stored, the last in these containers: what to pass instead."""
     if isinstance(containers[-1], io.BytesIO):
         return "pass its getvalue(), or a uint8 array of that if it is long"
     if callable(getattr(containers[-1], "state_dict", None)):
@@ -278,7 +278,7 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
 
 
 _LEFT_OUT = object()
-"""What `_built` returns for a part of the tree that is left out."""
+"""The marker that `_built` returns for an omitted part of the tree."""
 
 
 def unflatten(

@@ -1,4 +1,4 @@
-"""The union of trees that differ from host to host, as those of pipeline stages do; pure, no I/O.
+"""The union of trees that differ from host to host, as in pipeline parallelism; pure, no I/O.
 
 The hosts of a save must pass the same structure, and write each region once. If hosts have different layers, or
 several teams of hosts have the same array, every host sends its `Outline` to the others, with checksums of its

@@ -47,7 +47,7 @@ A target, and weights of the errors of arrays:
     "--bits",
     type=float,
     metavar="B",
-    help="Choose the formats with the least error that take B bits/value on average.",
+    help="Choose the formats that minimize the error at B bits per value on average.",
 )
 @click.option(
     "--error",
@@ -70,35 +70,35 @@ A target, and weights of the errors of arrays:
     "--axis",
     type=int,
     metavar="A",
-    help="Packed codes with one exponent offset for all values along this axis, or with --block for every N of "
-    "them.",
+    help="Store packed codes with one exponent offset per slice along this axis, or with --block per N values.",
 )
 @click.option(
     "--block",
     type=click.Choice([*map(str, exmy.BLOCKS), "none"]),
     metavar="N",
-    help="Packed codes with one exponent offset for every 16, 32, 64, 128 or 256 values along the last axis (or "
-    "--axis), or for each array (none).",
+    help="Store packed codes with one exponent offset per 16, 32, 64, 128 or 256 values along the last axis (or "
+    "--axis), or per array (none).",
 )
 @click.option(
     "--scale",
     type=click.Choice(["search", "max", "none", *exmy.FLOAT_SCALES]),
-    help="Packed codes with exponent offsets of the least error (search, the default) or without clipping (max), "
-    "without any (none), or with scales of 32 bits (float), 8 (e4m3), or 7 to 14 (6bit; 8 in blocks of 32).",
+    help="Store packed codes with exponent offsets that minimize the error (search, the default) or avoid "
+    "clipping (max), with no offsets (none), or with scales of 32 bits (float), 8 bits (e4m3), or 7 to 14 bits "
+    "(6bit; 8 in blocks of 32).",
 )
 @at_options("A version number or a tag; the newest step by default.")
 @click.option(
     "--subtree",
     default="",
     metavar="PATH",
-    help="Copy only what is at or below this path, such as model of a training step, under the same paths.",
+    help="Copy only this path and what is below it, such as model in a training step; paths stay the same.",
 )
 @number_option(
     "--memory",
     "MB",
     click.IntRange(0),
     MEMORY // 1_000_000,
-    "The memory for values that would otherwise be read twice.",
+    "The memory for caching values that would otherwise be read twice.",
 )
 @click.option("--tag", help="The tag of the new commit; derived from the source's tag and the formats by default.")
 @plot_option
@@ -127,11 +127,11 @@ def quantize(
     eXmY format has a sign bit, X exponent bits and Y mantissa bits.
 
     Without --format, --min-sqnr, --bits and --policy the arrays are stored in 8 bits per value on average, as
-    codes of one step per array, compressed to about their entropy. Integers, arrays of fewer than 64
-    values, arrays with NaN or infinity, and one-dimensional arrays that no pattern names are unchanged.
+    codes with one step size per array, compressed to about their entropy. Integers, arrays of fewer than 64
+    values, arrays with NaN or infinity, and one-dimensional arrays that no pattern names stay unchanged.
 
-    SQNR is the signal-to-quantization-noise ratio: the sum of the squared values over that of the squared errors,
-    in decibels. 20 dB is an error of 10%, 40 dB one of 1%; each additional bit gains about 6 dB.
+    SQNR is the signal-to-quantization-noise ratio: the sum of the squared values divided by the sum of the squared
+    errors, in decibels. 20 dB is an error of 10%, 40 dB an error of 1%; each additional bit gains about 6 dB.
     """
     choices: dict[str, Any] = {"formats": format, "min_sqnr": min_sqnr, "bits": bits, "policy": policy}
     choice = {name: value for name, value in choices.items() if value is not None}
@@ -178,7 +178,7 @@ def report(store: str, at: int | str | None, plot: str | None, as_json: bool) ->
     """Show the report of a quantized version.
 
     `tstore quantize` stores its measurements in the commit that it creates. SQNR is the
-    signal-to-quantization-noise ratio in decibels: 20 dB is an error of 10%, 40 dB one of 1%.
+    signal-to-quantization-noise ratio in decibels: 20 dB is an error of 10%, 40 dB an error of 1%.
     """
 
     async def work(progress: Progress) -> Quantized:

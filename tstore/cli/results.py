@@ -1,7 +1,7 @@
-"""What commands return: typed results, from which their tables are printed and their JSON is made.
+"""The typed results of commands, which are printed as tables or as JSON.
 
-A field `report` has the library's own report. In JSON its keys stand among those of the result, with `ok`
-if it has that.
+A field `report` has the library's own report. In JSON its keys are merged into those of the result, with `ok`
+if it has one.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Probed(Struct):
 
 
 def json_of(value: Any) -> Any:
-    """Return a result as JSON values: the `document()` of an object that has one, the fields of others."""
+    """Return a result as JSON values: its `document()` if it has one, else its fields."""
     if hasattr(value, "document"):
         return value.document()
     if isinstance(value, Struct) or hasattr(value, "_asdict"):
@@ -242,5 +242,5 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_ok(result: Any) -> bool:
-    """Return whether a result, or its report, says of no fault."""
+    """Return whether neither a result nor its report contains a fault."""
     return getattr(result, "ok", True) and getattr(getattr(result, "report", None), "ok", True)

@@ -33,8 +33,8 @@ __all__ = ["serve", "view"]
 
 _TOKENS_VARIABLE = "TSTORE_SERVER_TOKENS"
 _STDERR_FD = 2
-_ENTRANCE = 600.0  # seconds for which the address that is printed works
-_BROWSER_ENTRANCE = 60.0  # and that with which a browser is started, since other users see its command line
+_ENTRANCE = 600.0  # seconds for which the printed address works
+_BROWSER_ENTRANCE = 60.0  # the same for the started browser, since other users see its command line
 
 _log = logging.getLogger("tstore.server")
 

@@ -1,4 +1,4 @@
-"""The command `tstore stats`, and the option with which `tstore diff` reads samples."""
+"""The command `tstore stats`, and the option that makes `tstore diff` read samples."""
 
 from __future__ import annotations
 

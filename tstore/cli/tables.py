@@ -93,7 +93,7 @@ def show_repaired(repaired: Repaired) -> None:
 
 
 def _suggested(damaged: Sequence[DamagedVersion]) -> Sequence[DamagedVersion]:
-    """Return the versions to void first, after which the others may be intact, or are void too."""
+    """Return the versions to void first; the others may then be intact, or be voided with them."""
     lost = [d for d in damaged if not d.record_intact]
     blocks = [list(block) for _, block in itertools.groupby(lost, lambda d: archive_end(d.version))]
     # a repair that voids one version of a lost archive voids all of them
@@ -228,7 +228,7 @@ def show_exported(exported: Exported) -> None:
 
 
 def _show_low_bits(exported: Exported) -> None:
-    """Print in which types quantized arrays were written, and which of them were decoded or rounded, and why."""
+    """Print the types of the quantized arrays in the file, and which were decoded or rounded, and why."""
     kept: dict[str, list[str]] = {}
     decoded: dict[str, list[str]] = {}
     quantized, keeps_low_bits = exported.report.quantized, exported.layout not in (None, "decoded")
@@ -293,7 +293,7 @@ def show_quantized(quantized: Quantized) -> None:
 
 
 def _coding(array: QuantizedArray) -> str:
-    """Return how the codes of an array are stored, and for packed ones which values share an offset."""
+    """Describe how the codes of an array are stored, and for packed codes which values share an offset."""
     return "entropy" if array.coding == "entropy" else f"packed, {array.granularity}" * bool(array.coding)
 
 

@@ -1,4 +1,4 @@
-"""The commands that change which versions have tags: `tstore tag` and `tstore rm`."""
+"""The commands that change tags: `tstore tag` and `tstore rm`."""
 
 from __future__ import annotations
 

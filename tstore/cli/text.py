@@ -41,7 +41,7 @@ _ERROR_HANDLER = "tstore.ascii"
 _ASCII = {"×": "x", "→": "->", "…": "...", "•": "*", "─": "-", "–": "-"}
 
 _GAP = 2  # spaces between columns
-_MIN_WIDTH = 8  # of a column whose cells are wrapped
+_MIN_WIDTH = 8  # columns of text in a wrapped column of a table
 
 _AFTER_SPACE = re.compile(r"(?<=\s)")
 _AFTER_SEPARATOR = re.compile(r"(?<=[/._:-])")

@@ -61,7 +61,7 @@ def file_size(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 def _sources(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the sources of an import; if there are none, the only argument was taken for the store."""
+    """Return the sources of an import; fail if there are none: click took the only argument as the store."""
     if not value:
         raise click.UsageError("Missing argument 'STORE': pass the SOURCES, and after them the store.")
     return value
@@ -79,15 +79,15 @@ def _sources(context: click.Context, parameter: click.Parameter, value: tuple[st
 @click.option(
     "--trust",
     is_flag=True,
-    help="Read a file of torch.save, or an index of such files, which may run code in a file. By default it is "
-    "refused.",
+    help="Read files that torch.save wrote, and indexes of them, although loading one may run code in it. By "
+    "default they are refused.",
 )
 @click.option(
     "--skip",
     multiple=True,
     metavar="PATH",
     help="Leave out the value at this path, or the values that match this glob, such as args or 'optimizer/**'. "
-    "May be repeated. If all objects of other classes in a file of torch.save are left out, no code of it runs.",
+    "May be repeated. A torch.save file without --trust needs this for each object that only its code can load.",
 )
 @json_option
 def import_checkpoint(
@@ -148,12 +148,12 @@ def import_checkpoint(
     type=click.Choice(list(_EXPORTS)),
     metavar="FORMAT",
     help="safetensors, one file; huggingface, a folder as Hugging Face libraries read it; gguf, a file (needs the "
-    "package gguf); dcp, a folder for torch.distributed.checkpoint (needs PyTorch); orbax, a step of a "
-    "CheckpointManager of Orbax (needs orbax-checkpoint); zarr, a folder of Zarr v3; references, a file of "
-    "references to the chunks.  "
-    "[default: safetensors, zarr or gguf if OUT ends so, else huggingface]",
+    "package gguf); dcp, a folder for torch.distributed.checkpoint (needs PyTorch); orbax, a step of an Orbax "
+    "CheckpointManager (needs orbax-checkpoint); zarr, a Zarr v3 folder; references, a file of references to the "
+    "chunks.  "
+    "[default: by the ending of OUT (.safetensors, .zarr, .gguf), else huggingface]",
 )
-@click.option("--zarr", "to", flag_value="zarr", help="Write a folder of Zarr v3, like --to zarr.")
+@click.option("--zarr", "to", flag_value="zarr", help="Write a Zarr v3 folder, like --to zarr.")
 @click.option(
     "--references",
     "to",
@@ -165,13 +165,13 @@ def import_checkpoint(
     "--subtree",
     default="",
     metavar="PATH",
-    help="Only what is at or below this path, such as model of a training step; names begin below it.",
+    help="Export only this path and what is below it, such as model in a training step; names are relative to it.",
 )
 @click.option(
     "--strip",
     default="",
     metavar="PREFIX",
-    help="Strip a prefix, such as module., of the names in safetensors and GGUF files; names without it stay.",
+    help="Remove a prefix, such as module., from the names in safetensors and GGUF files.",
 )
 @click.option(
     "--skip",
@@ -189,22 +189,22 @@ def import_checkpoint(
 @click.option(
     "--layout",
     type=click.Choice(LAYOUTS),
-    help="How safetensors files have quantized arrays. compressed-tensors: matrices NAME.weight in the low bits "
-    "of that package, with their quantization_config in config.json, as vLLM and transformers load them; OUT is a "
-    "folder. fp8: F8_E4M3 or F8_E5M2 numbers and float32 scales at NAME_scale. Arrays that the layout can't "
-    "represent exactly are decoded, and named, as are embeddings for compressed-tensors.  [default: decoded]",
+    help="How quantized arrays are stored in safetensors files. compressed-tensors: matrices NAME.weight in the "
+    "low bits of that package, with a quantization_config in config.json, for vLLM and transformers; OUT is a "
+    "folder. fp8: F8_E4M3 or F8_E5M2 numbers, and float32 scales at NAME_scale. The command decodes, and lists, "
+    "arrays that the layout can't represent exactly, and embeddings for compressed-tensors.  [default: decoded]",
 )
 @click.option(
     "--requantize",
     type=click.Choice(["fp8", "q8_0", "q4_0"]),
-    help="Round the values of quantized arrays that the layout (fp8) or GGUF (q8_0, q4_0) can't represent "
-    "exactly. By default these arrays are decoded.",
+    help="Round quantized arrays that the layout (fp8) or GGUF (q8_0, q4_0) can't represent exactly, instead of "
+    "decoding them.",
 )
 @click.option(
     "--max-shard-size",
     callback=file_size,
     metavar="SIZE",
-    help="The limit of the tensors' bytes in one file of a Hugging Face folder, such as 500MB.  [default: 5GB]",
+    help="The maximum size of one file in a Hugging Face folder, such as 500MB.  [default: 5GB]",
 )
 @json_option
 def export(

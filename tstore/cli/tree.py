@@ -75,8 +75,8 @@ def _nodes(leaves: Sequence[Leaf]) -> list[_Node]:
 
     A group has no row if it contains nothing but another group, or a single leaf.
     """
-    numbers: dict[tuple[int, str], int] = {}  # of a group, by the number of the group above it and its name
-    below: list[list[Leaf]] = [[]]  # by number of a group: its leaves; the first is the root
+    numbers: dict[tuple[int, str], int] = {}  # group numbers, by the number of the parent group and the name
+    below: list[list[Leaf]] = [[]]  # the leaves of each group, by group number; 0 is the root
     for leaf in leaves:
         group = 0
         for name in leaf.path.split("/")[:-1]:

@@ -32,10 +32,10 @@ METADATA = ".metadata"
 
 _MAX_METADATA = 1 << 28  # bytes
 _MAX_UNCHECKED = 1 << 20  # bytes; longer metadata is compared with the size of the files before it is parsed
-_MAX_NDIM = 64  # of a NumPy array
+_MAX_NDIM = 64  # the limit of NumPy
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
-_OLD_CLASSES = "torch.distributed._shard.sharded_tensor.metadata"  # of PyTorch 2.0 to 2.2
+_OLD_CLASSES = "torch.distributed._shard.sharded_tensor.metadata"  # written by PyTorch 2.0 to 2.2
 _ALLOWED = {
     *((_OLD_CLASSES, n) for n in ("TensorProperties", "MEM_FORMAT_ENCODING")),
     *((_CLASSES, n) for n in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
@@ -83,7 +83,7 @@ def open_dcp(folder: str) -> tuple[Any, set[str]]:
         for name, item in items.items():
             try:
                 value = _value(name, item, by_name[name], files)
-            except UnsupportedFormat as error:  # which the import reports with all others, or leaves out by name
+            except UnsupportedFormat as error:  # the import reports it with all others, or skips it by name
                 value = Unreadable(str(error))
             leaves.append((_checked_keys(keys.get(name, (name,))), value))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
@@ -105,7 +105,7 @@ def _check_length(folder: str, metadata: bytes) -> None:
     with mapped_errors("read", folder):
         paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
         sizes = [os.stat(path) for path in paths if os.path.exists(path)]
-        total = sum(min(size.st_size, 512 * size.st_blocks) for size in sizes)  # without the holes of sparse files
+        total = sum(min(size.st_size, 512 * size.st_blocks) for size in sizes)  # without sparse holes
     if total < 2 * len(metadata):  # the total includes the metadata
         raise Corrupt(
             f"{folder}: {METADATA} has {len(metadata)} bytes, but the files of the values only "

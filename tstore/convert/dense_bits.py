@@ -1,4 +1,4 @@
-"""Elements of 4 and 6 bits without gaps, the first in the lowest bits, from and to one byte an element."""
+"""Convert dense elements of 4 and 6 bits, the first in the lowest bits, from and to one byte per element."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 __all__ = ["pack_bits", "unpack_bits"]
 
 _PER_UNIT = {4: 2, 6: 4}
-"""The number of elements in the least number of whole bytes, by the bits of an element."""
+"""The smallest number of elements that fills whole bytes, by the bits of an element."""
 
 
 def pack_bits(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
-    """Return the low 4 or 6 bits of each byte, densely; the last byte is filled up with zeros."""
+    """Pack the low 4 or 6 bits of each byte densely; the last byte is padded with zeros."""
     flat = codes.reshape(-1).view(np.uint8) & np.uint8((1 << bits) - 1)
     size = -(-flat.size * bits // 8)
     units = np.zeros((-(-flat.size // _PER_UNIT[bits]), _PER_UNIT[bits]), np.uint8)

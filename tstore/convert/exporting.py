@@ -1,4 +1,4 @@
-"""Exports of checkpoints to one safetensors file, or to a folder as Hugging Face libraries read it.
+"""Export checkpoints to one safetensors file, or to a folder for Hugging Face libraries.
 
 Tensors are streamed. For safetensors, memory is bounded by one slab of 32 MiB, or one row of a tensor if that is
 larger, and the chunks being decoded; for a folder of DCP (`dcp_export`) or Orbax (`orbax_export`), or a layout of
@@ -59,9 +59,9 @@ _SLAB = 32 << 20  # bytes
 FileFormat: TypeAlias = Literal["safetensors", "huggingface", "gguf", "dcp", "orbax", "zarr", "references"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
-"""A function that is called with the number of bytes written so far and in total."""
+"""A function called with the number of bytes written so far and the total."""
 
-_SUFFIX = re.compile(r"\.[a-z][a-z0-9]*")  # not the end of llama-3.1 or gpt-0.5b
+_SUFFIX = re.compile(r"\.[a-z][a-z0-9]*")  # does not match the end of llama-3.1 or gpt-0.5b
 _OTHER_SUFFIXES = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch.save, whose files are pickles"),
     **dict.fromkeys((".npz", ".npy"), "NumPy, which has no bfloat16"),
@@ -75,8 +75,8 @@ class ExportReport(NamedTuple):
     """The result of an export.
 
     `left_out` names what was skipped, and what the files can't hold: values that are not arrays, and attributes.
-    `quantized` says, for files of safetensors and GGUF, what became of each quantized array. `unlisted` names the
-    arrays that are in a Zarr folder or reference file, but not among the members of their groups, because
+    `quantized` describes, for safetensors and GGUF files, how each quantized array was written. `unlisted` names
+    the arrays that are in a Zarr folder or reference file, but not among the members of their groups, because
     zarr-python lacks their dtype.
     """
 

@@ -1,4 +1,4 @@
-"""Arrays that other formats store as pieces in several files: one leaf for `save`, read piece by piece."""
+"""Arrays that other formats store in pieces in several files, as one leaf of `save` that is read by piece."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tstore.errors import Corrupt
 
 __all__ = ["FilePart", "joined"]
 
-_MAX_BYTES = (1 << 63) - 1  # of an array in memory
-_MAX_CELLS = 1 << 22  # of the grid that the edges of all pieces form
+_MAX_BYTES = (1 << 63) - 1  # the limit of an array in memory
+_MAX_CELLS = 1 << 22  # cells of the grid formed by the edges of all pieces
 
 
 class FilePart(NamedTuple):
-    """The values of a region of an array, which begins at `offsets`."""
+    """The values of a region of an array; `offsets` is its first index."""
 
     offsets: tuple[int, ...]
     values: npt.NDArray[Any]

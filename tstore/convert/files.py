@@ -80,9 +80,9 @@ def within(folder: str, name: str, subject: str) -> str:
 
 
 def left_out_of(folder: str, taken: Collection[str]) -> list[str]:
-    """Return what of a folder an import does not take: files, and, with a slash at the end, whole folders.
+    """Return the entries of a folder that an import skips: files, and whole folders with a trailing slash.
 
-    `taken` are the paths, relative to the folder, of the files that it takes, and of folders that it takes whole.
+    `taken` are the paths, relative to the folder, of the imported files, and of folders imported as a whole.
     """
     above = {path[:i] for path in taken for i, character in enumerate(path) if character == "/"}
     names, pending = [], [""]

@@ -16,7 +16,7 @@ from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, TStoreErro
 
 __all__ = ["Folder"]
 
-_REQUESTS = 32  # to a server at once
+_REQUESTS = 32  # concurrent requests to a server
 _PART = 1 << 20  # bytes of a response to read at once
 
 
@@ -33,8 +33,8 @@ class Folder:
         try:
             file_system, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
             self._fs = without_leaks(file_system, url)
-            self._fs.invalidate_cache()  # of listings: another program may have written files since
-        except Exception as error:  # each file system raises those of its library
+            self._fs.invalidate_cache()  # cached listings: another program may have written files since
+        except Exception as error:  # each file system raises the errors of its library
             raise InvalidArgument(f"{quote(url)} can't be opened by fsspec: {error}") from error
         self._prefix = f"{root.rstrip('/')}/" if root else ""  # the root of some file systems has no name
         self.url = url.rstrip("/")
@@ -43,7 +43,7 @@ class Folder:
         self.is_http = bool(protocols & {"http", "https"})
         self._is_local = "file" in protocols
         if isinstance(self._fs, CachingFileSystem):
-            self.workers = 1  # its list of cached files is not made for threads
+            self.workers = 1  # its list of cached files is not thread-safe
         else:
             self.workers = WORKERS if self._is_local else _REQUESTS
 
@@ -61,14 +61,14 @@ class Folder:
             with mapped_errors("read", f"{self.url}/{key}"):
                 try:
                     if self._is_local:
-                        with open_file(path) as file:  # which does not wait for a pipe
+                        with open_file(path) as file:  # does not block on a pipe
                             data = file.read(min(max_size, os.fstat(file.fileno()).st_size) + 1)
                     elif self.is_http:  # a server may send more than it is asked for, without end
                         with self._fs.open(path, block_size=0, size=max_size) as file:
                             data = _read_up_to(file, max_size + 1)
                     else:
                         data = self._fs.cat_file(path, 0, max_size + 1)
-                except FileNotFoundError:  # of fsspec, which gives no errno
+                except FileNotFoundError:  # raised by fsspec without an errno
                     return None
                 except ClientSSLError as error:
                     raise Denied(
@@ -76,11 +76,11 @@ class Folder:
                         "the server speaks https, and check its certificate; name a private authority in the "
                         "environment variable SSL_CERT_FILE"
                     ) from error
-                except ClientError as error:  # some are an OSError too
+                except ClientError as error:  # some of these are also an OSError
                     raise self._unavailable(key, error) from error
                 except (OSError, MemoryError, TStoreError):
                     raise
-                except Exception as error:  # each file system of fsspec raises those of its library
+                except Exception as error:  # each fsspec file system raises the errors of its library
                     raise self._unavailable(key, error) from error
         except NotFound:
             if self._is_local and os.path.islink(path):
@@ -146,7 +146,7 @@ class Folder:
         return self._parts(has_part) if self._is_local else self.files("", 0)
 
     def _parts(self, has_part: Callable[[str], bool]) -> Iterator[str]:
-        pending, linked = [""], set[tuple[int, int]]()  # the folders that links led to
+        pending, linked = [""], set[tuple[int, int]]()  # `linked`: the targets of links
         while pending:
             below = pending.pop()
             with mapped_errors("list", f"{self.url}/{below}"), os.scandir(self._prefix + below) as entries:
@@ -164,7 +164,7 @@ class Folder:
                     pending.append(f"{path}/")
 
     def _local_files(self, top: str, below: str, depth: int, linked: set[tuple[int, int]]) -> Iterator[str]:
-        """Yield files; `linked` are the folders that links led to. A few links to each other make many paths."""
+        """Yield files; `linked` are the targets of links, visited once: a few mutual links make many paths."""
         with mapped_errors("list", f"{top}/{below}"), os.scandir(f"{top}/{below}") as entries:
             for entry in entries:
                 yield below + entry.name

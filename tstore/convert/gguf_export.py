@@ -1,4 +1,4 @@
-"""Exports to a GGUF file, by the package gguf, in which quantized arrays keep their bits if they can.
+"""Export to a GGUF file with the package gguf; quantized arrays keep their low bits if possible.
 
 These quantized arrays have the same values in GGUF, except for the sign of zero. All values share one offset or
 scale, or rows do, or blocks of a multiple of 32 along the last axis, whose length is a multiple of 32.
@@ -9,9 +9,9 @@ scale, or rows do, or blocks of a multiple of 32 along the last axis, whose leng
 | MXFP4: blocks of 32 numbers of e2m1, a power of two | e2m1 with offsets |
 | Q8_0: blocks of 32 integers of -127 to 127, a float16 scale | e0m4 to e0m7, e1m3 to e1m6, e2m1 to e2m4, e3m0 |
 
-Q8_0 has others too if their largest value is at most 127 times the least step. A scale must be a number of
-float16: those of offsets are, from 2^-24 to 2^15; float scales seldom are. Other quantized arrays are decoded, or
-quantized again by the package if that is asked for. Names and values are those of the checkpoint: nothing is
+Q8_0 represents other formats too if their largest value is at most 127 times the least step. A scale must be a
+float16 number: those of offsets are, from 2^-24 to 2^15; float scales seldom are. Other quantized arrays are
+decoded, or quantized again by the package on request. Names and values are those of the checkpoint: nothing is
 renamed or permuted, as llama.cpp's converters do, and the only metadata are the architecture's name and the
 version of quantization. An array without axes becomes one of a single element.
 """
@@ -48,7 +48,7 @@ GgufType: TypeAlias = Literal["q8_0", "q4_0"]
 
 _BLOCK = 32
 _E8M0_BIAS = 127
-_MAX_NAME, _MAX_AXES = 63, 4  # of ggml: bytes of a name, and dimensions
+_MAX_NAME, _MAX_AXES = 63, 4  # limits of ggml: bytes of a name, and dimensions
 _PLAIN = {
     **{np.dtype(f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)},
     **{np.dtype(f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
@@ -58,7 +58,7 @@ _PLAIN = {
 
 
 class _Tensor(NamedTuple):
-    """An array as it is written: the name of its type, its shape, and how its bytes are made."""
+    """How an array is written: the name of its type, its shape, and the function that makes its bytes."""
 
     kind: str
     shape: tuple[int, ...]
@@ -82,8 +82,8 @@ async def export_gguf(
     """Write the version or tag `at`, or a step (by default the newest), to the new GGUF file `out`; return a
     summary.
 
-    Quantized arrays whose values Q4_0, MXFP4 or Q8_0 has exactly are written so. The others are decoded, or
-    quantized again with `requantize`, which rounds their values. Everything else keeps its dtype. `subtree`,
+    Quantized arrays that Q4_0, MXFP4 or Q8_0 represents exactly are written in that type. The others are decoded,
+    or quantized again with `requantize`, which rounds their values. Everything else keeps its dtype. `subtree`,
     `strip` and `skip` are as in `export_safetensors`. `architecture` is the metadata that llama.cpp takes for the
     kind of model. One array at a time is in memory. Raise `InvalidArgument` (the package gguf is not installed;
     two arrays with the same name, a dtype, a name or a number of axes that GGUF lacks) and the errors of
@@ -173,7 +173,7 @@ async def _planned(
 
 
 async def _data(snapshot: Snapshot, array: Array, tensor: _Tensor) -> npt.NDArray[Any]:
-    """Return what is written of an array."""
+    """Return how an array is written."""
     import gguf
 
     if tensor.kind in _PLAIN.values():
@@ -190,7 +190,7 @@ async def _exact(snapshot: Snapshot, array: Array) -> tuple[str, npt.NDArray[np.
 
 
 def _encoded(q: exmy.Quantized) -> tuple[str, npt.NDArray[np.uint8]]:
-    """Return the type and the blocks of an array; raise `NoCounterpart` if no type has its values."""
+    """Return the type and the blocks of an array; raise `NoCounterpart` if no type represents its values."""
     if not q.shape:
         raise NoCounterpart("it has no axes")
     run_length = q.shape[-1] if q.axis is None else q.block or q.shape[-1]

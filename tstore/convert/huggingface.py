@@ -27,13 +27,13 @@ from tstore.errors import Corrupt, InvalidArgument, NotFound, bullet_list
 __all__ = ["INDEX_SUFFIX", "TORCH_INDEX_SUFFIX", "open_files", "open_folder", "open_index"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
-TORCH_INDEX_SUFFIX = ".bin.index.json"  # of files of torch.save
+TORCH_INDEX_SUFFIX = ".bin.index.json"  # an index of torch.save files
 
 _MAX_INDEX = 1 << 26  # bytes; the longest known have about 20 MB
 _PIECES = "DCP_SHARDING_INFO"  # the key of a file's metadata with the offsets of its pieces, as JSON
 
 _NUMBERED = re.compile(r"(?!shard-\d)(.*-)\d+-of-(\d+)\.safetensors")
-"""A file of several, unless one process of several wrote it: `shard-00000-model-00001-of-00002.safetensors`."""
+"""A file of several, unless one of several processes wrote it: `shard-00000-model-00001-of-00002.safetensors`."""
 
 Tensors = dict[str, npt.NDArray[Any] | StreamedArray]
 
@@ -45,7 +45,7 @@ class _Index(msgspec.Struct):
 
 
 class _Offsets(msgspec.Struct):
-    """Where a piece of a tensor begins in the whole tensor."""
+    """The offset of a piece in the whole tensor."""
 
     saved_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
@@ -123,7 +123,7 @@ def open_index(
 
 
 def open_files(paths: Sequence[str]) -> tuple[Tensors, dict[str, str], list[str]]:
-    """Return the tensors of several safetensors files, the metadata that they agree on, and the keys of the other.
+    """Return the tensors of several safetensors files, their common metadata, and the keys of the other metadata.
 
     Raise `Corrupt` if two files have a tensor of the same name, or pieces that do not fit together.
     """

@@ -1,4 +1,4 @@
-"""Import of checkpoints of other formats: recognize a file or folder, and save its tree in one commit.
+"""Import checkpoints of other formats: recognize a file or folder, and save its tree in one commit.
 
 `recognize` looks at the names in a folder, and at the first bytes of a file. Each format opens its source as a
 tree of arrays that are memory-mapped or read while they are saved, so that memory stays flat.
@@ -62,10 +62,10 @@ class ImportReport(NamedTuple):
     left_out: list[str]
 
 
-_LEVELS, _ENTRIES = 3, 10_000  # of folders in which checkpoints are looked for, and how many of their entries
+_LEVELS, _ENTRIES = 3, 10_000  # the search for checkpoints: levels of folders, and entries
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _ZARR_FILES = ("zarr.json", ".zgroup", ".zarray")
-# how zip archives, NumPy files and pickles begin
+# the first bytes of zip archives, NumPy files and pickles
 _ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", 0x80
 
 
@@ -172,7 +172,7 @@ async def _save(
 
 
 class _Opened(NamedTuple):
-    """A source: its tree, what of its folder is not in the tree, and the attributes of the root group."""
+    """A source: its tree, the files that are not in the tree, and the attributes of the root group."""
 
     tree: Any
     left_out: list[str] = []  # noqa: RUF012 - never changed

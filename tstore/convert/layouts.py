@@ -27,20 +27,20 @@ from tstore.errors import InvalidArgument
 __all__ = ["LAYOUTS", "Encoded", "Layout", "checked_layout", "encoder", "quantization_config", "requantized"]
 
 Layout: TypeAlias = Literal["decoded", "compressed-tensors", "fp8"]
-"""How a file has quantized arrays: decoded, or in the low bits of a layout."""
+"""How a file stores quantized arrays: decoded, or in the low bits of a layout."""
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 _EMBEDDING = re.compile(r"embed|(^|_)emb(_|$)|^(wte|wpe|shared|relative_attention_bias)$")
-"""What the name of a module that is an embedding has, in the models of transformers."""
+"""The parts of names that mark an embedding in the models of transformers."""
 
 _MX_BLOCK = 32
 _E8M0_BIAS = 127
-_F32_EXPONENTS = (-126, 127)  # of normal numbers
+_F32_EXPONENTS = (-126, 127)  # the exponents of normal numbers
 
 
 class Encoded(NamedTuple):
-    """A quantized array as a layout has it: its tensors, by what follows the name of the array.
+    """A quantized array in a layout: its tensors, by the suffix of their names.
 
     `scheme` names the scheme, such as "mxfp4-pack-quantized" or "F8_E4M3"; `weights` is the entry of
     compressed-tensors for it. `changed` is the number of values that were rounded.
@@ -53,7 +53,7 @@ class Encoded(NamedTuple):
 
 
 def checked_layout(layout: str, requantize: str | None) -> None:
-    """Raise `InvalidArgument` for an unknown layout, or a type to re-quantize to that it lacks."""
+    """Raise `InvalidArgument` for an unknown layout, or a type for requantizing that the layout lacks."""
     if layout not in LAYOUTS:
         raise InvalidArgument(f"layout={quote(layout)}: expected one of {', '.join(LAYOUTS)}")
     if requantize not in (None, "fp8"):
@@ -73,7 +73,7 @@ def encoder(layout: Layout) -> Callable[[str, exmy.Quantized, bool], Encoded]:
 
 
 def requantized(values: npt.NDArray[Any]) -> exmy.Quantized:
-    """Return values with one offset for each row, for arrays whose own offsets have no counterpart."""
+    """Return values with one offset per row, for arrays whose offsets the layout can't represent."""
     return exmy.quantize(values, "e4m3", axis=-1, scale="max")
 
 
@@ -106,7 +106,7 @@ def _compressed(name: str, q: exmy.Quantized, rounding: bool) -> Encoded:
         raise NoCounterpart("it is empty")
     if _EMBEDDING.search(name.removesuffix(".weight").rpartition(".")[2]):
         raise NoCounterpart("vLLM and transformers load only linear layers, and its name is that of an embedding")
-    if q.format.exponent_bits <= 1:  # an even grid
+    if q.format.exponent_bits <= 1:  # a uniform grid
         with contextlib.suppress(NoCounterpart):
             return _integers(q)
     run = q.shape[-1] if q.axis is None else q.block or q.shape[-1]

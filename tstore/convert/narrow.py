@@ -1,8 +1,8 @@
-"""Quantized arrays in the narrow number types of other formats: which of their values these types have.
+"""Convert eXmY codes to the narrow types of other formats (float8, int8) and scales, exactly or rounded.
 
 A code of an eXmY format is looked up in a table: its value times a power of two, rounded to the narrow type. The
-power of two is chosen for each group of elements that share an offset or a scale, which takes it up, so nothing
-else changes.
+power of two is chosen for each group of elements that share an offset or a scale, and is folded into it, so
+nothing else changes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["NoCounterpart", "Scaled", "as_floats", "as_integers"]
 
 
 class NoCounterpart(Exception):
-    """The reason why a quantized array has no counterpart in a format of files."""
+    """Raised if the target format can't represent a quantized array; str(error) says why."""
 
 
 class Scaled(NamedTuple):
     """The numbers of a quantized array in a narrow type; each run of them is multiplied by a scale.
 
     `scales` are the scales of the runs, in float64, 1 for a run of zeros, and `run` the number of elements along
-    the last axis that share one, or None if all do. `changed` is the number of elements whose values the narrow
-    type lacks; they are rounded.
+    the last axis that share one, or None if all do. `changed` is the number of rounded elements, whose values the
+    narrow type lacks.
     """
 
     numbers: npt.NDArray[Any]
@@ -36,7 +36,7 @@ class Scaled(NamedTuple):
     changed: int
 
     def scales_of_runs(self, length: int) -> npt.NDArray[np.float64]:
-        """Return the scale of each `length` elements along the last axis, which a run is a multiple of."""
+        """Return one scale per `length` elements along the last axis; the length of a run is a multiple of it."""
         shape = self.numbers.shape
         if self.run is None:
             return np.broadcast_to(self.scales.reshape(-1)[:1], (*shape[:-1], shape[-1] // length))
@@ -50,7 +50,7 @@ def as_floats(q: exmy.Quantized, dtype: npt.DTypeLike) -> Scaled:
     finfo: Any = ml_dtypes.finfo(target)  # type: ignore[no-untyped-call]
     numbers = _table(q.format)
     least = np.min(numbers[numbers > 0])
-    # the power of two with which the least value of the format is the least of the type, but at least 1
+    # the power of two that maps the least value of the format to the least of the type, but at least 1
     usual = max(0, _floor_log2(float(finfo.smallest_subnormal) / least))
     codes, run = _groups_of_codes(q)
     peaks = numbers[_magnitudes(codes, q.format.bits).max(axis=1, initial=0)]

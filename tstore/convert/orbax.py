@@ -37,7 +37,7 @@ _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _OCDBT = "manifest.ocdbt"
 _STRINGS = "_strings.json"
 _ARRAY_METADATAS = "array_metadatas"
-_UNNAMED = "default"  # the item of a step that was saved without names of items
+_UNNAMED = "default"  # the item of a step saved without item names
 _UNCOMMITTED = ".orbax-checkpoint-tmp"  # in the names of folders that Orbax renames when they are complete
 _ZARR_FILE = re.compile(r"zarr\.json|\.zarray|\.zattrs|(c[/.])?[0-9]+([/.][0-9]+)*|c")
 _ABOUT = {
@@ -50,10 +50,10 @@ _ABOUT = {
     _ARRAY_METADATAS,
     "commit_success.txt",
 }
-"""What Orbax writes about the arrays of an item, and its database."""
+"""The files that Orbax writes for the arrays of an item, besides the database."""
 _MAX_DOCUMENT = 1 << 28  # bytes
-_EAGER = 1 << 20  # bytes; an array of at most this size is read when it is opened
-_MAX_OPENING = 256  # arrays that are opened concurrently
+_EAGER = 1 << 20  # bytes; smaller arrays are read when they are opened
+_MAX_OPENING = 256  # arrays opened concurrently
 _SEQUENCE = 1  # the `key_type` of a position in a sequence
 
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
@@ -172,7 +172,7 @@ def check_committed(folder: str) -> None:
 
 
 def left_out(folder: str) -> list[str]:
-    """Return what of a checkpoint `open_orbax` does not return, such as the metrics of a step."""
+    """Return the files of a checkpoint that `open_orbax` skips, such as the metrics of a step."""
     if os.path.exists(os.path.join(folder, METADATA)):
         taken = set(_taken(folder))
     else:
@@ -185,7 +185,7 @@ def left_out(folder: str) -> list[str]:
 
 
 def _taken(folder: str) -> Iterable[str]:
-    """Return what is taken of the folder of an item: files, and the folders of databases as a whole."""
+    """Return the imported entries of an item's folder: files, and the folders of databases as a whole."""
     yield from _ABOUT
     document = _parse(os.path.join(folder, METADATA), _Document)
     if _is_ocdbt(folder, document):
@@ -353,7 +353,7 @@ class _Source:
         return dtype
 
     def _result(self, leaf: _Leaf, future: Any) -> Any:
-        """Return the result of a tensorstore future, whose exceptions tell their kind only in their text."""
+        """Return the result of a tensorstore future; the kind of its exceptions is only in their text."""
         try:
             return future.result()
         except (ValueError, OSError, RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Export of checkpoints to Orbax, with Orbax's own writer.
+"""Export checkpoints to Orbax, with Orbax's own writer.
 
 The folder is that of a step of `orbax.checkpoint.CheckpointManager`: the tree is the item `default`, and the
 metrics of the step are the item `metrics`. The writer gets a tree with `ArrayLeaf` in place of arrays, and reads
@@ -114,7 +114,7 @@ def _write_folder(path: str, tree: Any, reader: ArrayReader, metrics: Mapping[st
 
 
 class _Conversion:
-    """The conversion of a tree to one that Orbax stores; `faults` says what of it Orbax can't store.
+    """The conversion of a tree to one that Orbax stores; `faults` lists what Orbax can't store.
 
     `names` has the path of each value by the name under which Orbax stores it.
     """
@@ -220,7 +220,7 @@ def _type_handlers(reader: ArrayReader, unread: list[BaseException]) -> Any:
     from orbax.checkpoint import type_handlers
 
     class ArrayLeafHandler(type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types
-        """Writes arrays one after the other, so that one is in memory."""
+        """Writes arrays one at a time, so that only one is in memory."""
 
         def __init__(self, stored_type: str) -> None:
             super().__init__(deepcopy_host_arrays=False)

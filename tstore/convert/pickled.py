@@ -2,8 +2,8 @@
 
 `pickletools` splits a pickle into opcodes, and `parse_pickle` runs those that build values. A name like
 `torch.Size` becomes a `Name`, and a call or an object of a class becomes an `Instance`, for the reader to
-interpret. A reader may pass a list of names, of which all others are refused; or it puts an `Unreadable` in the
-place of what it does not interpret.
+interpret. A reader may pass a list of allowed names, so that all others are refused; or it puts an `Unreadable` in
+the place of what it does not interpret.
 
 A pickle may refer to one value many times, so that its expansion may be exponentially longer than the pickle.
 Readers therefore count the values that they visit with `Visits`, which also limits the opcodes, their memory, and
@@ -59,7 +59,7 @@ class Instance:
 
 
 class Unreadable:
-    """In the place of a value that tstore does not store: what it is, for messages."""
+    """A placeholder for a value that tstore does not store, with its description for messages."""
 
     __slots__ = ("what",)
 
@@ -267,10 +267,10 @@ _MEMORY_OF = {
     **dict.fromkeys((*_CONTAINERS, *_OBJECTS), 80),
     **dict.fromkeys(("SETITEM", "SETITEMS"), 180),
 }
-"""How many bytes the result of an opcode takes at most, beside the content of numbers and texts; 40 for others."""
+"""The maximum bytes of an opcode's result, not counting the content of numbers and texts; 40 for others."""
 
 _MEMORY_OF_ITEM = 60
-"""How many bytes a key and its value take in a dict, beside their own."""
+"""The bytes that a dict takes for an item, besides the key and the value."""
 
 _HANDLERS: dict[str, _Handler] = {
     **{name: lambda m, value: m.push(value) for name in (*_NUMBERS, *_STRINGS, *_BYTES)},

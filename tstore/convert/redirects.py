@@ -1,4 +1,4 @@
-"""Requests of fsspec to HTTP servers, whose credentials no other server sees.
+"""Keep credentials of fsspec's HTTP requests from other servers.
 
 aiohttp follows redirects, and drops `Authorization` and `Cookie` when one leads to another server. But credentials
 have other names too, such as `X-Api-Key`, and a session sends its default authorization to every server. So a

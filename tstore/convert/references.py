@@ -1,7 +1,7 @@
-"""Files of references in kerchunk's format, with which fsspec and zarr-python read a version in place.
+"""Reference files in kerchunk's format, which let fsspec and zarr-python read a version in place.
 
 The file has the metadata of all arrays, and for each chunk the URL of its pack, its offset and its length. A small
-file is one JSON document; a Parquet folder, of which readers load only what they need, is for many chunks. fsspec
+file is one JSON document; a Parquet folder, which readers load in parts, is for many chunks. fsspec
 computes the position of a chunk in such a folder from v2 names of chunks (`a/0.1`), so arrays there have these.
 No option or token with which the store was opened is written: readers pass their own.
 """
@@ -42,7 +42,7 @@ from tstore.errors import Corrupt, InvalidArgument
 __all__ = ["export_references", "is_parquet", "reader_options"]
 
 _RECORD = 100_000  # chunks in one Parquet file
-_ROUND = 1 << 14  # chunks whose references are read at once
+_ROUND = 1 << 14  # references read at once
 
 
 async def export_references(
@@ -104,7 +104,7 @@ def is_parquet(path: str) -> bool:
 
 
 def reader_options(store: StrPath) -> dict[str, Any]:
-    """Return the options of `reference://` with which zarr-python reads the chunks of a store at this URL."""
+    """Return the options of `reference://` for reading the chunks of a store at this URL with zarr-python."""
     scheme, separator, _ = os.fspath(store).partition("://")
     if not separator or scheme == "file":
         return {"remote_protocol": "file"}
@@ -153,7 +153,7 @@ class _Source:
         return nodes
 
     def key(self, pack: str) -> str:
-        """Return what follows the URL of the store, and a slash, in the URL of a pack."""
+        """Return the URL of a pack relative to the URL of the store."""
         if self.url.startswith("file://"):
             path = self.snapshot.pack_path(pack)
             return pack if path is None else os.path.relpath(path, self.url.removeprefix("file://"))
@@ -175,7 +175,7 @@ class _Source:
             yield references.rows
 
     async def records(self, name: str, size: int) -> AsyncIterator[tuple[range, list[ChunkRow]]]:
-        """Yield the numbers of each `size` chunks, if some exist, with the references to these."""
+        """Yield ranges of `size` chunk numbers that have chunks, with the references to these."""
         count, numbers, rows = self.meta(name).chunk_count, range(0), list[ChunkRow]()
         async for references in self.snapshot.all_references(self.arrays[name].path, _ROUND):
             for row in references.rows:
@@ -190,14 +190,14 @@ class _Source:
 
 
 class _Reporter:
-    """Reports the arrays that are done, in bytes of their values."""
+    """Reports progress in bytes of the values of finished arrays."""
 
     def __init__(self, arrays: Mapping[str, Array], callback: ProgressCallback | None) -> None:
         self.total = sum(array.nbytes for array in arrays.values())
         self._done, self._callback = 0, callback
 
     def add(self, array: Array) -> None:
-        """Count an array as done."""
+        """Count an array as finished."""
         self._done += array.nbytes
         if self._callback is not None:
             self._callback(self._done, self.total)
@@ -243,7 +243,7 @@ async def _write_parquet(path: str, source: _Source, report: _Reporter) -> int:
     async with in_thread(new_folder(path), path) as temporary:
         await run(_write_metadata, f"{temporary}/.zmetadata", source)
         for name, array in source.arrays.items():
-            async for numbers, rows in source.records(name, _RECORD):  # fsspec takes all others for missing
+            async for numbers, rows in source.records(name, _RECORD):  # fsspec treats all others as missing
                 out = f"{temporary}/{name}/refs.{numbers.start // _RECORD}.parq"
                 await run(_write_record, out, source, name, numbers, rows)
                 files += 1
@@ -268,7 +268,7 @@ def _document_name(path: str) -> str:
 
 
 def _write_record(out: str, source: _Source, name: str, numbers: range, rows: list[ChunkRow]) -> None:
-    """Write a Parquet file with a row for each of these numbers, which is empty where no chunk has it."""
+    """Write a Parquet file with a row for each of these numbers, empty for missing chunks."""
     import fastparquet
     import pandas as pd
 

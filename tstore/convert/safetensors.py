@@ -1,4 +1,4 @@
-"""Safetensors files: their tensors as views of a memory map, and new files, written part by part.
+"""Read safetensors files as views of a memory map, and write new ones part by part.
 
 A file is 8 bytes of header length (little endian), a JSON header (`safetensors_header`), and the tensors' bytes.
 A new file appears whole or not at all, and no file is ever overwritten (see `exported_file`).
@@ -80,7 +80,7 @@ class Writer:
         self._fd = -1
         self._header, self._tensors = encode_header(self.path, tensors, metadata or {})
         self._positions = {name: info.start for name, info in self._tensors.items()}
-        self._rests: dict[str, np.ndarray[Any, Any]] = {}  # elements of a byte that is not full yet
+        self._rests: dict[str, np.ndarray[Any, Any]] = {}  # the elements of an incomplete byte
 
     def __enter__(self) -> Self:
         refuse_existing(self.path)
@@ -125,7 +125,7 @@ class Writer:
     def _encoded(
         self, name: str, part: np.ndarray[Any, Any], dtype: np.dtype[Any]
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the next whole bytes of a tensor, and the elements of the byte that they do not fill."""
+        """Return the next whole bytes of a tensor, and the elements of the incomplete last byte."""
         flat, bits = np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8), bits_of(dtype)
         if bits == 8 * dtype.itemsize:
             return flat, flat[:0]

@@ -1,4 +1,4 @@
-"""Values of another checkpoint that an import leaves out by name, and those that tstore does not store."""
+"""Values of a foreign checkpoint that an import skips by name, or that tstore can't store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Pruned", "pruned"]
 
 
 class Pruned(NamedTuple):
-    """A tree without the values at `skipped`; what is at the paths in `unreadable` can't be stored.
+    """A tree without the values at `skipped`; the values at the paths in `unreadable` can't be stored.
 
     `unused` are the globs that match nothing.
     """

@@ -1,4 +1,4 @@
-"""A plain Zarr array by a spec of TensorStore."""
+"""Open a plain Zarr array from a TensorStore spec."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORMATS = {"zarr3": 3, "zarr": 2, "zarr2": 2}
 _WITHOUT_EFFECT = {"context", "cache_pool", "data_copy_concurrency"}  # they only say how to read
 _WITHOUT_EFFECT |= {"recheck_cached_data", "recheck_cached_metadata", "fill_missing_data_reads"}
 _SUPPORTED = ("driver", "kvstore", "path", "dtype")
-_OF_ARRAYS = {"metadata", "transform"}  # which `array.spec().to_json()` adds
+_OF_ARRAYS = {"metadata", "transform"}  # added by `array.spec().to_json()`
 _MODES = {"open": True, "create": False, "delete_existing": False, "assume_metadata": False}
 _BUCKETS = {"gcs": "gs", "s3": "s3"}
 _SCHEMES = ("file", "gs", "s3", "http", "https")
@@ -56,7 +56,7 @@ async def open_spec(spec: Mapping[str, Any], storage_options: Mapping[str, Any] 
 
 
 def _is_whole(transform: Any, shape: list[int]) -> bool:
-    """Return whether a transform is that of a whole array of this shape, as far as it says."""
+    """Return whether a transform, possibly partial, is the identity on an array of this shape."""
     if not isinstance(transform, Mapping) or "output" in transform:
         return False
     first, stop = transform.get("input_inclusive_min"), transform.get("input_exclusive_max")

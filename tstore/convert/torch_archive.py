@@ -54,9 +54,9 @@ _STORAGES = {
 _NUMBER = re.compile(r"[<|=]?[biufc][0-9]{1,2}")  # the name of a NumPy dtype
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # the signature, and the lengths of the name and of the extra field
 _ENCRYPTED = 1
-_MAX_NDIM = 64  # of a NumPy array
+_MAX_NDIM = 64  # the limit of NumPy
 _MAX_SHOWN = 100  # characters of a name in a message
-_MAX_DIRECTORY = 1 << 26  # bytes of the list of entries, which takes ten times as much memory
+_MAX_DIRECTORY = 1 << 26  # bytes of the list of entries; parsed, it takes ten times as much memory
 _MAX_EXPANSION = 16
 
 
@@ -156,7 +156,7 @@ class _Archive:
         return self._data[start : start + entry.file_size]
 
     def _plain(self, value: Any) -> Any:
-        """Return what a value of the pickle stands for."""
+        """Interpret a value of the pickle."""
         self._visits.add()
         match value:
             case Name():
@@ -180,14 +180,14 @@ class _Archive:
         raise self._corrupt(f"its pickle has a {type(value).__name__} in place of a value")
 
     def _dict(self, pairs: list[Any]) -> dict[Any, Any]:
-        """Return a dict with what these keys and values stand for."""
+        """Interpret the keys and values of a dict."""
         plain: dict[Any, Any] = {}
         for key, item in pairs:
             self._visits.keys.insert(plain, self._key(key), self._plain(item))
         return plain
 
     def _key(self, key: Any) -> Any:
-        """Return what a key stands for."""
+        """Interpret a key."""
         check_key(key)
         if isinstance(key, (str, bytes)):
             self._count_bytes(len(key))
@@ -292,7 +292,7 @@ class _Archive:
 
 
 def _unreadable(name: Name) -> Unreadable:
-    """Return what stands for an object of a class that is not read, or the class itself."""
+    """Return the placeholder for an object of a class that is not read, or for the class itself."""
     return Unreadable(f"{name.module}.{name.name}"[:_MAX_SHOWN])
 
 

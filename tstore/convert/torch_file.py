@@ -31,7 +31,7 @@ _MAX_EXPANSION = 1 << 10  # a model may use the weights of one layer in each of 
 def open_trusted(path: str, skip: Sequence[str]) -> Any:
     """Return the object in a file of `torch.save`, with tensors as NumPy arrays; this may run code in the file.
 
-    It runs none if all objects that are not plain values are at paths in `skip`. An object with a `state_dict`
+    No code runs if all objects that are not plain values are at paths in `skip`. An object with a `state_dict`
     method, such as a module, is replaced by its state dict, and any other becomes an `Unreadable`. Raise
     `Corrupt`, `UnsupportedFormat` (it needs PyTorch, which is not installed), `InvalidArgument` (a tensor that
     is not dense).

@@ -21,7 +21,7 @@ __all__ = ["ArrayLeaf", "ArrayReader", "NumberLeaf", "tree_to_export"]
 
 
 class ArrayLeaf:
-    """An array of the checkpoint, in its place in the tree."""
+    """A placeholder for an array of the checkpoint in the tree."""
 
     def __init__(self, path: str, array: Array) -> None:
         self.path, self.array = path, array
@@ -47,8 +47,8 @@ class NumberLeaf(ArrayLeaf):
 async def tree_to_export(snapshot: Snapshot, subtree: str) -> tuple[Any, dict[str, Array]]:
     """Return the tree at or below a path with `ArrayLeaf` in place of arrays, and these arrays by path.
 
-    A value that each host has for itself is a dict of the bytes of each. Raise `InvalidArgument` if there is no
-    array, or the tree is no dict.
+    A `PerHost` value becomes a dict of the bytes of each host. Raise `InvalidArgument` if there is no
+    array, or if the tree is not a dict.
     """
     document, paths = subtree_of(snapshot, subtree)
     arrays = {path: await snapshot.array(path) for path in paths}

@@ -1,8 +1,8 @@
-"""Export to a plain folder of Zarr v3, which zarr-python, TensorStore and others read.
+"""Export to a plain Zarr v3 folder for zarr-python, TensorStore and others.
 
-The bytes of chunks are copied as they are, after their checksums were verified. Arrays in an eXmY format are
+The bytes of chunks are copied unchanged after their checksums were verified. Arrays in an eXmY format are
 decoded to their dtype, since other programs do not read eXmY; `keep_exmy` copies their bytes too, for zarr-python
-with the package exmy. Decoded are also the few codec chains that zarr-python misreads.
+with the package exmy. Arrays with the few codec chains that zarr-python misreads are decoded too.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tstore.errors import InvalidArgument
 
 __all__ = ["chunk_name", "consolidate", "export_zarr", "plain_nodes", "unlisted_elsewhere", "unreadable_elsewhere"]
 
-_ROUND_BYTES = 32 << 20  # of decoded chunks in memory, unless one chunk is longer
-_ROUND_CHUNKS = 1 << 14  # whose references are in memory
-_NAMES = ChunkNames("c", "/")  # even if the array's metadata name other keys
+_ROUND_BYTES = 32 << 20  # decoded chunks in memory, unless one chunk is longer
+_ROUND_CHUNKS = 1 << 14  # references in memory at once
+_NAMES = ChunkNames("c", "/")  # regardless of the chunk names in the array's metadata
 
 
 async def export_zarr(
@@ -87,7 +87,7 @@ async def export_zarr(
                 done += array.nbytes
                 if progress is not None:
                     progress(done, total)
-            await run(os.sync)  # one call, in place of one for each of many files
+            await run(os.sync)  # one call instead of one per file
         left_out = values_beside(snapshot, subtree)
     return ExportReport(snapshot.version, len(arrays), total, files, left_out + skipped, unlisted=unlisted)
 
@@ -133,7 +133,7 @@ def unlisted_elsewhere(arrays: Mapping[str, Array]) -> list[str]:
 
 
 def consolidate(nodes: Mapping[str, dict[str, Any]], groups: Iterable[str], unlisted: Collection[str]) -> None:
-    """Add to the metadata of groups those of all nodes below, as what they list; apart are those of `unlisted`."""
+    """Add consolidated metadata of all nodes below, except those in `unlisted`, to the metadata of groups."""
     plain = {path: fields if fields["node_type"] == "array" else {**fields} for path, fields in nodes.items()}
     apart = set(unlisted)
     parts: dict[str, dict[str, Any]] = {group: {"metadata": {}, "unlisted": {}} for group in groups}
@@ -202,7 +202,7 @@ async def _copy(snapshot: Snapshot, path: str, meta: ArrayMeta, folder: str) -> 
 
 
 def _link(snapshot: Snapshot, row: ChunkRow, name: str) -> bool:
-    """Make a hard link to a pack that is exactly one chunk; return whether it is, and that was possible."""
+    """Make a hard link to a pack that is exactly one chunk; return False if that is impossible."""
     source = snapshot.pack_path(row.pack) if isinstance(row.pack, str) and not row.offset else None
     if source is None:
         return False

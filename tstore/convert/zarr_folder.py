@@ -32,9 +32,9 @@ from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, Unsupporte
 __all__ = ["ZarrArray", "ZarrNode", "left_out", "read_array", "read_nodes"]
 
 _MAX_METADATA = 64 << 20  # bytes, of consolidated metadata too
-_MAX_DEPTH = 64  # groups in groups
-_FEW_CHUNKS = 16  # of an array, which are looked up one by one
-_MAX_LOOKED_UP = 1 << 24  # chunks on a server without listings, with a request for each
+_MAX_DEPTH = 64  # levels of groups
+_FEW_CHUNKS = 16  # the chunks of a smaller array are looked up one by one
+_MAX_LOOKED_UP = 1 << 24  # chunks to look up, one request each, on a server without listings
 
 
 class ZarrNode(NamedTuple):
@@ -90,7 +90,7 @@ class ZarrArray:
     def listed_chunks(self) -> Sequence[int]:
         """Return the numbers of all chunks that may exist, ascending. Blocking.
 
-        A listing takes less time than a look at every chunk of a large grid, most of which may not exist.
+        Listing is faster than looking up every chunk of a large grid, most of which may not exist.
         """
         meta = self.meta
         every = range(meta.chunk_count)
@@ -222,10 +222,10 @@ async def read_nodes(folder: Folder) -> list[ZarrNode]:
 
 
 def left_out(folder: Folder, nodes: Sequence[ZarrNode], arrays: Mapping[str, ZarrArray]) -> list[str]:
-    """Return what is neither metadata of these nodes nor a chunk of the arrays, by path: files and whole folders.
+    """Return the files and whole folders that are neither metadata of these nodes nor chunks of the arrays.
 
-    Chunks outside of the grid of an array count as one. A server that can't list its files hides what it has
-    beside the nodes, so nothing is returned for it.
+    Chunks outside the grid of an array count as one. For a server that can't list its files, nothing is
+    returned.
     """
     known = {above for node in nodes for above in (node.path, *parents(node.path))}
     metadata = {f"{node.path}/{file}".lstrip("/") for node in nodes for file in node.files}
@@ -263,7 +263,7 @@ def _walk(folder: Folder) -> Iterator[ZarrNode]:
     yield root
     if root.is_array:
         return
-    if folder.is_http:  # which has no listings, or only pages for people
+    if folder.is_http:  # no listings, or only HTML pages
         yield from _consolidated(folder, root)
     else:
         yield from _below(folder, "", 0)

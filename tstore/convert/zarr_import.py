@@ -1,4 +1,4 @@
-"""Import of plain Zarr folders: the groups and arrays of one, in one commit, with the bytes of their chunks.
+"""Import a plain Zarr folder: its groups and arrays, in one commit, with the bytes of their chunks unchanged.
 
 Every chunk is decoded before its bytes are stored, so a damaged chunk fails the import and never gets a checksum.
 An array whose chunks all exist becomes dense; one that lacks chunks, or has none yet, becomes sparse, since a
@@ -30,7 +30,7 @@ from tstore.core.transactions.staging import Staging
 
 __all__ = ["import_zarr"]
 
-_ROUND_BYTES = 64 << 20  # of encoded chunks in memory, unless one chunk is longer
+_ROUND_BYTES = 64 << 20  # encoded chunks in memory, unless one chunk is longer
 _ROUND_CHUNKS = 4096
 
 
@@ -93,7 +93,7 @@ async def _copy(staging: Staging, path: str, array: ZarrArray) -> None:
             if data is None:
                 return
             with array.decoded(at, data):
-                pass  # a check
+                pass  # only check the chunk
             loaded[number] = data, block_checks(memoryview(data))
 
         await each(load, batch, array.workers)

@@ -1,6 +1,6 @@
 """The metadata of Zarr v2 arrays as that of Zarr v3: the same chunks, byte for byte; pure, no I/O.
 
-Both formats encode a chunk with a chain of codecs, which only their metadata names differently. So each v2 array
+Both formats encode a chunk with a chain of codecs; only the names in the metadata differ. So each v2 array
 whose dtype v3 has is also a v3 array with other names: order F is the codec `transpose`, the byte order of the
 dtype is a setting of `bytes`, and filters and compressors are codecs of numcodecs, or of Zarr.
 """
@@ -22,8 +22,8 @@ __all__ = ["v3_array"]
 
 _DIMENSIONS = "_ARRAY_DIMENSIONS"  # the attribute in which xarray stores dimension names
 _ARRAY_FILTERS = frozenset(("delta", "fixedscaleoffset", "quantize", "bitround", "astype", "packbits"))
-_ARRAY_COMPRESSORS = frozenset(("pcodec", "zfpy"))  # from numbers to bytes; in v3 they take the place of `bytes`
-_VARIABLE = {"vlen-utf8": "string", "vlen-bytes": "variable_length_bytes"}  # which take the place of `bytes`
+_ARRAY_COMPRESSORS = frozenset(("pcodec", "zfpy"))  # from numbers to bytes; in v3 they replace `bytes`
+_VARIABLE = {"vlen-utf8": "string", "vlen-bytes": "variable_length_bytes"}  # these replace `bytes`
 _SHUFFLES = {0: "noshuffle", 1: "shuffle", 2: "bitshuffle"}
 
 
@@ -79,14 +79,14 @@ def _dtype(name: Any, filters: Any) -> np.dtype[Any]:
     try:
         dtype: np.dtype[Any] = np.dtype(name)
     except TypeError:
-        return dtype_named(name)  # bfloat16 and others of ml_dtypes, by the names that TensorStore gives them
+        return dtype_named(name)  # bfloat16 and other ml_dtypes, by TensorStore's names
     if dtype.names is not None and any(dtype[field].byteorder == ">" for field in dtype.names):
         raise UnsupportedFormat(f"dtype {name!r:.100} is not supported: fields must be little-endian")
     return dtype
 
 
 def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a fill value as a v3 `zarr.json` has it."""
+    """Return a fill value in the form of a v3 `zarr.json`."""
     if value is None and dtype.kind in "mM":
         return fill_to_json(np.array("NaT", dtype)[()], dtype)  # as zarr-python reads it
     if value is None or (dtype.kind in "USVTO" and value in (0, "")):

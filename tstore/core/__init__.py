@@ -1,8 +1,8 @@
-"""The transactional store: what a commit, a snapshot and an array are, and everything below them.
+"""The transactional store: commits, snapshots and arrays, and everything that they are built on.
 
 Each of these imports only from those before it:
 
-1. `hints`: what to use in place of names of other libraries. `runtime/`: threads, event loops, the memory budget.
+1. `hints`: what to use instead of names of other libraries. `runtime/`: threads, event loops, the memory budget.
 2. `format/`: bytes to objects and back, without I/O; FORMAT.md describes every byte. `storage/`: bytes by key.
 3. `data/`: values into packs, and back. `log/`: the commit protocol.
 4. `array`: a chunked array and its views. `calls`: calls that can be chained. `snapshot`: a version to read.

@@ -59,7 +59,7 @@ class ArraySource(Protocol):
     async def append_array(
         self, path: str, meta: ArrayMeta, axis: int, values: npt.NDArray[Any]
     ) -> tuple[ArrayMeta, Appended]:
-        """Stage values behind the end of an axis; return the changed metadata and the handle of the values."""
+        """Stage values past the end of an axis; return the changed metadata and the handle of the values."""
 
 
 class Appended:
@@ -125,8 +125,8 @@ class Array:
     def chunks(self) -> tuple[int, ...]:
         """The shape of one chunk, from which `dask.array.from_array` chooses its own.
 
-        In a view, it is the part of a chunk that it selects: `array[::2]` has chunks of half the length. On a new
-        axis, and on one of points that index several axes, it is the length of the axis.
+        In a view, it is the selected part of a chunk: `array[::2]` has chunks of half the length. On a new
+        axis, and on an axis of points that index several axes, it is the length of the axis.
         """
         chunks = []
         for axis, length in enumerate(self.shape):
@@ -330,11 +330,11 @@ class Array:
         await self._source.write_array(self.path, self._meta, view.selection(), view.arranged(broadcast))
 
     async def append(self, values: npt.ArrayLike, axis: int = 0, casting: Casting = "same_kind") -> Appended:
-        """Stage values behind the end of an axis; the caller may change them once this returns.
+        """Stage values past the end of an axis; the caller may change them once this returns.
 
         Their region is allotted by the commit: if others have appended since, it begins where theirs ends, so
         any number of transactions append at once without a conflict. The appends of one transaction to an array
-        follow each other in the order of the calls. Until the commit, this transaction sees the values behind the
+        are stored in the order of the calls. Until the commit, this transaction sees the values past the
         end of the array that its base has; after it, `Appended.region` of the result tells where they are.
 
         Appends conflict with a resize, and with those along another axis. In a transaction that also writes to the
@@ -390,7 +390,7 @@ class _Read:
         view = array._view
         self.array = array
         self.out = out
-        self.memory = np.asarray(out)  # a subclass may index in another way
+        self.memory = np.asarray(out)  # a subclass may index differently
         self.source = array._source
         self.path = array.path
         self.meta = array._meta
@@ -426,7 +426,7 @@ def read_of(array: Array, out: npt.NDArray[Any] | None = None) -> _Read:
 
 
 class ArrayParts(NamedTuple):
-    """What an array, or a view of one, is made of; `meta` is that of the whole array."""
+    """The internals of an array or view; `meta` is the metadata of the whole array."""
 
     source: ArraySource
     path: str

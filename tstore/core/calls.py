@@ -1,4 +1,4 @@
-"""Calls of which the result is awaited, or used at once: `await store.snapshot().array("w")[0:10].read()`."""
+"""Calls whose result can be awaited or chained: `await store.snapshot().array("w")[0:10].read()`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Call(Coroutine[Any, Any, T_co]):
-    """A coroutine to which subclasses add methods of its result, each of which returns a coroutine too."""
+    """A coroutine with the methods of its result, added by subclasses; each method returns a coroutine too."""
 
     def __init__(self, work: Coroutine[Any, Any, T_co]) -> None:
         self._work = work
@@ -26,20 +26,20 @@ class Call(Coroutine[Any, Any, T_co]):
         return self._work.__await__()
 
     def send(self, value: Any, /) -> Any:
-        """Do what `send` of a coroutine does."""
+        """See `Coroutine.send`."""
         return self._work.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Do what `throw` of a coroutine does."""
+        """See `Coroutine.throw`."""
         return self._work.throw(*error)
 
     def close(self) -> None:
-        """Do what `close` of a coroutine does."""
+        """See `Coroutine.close`."""
         self._work.close()
 
 
 class ArrayCall(Call[Array]):
-    """An array that is awaited, or read or written at once: `await snapshot.array("w")[0:10].read()`."""
+    """An array to await, or to read or write in a chained call: `await snapshot.array("w")[0:10].read()`."""
 
     def __getitem__(self, index: Index) -> ArrayCall:
         """Return the view that NumPy's indexing selects, to be awaited, read or written."""

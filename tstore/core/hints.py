@@ -1,4 +1,4 @@
-"""What to use in place of names of other libraries, for the errors about names that do not exist."""
+"""Hints for errors about missing names: the counterparts of names in other libraries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def no_such_name(module: str, name: str) -> AttributeError:
 
 
 def hinting(call: F) -> F:
-    """Return a function whose error for an argument of another library names its own."""
+    """Return a function that suggests its own argument in the error for an argument of another library."""
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

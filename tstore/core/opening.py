@@ -1,4 +1,4 @@
-"""`tstore.open`: a store by its URL, or a plain Zarr array by a spec of TensorStore."""
+"""`tstore.open`: open a store by URL, or a plain Zarr array by a TensorStore spec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tstore.errors import InvalidArgument
 
 __all__ = ["open"]
 
-_SPECS = "tstore.convert.tensorstore_spec:open_spec"  # by name: the store knows no converter until it needs one
+_SPECS = "tstore.convert.tensorstore_spec:open_spec"  # by name, so that converters are imported only when needed
 _PIPELINE = re.compile(r"(\w+://[^|]*)\|(zarr[23]?):")
 
 

@@ -1,4 +1,4 @@
-"""Stores, snapshots and arrays in other processes: pickles open the same store there.
+"""Pickling of stores, snapshots and arrays: a pickle opens the same store in another process.
 
 1. The pickle of a `Store` has its URL, storage options and cache; that of a `Snapshot` also the version and the
    checksum of its record; that of an `Array` of a snapshot also the path and the view. None has values.
@@ -43,7 +43,7 @@ def raises_when_used(kind: type[_T]) -> Callable[[Callable[_P, _T]], Callable[_P
         def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             try:
                 return unpickle(*args, **kwargs)
-            except Exception as error:  # whatever it is, it must not end the process that unpickles
+            except Exception as error:  # no error may end the process that unpickles
                 return _unusable(kind, error)
 
         return wrapper
@@ -53,7 +53,7 @@ def raises_when_used(kind: type[_T]) -> Callable[[Callable[_P, _T]], Callable[_P
 
 def _unusable(kind: type[_T], error: Exception) -> _T:
     class Unusable(kind):  # type: ignore[misc, valid-type]
-        """An object that could not be opened where it was unpickled."""
+        """An object that could not be opened when it was unpickled."""
 
         def __init__(self) -> None:
             """Do nothing: the constructor of the type would use the object."""
@@ -85,7 +85,7 @@ _snapshots: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
 
 def _reduce_store(store: Store) -> tuple[Any, ...]:
     address = _address(store.log.reader)
-    if store.marker is None:  # whoever unpickles it needs its uuid
+    if store.marker is None:  # unpickling needs the uuid
         BACKGROUND.run(store.log.ensure_created())
     return _store, (address, store.uuid, "r" if store.mode == "r" else "r+")
 

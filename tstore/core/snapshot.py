@@ -67,7 +67,7 @@ class Snapshot:
 
     @property
     def tags(self) -> dict[str, int]:
-        """All tags as of this version, of the head as of when it was opened, with the version that each names."""
+        """All tags with the versions that they name, as of this version (for the head, as of opening it)."""
         return dict(self.tree.tags)
 
     def paths(self) -> list[str]:
@@ -201,10 +201,10 @@ class Snapshot:
     ) -> list[npt.NDArray[Any]]:
         """Return the values of arrays of this snapshot, or of views of them, as `Array.read` does, in their order.
 
-        All are read in one call, so neighbours in a pack are read together, whichever array they are of. They are
-        read into new arrays, or into those of `out`, one for each view, as for `Array.read`; these must not share
-        memory. If that fails, a note of the error has the paths of those that have only some of their new values.
-        Raise `InvalidArgument` for an array of another snapshot, and what `Array.read` raises.
+        All are read in one call, so adjacent chunks of a pack are read together, even of different arrays. They
+        are read into new arrays, or into those of `out`, one for each view, as for `Array.read`; these must not
+        share memory. If that fails, a note on the error lists the arrays that are partly filled. Raise
+        `InvalidArgument` for an array of another snapshot, and what `Array.read` raises.
         """
         reads = []
         views = list(views)
@@ -338,7 +338,7 @@ class Snapshot:
 
 
 class SnapshotCall(Call[Snapshot]):
-    """A snapshot that is awaited, or of which an array is taken at once: `await store.snapshot().array("w")`."""
+    """A snapshot to await, or to get an array from in a chained call: `await store.snapshot().array("w")`."""
 
     def array(self, path: str) -> ArrayCall:
         """Return the array at a path, as `Snapshot.array` does."""

@@ -42,7 +42,7 @@ def step_tag(step: int) -> str:
 
 
 def step_tags(tags: Iterable[str], step: int) -> list[str]:
-    """Return the tag of a step, and those among the tags that begin with it, as `quantize` names copies."""
+    """Return the tag of a step, and the tags that begin with it, as `quantize` names copies."""
     tag = step_tag(step)
     return [tag, *(name for name in tags if name.startswith(f"{tag}/"))]
 

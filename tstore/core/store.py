@@ -31,7 +31,7 @@ from tstore.core.transactions.tag_edits import TagEdits
 from tstore.core.transactions.transaction import Transaction
 from tstore.errors import Denied, InvalidArgument, Misuse, NotAStore, NotFound, TStoreError
 
-if TYPE_CHECKING:  # what few programs use is imported when it is used
+if TYPE_CHECKING:  # rarely used modules are imported on first use
     from tstore.core.log.history import Commit
     from tstore.core.maintenance.diff import Diff
     from tstore.core.maintenance.gc import CollectReport
@@ -44,7 +44,7 @@ __all__ = ["Mode", "Moment", "Store", "close_after", "open", "opened"]
 Mode = Literal["r", "r+", "a", "x"]
 """How to open a store: "r" reads, "r+" reads and writes, "a" also creates a missing store, "x" only creates."""
 
-Moment = int | str | datetime.datetime  # of a version: its number, a tag, or the time of its commit
+Moment = int | str | datetime.datetime  # identifies a version: its number, a tag, or the time of its commit
 
 
 async def open(
@@ -54,7 +54,7 @@ async def open(
     storage_options: Mapping[str, Any] | None = None,
     cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Store:
-    """Do what `tstore.open` does for a URL, a path or a `Storage`."""
+    """Open a store at a URL or path, or on a `Storage`: see `tstore.open`."""
     if not isinstance(mode, str) or mode not in get_args(Mode):
         raise InvalidArgument(
             f"mode={quote(mode)}: expected 'r' (read), 'r+' (read and write), 'a' (read and write, create if "
@@ -222,9 +222,9 @@ class Store:
         return transaction
 
     def snapshot(self, at: Moment | None = None) -> SnapshotCall:
-        """Return the state at a version, a tag or a time; by default the head, the newest version that is no copy.
+        """Return the snapshot at a version, tag or time; by default the head, the newest version except copies.
 
-        A time names the head of that time. Raise `NotFound` if there is no such version or tag, or nothing was
+        A time selects the head at that time. Raise `NotFound` if there is no such version or tag, or nothing was
         committed by that time, and its subclass `SnapshotExpired` if garbage collection removed the version.
         """
         return SnapshotCall(self._snapshot(at))

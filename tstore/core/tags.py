@@ -47,7 +47,7 @@ async def set_tag(store: Store, tag: str, at: int | str | None = None) -> Tagged
 
 
 async def move_tag(store: Store, tag: str, at: int | str | None = None) -> Tagged:
-    """Do what `set_tag` does, but move a tag that is in use."""
+    """Set a tag as `set_tag` does, but move it if it is in use."""
     version = await _version_to_tag(store, tag, at)
     return await _commit_tag(store.transaction(f"tag {tag}", move_tag=tag), version)
 

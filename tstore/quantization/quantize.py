@@ -1,9 +1,9 @@
 """Quantized copies of checkpoints: the float arrays of a version in eXmY formats, as a commit beside the source.
 
-1. A rule for an array's path determines its codecs or its target. The other arrays have the common target, by
-   default a budget of 8 bits per value. For a target, a study of values estimates the size and the error in every
-   format: each array then gets the smallest format that reaches an SQNR, or all get the formats of least total
-   error within a budget (`plan`).
+1. A rule for an array's path determines its codecs or its target. The other arrays share one target, by default a
+   budget of 8 bits per value. A study of the values estimates the size and the error in every format. Then each
+   array gets the smallest format that reaches the target SQNR, or all arrays get the formats with the least total
+   error within the budget (`plan`).
 2. The arrays are encoded, measured and written (`encoding`): by this process, or by the workers of an executor
    (`work`).
 3. Sizes of entropy-coded arrays are estimates. If what was stored exceeds a budget, the estimates are corrected,
@@ -58,8 +58,9 @@ _ATTEMPTS = 8
 _SHARES = (0.998, 0.9995, 0.998, 0.99, 0.99, 0.95, 0.85)
 """The shares of a budget that estimated sizes may fill, by attempt.
 
-The first estimates are from samples, the others are corrected by stored sizes. The last attempts are for arrays
-whose sizes jump: those of integers, for example, may be the same over a third of an octave of steps.
+The first estimates are from samples; later ones are corrected by stored sizes. The last attempts are for arrays
+whose size is a step function: arrays of integer values, for example, may have the same size for step sizes that
+differ by up to 26 %.
 """
 
 
@@ -100,33 +101,31 @@ async def quantize(
         a target for the arrays of the rule alone. Without `formats`, `min_sqnr` and `bits`, the arrays that can be
         encoded get 8 bits per value.
     min_sqnr
-        Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
-        10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y; with importance of rows or columns
-        (`sensitivity`), these squares are weighted.
+        Each array without a rule gets the fewest bits that reach this SQNR in dB: 10·log10(Σx² / Σ(x−y)²), where x
+        are the values and y the decoded values. If rows or columns have an importance (`sensitivity`), it weights
+        the squares.
     bits, error
-        The arrays without a rule get the formats with the least total error that keep the stored bits per value,
-        averaged over all arrays of the checkpoint, at `bits` or below, not counting the header of 8 to 19 bytes
-        of each chunk of packed codes. `error`, by default "relative", is described in `Bits`.
+        The arrays without a rule get the formats with the least total error whose stored size, averaged over all
+        arrays of the checkpoint, is at most `bits` per value. The header of a chunk of packed codes, 8 to 19
+        bytes, does not count. `error`, by default "relative", is described in `Bits`.
     coding
-        How the formats chosen for a target are stored. "entropy": one step for all values of an array, and codes
-        compressed by zstd; the least error at a given size, any average number of bits (an array of up to 4096
-        values may be packed, with one offset, where that takes fewer bytes). "packed": codes in the
-        width of their format, with an offset per block, of which a part of a chunk can be read, and which
-        `restore(packed=True)` returns. By default "packed" if `axis`, `block` or `scale` is passed, otherwise
-        "entropy".
+        How the formats chosen for a target are stored. "entropy": one step size per array, and codes compressed by
+        zstd; this has the least error at a given size, and reaches any average number of bits (an array of up to
+        4096 values may be packed, with one offset, if that takes fewer bytes). "packed": codes in the width of
+        their format, with an offset per block; parts of a chunk can be read, and `restore(packed=True)` returns
+        the codes. By default "packed" if `axis`, `block` or `scale` is passed, otherwise "entropy".
     sensitivity
-        How much the relative error of each array matters to `bits`: weights by path (1 for the others), or a
+        How much `bits` weights the relative error of each array: weights by path (1 for the others), or a
         function. A weight of shape (columns,) or (rows, 1) is the importance of each column or row, such as the
-        mean square of a layer's inputs (the imatrix of llama.cpp): it weighs errors in the choice of steps,
-        offsets and scales, also in a format that a rule names, and the report has the SQNR of weighted squares
-        beside the unweighted errors. A function takes the arrays by path, as a dict, and returns the loss of the
-        model; it is called once for each array, with noise of 10 % in that array, whose weight is the growth of
-        the loss.
+        mean square of a layer's inputs (the imatrix of llama.cpp). It weights the errors when steps, offsets and
+        scales are chosen, even in a format that a rule names, and the report has the weighted SQNR beside the
+        unweighted errors. A function takes a dict of the arrays by path, and returns the loss of the model. It is
+        called once per array, with 10 % noise added to that array; the increase of the loss is its weight.
     at
         A version or tag; by default the newest step, or without steps the head. If garbage collection removes that
         version meanwhile, the newest one by then is quantized.
     subtree
-        Only what is at or below this path, such as "model" of a training step, is in the copy, at the same paths.
+        Copy only this path and what is below it, such as "model" in a training step; paths stay the same.
     tag
         The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
         the formats, such as "step/100/8bits".
@@ -139,9 +138,9 @@ async def quantize(
         An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
         store by its URL.
     memory
-        The bytes of values (by default 256 MB) that this process or each worker may keep in memory, so that they
-        are not read again; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4 cores,
-        and 400 MiB on 16 or more.
+        The size in bytes of the cache of values in this process, or in each worker (by default 256 MB), which
+        saves reading them again; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4
+        cores, and 400 MiB on 16 or more.
     progress
         Called with the number of bytes of values processed so far, and with the total.
 
@@ -232,7 +231,7 @@ class _Job(NamedTuple):
                 raise AlreadyExists(
                     f"{store.url}: the tag {name!r} already names version {existing}; pass another one as tag=…"
                 )
-        # a default tag moves from a copy of what this version has replaced
+        # a default tag moves from a copy of a version that this one replaced
         move = None if existing is None else name
         async with store.transaction(message, name if move is None else None, move_tag=move) as tx:
             staging = tx.staging
@@ -279,7 +278,7 @@ class _Job(NamedTuple):
     async def _importance(
         self, source: Snapshot, arrays: Mapping[str, SourceArray], plan: Plan
     ) -> dict[str, Importance]:
-        """Return the importance of arrays that the caller passed or whose loss is measured."""
+        """Return the importance of arrays, as passed by the caller or measured by the loss."""
         if self.sensitivity is None:
             return {}
         weights: Mapping[str, Any] = self.sensitivity if isinstance(self.sensitivity, Mapping) else {}
@@ -296,7 +295,7 @@ class _Job(NamedTuple):
 
 
 def _part(source: Snapshot, subtree: str) -> Snapshot:
-    """Return a snapshot without what is neither at, below nor above a path."""
+    """Return a snapshot with only a path, the groups above it, and what is below it."""
     paths = source.tree.nodes if subtree else ()
     return without_nodes(
         source, [path for path in paths if not is_at_or_below(path, subtree) and not is_at_or_below(subtree, path)]
@@ -304,7 +303,7 @@ def _part(source: Snapshot, subtree: str) -> Snapshot:
 
 
 def _if_smaller(encoded: EncodedArray, min_sqnr: float, array: SourceArray) -> EncodedArray:
-    """Return the array unchanged if it has a target for its SQNR, and its estimated size was too small."""
+    """Return the encoded array, or the original one if encoding for a target SQNR did not make it smaller."""
     is_exempt = encoded.document is None or min_sqnr == -math.inf
     if is_exempt or sum(row.length for row in encoded.rows) < array.encoded_bytes:
         return encoded

@@ -160,8 +160,8 @@ class Array:
     def chunks(self) -> tuple[int, ...]:
         """The shape of one chunk, from which `dask.array.from_array` chooses its own.
 
-        In a view, it is the part of a chunk that it selects: `array[::2]` has chunks of half the length. On a new
-        axis, and on one of points that index several axes, it is the length of the axis."""
+        In a view, it is the selected part of a chunk: `array[::2]` has chunks of half the length. On a new
+        axis, and on an axis of points that index several axes, it is the length of the axis."""
 
     @property
     def chunksize(self) -> tuple[int, ...]:
@@ -225,11 +225,11 @@ class Array:
         `Misuse` for an array of a snapshot or of a transaction that has ended."""
 
     def append(self, values: npt.ArrayLike, axis: int = 0, casting: Casting = "same_kind") -> Appended:
-        """Stage values behind the end of an axis; the caller may change them once this returns.
+        """Stage values past the end of an axis; the caller may change them once this returns.
 
         Their region is allotted by the commit: if others have appended since, it begins where theirs ends, so
         any number of transactions append at once without a conflict. The appends of one transaction to an array
-        follow each other in the order of the calls. Until the commit, this transaction sees the values behind the
+        are stored in the order of the calls. Until the commit, this transaction sees the values past the
         end of the array that its base has; after it, `Appended.region` of the result tells where they are.
 
         Appends conflict with a resize, and with those along another axis. In a transaction that also writes to the
@@ -398,7 +398,7 @@ class Checkpointer:
         overwrite: bool = False,
         priority: Literal["normal", "low"] | None = None,
     ) -> BackgroundSave:
-        """Begin to save a tree as a step, as `save_async` does with these options, even if no policy asks for it.
+        """Start saving a tree as a step, as `save_async` does with these options, even if no policy asks for it.
 
         Raise what `save_async` raises, `InvalidArgument` for a step before the newest one (call `rollback` first),
         and `Misuse` after `close`. Raise the error of an earlier save once this one has begun, which goes on."""
@@ -504,7 +504,7 @@ class Snapshot:
 
     @property
     def tags(self) -> dict[str, int]:
-        """All tags as of this version, of the head as of when it was opened, with the version that each names."""
+        """All tags with the versions that they name, as of this version (for the head, as of opening it)."""
 
     def paths(self) -> list[str]:
         """Return the paths of all arrays, sorted."""
@@ -537,10 +537,10 @@ class Snapshot:
     ) -> list[npt.NDArray[Any]]:
         """Return the values of arrays of this snapshot, or of views of them, as `Array.read` does, in their order.
 
-        All are read in one call, so neighbours in a pack are read together, whichever array they are of. They are
-        read into new arrays, or into those of `out`, one for each view, as for `Array.read`; these must not share
-        memory. If that fails, a note of the error has the paths of those that have only some of their new values.
-        Raise `InvalidArgument` for an array of another snapshot, and what `Array.read` raises."""
+        All are read in one call, so adjacent chunks of a pack are read together, even of different arrays. They
+        are read into new arrays, or into those of `out`, one for each view, as for `Array.read`; these must not
+        share memory. If that fails, a note on the error lists the arrays that are partly filled. Raise
+        `InvalidArgument` for an array of another snapshot, and what `Array.read` raises."""
 
 class Store:
     """Everything under one URL. Readers never block; writers can conflict only when they commit."""
@@ -602,9 +602,9 @@ class Store:
         `Misuse` if this host already has the same transaction open in this `Store`."""
 
     def snapshot(self, at: Moment | None = None) -> Snapshot:
-        """Return the state at a version, a tag or a time; by default the head, the newest version that is no copy.
+        """Return the snapshot at a version, tag or time; by default the head, the newest version except copies.
 
-        A time names the head of that time. Raise `NotFound` if there is no such version or tag, or nothing was
+        A time selects the head at that time. Raise `NotFound` if there is no such version or tag, or nothing was
         committed by that time, and its subclass `SnapshotExpired` if garbage collection removed the version."""
 
     def tags(self) -> dict[str, int]:
@@ -997,33 +997,31 @@ def quantize(
         a target for the arrays of the rule alone. Without `formats`, `min_sqnr` and `bits`, the arrays that can be
         encoded get 8 bits per value.
     min_sqnr
-        Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
-        10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y; with importance of rows or columns
-        (`sensitivity`), these squares are weighted.
+        Each array without a rule gets the fewest bits that reach this SQNR in dB: 10·log10(Σx² / Σ(x−y)²), where x
+        are the values and y the decoded values. If rows or columns have an importance (`sensitivity`), it weights
+        the squares.
     bits, error
-        The arrays without a rule get the formats with the least total error that keep the stored bits per value,
-        averaged over all arrays of the checkpoint, at `bits` or below, not counting the header of 8 to 19 bytes
-        of each chunk of packed codes. `error`, by default "relative", is described in `Bits`.
+        The arrays without a rule get the formats with the least total error whose stored size, averaged over all
+        arrays of the checkpoint, is at most `bits` per value. The header of a chunk of packed codes, 8 to 19
+        bytes, does not count. `error`, by default "relative", is described in `Bits`.
     coding
-        How the formats chosen for a target are stored. "entropy": one step for all values of an array, and codes
-        compressed by zstd; the least error at a given size, any average number of bits (an array of up to 4096
-        values may be packed, with one offset, where that takes fewer bytes). "packed": codes in the
-        width of their format, with an offset per block, of which a part of a chunk can be read, and which
-        `restore(packed=True)` returns. By default "packed" if `axis`, `block` or `scale` is passed, otherwise
-        "entropy".
+        How the formats chosen for a target are stored. "entropy": one step size per array, and codes compressed by
+        zstd; this has the least error at a given size, and reaches any average number of bits (an array of up to
+        4096 values may be packed, with one offset, if that takes fewer bytes). "packed": codes in the width of
+        their format, with an offset per block; parts of a chunk can be read, and `restore(packed=True)` returns
+        the codes. By default "packed" if `axis`, `block` or `scale` is passed, otherwise "entropy".
     sensitivity
-        How much the relative error of each array matters to `bits`: weights by path (1 for the others), or a
+        How much `bits` weights the relative error of each array: weights by path (1 for the others), or a
         function. A weight of shape (columns,) or (rows, 1) is the importance of each column or row, such as the
-        mean square of a layer's inputs (the imatrix of llama.cpp): it weighs errors in the choice of steps,
-        offsets and scales, also in a format that a rule names, and the report has the SQNR of weighted squares
-        beside the unweighted errors. A function takes the arrays by path, as a dict, and returns the loss of the
-        model; it is called once for each array, with noise of 10 % in that array, whose weight is the growth of
-        the loss.
+        mean square of a layer's inputs (the imatrix of llama.cpp). It weights the errors when steps, offsets and
+        scales are chosen, even in a format that a rule names, and the report has the weighted SQNR beside the
+        unweighted errors. A function takes a dict of the arrays by path, and returns the loss of the model. It is
+        called once per array, with 10 % noise added to that array; the increase of the loss is its weight.
     at
         A version or tag; by default the newest step, or without steps the head. If garbage collection removes that
         version meanwhile, the newest one by then is quantized.
     subtree
-        Only what is at or below this path, such as "model" of a training step, is in the copy, at the same paths.
+        Copy only this path and what is below it, such as "model" in a training step; paths stay the same.
     tag
         The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
         the formats, such as "step/100/8bits".
@@ -1036,9 +1034,9 @@ def quantize(
         An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
         store by its URL.
     memory
-        The bytes of values (by default 256 MB) that this process or each worker may keep in memory, so that they
-        are not read again; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4 cores,
-        and 400 MiB on 16 or more.
+        The size in bytes of the cache of values in this process, or in each worker (by default 256 MB), which
+        saves reading them again; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4
+        cores, and 400 MiB on 16 or more.
     progress
         Called with the number of bytes of values processed so far, and with the total.
 
@@ -1091,20 +1089,19 @@ def restore(
         must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without a
         target, dataclasses and namedtuples become dicts.
     into
-        A target whose NumPy arrays, of any strides and in memory of any kind, are filled and returned; `Shards`
+        A target whose NumPy arrays are filled and returned, whatever their strides and memory; `Shards`
         have an array for each part. Nothing is changed unless the checkpoint fits, all arrays are writable, and
-        none share memory. If a read fails later, a note of the error has the paths of the arrays with only some
-        of their new values.
+        none share memory. If a read fails later, a note on the error lists the arrays that are partly filled.
     only
         A pattern such as "params/**", or a list of patterns: only arrays and Python scalars with a matching path
         are restored. The target's other leaves are returned unchanged.
     rename
-        New paths by pattern of stored paths; the first match applies. A wildcard in a new path stands for what the
-        same wildcard matched: {"net/**": "model/**"}, or {"**": "model/**"} for all. The other arguments refer to
-        the new paths. Without a target, the result consists of nested dicts.
+        New paths, keyed by patterns of stored paths; the first match applies. A wildcard in a new path stands for
+        what the same wildcard matched: {"net/**": "model/**"}, or {"**": "model/**"} for all. The other arguments
+        refer to the new paths. Without a target, the result consists of nested dicts.
     dtype
-        The dtype in which to restore float arrays, "target" for that of the target, or dtypes by path pattern. By
-        default nothing is cast.
+        The dtype of restored float arrays: one dtype, "target" for the dtypes of the target, or a mapping from
+        path patterns. By default nothing is cast.
     missing
         With "keep", leaves of the target that the checkpoint lacks are returned unchanged; by default they are a
         mismatch.
@@ -1121,9 +1118,9 @@ def restore(
         the `Mapped`, so that no changed bit goes unnoticed, and nothing is read that is not used; with "never",
         only by `Mapped.verified`.
     per_host
-        What to restore for a saved `PerHost`. "same": that of the host with the same number; this needs the same
-        number of hosts. "keep": the target's own if the number differs. "all": a list of the values of all hosts,
-        on any number of hosts.
+        What to restore for a saved `PerHost`. "same": the value of the host with the same number; the number of
+        hosts must be the same. "keep": as "same", but the target's value if the number of hosts differs. "all": a
+        list of the values of all hosts, on any number of hosts.
     host, hosts
         The number of this host, and the number of hosts, for `per_host`.
 
@@ -1253,8 +1250,8 @@ def save_async(
         needs no more memory than `save`. With "reference" nothing is copied: do not change the arrays before the
         commit.
     in_flight
-        A host has at most one save to a URL under way. With "queue" the next save waits for that one before it
-        copies its values; with "refuse" it raises `Misuse`.
+        A host runs at most one save to a URL at a time. With "queue" the next save waits for the current one
+        before it copies its values; with "refuse" it raises `Misuse`.
 
     Raises
     ------

@@ -236,7 +236,7 @@ class _Copy:
             await self._destination.create_marker()
         if self._target_version is None or self._commits:
             await self._target.replace(HINT, str(newest).encode())
-        with contextlib.suppress(Denied):  # as at a server, without the scope admin
+        with contextlib.suppress(Denied):  # a server requires the scope admin
             log = self._destination.reader()
             await archive_records(log, newest, await listed_records(log))
         return CopyReport(newest, self._commits, self._destination.objects, self._destination.bytes, self._present)
@@ -302,7 +302,7 @@ class _Copy:
         self._destination.bytes += sum(sizes[key] for key in created)
 
     async def _label(self, pack: str, offset: int) -> str:
-        """Return where the bytes at an offset of a pack of the source belong: the version, array and chunk."""
+        """Return the version, array and chunk to which the bytes at an offset of a source pack belong."""
         return f"{self._source.url}: {await chunk_label(self._log, self._inventory, pack, offset)}"
 
     async def _copy_manifests(self, partial_keys: set[str] | None) -> None:
@@ -354,7 +354,7 @@ class _Copy:
         first = target_version - target_version % ROOT_EVERY
         versions: Sequence[int]
         if self._records.newest > base:
-            # all that a single version needs, but not the root of another record
+            # a single version needs no root of another record
             versions = [number for number in root_chain(last) if number not in self._records.overrides]
         elif target_version > base:
             return  # the destination's own garbage collections may have deleted roots
@@ -368,7 +368,7 @@ class _Copy:
                 await self._destination.create_root(version, data)
 
     async def _lacks_root(self, version: int) -> bool:
-        """Return whether the destination lacks a root that the source has, as after a killed copy."""
+        """Return whether the destination lacks a root that the source has, for example after a killed copy."""
         storages = [self._target, self._source]
         target, source = await together(lambda storage: storage.size(root_key(version)), storages)
         return target is None and source is not None

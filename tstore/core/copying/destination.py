@@ -45,7 +45,7 @@ class Destination:
 
     @property
     def log_id(self) -> bytes:
-        """What the records of both stores name as the id of their log."""
+        """The log id in the records of both stores."""
         return self._marker.log_id
 
     def reader(self) -> LogReader:
@@ -99,9 +99,9 @@ class Destination:
         return await self._count_created(self.storage.create(key, data, Durability.FSYNC), data)
 
     async def create_root(self, version: int, data: bytes) -> None:
-        """Create the root of a version, unless a server refuses it, which can derive it itself if it is needed.
+        """Create the root of a version; a server may refuse it, and derive the root itself when it needs one.
 
-        Raise `Denied` if it can't, since only this root has the changes of a lost record.
+        Raise `Denied` if the server can't, because only this root has the changes of a lost record.
         """
         try:
             await self.create(root_key(version), data)
@@ -162,7 +162,7 @@ class Destination:
 
     @contextlib.contextmanager
     def advice(self, key: str, mode: PutMode) -> Iterator[None]:
-        """Raise `Denied`, with what to do, if the storage refuses to replace a damaged object in this block."""
+        """Raise `Denied`, with advice, if the storage refuses to replace a damaged object in this block."""
         try:
             yield
         except (Denied, InvalidArgument) as error:

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _STEP = 2 << 20  # bytes of a pack whose blocks are in memory at once
-_READ_AHEAD = 128 << 10  # blocks taken out of segments together: each of these may have some in every step
+_READ_AHEAD = 128 << 10  # blocks read from segments together, since every segment may have some in each step
 
 Column = npt.NDArray[np.uint64]
 
@@ -85,13 +85,13 @@ class _Blocks(NamedTuple):
         return int((self.starts + self.sizes).max(initial=0))
 
     def within(self, start: int, stop: int) -> _Blocks:
-        """Return the blocks, sorted ones, that begin from `start` up to `stop`."""
+        """Return the sorted blocks that begin in `start:stop`."""
         first, last = np.searchsorted(self.starts, np.array([start, stop], np.uint64)).tolist()
         return _Blocks(self.starts[first:last], self.sizes[first:last], self.checks[first:last])
 
 
 class _Extent(NamedTuple):
-    """A segment that refers to blocks of a pack, and where the first of these begins and the last ends."""
+    """A segment that refers to blocks of a pack, and the extent of these blocks in the pack."""
 
     segment: Segment
     source: SegmentSource
@@ -99,7 +99,7 @@ class _Extent(NamedTuple):
     end: int
 
     def blocks(self, pack: str, start: int, stop: int) -> _Blocks:
-        """Return all blocks that begin from `start` up to `stop`, and perhaps others; reads the segment."""
+        """Return all blocks that begin in `start:stop`, and perhaps others; reads the segment."""
         [rows] = self.source.load((self.segment,))
         near = (rows.offset < np.uint64(stop)) & (rows.offset + rows.length >= np.uint64(start))
         return _Blocks.of(rows.take(np.flatnonzero(near & (rows.pack == rows.packs.index(pack)))))
@@ -111,8 +111,8 @@ class PackBlocks:
     def __init__(self, pack: str) -> None:
         self._pack = pack
         self._parts: list[_Blocks] = [_Blocks.of(ChunkTable.concat([]))]
-        self._rows = 0  # in all parts
-        self._distinct = 0  # rows after the last removal of duplicates
+        self._rows = 0  # total rows of all parts
+        self._distinct = 0  # rows left by the last deduplication
         self._extents: list[_Extent] = []
 
     def add(self, table: ChunkTable) -> None:
@@ -152,7 +152,7 @@ class PackCheck:
         self._pack = pack
         self._blocks = blocks
         self._extents = sorted(extents, key=lambda extent: extent.start)
-        self._ahead, self._ahead_stop = blocks.within(0, 0), 0  # the next blocks of the extents
+        self._ahead, self._ahead_stop = blocks.within(0, 0), 0  # blocks read ahead from the extents
         self.position = 0
         self._unfinished: list[tuple[int, int, bytes, xxhash.xxh3_128]] = []  # blocks that began in earlier pieces
 
@@ -164,7 +164,7 @@ class PackCheck:
         return None
 
     def _within(self, start: int, stop: int) -> _Blocks:
-        """Return the distinct blocks that begin from `start` up to `stop`, sorted; reads segments."""
+        """Return the distinct blocks that begin in `start:stop`, sorted; reads segments."""
         if not self._extents:
             return self._blocks.within(start, stop)
         if stop > self._ahead_stop:
@@ -172,7 +172,7 @@ class PackCheck:
         return _Blocks.distinct([self._blocks.within(start, stop), self._ahead.within(start, stop)])
 
     def _read_ahead(self, start: int, stop: int) -> None:
-        """Take the next `_READ_AHEAD` blocks, but at least those that begin up to `stop`, out of the segments."""
+        """Read the next `_READ_AHEAD` blocks, but at least those that begin before `stop`, from the segments."""
         end, parts, count, kept = 1 << 63, [self._ahead.within(0, 0)], 0, _READ_AHEAD
         for extent in self._extents:
             if extent.end < start or extent.start >= end:
@@ -247,7 +247,7 @@ class Inventory(NamedTuple):
         self.add(tree.manifest())
 
     def add_base(self, tree: Tree) -> None:
-        """Add the manifest that a tree continues, which no record names if the one that wrote it was lost."""
+        """Add the manifest that a tree builds on; no record names it if the record that wrote it was lost."""
         if (base := tree.nodes.base) is not None:
             self.manifests[base.key] = base
 
@@ -287,7 +287,7 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
     """Return the inventory of all living versions up to `base`; raise the errors of `check_named`."""
     inventory = Inventory(base, (), {}, {}, set())
     versions = []
-    previous_expired = False  # if so, its chunks were not added, but a later version may refer to them
+    previous_expired = False  # its chunks were not added, but a later version may refer to them
     resumes = 0  # the version that has the changes of a lost record
 
     async def read_version(version: int) -> tuple[Record, list[Manifest]]:
@@ -309,7 +309,7 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
             inventory.manifests.update(written)
             for manifest in manifests:
                 await run(inventory.add, manifest)
-            if record.source:  # a copy has no chunks but those that it lists
+            if record.source:  # a copy has only the chunks that it lists
                 continue
             if previous_expired and not record.replaces:
                 tree = await log.tree(version)

@@ -4,8 +4,8 @@ A few packs are copied concurrently. Each is read in pieces, a few ahead of the 
 after the checksums of the blocks that end in it have been verified. A pack with a damaged block does not appear at
 the destination. The pieces of all packs share a fixed number of buffers.
 
-Packs are created exclusively. Only a damaged pack of the destination is replaced, atomically, by bytes that have
-all been checked. It is not deleted first: a DELETE that got no response may be repeated after the replacement.
+Packs are created exclusively. Only a damaged pack at the destination is replaced, atomically, by verified bytes.
+It is not deleted first, because a DELETE without a response may be retried after the replacement.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["DamagedPack", "PackTransfer", "is_intact"]
 
 _PIECE = 8 << 20  # bytes
 _MAX_BUFFERS = 12
-_MAX_AHEAD = 3  # pieces of one pack that are read ahead of its writer
+_MAX_AHEAD = 3  # pieces of one pack read ahead of its writer
 _MAX_PACKS = 8  # packs copied concurrently
 
 Bytes = npt.NDArray[np.uint8]
@@ -133,7 +133,7 @@ class PackTransfer:
         self._created.append(key)
 
     async def _read(self, reader: PackReader, start: int, size: int) -> Bytes:
-        """Read a piece into a buffer, which the caller has acquired; release the buffer if the read fails."""
+        """Read a piece into a buffer that the caller has acquired; release the buffer if the read fails."""
         buffer = self._buffers.pop() if self._buffers else np.empty(_PIECE, np.uint8)
         try:
             await run(reader.read_into, start, [buffer[:size]], size)

@@ -1,6 +1,6 @@
-"""The data path: values into packs, and back out of them.
+"""The data path: write values to packs, and read them back.
 
-The objects that describe a chunk on its way from `save` to disk and back:
+The objects that represent a chunk on its way from `save` to disk and back:
 
     save      writer            array --> ChunkBox, Stack --> EncodedRun --> ChunkRow (one for each chunk written)
     commit    format            ChunkRow --> ChunkTable (columns) --> manifest

@@ -1,7 +1,7 @@
-"""The chunks of write jobs in batches, and the encoded bytes of a batch; pure, no I/O.
+"""Group the chunks of write jobs into batches, and encode a batch; pure, no I/O.
 
 Values that are not staged are copied into scratch memory before they are encoded and hashed. One call copies and
-hashes all chunks of a batch that are stored as they are.
+hashes all unencoded chunks of a batch.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = [
     "encoded_chunks",
 ]
 
-_BATCH_CHUNKS = 512  # at most in a batch
+_BATCH_CHUNKS = 512  # maximum chunks in a batch
 
 
 class ChunkBox(NamedTuple):
-    """Neighbouring chunks of a job, the first at the coordinates `first`.
+    """A box of adjacent chunks of a job; the first has the coordinates `first`.
 
-    A copy of their values needs `scratch_size` bytes of scratch memory.
+    Copying their values needs `scratch_size` bytes of scratch memory.
     """
 
     job: WriteJob
@@ -61,7 +61,7 @@ class ChunkBox(NamedTuple):
         return self.job.meta
 
     def sources(self, offset: int) -> list[Source]:
-        """Return what to gather: the values, if their chunks are stored as they are."""
+        """Return the sources to gather: the values, if their chunks are stored unencoded."""
         return [Source(self.values, self.meta, offset)] if self.meta.chain.identity else []
 
     def gathered(self, data: memoryview, checks: bytes) -> EncodedRun:
@@ -70,7 +70,7 @@ class ChunkBox(NamedTuple):
 
 
 class Stack:
-    """Chunks of arrays that share their metadata, stored as they are, each no longer than a block.
+    """Unencoded chunks of arrays that share their metadata, each no longer than a block.
 
     A checkpoint has many small arrays. The chunks of a stack are gathered by one call and written as one run.
     """
@@ -104,7 +104,7 @@ class Stack:
         return aligned_offset(len(self.numbers) * self.meta.encoded_size)
 
     def sources(self, offset: int) -> list[Source]:
-        """Return what to gather: the chunks."""
+        """Return the sources to gather: the chunks."""
         return [Source(self.values, self.meta, offset)]
 
     def gathered(self, data: memoryview, checks: bytes) -> EncodedRun:
@@ -113,7 +113,7 @@ class Stack:
 
 
 class StagedRun:
-    """Staged chunks of equal length that follow each other in memory; they are written from there."""
+    """Staged chunks of equal length, contiguous in memory; they are written from there."""
 
     __slots__ = ("_memory", "_start", "_stop", "jobs", "meta", "numbers")
     scratch_size = 0
@@ -126,11 +126,11 @@ class StagedRun:
         self._start = self._stop = start
 
     def continues(self, meta: ArrayMeta, memory: npt.NDArray[np.uint8], start: int) -> bool:
-        """Return whether chunks at `start` of the memory belong to this run."""
+        """Return whether chunks at offset `start` of the memory continue this run."""
         return meta.encoded_size == self.meta.encoded_size and memory is self._memory and start == self._stop
 
     def add(self, job: WriteJob, numbers: Sequence[int]) -> None:
-        """Add the next chunks in memory, which have these numbers."""
+        """Add the next chunks in memory, with these numbers."""
         self.jobs += [job] * len(numbers)
         self.numbers += numbers
         self._stop += len(numbers) * self.meta.encoded_size
@@ -166,7 +166,7 @@ class BatchSize(NamedTuple):
 
 
 BATCH = BatchSize(copied=2 << 20, encoded=1 << 20, staged=1 << 20)
-"""A batch that stays in a processor's caches on the way from the caller's memory to the pack."""
+"""The size of a batch that stays in the CPU's caches between the caller's memory and the pack."""
 
 
 class Batch:
@@ -177,8 +177,8 @@ class Batch:
     def __init__(self, limits: BatchSize) -> None:
         self.limits = limits
         self.boxes: list[ChunkBox | Stack | StagedRun] = []
-        self.size = 0  # of all values, in bytes
-        self._copied = 0  # of these bytes, those that are copied
+        self.size = 0  # bytes of all values
+        self._copied = 0  # bytes of the copied values
         self.chunk_count = 0
         self._stacks: dict[ArrayMeta, Stack] = {}
 
@@ -188,7 +188,7 @@ class Batch:
         return sum(box.meta.encoded_size * box.chunk_count for box in self.boxes)
 
     def fits(self, meta: ArrayMeta, size: int, chunk_count: int) -> bool:
-        """Return whether chunks to copy of this total size and number still fit; an empty batch takes any."""
+        """Return whether `size` more bytes in this many chunks fit; an empty batch accepts any."""
         if not self.chunk_count:
             return True
         limit = self.limits.scratch_limit(meta)
@@ -212,7 +212,7 @@ class Batch:
         self._copied += meta.encoded_size
 
     def add_staged(self, job: WriteJob, staged: StagedChunks, begin: int) -> int:
-        """Add the staged chunks from `begin` on that fit, at least one to an empty batch; return their number."""
+        """Add the staged chunks from `begin` that fit, at least one to an empty batch; return their number."""
         size = job.meta.encoded_size
         room = self.limits.staged - (self.size - self._copied)
         fit = min(room // size, _BATCH_CHUNKS - self.chunk_count)
@@ -281,7 +281,7 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values, batch_size: i
 
 
 def _scratch_size(meta: ArrayMeta, values: Values, chunk_count: int) -> int:
-    """Return the bytes that a copy of the values needs, or if these have variable length, at least as chunks."""
+    """Return the bytes that a copy of the values needs; for variable-length values, a lower bound."""
     variable = is_variable(meta.dtype)
     return aligned_offset(bytes_in(values) if variable else chunk_count * meta.chunk_size * meta.dtype.itemsize)
 
@@ -314,7 +314,7 @@ def _encoded_runs(box: ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> 
     meta, encoded = box.job.meta, []
     size = meta.chain.out_size
     for i, number in enumerate(box_numbers(box)):
-        chunk = chunks[i, ...]  # an array even if it is 0-d, where iteration would yield a scalar
+        chunk = chunks[i, ...]  # an array even if 0-d; iteration would yield a scalar
         try:
             data = meta.chain.encode(chunk, out[i * size : (i + 1) * size])
         except InvalidArgument as error:
@@ -330,10 +330,10 @@ def _encoded_runs(box: ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> 
 
 
 def _moved(data: memoryview, chunk: Values) -> memoryview:
-    """Move encoded bytes into the memory of their chunk, which is no longer needed, if they fit; return them.
+    """Move encoded bytes into the memory of their chunk, no longer needed, if they fit; return them.
 
     So the encoder's buffer is freed before the next chunk is encoded, and malloc reuses it. If the buffers of
-    several chunks were freed together, malloc would return them to the system, and getting new pages takes a third
+    several chunks were freed together, malloc would return them to the system, and mapping new pages takes a third
     of the time of zstd.
     """
     if data.nbytes > min(chunk.nbytes, BLOCK) or is_variable(chunk.dtype):

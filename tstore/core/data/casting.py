@@ -1,7 +1,7 @@
-"""Values that a caller passes, as arrays that NumPy's rules allow to be cast to the dtype of an array; no I/O.
+"""Convert values that a caller passes to arrays that can be cast to an array's dtype by NumPy's rules; no I/O.
 
 PyTorch is imported only when a tensor is passed, so files of tensors are read without it. NumPy lacks bfloat16 and
-the 8-bit floats: such tensors are viewed as integers of the same width, and these as the type of ml_dtypes.
+the 8-bit floats: such tensors are viewed as integers of the same width, and then as the type of ml_dtypes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def as_castable(path: str, values: npt.ArrayLike, dtype: np.dtype[Any], casting:
 
 
 def _values_of_tensor(path: str, tensor: Any) -> npt.NDArray[Any]:
-    """Return the values of a PyTorch tensor; raise `InvalidArgument`, naming the path, if NumPy lacks them."""
+    """Return the values of a PyTorch tensor; raise `InvalidArgument`, with the path, if NumPy can't hold them."""
     try:
         return tensor_values(tensor, dtype_named(str(tensor.dtype).removeprefix("torch.")))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -120,13 +120,13 @@ def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) ->
     if casting == "unsafe" and array.dtype != dtype:
         if array.dtype.kind not in "biufcV" and array.dtype.kind != dtype.kind:
             return None
-        return array.astype(dtype)  # not where chunks are encoded: errors and warnings are the caller's
+        return array.astype(dtype)  # here, not in the encoder: the caller gets errors and warnings
     if dtype.kind in "USV" and array.dtype != dtype and not is_ml_dtype(dtype):
         return as_records(values, dtype)
     if array.dtype == dtype:
         return array
     if casting == "same_kind" and is_integer(dtype) and not np.can_cast(array.dtype, dtype, "safe"):
-        # NumPy would let integers wrap around that do not fit; ml_dtypes has this rule allow floats too
+        # NumPy would let integers that do not fit wrap around, and ml_dtypes applies this rule to floats too
         untyped = _is_untyped(values) or is_ml_dtype(dtype)
         if not (
             is_integer(array.dtype) and _fit(array, dtype) and (untyped or can_cast(array.dtype, dtype, casting))
@@ -152,7 +152,7 @@ def _fit(integers: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
 
 
 def _is_untyped(values: npt.ArrayLike) -> bool:
-    """Return whether these are Python's numbers, or sequences of them."""
+    """Return whether these are Python numbers, or sequences of them."""
     return not hasattr(values, "dtype")
 
 

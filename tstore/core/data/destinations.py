@@ -1,4 +1,4 @@
-"""The caller's memory as the destination of reads: whether arrays share it, and what a failed read leaves."""
+"""Reads into the caller's arrays: whether these share memory, and which a failed read leaves partly filled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tstore.errors import InvalidArgument, bullet_list
 
 __all__ = ["check_distinct", "note_partly_read", "partly_read"]
 
-_MAX_WORK = 10_000  # candidates among which NumPy looks for an element that two arrays share
+_MAX_WORK = 10_000  # candidates that NumPy tries when it searches for an element shared by two arrays
 
 
 def check_distinct(arrays: Iterable[tuple[str, npt.NDArray[Any]]]) -> None:
@@ -47,9 +47,9 @@ def partly_read(
     ended: Collection[Sequence[Piece]],
     remaining: Iterable[Sequence[Piece]],
 ) -> set[str]:
-    """Return the paths of the arrays of which a failed read has stored some values, and not all.
+    """Return the paths of the arrays that a failed read has partly filled.
 
-    Of the batches of pieces that had `begun`, some had `ended`; the `remaining` ones had not begun.
+    `begun` and `ended` are the batches of pieces that had begun and ended; the `remaining` ones had not begun.
     """
     done = set(map(id, ended))
     failed = [batch for batch in begun if id(batch) not in done]

@@ -18,7 +18,7 @@ from tstore.errors import Corrupt
 __all__ = ["Deliver", "read_encoded", "read_part"]
 
 Deliver = Callable[[ChunkRow, npt.NDArray[np.uint8]], None]
-"""Takes the reference to a chunk and its verified bytes, which are valid during the call, in a worker thread."""
+"""Called in a worker thread with the reference to a chunk and its verified bytes, valid during the call."""
 
 
 async def read_encoded(storage: Storage, path: str, rows: Iterable[ChunkRow], deliver: Deliver) -> None:
@@ -43,7 +43,7 @@ async def read_encoded(storage: Storage, path: str, rows: Iterable[ChunkRow], de
 def read_part(storage: Storage, path: str, row: ChunkRow, start: int, stop: int) -> npt.NDArray[np.uint8]:
     """Return the bytes of a chunk from `start` up to `stop`, which lie inside it; raise `Corrupt`. Blocking.
 
-    The blocks that have these bytes are read and verified.
+    Only the blocks that contain these bytes are read and verified.
     """
     if start == stop:
         return np.empty(0, np.uint8)

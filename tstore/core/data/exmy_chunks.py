@@ -118,7 +118,7 @@ async def read_packed(storage: Storage, requests: Sequence[PackedRegion]) -> lis
 
 
 def _runs_of_rows(numbers: Sequence[int], count: int) -> Iterator[range]:
-    """Yield the runs of consecutive chunk numbers; each is in one row of a grid with `count` chunks a row."""
+    """Yield runs of consecutive chunk numbers, split at the rows of a grid with `count` chunks per row."""
     for _, row in itertools.groupby(enumerate(numbers), lambda item: (item[1] - item[0], item[1] // count)):
         members = [number for _, number in row]
         yield range(members[0], members[-1] + 1)

@@ -1,7 +1,7 @@
 """The codes of a region of an array as one `exmy.Quantized`, joined from those of its chunks; pure, no I/O.
 
-Each chunk has its own exponent offsets or scales. A region has one for all values if its chunks share one, and
-otherwise one per row or per block if these can represent all of theirs. Codes are moved, but never changed.
+Each chunk has its own exponent offsets or scales. A region has a single one if all its chunks share it, and
+otherwise one per row or per block if these can represent those of the chunks. Codes are moved, never changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Region = tuple[slice, ...]
 
 
 class Unrepresentable(Exception):
-    """No offsets or scales of a region can represent those of its chunks; the text says why."""
+    """Raised if no offsets or scales of a region can represent those of its chunks; the text says why."""
 
 
 def join_chunks(meta: ArrayMeta, region: Region, parts: Sequence[exmy.Quantized]) -> exmy.Quantized:
@@ -110,7 +110,7 @@ def _overlaps(meta: ArrayMeta, region: Region) -> Iterator[tuple[Region, Region]
 
 
 def _in_groups(region: Region, groups: exmy.Groups) -> Region:
-    """Return which groups cover a region of values, as an index of an array with one element per group."""
+    """Return the groups that cover a region of values, as an index into an array with one element per group."""
     axis = groups.axis
     assert axis is not None
     side, block = region[axis], groups.block
@@ -119,7 +119,7 @@ def _in_groups(region: Region, groups: exmy.Groups) -> Region:
 
 
 def _per_group(values: npt.NDArray[Any], of: exmy.Groups, groups: exmy.Groups) -> npt.NDArray[Any]:
-    """Return a chunk's offsets or scales, one for each of its groups, as one for each smaller group."""
+    """Expand a chunk's offsets or scales from its groups to smaller groups."""
     axis = groups.axis
     assert axis is not None
     if of.axis is None:
@@ -136,7 +136,7 @@ def _joined_codes(
     """Return the packed codes of a region, by concatenating those of its chunks if that gives the same bytes."""
     shape = [side.stop - side.start for side in region]
     divided = [k for k, side in enumerate(covering_chunks(region, meta.chunks)) if len(side) > 1]
-    # whether each chunk is one run of the region's elements in C order
+    # whether each chunk is a contiguous run of the region's elements in C order
     contiguous = not divided or all(c == 1 for c in meta.chunks[: divided[-1]])
     if (
         parts

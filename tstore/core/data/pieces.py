@@ -1,6 +1,6 @@
-"""Pieces: byte ranges of packs to be read, each of which verifies its bytes and delivers their values.
+"""Pieces: byte ranges of packs to read, which verify their bytes and deliver the values.
 
-1. `divide` splits a selection into boxes of many small chunks that follow each other in a pack (the writer puts
+1. `divide` splits a selection into boxes of many small chunks that are contiguous in a pack (the writer puts
    the chunks of a box into its pack in C order), and a `Projection` for each chunk outside of these boxes.
 2. A `BoxPiece` is such a box: one read fetches all of its chunks, and one strided copy stores them in the result.
    A `ChunkPiece` is one chunk, or those of its blocks that have selected values.
@@ -148,7 +148,7 @@ class Piece(abc.ABC):
 
 
 class ChunkPiece(Piece):
-    """A chunk, or its blocks `first:last`, which begin `skipped` bytes into the chunk.
+    """A chunk, or its blocks `first:last`, which start at byte `skipped` of the chunk.
 
     `projection` is None if the chunk is the whole array and its bytes are the result.
     """
@@ -162,7 +162,7 @@ class ChunkPiece(Piece):
         skipped = first * BLOCK
         size = (row.length if last is None else min(last * BLOCK, row.length)) - skipped
         checks = row.checks if last is None else row.checks[first * CHECK_SIZE : last * CHECK_SIZE]
-        # not by the base class, since a long array is read in many pieces
+        # not in the base class: a long array is read in many pieces
         self.job, self.pack, self.offset, self.size, self.checks = (
             job,
             row.pack,
@@ -177,7 +177,7 @@ class ChunkPiece(Piece):
 
     @staticmethod
     def from_projection(job: ReadJob, row: ChunkRow, projection: Projection | None) -> ChunkPiece:
-        """Return the piece whose blocks contain the selected values; raise `Corrupt` for an impossible length."""
+        """Return a piece of the blocks with the selected values; raise `Corrupt` for an impossible length."""
         piece, meta = ChunkPiece(job, row, projection), job.meta
         piece.check_length()
         if projection is None or projection.full or row.length <= BLOCK or not meta.chain.identity:
@@ -290,7 +290,7 @@ class ChunkPiece(Piece):
 
 
 class SharedPiece(Piece):
-    """The same bytes of a chunk, of which several jobs select values: they are verified, and decoded, once."""
+    """A chunk whose values several jobs select: its bytes are verified and decoded once."""
 
     __slots__ = ("_pieces",)
 
@@ -304,7 +304,7 @@ class SharedPiece(Piece):
         return [piece.job for piece in self._pieces]
 
     def add(self, piece: ChunkPiece) -> None:
-        """Add a piece of the same bytes."""
+        """Add a piece with the same bytes."""
         self._pieces.append(piece)
 
     @property
@@ -343,7 +343,7 @@ class SharedPiece(Piece):
 
 
 def with_shared_bytes(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return sorted pieces, with those of the same bytes of a chunk joined to one."""
+    """Join sorted pieces that have the same bytes of a chunk."""
     merged: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, ChunkPiece) and merged and _have_same_bytes(last := merged[-1], piece):

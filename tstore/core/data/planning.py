@@ -1,14 +1,14 @@
-"""The plan of a read: the byte ranges that it needs of each pack; looks chunks up, and reads none.
+"""The plan of a read: the byte ranges that it needs from each pack. Planning looks up chunks and reads none.
 
 1. Each job becomes pieces, one for each chunk, or for each part of a chunk or run of chunks (`_pieces`).
 2. The pieces of all jobs are sorted by pack and offset (`pieces_of`).
-3. Neighbours become batches, each of which is read with one call (`batches_of`).
+3. Adjacent pieces become batches, each read with one call (`batches_of`).
 
 `reader` reads by this plan; `read_plan` returns it.
 
-Small arrays that follow each other in a pack are read, verified and copied together. A checkpoint has many arrays
-of one short, unencoded chunk. An object for each chunk, and a call for each step, would take longer than the
-bytes. So their references are looked up in the columns of their manifest, and one piece stands for up to
+Small arrays that are contiguous in a pack are read, verified and copied together. A checkpoint has many arrays
+with one short, unencoded chunk. An object for each chunk, and a call for each step, would take longer than the
+I/O. So their references are looked up in the columns of their manifest, and one piece covers up to
 `_MAX_BYTES` of them.
 """
 
@@ -48,12 +48,12 @@ __all__ = [
     "small_arrays",
 ]
 
-_MAX_BYTES = 1 << 20  # of a piece, read, verified and copied while they are in the CPU's caches
-_MIN_JOBS = 16  # of one manifest, below which the columns do not pay
+_MAX_BYTES = 1 << 20  # maximum bytes of a piece, so that it stays in the CPU's caches
+_MIN_JOBS = 16  # jobs of one manifest that make a lookup in columns worthwhile
 
 
 class SmallArraysPiece(RunPiece):
-    """Arrays of equal metadata, each of one short unencoded chunk, that follow each other in a pack."""
+    """Arrays with equal metadata and one short unencoded chunk each, contiguous in a pack."""
 
     __slots__ = ("_jobs",)
 
@@ -85,7 +85,7 @@ def small_arrays(
     if len(jobs) < _MIN_JOBS:
         return [], jobs
     rest: list[ReadJob | StackJob] = []
-    small: dict[int, tuple[list[ReadJob], list[int], ChunkTable]] = {}  # by the columns of the references
+    small: dict[int, tuple[list[ReadJob], list[int], ChunkTable]] = {}  # keyed by the columns of the references
     for job in jobs:
         table = _reference(job)
         if table is None or isinstance(job, StackJob):
@@ -112,7 +112,7 @@ def _reference(job: ReadJob | StackJob) -> ChunkTable | None:
     if not isinstance(table, ChunkTable) or table.stop - table.start != 1 or meta.shape != meta.chunks:
         return None
     short = meta.chain.identity and meta.encoded_size <= BLOCK
-    read_whole = job.selection is whole(meta.shape)  # an equal selection that is another object goes the usual way
+    read_whole = job.selection is whole(meta.shape)  # an equal but distinct selection takes the general path
     return table if short and read_whole and can_decode_into(job.out, meta) else None
 
 
@@ -125,7 +125,7 @@ def _small_pieces(
     lengths = np.array([job.meta.encoded_size for job in jobs], np.uint64)
     length, number, pack, offset = table.length[rows], table.number[rows], table.pack[rows], table.offset[rows]
     order = np.lexsort((offset, pack))
-    wrong = (length != lengths) | (number != 0)  # reported by the usual way
+    wrong = (length != lengths) | (number != 0)  # left to the general path, which reports it
     rest += [jobs[at] for at in np.flatnonzero(wrong).tolist()]
     order = order[~wrong[order]]
     if not len(order):
@@ -145,12 +145,12 @@ def _small_pieces(
 
 AnyProjection = Projection | PointProjection
 
-_BATCH_PIECES = 512  # at most in a batch
-_LOOKUPS = 4096  # chunks that are looked up in segments at once
-_READ = 16 << 20  # bytes of an unencoded chunk that are read together if they can't be read into the result
-_DECODED = 16 << 20  # bytes of values that are decoded together to select a part of them
-_APART = 2 * BLOCK  # bytes between elements that are not read together
-_MAX_SHOWN = 5  # requests that are listed
+_BATCH_PIECES = 512  # maximum pieces in a batch
+_LOOKUPS = 4096  # chunks looked up in segments at once
+_READ = 16 << 20  # bytes of an unencoded chunk read at once if they can't be read into the result
+_DECODED = 16 << 20  # bytes of values decoded at once to select a part of them
+_APART = 2 * BLOCK  # bytes; elements farther apart are read separately
+_MAX_SHOWN = 5  # requests listed in a repr
 
 
 class ByteRange(NamedTuple):
@@ -162,10 +162,10 @@ class ByteRange(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """Which bytes a read requests from the storage.
+    """The bytes that a read requests from the storage.
 
     `requests` are ranges of packs, one call each. `bytes_read` is their total size, including small gaps between
-    neighbours. Chunks that are stored in the metadata need no request. `chunks` are the numbers of the stored
+    adjacent pieces. Chunks stored in the metadata need no request. `chunks` are the numbers of the stored
     chunks that contain selected values; `bytes_wanted` is the size of these values in memory.
     """
 
@@ -223,7 +223,7 @@ def pieces_of(jobs: Sequence[ReadJob | StackJob], url: str) -> list[Piece]:
 
 
 def parts_of(batch: Sequence[Piece], tuning: Tuning) -> Iterator[Piece] | None:
-    """Return the parts in which the only piece of a batch is read straight into the result, None for others."""
+    """Split the only piece of a batch into parts to read straight into the result; None if that is impossible."""
     if len(batch) > 1 or batch[0].destination() is None:
         return None
     return batch[0].split(tuning.piece)
@@ -297,7 +297,7 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Fill) -> Iterator[Piece]:
 def _chunk_pieces(job: ReadJob, row: ChunkRow, projection: Projection) -> Iterator[ChunkPiece]:
     """Yield the pieces of one chunk; raise `Corrupt` for an impossible length.
 
-    A part of a long chunk is read and, if it is in eXmY tiles, decoded piece by piece, without what lies between.
+    A part of a long chunk is read piece by piece, skipping the blocks (and eXmY tiles) between the pieces.
     """
     piece, chain = ChunkPiece.from_projection(job, row, projection), job.meta.chain
     if row.length <= BLOCK:
@@ -318,7 +318,7 @@ def _chunk_pieces(job: ReadJob, row: ChunkRow, projection: Projection) -> Iterat
 def _parts(job: ReadJob, projection: Projection, limit: int) -> Iterator[Projection]:
     """Divide the selected elements of a chunk into parts, each within about `limit` bytes of the decoded chunk.
 
-    Elements that are several blocks apart along an axis are in different parts: of float32 [4096, 1 << 20],
+    Elements that are several blocks apart along an axis are in different parts: for float32 [4096, 1 << 20],
     `[::1024, :9]` has four parts, and `[:100, 7]` one hundred.
     """
     counts = [len(range(s.start, s.stop, s.step)) for s in projection.inside]
@@ -376,9 +376,9 @@ def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> Not
 
 
 def batches_of(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
-    """Yield batches of pieces that overlap or are close together in one pack, of up to about `tuning.batch` bytes.
+    """Yield batches of up to about `tuning.batch` bytes: pieces that overlap or are close together in one pack.
 
-    The pieces are sorted. A piece whose bytes the batch covers already is added even if the batch has that size.
+    The pieces must be sorted. A piece whose bytes a batch already covers is added even to a full batch.
     """
     batch: list[Piece] = []
     begin = end = 0

@@ -1,4 +1,4 @@
-"""Pieces of chunks from which index arrays select elements."""
+"""Pieces of chunks for selections by index arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tstore.core.format.objects.chunk_rows import ChunkRow
 
 __all__ = ["PointPiece", "point_pieces"]
 
-_TILED = 1 << 16  # elements that are decoded together
+_TILED = 1 << 16  # elements decoded together
 _RUN_COST = 1 << 18  # the fixed cost of decoding a run of tiles, in elements of a chunk decoded whole
 
 
@@ -50,7 +50,7 @@ class PointPiece(ChunkPiece):
 
 
 def point_pieces(job: ReadJob, row: ChunkRow, points: PointProjection) -> Iterator[ChunkPiece]:
-    """Yield pieces with the blocks of a chunk in which points are; raise `Corrupt` for an impossible length.
+    """Yield pieces with the blocks of a chunk that contain points; raise `Corrupt` for an impossible length.
 
     Pieces of an eXmY-encoded chunk decode only the tiles with points if that takes at most half the time.
     """

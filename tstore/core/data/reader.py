@@ -1,12 +1,12 @@
-"""Reading from packs: bytes are verified and decoded to values.
+"""Read from packs: verify bytes and decode them to values.
 
-The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. Bytes that
+The pieces of all arrays of a call are sorted by pack and offset, and adjacent ones are read together. Bytes that
 several pieces need are read once, for example if regions of one array share a chunk. An unencoded chunk is read
 straight into the result where the chunk's part of the result is contiguous. Of a long unencoded chunk, only the
 blocks with selected values are read. Every block is verified while it is in the CPU's caches, before any value is
 decoded.
 
-A blocking read of local chunks is made in the calling thread (`read_local`), which others help if it is long.
+A blocking read of local chunks runs in the calling thread (`read_local`), and in worker threads too if it is long.
 
 The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
 with a few threads, a remote server with many requests.
@@ -14,9 +14,10 @@ with a few threads, a remote server with many requests.
 Small reads that begin in the same turn of an event loop, such as those of `asyncio.gather`, are shared:
 
 1. The first read of a turn runs by itself, so a read that is alone is not delayed. The others become one call, in
-   which neighbours in a pack are read together, and which crosses to threads once.
-2. If that call fails, each read is made again alone, and raises its own error.
-3. A cancelled read ends with the call, which writes its result until then; if all are cancelled, so is the call.
+   which adjacent pieces of a pack are read together, and which crosses to threads once.
+2. If that call fails, each read is retried alone, and raises its own error.
+3. A cancelled read waits for the call, which may still write to its result. If all reads are cancelled, so is the
+   call.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ __all__ = [
     "values_to_plan",
 ]
 
-_WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
-_MIN_ALIGNED = 64 << 10  # bytes of a result that begins at a page
+_WORKER_SHARE = 2 << 20  # bytes of pieces that make another worker worthwhile
+_MIN_ALIGNED = 64 << 10  # bytes; longer results are page-aligned
 
 
 def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
@@ -65,12 +66,12 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
         if size < _MIN_ALIGNED or is_variable(dtype):
             return np.empty(shape, dtype)
         return page_aligned(size).view(dtype).reshape(shape)
-    except (MemoryError, ValueError, OverflowError) as error:  # of sizes that no memory has
+    except (MemoryError, ValueError, OverflowError) as error:  # the size exceeds any memory
         raise InvalidArgument(f"{path} does not fit in memory ({error}); read a part of it") from error
 
 
 def values_to_plan(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
-    """Return an array to plan a read into, which may be larger than memory: it can't be written."""
+    """Return a read-only array, possibly larger than memory, as the destination of a read that is only planned."""
     size = math.prod(shape) * dtype.itemsize
     if size < _MIN_ALIGNED or is_variable(dtype):
         return new_values(path, shape, dtype)
@@ -87,8 +88,8 @@ async def read_chunks(
     """Fill the `out` of every job.
 
     Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt` for a damaged chunk or a missing pack, or
-    `InvalidArgument` if memory is short. If it fails, the paths of the arrays of which some values were stored,
-    and not all, are added to `unfinished`.
+    `InvalidArgument` if memory is short. If it fails, the paths of partly filled arrays are added to
+    `unfinished`.
     """
     listed = list(jobs)
     if any(job.source.reads_segments for job in listed):
@@ -129,7 +130,7 @@ def is_local(storage: Storage) -> bool:
 
 
 def read_local(storage: Storage, job: ReadJob, threads: int) -> None:
-    """Fill the `out` of a job in the calling thread and others, `threads` at most, if that pays off. Blocking.
+    """Fill the `out` of a job in the calling thread, with up to `threads` threads if that pays off. Blocking.
 
     Raise what `read_chunks` raises.
     """
@@ -152,7 +153,7 @@ def read_local(storage: Storage, job: ReadJob, threads: int) -> None:
 
 
 def _read_again_if_cached(storage: Storage, batch: list[Piece]) -> None:
-    """Read a batch, and once more if its bytes are damaged and may have come from a cache."""
+    """Read a batch; retry once if its bytes are damaged and may have come from a cache."""
     try:
         _read_batch(storage, batch)
     except MemoryError as error:
@@ -165,7 +166,7 @@ def _read_again_if_cached(storage: Storage, batch: list[Piece]) -> None:
 
 
 def _read_batch(storage: Storage, batch: list[Piece]) -> None:
-    """Read the pieces of a batch, with the gaps between them, in one call, and deliver them."""
+    """Read the pieces of a batch in one call, including the gaps between them, and deliver them."""
     first = batch[0]
     try:
         reader = pack_reader(storage, first.pack)
@@ -207,7 +208,7 @@ def _read_batch(storage: Storage, batch: list[Piece]) -> None:
 def _read_overlapping(
     reader: PackReader, batch: list[Piece], targets: list[Bytes | None], storage: Storage
 ) -> None:
-    """Read all bytes from the first piece to the last once, and deliver each piece from there."""
+    """Read all bytes from the first piece to the last once, and deliver each piece from that buffer."""
     begin, end = batch[0].offset, max(piece.offset + piece.size for piece in batch)
     with scratch(end - begin) as memory:
         read = memory[: end - begin]
@@ -284,11 +285,11 @@ class _RequiredPack:
             raise Corrupt(missing_message(self._pack, self._url)) from error
 
 
-_SMALL = 1 << 20  # bytes of values; a read of more does not wait for others
+_SMALL = 1 << 20  # bytes of values; larger reads are not shared
 
 
 class _Call:
-    """A call for several reads; `waiting` of them are not cancelled."""
+    """A call shared by several reads; `_waiting` counts those that are not cancelled."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -324,7 +325,7 @@ def _note_error(task: asyncio.Task[None]) -> None:
 
 
 class _Turn:
-    """Whether a read has begun in the current turn of a loop, and the call for the reads after it."""
+    """The current turn of an event loop: whether a read has begun, and the call shared by later reads."""
 
     def __init__(self) -> None:
         self.has_begun = False
@@ -352,5 +353,5 @@ class SharedReads:
                     return
             else:
                 turn.has_begun = True
-                asyncio.get_running_loop().call_soon(turn.end)  # before the tasks that are created from now on run
+                asyncio.get_running_loop().call_soon(turn.end)  # runs before tasks created from now on
         await read_chunks(self._storage, [job])

@@ -1,6 +1,6 @@
-"""Pieces of many short, unencoded chunks that follow each other in a pack; pure, no I/O.
+"""Pieces of many short, unencoded chunks that are contiguous in a pack; pure, no I/O.
 
-They are read with one call, and verified with one more. `divide` finds them in a selection.
+One call reads them, and another verifies them. `divide` finds them in a selection.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ __all__ = ["Fill", "RegionPiece", "RunPiece", "divide", "stacked_pieces"]
 
 Numbers = Sequence[int] | npt.NDArray[np.int64]
 Box = tuple[range, ...]
-"""Neighbouring chunks: a range of chunk coordinates per axis."""
+"""A box of chunks: a range of chunk coordinates per axis."""
 
-_MAX_BOX_BYTES = 4 << 20  # read, verified and copied while they are in the CPU's caches
+_MAX_BOX_BYTES = 4 << 20  # so that a box stays in the CPU's caches
 _MAX_BOX_CHUNKS = 512
 _MIN_BOX_CHUNKS = 4
-_MIN_SELECTED = 64  # chunks for which one search takes less time than one for each
-_MAX_SELECTED = 1 << 16  # chunks that are looked up together
+_MIN_SELECTED = 64  # chunks; at least as many are looked up with one search
+_MAX_SELECTED = 1 << 16  # chunks looked up together
 
 
 class RunPiece(Piece):
-    """A run of unencoded short chunks that follow each other in a pack.
+    """A run of short unencoded chunks that are contiguous in a pack.
 
-    If they also follow each other in the result, `target` is their part of the result, otherwise None.
+    If they are contiguous in the result too, `target` is their part of the result, otherwise None.
     """
 
     __slots__ = ("numbers", "target")
@@ -142,7 +142,7 @@ class RegionPiece(RunPiece):
 
 
 def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
-    """Yield the pieces of a stack; `references` has one row for each of its chunks."""
+    """Yield the pieces of a stack; `references` has one row per chunk."""
     ends = [*references.run_starts()[1:], len(references)]
     start = 0
     for end in ends:
@@ -161,8 +161,8 @@ Fill = Callable[[ReadJob, Any], None]
 def divide(job: ReadJob, fill: Fill) -> tuple[Iterable[RunPiece], Iterable[Projection | PointProjection]]:
     """Divide a job's selection into boxes and rows of short, unencoded chunks, and single chunks.
 
-    The chunks of a box, and those of a row, follow each other in a pack. Call `fill` for chunks of a sparse array
-    of which many neighbours were never written; others are not looked up.
+    The chunks of a box or row are contiguous in a pack. Call `fill` for regions of a sparse array with many chunks
+    that were never written; other chunks are not looked up.
     """
     meta, selection = job.meta, job.selection
     if isinstance(selection, PointSelection):
@@ -212,7 +212,7 @@ def divide(job: ReadJob, fill: Fill) -> tuple[Iterable[RunPiece], Iterable[Proje
 
 
 def _region_piece(job: ReadJob, row: ChunkRowProjection) -> RegionPiece | None:
-    """Return the piece of a row of chunks, None if these do not follow each other in a pack."""
+    """Return the piece of a row of chunks, None if they are not contiguous in a pack."""
     parts = (*row.others, row.last[0])
     number, count = chunk_number([part.chunk for part in parts], job.meta.counts), len(row.last)
     numbers = range(number, number + count)
@@ -225,7 +225,7 @@ def _region_piece(job: ReadJob, row: ChunkRowProjection) -> RegionPiece | None:
 
 
 def _stored_projections(job: ReadJob, selection: Selection, fill: Fill) -> Iterable[Projection]:
-    """Return the projections of a selection, of many chunks of a sparse array only those that were written."""
+    """Return the projections of a selection; for many chunks of a sparse array, only those of written chunks."""
     meta = job.meta
     axes = zip(selection.axes, meta.shape, meta.chunks, strict=True)
     per_axis = [axis_projections(r, n, c) for r, n, c in axes] if meta.sparse else []
@@ -235,9 +235,9 @@ def _stored_projections(job: ReadJob, selection: Selection, fill: Fill) -> Itera
 
 
 def _selected_projections(job: ReadJob, per_axis: list[list[AxisProjection]], fill: Fill) -> Iterator[Projection]:
-    """Yield the projections of the chunks that were written; if some were not, fill the result before.
+    """Yield the projections of the chunks that were written; first fill the result if some were not.
 
-    Chunks are looked up together, along the first axis in groups.
+    Chunks are looked up together, in groups along the first axis.
     """
     counts, is_filled = job.meta.counts, False
     coordinates = [np.array([part.chunk for part in parts], np.int64) for parts in per_axis]
@@ -283,7 +283,7 @@ def _split_box(
         return
     axis = next(axis for axis, side in enumerate(box) if len(side) > 1)
     side, chunk = box[axis], job.meta.chunks[axis]
-    half, layer = len(side) // 2, count // len(side)  # `layer` chunks have the same coordinate on the axis
+    half, layer = len(side) // 2, count // len(side)  # `layer`: chunks per coordinate on the axis
     before = (slice(None),) * axis
     for start, stop in ((0, half), (half, len(side))):
         part = (*box[:axis], side[start:stop], *box[axis + 1 :])

@@ -1,7 +1,7 @@
 """Pieces of eXmY-encoded chunks in which only some tiles have selected values.
 
-The header of a chunk is in its first blocks, and its tiles are in others. If there are blocks between, they are
-not read: then a chunk has two pieces, and the one delivered last decodes.
+The header of a chunk is in its first blocks, and its tiles are in later ones. Blocks in between are
+not read: then a chunk has two pieces, and the piece delivered last decodes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tstore.core.format.objects.chunk_rows import ChunkRow
 __all__ = ["TilePiece", "box_tile_pieces", "point_tile_pieces"]
 
 DecodeTiles = Callable[[Bytes, Bytes], None]
-"""Stores selected values in a result, given the bytes of a chunk's header and of the tiles with these values."""
+"""Stores selected values in a result, from the bytes of a chunk's header and of the tiles with these values."""
 
 
 class _Halves:
-    """The header and the tiles of a chunk that have been delivered, by threads that may differ."""
+    """The delivered halves of a chunk, header and tiles, possibly from different threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._delivered: dict[str, Bytes] = {}
 
     def swap(self, name: str, other: str, data: Bytes) -> Bytes | None:
-        """Return the half `other` if it was delivered; else keep a copy of this one, and return None."""
+        """Return the `other` half if it was delivered; else keep a copy of this half, and return None."""
         with self._lock:
             if other not in self._delivered:
                 self._delivered[name] = np.array(data)

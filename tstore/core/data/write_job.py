@@ -26,7 +26,7 @@ Values = npt.NDArray[Any]
 
 
 class StagedChunks(NamedTuple):
-    """Whole unencoded chunks with these numbers, whose bytes follow each other in `memory`, from `start` on.
+    """Whole unencoded chunks with these numbers, contiguous in `memory` from offset `start`.
 
     Nothing changes the bytes until they are written, so they are not copied again.
     """
@@ -42,7 +42,7 @@ class WriteJob(msgspec.Struct, eq=False, gc=False):
     Each of `regions` has the coordinates of its first chunk and its values, and ends at the edge of a chunk or of
     the array. Regions are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version:
     a chunk with equal bytes is reused. A job without regions may name another job in `same_as`: it then gets the
-    references of that job. `staged` are further chunks, which are already as they will be stored.
+    references of that job. `staged` are further chunks, already in their stored form.
 
     Unless `segments` is None, references to many chunks do not go to `rows`: they are collected in `tables`, and
     those of a long array are written as segments.
@@ -60,7 +60,7 @@ class WriteJob(msgspec.Struct, eq=False, gc=False):
 
     @property
     def has_values(self) -> bool:
-        """Whether there is anything to write: a host has none of the values of some arrays."""
+        """Whether there is anything to write: a host may have no values of an array."""
         return bool(self.regions or self.staged)
 
     def take_references(self) -> None:

@@ -1,8 +1,8 @@
-"""Writing to packs: values are copied, encoded, checksummed and compared with an earlier version.
+"""Write to packs: copy, encode and checksum values, and compare them with an earlier version.
 
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: values are
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
-caches. Short chunks are written in batches, each of which one call gathers and hashes (`batches`). A long
+caches. Short chunks are written in batches; one call gathers and hashes a batch (`batches`). A long
 unencoded chunk, with any strides, is copied, hashed and written block by block: a copy of the whole chunk would
 leave the caches. A save in the background takes the interpreter's
 lock less often: its batches are longer than the caches, and long chunks are among them. Staged chunks, which
@@ -87,7 +87,7 @@ def blocks_to_compare(
 ) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the blocks as `blocks_of` does, but without a copy where the values are contiguous.
 
-    They are for a comparison alone: the caller of a save may change its values before they could be written.
+    Use them only for a comparison: the caller of a save may change its values before they could be written.
     """
     if values.dtype != dtype or not values.flags.c_contiguous:
         yield from blocks_of(values, dtype, buffer)
@@ -97,7 +97,7 @@ def blocks_to_compare(
 
 
 def _copy_elements(values: Values, start: int, stop: int, out: Values) -> None:
-    """Copy the elements with the C-order numbers from `start` up to `stop`: whole rows, and parts of others."""
+    """Copy the elements `start:stop` in C order: whole rows, and parts of the first and last row."""
     if values.ndim < 2 or values.flags.c_contiguous:
         np.copyto(out, values.reshape(-1)[start:stop], casting="same_kind")
         return
@@ -116,13 +116,13 @@ def _copy_elements(values: Values, start: int, stop: int, out: Values) -> None:
 
 
 _ZEROS = bytes(PAGE)
-_WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
+_WORKER_SHARE = 2 << 20  # bytes that make another worker worthwhile
 _BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # time with the interpreter's lock held, per batch and per chunk
 # Each batch of a background save takes the interpreter's lock a few times. The buffers of its workers stay within
 # the half of the budget that threads retain; chunks that are encoded one by one gain nothing from longer batches.
 _BACKGROUND_BATCH = BatchSize(copied=min(32 << 20, BUDGET // WORKERS), encoded=8 << 20, staged=64 << 20)
 _BACKGROUND_UPLOAD = BatchSize(copied=8 << 20, encoded=8 << 20, staged=8 << 20)  # packs in memory are shorter
-_MIN_TABLES = 16  # that are collected before they are counted
+_MIN_TABLES = 16  # tables collected before they are counted
 INLINE_BYTES = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
 
@@ -138,7 +138,7 @@ class PackSet:
         self._ends: dict[str, int] = {}  # the length of each pack
         self._all: list[PackWriter] = []  # written since the last `flush`
         self._lock = threading.Lock()
-        self._prefix = ""  # of the keys of packs, chosen before the first is written
+        self._prefix = ""  # the prefix of pack keys, chosen before the first pack is written
         self._pack_count = 0
         self._inline_size = 0
         self.bytes_written = 0
@@ -148,7 +148,7 @@ class PackSet:
         """Write the chunks of all jobs, and fill in the references; they are durable only after `flush`."""
         limits = self._background_limits if has_low_priority() else BATCH
         rest = batches(jobs, limits)
-        # enough for all workers, and at least two, so that a single batch in `head` is the whole write
+        # enough for all workers, and at least two: then a single batch in `head` is the whole write
         shortest = min(limits.copied, limits.encoded)
         most = max(2, WORKERS * _WORKER_SHARE // shortest)
         head = deque(itertools.islice(rest, most))
@@ -322,7 +322,7 @@ class PackSet:
             if prior is not None and prior.length == size:
                 blocks = blocks_to_compare(box.values, box.meta.dtype, buffer)
                 before = joined_checks(prior.checks, CHECK_SIZE)
-                # stop at the first that differs
+                # stop at the first difference
                 if all(digest(block.data) == check for block, check in zip(blocks, before, strict=True)):
                     job.rows.append(prior)
                     with self._lock:

@@ -52,7 +52,7 @@ _DEFAULT_TIMEOUT = 300.0  # seconds
 _NAME_BYTES = 1024
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
 _MAX_STEP = 10**18 - 1
-_MAX_LEVELS = METADATA_LEVELS - 1  # below the outermost mapping
+_MAX_LEVELS = METADATA_LEVELS - 1  # nesting below the outermost mapping
 _TOO_DEEP = f"expected at most {_MAX_LEVELS} levels of nesting"
 _MAX_QUOTED = 60
 _MAX_KEYS_QUOTED = 8
@@ -226,7 +226,7 @@ def checked_metadata_values(metadata: Any) -> dict[str, Any]:
 
 
 class _Refusal(Exception):
-    """The reason why a value cannot be stored, and the keys that lead to it."""
+    """Raised for a value that cannot be stored, with the reason and the keys that lead to the value."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -234,7 +234,7 @@ class _Refusal(Exception):
         self.keys: list[Any] = []
 
     def below(self, key: Any) -> _Refusal:
-        """Prepend to `keys` the key of the refused value in the container around it; return the exception."""
+        """Prepend the key of the enclosing container to `keys`, and return the exception."""
         self.keys.insert(0, key)
         return self
 
@@ -297,7 +297,7 @@ def _key(key: Any) -> str:
 
 
 def _json_scalar(value: Any) -> Any:
-    """Return a number as a type that JSON has."""
+    """Return a number as a JSON type."""
     if isinstance(value, np.bool_):
         return bool(value)
     if not (isinstance(value, (int, float, np.generic)) or (isinstance(value, np.ndarray) and not value.ndim)):

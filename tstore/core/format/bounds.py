@@ -109,7 +109,7 @@ ALIVE_VALUES = 5  # values in the entry of a living version, without the values 
 MAX_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 
 HEAD_BYTES = 8
-"""How many of a record's first bytes show whether a garbage collection wrote it."""
+"""The length of a record's head, which shows whether a garbage collection wrote it."""
 
 _FILE_SIZES = {MARKER: MARKER_BYTES, HINT: HINT_BYTES}
 _FOLDER_SIZES = {
@@ -152,7 +152,7 @@ def max_size_from_head(key: str, head: bytes | bytearray) -> int | None:
 
 
 def path_excess_message(path: str) -> str:
-    """Return how the path of a node exceeds its bounds; "" if it does not."""
+    """Return the message for the path of a node that exceeds its bounds, else ""."""
     if len(path) > PATH_CHARACTERS:
         return f"{len(path):,} characters, more than {PATH_CHARACTERS:,}"
     levels = path.count("/") + 1
@@ -160,7 +160,7 @@ def path_excess_message(path: str) -> str:
 
 
 def tags_excess_message(tags: Collection[str]) -> str:
-    """Return how all tags of a snapshot exceed their bounds; "" if they do not."""
+    """Return the message for the tags of a snapshot if they exceed their bounds, else ""."""
     if len(tags) > _MAX_TAGS:
         return f"{len(tags):,} tags, more than {_MAX_TAGS:,}"
     size = len("".join(tags).encode())
@@ -174,16 +174,16 @@ _ALL_BUT_BRACKETS_AND_COMMAS = bytes(set(_ALL_BUT_BRACKETS) - set(b","))
 
 
 def msgpack_excess_message(data: bytes | memoryview, values: int, levels: int, count: int = 0) -> str:
-    """Return how msgpack data exceed these bounds, or that a key is no text; "" if neither, or if truncated.
+    """Return the message for msgpack data that exceed these bounds, or have a key that is not text, else "".
 
     Counting starts at `count` and stops at the first value beyond the bounds. Keys of other types are refused
-    before the parser meets them: it hashes arrays and numbers without a secret, so that many may collide.
+    before parsing, because Python's hashes of arrays and numbers have no secret, so many keys could collide.
     """
     if len(data) <= min(values - count, levels):  # each value and each level takes a byte or more
         return ""
     at, size = 0, len(data)
-    remaining: list[int] = []  # values to come in each enclosing container
-    in_map: list[bool] = []  # whether it is a map, in which an even number of values to come begins with a key
+    remaining: list[int] = []  # remaining values of each enclosing container
+    in_map: list[bool] = []  # whether it is a map: then a key comes next if `remaining` is even
     while at < size:
         count += 1
         if count > values:
@@ -243,7 +243,7 @@ def _value_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
     first = data[at]
     if first < 0x80 or first >= 0xE0:  # a small integer
         return 0, at + 1
-    if first < 0xA0:  # a short map, or from 0x90 on a short array
+    if first < 0xA0:  # a short map (0x80) or a short array (0x90)
         return ((first & 15) * (2 if first < 0x90 else 1)), at + 1
     if first < 0xC0:  # a short text
         return 0, at + 1 + (first & 31)
@@ -264,7 +264,7 @@ def _value_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
 def json_excess_message(
     document: bytes, values: int = NODE_METADATA_VALUES, levels: int = NODE_METADATA_LEVELS
 ) -> str:
-    """Return how JSON exceeds these bounds or `NODE_METADATA_BYTES`; "" if it does not."""
+    """Return the message for JSON that exceeds these bounds or `NODE_METADATA_BYTES`, else ""."""
     if len(document) > NODE_METADATA_BYTES:
         return f"{len(document):,} bytes, more than {NODE_METADATA_BYTES:,}"
     if len(document) <= levels:
@@ -281,7 +281,7 @@ def json_excess_message(
 
 
 def _depth(document: bytes) -> int:
-    """Return how deep a document's brackets are nested; those in strings do not count."""
+    """Return the nesting depth of a document's brackets, ignoring those in strings."""
     depth = deepest = 0
     for chars in _without_strings(document, _ALL_BUT_BRACKETS):
         steps = np.where((chars == ord("[")) | (chars == ord("{")), np.int32(1), np.int32(-1))

@@ -18,7 +18,7 @@ except ImportError:  # installed without a C compiler
 __all__ = ["BLOCK", "CHECK_SIZE", "BlockHash", "as_checks", "block_checks", "checks_in", "digest"]
 
 BLOCK = 1 << 20
-"""The largest number of bytes of an encoded chunk, or of the body of a request, that one checksum covers."""
+"""The bytes of an encoded chunk, or of the body of a request, that one checksum covers at most."""
 
 CHECK_SIZE = 16
 """Bytes of a checksum."""
@@ -56,7 +56,7 @@ class BlockHash:
 
     def __init__(self) -> None:
         self.size = 0
-        self._checks = bytearray()  # of the blocks before the last
+        self._checks = bytearray()  # checksums of all blocks before the last
         self._block = xxhash.xxh3_128()  # the last block, of 1 to `BLOCK` bytes, or empty if there are no bytes
         self._room = BLOCK  # bytes until the last block ends
 

@@ -55,7 +55,7 @@ SHORTEST_FRAME = _HEADER + CHECK_SIZE
 """The length of a frame with an empty body, in bytes."""
 
 NO_RECORD = bytes(CHECK_SIZE)
-"""The checksum that stands for the record of version 0, which does not exist."""
+"""The checksum used for the nonexistent record of version 0."""
 
 _LINK = struct.Struct(f"<16sQ{CHECK_SIZE}s")
 
@@ -73,7 +73,7 @@ _MAX_SIZES = {
 
 
 class Link(NamedTuple):
-    """What ties a record to its place: the id of its log, and the version and checksum of an earlier record.
+    """The link of a record to its place: the id of its log, and the version and checksum of an earlier record.
 
     The earlier record is the newest one against which the record had been validated when its bytes were made.
     """
@@ -100,7 +100,7 @@ def link_of(data: bytes) -> Link:
 def seal(kind: bytes, version: int, body: bytes) -> bytes:
     """Return a body in its frame; raise `Corrupt` if it is longer than readers accept.
 
-    The link of a record is that of no log: `linked` sets it.
+    The link of a record is empty until `linked` sets it.
     """
     if kind == b"R":
         body += _NO_LINK

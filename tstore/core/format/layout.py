@@ -55,7 +55,7 @@ ROOT_EVERY = 64
 ARCHIVE_EVERY = 512
 """The number of records in an archive, which ends at a version that is a multiple of this."""
 
-_FAN_OUT = 4  # of the tree that roots form: see `parent_root`
+_FAN_OUT = 4  # the fan-out of the tree of roots: see `parent_root`
 
 _ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}")
 _RECORD = re.compile("commits/[0-9]{20}")
@@ -105,9 +105,9 @@ def first_link(version: int) -> int:
 def parent_root(version: int) -> int:
     """Return the version of the root to which the root of `version` refers for older nodes; 0 for none.
 
-    Root n follows root n - 4^i, where 4^i is the highest power of four that divides n, and has the changes since.
-    So the nodes of a version are in at most three roots for each digit of n in base four, and every change is
-    written once for each digit. This depends on the version alone, so all processes write the same roots.
+    Root n refers to root n - 4^i, where 4^i is the highest power of four that divides n, and has the changes
+    since. So the nodes of a version are in at most three roots for each digit of n in base four, and every change
+    is written once for each digit. This depends on the version alone, so all processes write the same roots.
     """
     number, step = version // ROOT_EVERY, 1
     while number and number % (step * _FAN_OUT) == 0:

@@ -36,7 +36,7 @@ def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[s
         else:
             automata.append(_Automaton(tokens))
     joined = re.compile("|".join(f"(?:{regex})" for regex in regexes) or r"(?!)", re.DOTALL)
-    return functools.partial(_matches_any, joined, automata)  # which can be pickled
+    return functools.partial(_matches_any, joined, automata)  # unlike a closure, it can be pickled
 
 
 def _matches_all(path: str) -> bool:
@@ -49,7 +49,7 @@ def _matches_any(joined: re.Pattern[str], automata: list[_Automaton], path: str)
 
 @dataclass(frozen=True)
 class Extent:
-    """Where globs can match: at one of `paths`, or at paths that begin with one of `starts`."""
+    """The paths that globs can match: one of `paths`, or paths that begin with one of `starts`."""
 
     paths: frozenset[str]
     starts: tuple[str, ...]
@@ -64,7 +64,7 @@ class Extent:
 
 
 def extent_of(patterns: str | list[str] | tuple[str, ...]) -> Extent:
-    """Return where the globs can match, from the text before the first wildcard of each."""
+    """Return the extent of globs, from the text before the first wildcard of each."""
     paths: set[str] = set()
     starts: set[str] = set()
     for glob in [patterns] if isinstance(patterns, str) else patterns:
@@ -73,7 +73,7 @@ def extent_of(patterns: str | list[str] | tuple[str, ...]) -> Extent:
         start, wildcard = "".join(literal), next(iter(tokens[len(literal) :]), "")
         if wildcard in ("", "/**"):
             paths.add(start)
-        if wildcard:  # no text is above those that begin with the last character of Unicode
+        if wildcard:  # nothing sorts after strings that begin with the last Unicode character
             starts.add(f"{start}/" if wildcard == "/**" else start.rstrip("\U0010ffff"))
     return Extent(frozenset(paths), tuple(sorted(starts)))
 

@@ -9,12 +9,12 @@
 Large checkpoints have little else, and it is short and fast to read. A "scalar" is a NumPy scalar, stored as a 0-d
 array. A key is a Python scalar's node, so that 5 and "5" differ.
 
-A value that each host has for itself (`tstore.PerHost`) is a dict with an array of bytes for each host: that of
+A `tstore.PerHost` value is a dict with an array of bytes for each host: the array of
 host 3 is at "…/%host=3". No key gives such a path, because a "%" in a key becomes "%25".
 
 `NumberKeys` bounds the time that keys chosen by others may take. Python hashes text and bytes with a secret, but
-numbers without one. So a file can choose numbers, even small and different ones, so that each is inserted only
-after a look at most of those before it: 100,000 take a minute.
+numbers without one. So a file can contain distinct small numbers that collide, and each insertion then probes
+most earlier ones: 100,000 take a minute.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 TreeDocument = Sequence[Any]
-"""Lists if it was decoded; otherwise tuples, which Python's cycle collector need not track."""
+"""A node: lists if it was decoded, else tuples, which Python's cycle collector need not track."""
 
 MAX_LEVELS = 200
 """The maximum nesting of containers in a tree; Python's recursion limit allows about 300."""
@@ -116,7 +116,7 @@ def _is_node(node: Any, level: int) -> bool:
 
 
 def _repeated_characters(node: TreeDocument) -> int:
-    """Return the characters in the starts of all paths of "arrays"; few bytes of a document may mean many."""
+    """Return the total length of the path starts in "arrays" nodes, which even a short document can make long."""
     match node:
         case ["arrays", start, keys]:
             return len(start) * len(keys)
@@ -175,7 +175,7 @@ def nested_document(nodes: Mapping[str, TreeDocument]) -> TreeDocument:
 
 
 def host_path(path: str, host: int | str) -> str:
-    """Return the path of the bytes of a host, for a value that each host has for itself."""
+    """Return the path of a host's bytes in a `PerHost` value."""
     return f"{path}/{_HOST}{host}"
 
 
@@ -186,9 +186,9 @@ def value_path(path: str) -> str:
 
 
 def host_places(paths: Iterable[str]) -> dict[str, str]:
-    """Return the path of the value for each path at which there are the bytes of a host.
+    """Return the path of the `PerHost` value for each path with the bytes of a host.
 
-    A group with other arrays too, which only a transaction can make, is no such value.
+    A group that also has other arrays, which only a transaction can create, is not such a value.
     """
     paths = list(paths)
     places = {path: place for path in paths if _HOST in path and (place := value_path(path)) != path}
@@ -197,12 +197,12 @@ def host_places(paths: Iterable[str]) -> dict[str, str]:
 
 
 def per_host_node(path: str, hosts: int) -> TreeDocument:
-    """Return the node of a value that each of `hosts` hosts has for itself."""
+    """Return the node of a `PerHost` value of `hosts` hosts."""
     return "arrays", f"{path}/", tuple(f"{_HOST}{host}" for host in range(hosts))
 
 
 def per_host_path(node: TreeDocument) -> str | None:
-    """Return the path of a value that each host has for itself, or None if this is another node."""
+    """Return the path of a `PerHost` value, or None for any other node."""
     match node:
         case ["arrays", start, [name, *_] as names] if name.startswith(_HOST):
             paths = list(map(start.__add__, names))
@@ -238,7 +238,7 @@ def _add_paths(node: TreeDocument, paths: list[str]) -> None:
                 _add_paths(item, paths)
 
 
-_MAX_SECONDS = 5.0  # of CPU; a million numbers that were not chosen to collide take less than one
+_MAX_SECONDS = 5.0  # CPU seconds; a million ordinary numbers take less than one
 
 
 class NumberKeys:

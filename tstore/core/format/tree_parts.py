@@ -18,10 +18,10 @@ from tstore.core.format.tree_document import TreeDocument, is_document, per_host
 __all__ = ["LARGEST_SHARE", "part_of"]
 
 LARGEST_SHARE = 0.5
-"""How much of a structure is cut out at most."""
+"""The maximum share of a structure to cut out."""
 
 _WITH_PATHS = b'["array', b'["scalar"'
-"""One of these is in each node that has paths."""
+"""Every node with paths contains one of these."""
 
 _STRING_KEY = b'[["str",'
 _ABSENT = ["none"]
@@ -29,11 +29,11 @@ _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def part_of(structure: bytes, extent: Extent) -> TreeDocument | None:
-    """Return the part of a structure that has the arrays in an extent, and the scalars beside them.
+    """Return the part of a structure that has the arrays in an extent, and the scalars next to them.
 
     In lists, `None` replaces other items. Return None if that is most of the structure, or has all arrays, if it
-    is not valid, or if it can't be cut out: if strings have escapes, or if a dict has keys that are not strings,
-    which all decide the paths of its scalars.
+    is not valid, or if it can't be cut out because strings have escapes, or because a dict has keys that are not
+    strings, since the paths of its scalars depend on all of these.
     """
     if b"\\" in structure:
         return None
@@ -48,7 +48,7 @@ def part_of(structure: bytes, extent: Extent) -> TreeDocument | None:
 
 
 class _NotCut(Exception):
-    """The paths in a part of a node depend on the rest of it."""
+    """Raised if the paths in a part of a node depend on the rest of the node."""
 
 
 class _Cutting:
@@ -72,7 +72,7 @@ class _Cutting:
                 keys = msgspec.json.decode(raws[-1], type=list[str])
                 chosen = [key for key in keys if self._has(start + key)]
                 if chosen and per_host_path([*node, chosen]):
-                    chosen = keys  # their number is that of the hosts
+                    chosen = keys  # all, because their number is the number of hosts
                 return [*node, chosen] if chosen else _ABSENT
             case ["list" | "tuple"]:
                 items = self._items(raws[-1], level)

@@ -1,20 +1,21 @@
-"""The records of a log as bytes, by version, wherever they lie: in objects of their own, or old ones in archives.
+"""The records of a log as bytes, by version: each in a separate object, or old ones in archives.
 
 1. An archive has the records of `ARCHIVE_EVERY` consecutive versions, byte for byte. A garbage collection creates
    it, if it is absent (`maintenance.archiving`). All collections write the same bytes, so a race is harmless.
-2. A later collection, one that has found the archive, deletes these records' own objects. So where such an object
-   was deleted, its archive exists; and no archive is ever deleted.
-3. A number is never used again, although its object is gone. A writer may stand still after it has found a number
+2. A later collection that finds the archive deletes the separate objects of these records. So where such an object
+   was deleted, its archive exists; no archive is ever deleted.
+3. A number is never used again, although its object is gone. A writer may stall after it has found a number
    absent, for as long as others take to commit that version, archive it and delete its object; then the create of
    the writer succeeds. So after every create the writer looks for the archive. If there is one, the version was
-   somebody else's: the create has failed (`AlreadyExists`), and what it left beside the archive is no commit.
-4. So a record has two places, and the archive is the one that counts. Whoever reads a record looks for its archive
-   as well: a version does not exist if it is in neither place, and an object beside the archive is ignored until
+   somebody else's: the create has failed (`AlreadyExists`), and the object that it left next to the archive is no
+   commit.
+4. So a record has two places, and the archive takes precedence. Whoever reads a record looks for its archive
+   as well: a version does not exist if it is in neither place, and an object next to the archive is ignored until
    the next collection deletes it.
-5. On a disk the look follows the reading, so it misses nothing: whatever had been deleted by then has an archive.
-   Over a network both requests are sent at once, so that the look takes no longer. A reader is then deceived only
-   if two collections, that which archives and that which deletes, take place while its request is under way. So a
-   search for the newest version that took long is repeated. Writers never rely on it, because of step 3.
+5. On a disk the archive is looked up after the read, so nothing is missed: every object deleted by then has an
+   archive. Over a network both requests are sent at once, to save time. A reader then misses a record only if two
+   collections, one that archives and one that deletes, run while its request is under way. So a search for the
+   newest version that took long is repeated. Writers never rely on it, because of step 3.
 
 The newest version is searched for:
 
@@ -45,7 +46,7 @@ __all__ = ["NEVER", "Bounds", "CommitObjects", "Search", "places_of"]
 
 A = TypeVar("A", bound=ArchiveEnd)
 
-_LOADED = 2  # archives in memory
+_LOADED = 2  # archives kept in memory
 
 
 class CommitObjects:
@@ -57,7 +58,7 @@ class CommitObjects:
         self._loaded: dict[int, Archive] = {}
         self._looks: PerLoop[dict[int, asyncio.Task[Archive | None]]] = PerLoop(
             dict
-        )  # which begin in the next turn
+        )  # these begin in the next turn
 
     @property
     def advice(self) -> str:
@@ -89,7 +90,7 @@ class CommitObjects:
         raise own or NotFound(f"{self.storage.url}: {commit_key(version)} does not exist")
 
     async def short_objects(self, versions: Iterable[int]) -> Objects:
-        """Do for the records of versions, in their order, what `Storage.short_objects` does."""
+        """Return the records of versions in their order: `Storage.short_objects` for records."""
         versions = list(versions)
         blocks = by_archive(versions)
         single = [version for end in blocks if end not in self._existing for version in blocks[end]]
@@ -112,7 +113,7 @@ class CommitObjects:
         return [found[version] for version in versions]
 
     async def leading(self, first: int, stop: int) -> Leading:
-        """Do for the records from version `first` on, up to `stop` - 1, what `Storage.leading` does."""
+        """Return the consecutive records of versions `first:stop`: `Storage.leading` for records."""
         objects: list[bytes] = []
         size = 0
         while first < stop:
@@ -129,11 +130,11 @@ class CommitObjects:
                 else:
                     leading = await self.storage.leading(keys, archive_key(first))
                     if not leading.superseded and first + len(leading.objects) <= end and not objects:
-                        return leading  # as for most commits
+                        return leading  # the usual case
                     added, hole, truncated, superseded = leading
                     archive = await self.archive(end) if superseded else None
                 archived = [] if archive is None else [end]
-                while not archived and end < archive_end(first + len(added)):  # then the next block may be
+                while not archived and end < archive_end(first + len(added)):  # the next block may be archived
                     end += ARCHIVE_EVERY
                     archived = [] if await self.archive(end) is None else [end]
                 if not archived:
@@ -175,7 +176,7 @@ class CommitObjects:
         return archive_end(version) in self._existing
 
     async def create(self, version: int, data: bytes, durability: Durability) -> None:
-        """Create a record; raise `AlreadyExists` if the version exists, be it in an archive."""
+        """Create a record; raise `AlreadyExists` if the version exists, even in an archive."""
         await self.storage.create(commit_key(version), data, durability)
         await self.check_not_archived(version)
 
@@ -187,7 +188,7 @@ class CommitObjects:
     async def archive(self, end: int) -> Archive | None:
         """Return the archive that ends at a version, None if there is none; raise `Corrupt` if it is damaged.
 
-        None if it has been deleted, too, as an administrator may do while its records have objects of their own.
+        Also return None if an administrator has deleted it while its records still have separate objects.
         """
         if (loaded := self._loaded.get(end)) is not None:
             return loaded
@@ -201,7 +202,7 @@ class CommitObjects:
     async def check_archive(self, end: int) -> bool:
         """Return whether the archive that ends at a version exists; raise `Corrupt` if its checksum is wrong.
 
-        Its records are not decoded: that takes ten times as long as the checksum.
+        Its records are not decoded, which would take ten times as long as the checksum.
         """
         return await self._read_archive(end, ArchiveEnd) is not None
 
@@ -224,7 +225,7 @@ class CommitObjects:
         return archive
 
     async def _shared_look(self, end: int) -> Archive | None:
-        """Do what `archive` does, in one request for all calls of this turn of the event loop."""
+        """Return what `archive` returns, with one request for all calls in this turn of the event loop."""
         looks = self._looks.get()
 
         async def look() -> Archive | None:
@@ -251,7 +252,7 @@ class CommitObjects:
 
 
 def _retrieve(task: asyncio.Task[Archive | None]) -> None:
-    """Take the error of a task, so that asyncio does not log it as lost."""
+    """Retrieve the error of a task, so that asyncio does not log it as lost."""
     if not task.cancelled():
         task.exception()
 
@@ -264,7 +265,7 @@ def places_of(version: int) -> tuple[str, str]:
 NEVER = 1 << 62
 """A number that no version has."""
 
-_PROBES = 31  # in one batch
+_PROBES = 31  # probes in one batch
 _RECENTLY = 1.0  # seconds
 
 
@@ -289,7 +290,7 @@ class Search:
         self._end = 0, -math.inf
 
     def note_end(self, number: int, since: float) -> None:
-        """Note that nothing existed above a number at time `since` of the event loop."""
+        """Record that nothing existed above a number at time `since` of the event loop."""
         self._end = number, since
 
     def is_end(self, number: int) -> bool:
@@ -340,7 +341,7 @@ class Search:
 
 
 def _distances(batches: bool) -> Iterator[list[int]]:
-    """Yield the distances from the base at which to probe: each twice the one before, in batches."""
+    """Yield the distances from the base at which to probe, in batches; each is twice the previous one."""
     yield [1, 2, 4]
     if batches:
         yield [8, 16, 32, 64]

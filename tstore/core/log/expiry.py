@@ -3,7 +3,7 @@
 Every record names the newest garbage collection before it, and the record of a collection lists all versions that
 stay alive. So three reads are enough, however long the log is. A garbage collection is identified by its version,
 0 for none. A (forged) record is ignored if it names neither a collection nor a void record, or an older collection
-than the record before it, which then tells. So no later record repeats its claim.
+than the record before it; that record is then used instead. So no later record repeats its claim.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_MAX_COLLECTIONS = 64  # read for a tag that does not exist, which may be mistyped
+_MAX_COLLECTIONS = 64  # collections to search for a tag that does not exist: it may be a typo
 
 
 async def named_collection(log: LogReader, version: int) -> int:
@@ -54,9 +54,9 @@ async def named_collection(log: LogReader, version: int) -> int:
 
 
 async def names_falsely(log: LogReader, version: int, record: Record) -> bool:
-    """Return whether a version's record names as the last collection what is none, or an older one than another.
+    """Return whether a version's record names a wrong last collection: not a collection, or an old one.
 
-    That is the one named by the record before it, or this record itself. Records that can't be read prove nothing.
+    It is old if the previous record names a newer one, or is one. Records that can't be read prove nothing.
     """
     try:
         if version > record.collected + 1:
@@ -147,14 +147,14 @@ async def guard_expiry(log: LogReader, version: int, work: Awaitable[T]) -> T:
         except Unavailable as unknown:
             raise unknown from error  # the version may have expired, so it must not be reported as damaged
         except TStoreError:
-            pass  # the log is damaged too; the first error says more
+            pass  # the log is damaged too; the first error is more useful
         raise
 
 
 async def _check_lost_state(log: LogReader, version: int) -> None:
     """Raise `SnapshotExpired` if the state of a version below the last collection is that of a lost record.
 
-    Only a root has it, and no collection lists what else needs the data.
+    Only a root has that state, and no collection lists the other users of its data.
     """
     if version < await last_collection(log, await log.newest()) and await state_of(log, version) == 0:
         raise SnapshotExpired(
@@ -179,21 +179,21 @@ async def newest_tree(log: LogReader) -> Tree:
 
 
 async def head_as_of(log: LogReader, version: int) -> int:
-    """Return the head as of a version: the newest version up to it that is no copy, 0 if there is none."""
+    """Return the head as of a version: the newest version up to it that is not a copy, 0 if there is none."""
     while version and (await log.record(version)).source:
         version -= 1
     return version
 
 
 async def state_of(log: LogReader, version: int) -> int:
-    """Return the version whose state a version has: its own number, or if it changed nothing, that of the head."""
+    """Return the version that wrote the state of a version: itself, or the head before it if it has no changes."""
     while version and changes_nothing(await log.record(version)):
         version = await head_as_of(log, version - 1)
     return version
 
 
 def changes_nothing(record: Record) -> bool:
-    """Return whether a version has the state of the head before it, being void or a garbage collection."""
+    """Return whether a version leaves the state of the head unchanged: a void record or a garbage collection."""
     return record.void or record.collection is not None
 
 
@@ -222,7 +222,7 @@ async def _expiry_error(log: LogReader, what: str, collection: int) -> SnapshotE
 
 
 def refuse_voided(url: str, record: Record, voided: Sequence[int]) -> None:
-    """Raise `Conflict` if a repair voided versions that a record may depend on, or be.
+    """Raise `Conflict` if a repair voided versions that a record may depend on, or the record itself.
 
     A garbage collection, and another repair, begin again by themselves.
     """

@@ -2,7 +2,7 @@
 
 1. A separate task appends the commits, in the order of their arrival. It begins when the other tasks that are
    ready to run have done so, and their commits have arrived too. Those that arrive while it appends wait.
-2. It takes along all waiting commits that may share a record with the first, and appends one record for them all.
+2. It takes all waiting commits that may share a record with the first, and appends one record for all of them.
 3. Commits that share a record are small (all of their data is inline, and together they are within the bounds of
    one record), equally durable, and disjoint: none conflicts with another, so every order gives the same
    result. A commit that replaces the tree, is a copy, drops tags, tags earlier versions or has metrics is appended
@@ -40,7 +40,7 @@ _LONGEST_PAUSE = 0.1
 _QUICK_ATTEMPTS = 20  # the longest pause is at most as long as this many attempts like the last one
 _ATTEMPTS = 12  # attempts of other writers, each as slow as the last one here, that the longest pause allows
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
-_PLAIN_BYTES = 1024  # more than a plain record takes beside its manifests
+_PLAIN_BYTES = 1024  # an upper bound of a plain record without its manifests
 _MAX_VALUES = RECORD_VALUES - 1  # one value is the empty metadata of the shared record
 
 Newer = Sequence[tuple[int, Record]]
@@ -50,7 +50,7 @@ Validate = Callable[[Newer], Awaitable[Record]]
 
 
 class Retry(NamedTuple):
-    """Why a commit was tried again: the `version` to which the reason refers, and the `reason` in words."""
+    """The reason for retrying a commit: the `version` to which it refers, and the `reason` in words."""
 
     version: int
     reason: str
@@ -132,7 +132,7 @@ class QueuedCommit:
 
     @functools.cached_property
     def value_count(self) -> int:
-        """The most values that the record has, if the commit may share a record."""
+        """An upper bound of the values in the record, if the commit may share a record."""
         return max_value_count(self._data) if self.may_share() and self._data else 1
 
     @functools.cached_property
@@ -201,7 +201,7 @@ class CommitQueue:
     def _take_along(self) -> list[QueuedCommit]:
         """Remove the first commit, and those that can share a record with it, from the queue; return them."""
         commit = self.waiting[0]
-        if len(self.waiting) == 1:  # as most often: then nobody asks what it could share
+        if len(self.waiting) == 1:  # the usual case, which needs no check for sharing
             self.waiting = []
             return [commit]
         commits, rest, size, values = [commit], list[QueuedCommit](), commit.size, commit.value_count
@@ -218,7 +218,7 @@ class CommitQueue:
 
 
 async def _append_together(commits: list[QueuedCommit]) -> None:
-    """Append one record for all commits; those that have no outcome afterwards must be appended alone."""
+    """Append one record for all commits; commits without an outcome afterwards must be appended alone."""
     sharing = commits
     transaction = f"{commits[0].record.transaction}.together"
 

@@ -27,10 +27,10 @@ The data that the record refers to is already durable. To append the record:
    writers), so that fewer attempts fail. Commits of one process do not race: they take turns, or share a record
    (`group_commit`).
 4. If the creation fails in any other way, read the record with that number. If it exists, go to 1: it may be this
-   one, since its link may have been made before its folder could be fsynced. If it is absent after `Unavailable`,
+   one, since it may have been linked before its folder could be fsynced. If it is absent after `Unavailable`,
    the request may yet arrive, so create a void record there, as durable as this record: once the void record
    exists, the late request can never succeed; continue with the next number. If it is absent after another error,
-   it will never exist (`storage.base`): raise that error. As long as it is not known what the number has become,
+   it will never exist (`storage.base`): raise that error. As long as the fate of the number is unknown,
    every error is `CommitOutcomeUnknown`, and nothing is deleted. The append may then be repeated: it finds its
    record at 1, or creates it.
 5. Every 64th version also writes `roots/<version>` (every process would write the same bytes, so a race is
@@ -85,10 +85,10 @@ class Log:
         self.storage: Storage = reader.storage
         self.reader = reader
         self._create = create
-        self._queues = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CommitQueue]()  # a fork has another
+        self._queues = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CommitQueue]()  # one per event loop
 
     async def ensure_created(self) -> None:
-        """Create the store unless it exists; to be awaited before anything else is written."""
+        """Create the store unless it exists; await this before anything else is written."""
         if self._create is not None:
             await self._create()
             self._create = None
@@ -187,7 +187,7 @@ class Append:
         self._requested = 0  # the number whose creation was requested last
         self._unanswered: set[int] = set()  # the numbers whose creation got no response
         self._requested_at = 0.0  # when, by the clock of the event loop
-        self._undecided = 0  # the number that may have this record, or get it later; 0: none
+        self._undecided = 0  # the version that this record has or may still get; 0: none
         self._last_collection = 0  # the newest garbage collection up to `_seen`
 
     async def run(self) -> int:
@@ -355,14 +355,14 @@ class Append:
     async def _finish(self, version: int) -> int:
         self._log.note_appended(version)
         if version % ROOT_EVERY == 0:
-            from tstore.core.log.roots import write_root  # when a version has one
+            from tstore.core.log.roots import write_root  # imported when a version has a root
 
             await write_root(self._log, version)
         return version
 
 
 class _CandidateRecord:
-    """A record and its bytes (empty: not yet encoded), which are staged once for many numbers that are tried."""
+    """A record and its bytes (empty: not yet encoded), staged once for all numbers that are tried."""
 
     def __init__(self, storage: Storage, record: Record, data: bytes, durability: Durability) -> None:
         self._storage = storage

@@ -44,7 +44,7 @@ class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def log_id(self) -> bytes:
-        """What the records of the store name as the id of their log."""
+        """The log id in the records of the store."""
         return (self.origin or self.uuid).bytes
 
     def encode(self) -> bytes:
@@ -113,7 +113,7 @@ async def require_marker(storage: Storage) -> Marker:
 
 
 async def _hint(storage: Storage) -> str:
-    """Return what to do with a folder that is a store without its marker, or of Zarr v3; "" if it is neither."""
+    """Return advice for a folder that is a store without its marker, or a Zarr v3 folder; "" for any other."""
     if await storage.sizes([commit_key(1), archive_key(archive_end(1))]):
         return f"it has records of commits, so restore {MARKER} from a copy of the store"
     if await storage.size("zarr.json") is None:
@@ -153,9 +153,9 @@ async def check_vacant(storage: Storage) -> None:
 
 
 async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
-    """Return the marker of a store, and whether this call created it; `check_vacant` has found none.
+    """Create the marker of a store; return it, and whether this call created it. Call `check_vacant` first.
 
-    Of `racers` concurrent creations, each with its own uuid, exactly one must succeed. Raise `Denied` if several
+    Exactly one of `racers` concurrent creations, with different uuids, must succeed. Raise `Denied` if several
     do, or without permission.
     """
     if not storage.capabilities.conditional_create:

@@ -38,14 +38,14 @@ V = TypeVar("V")
 
 _SHORT_ROOT = 512 << 10  # bytes of a root that is read whole
 _QUICK = 512 << 10  # bytes of a manifest that is decoded in the event loop
-_ROOT_END = 64 << 10  # bytes at the end of a longer one that are read first
+_ROOT_END = 64 << 10  # bytes at the end of a longer root, read first
 
 
 class LostRoot(Corrupt):
-    """A root that alone has the changes of a lost record, or one to which it refers, is missing or damaged."""
+    """Raised if a root with the only copy of a lost record's changes, or a root that it refers to, is lost."""
 
     key: str
-    """That of the former root."""
+    """The version of the former root."""
 
     @classmethod
     def from_version(cls, url: str, version: int) -> LostRoot:
@@ -61,7 +61,7 @@ class LostRoot(Corrupt):
 class MetadataObjects:
     """The metadata objects of one store.
 
-    `parse` decodes a record; the default one does not check the record's manifests, which `manifests` checks.
+    `parse` decodes a record. The default does not check the record's inline manifests: `manifests` does.
     """
 
     def __init__(self, storage: Storage, parse: Callable[[bytes], Record] = decode_record) -> None:
@@ -94,7 +94,7 @@ class MetadataObjects:
         return process(data)
 
     async def load_long(self, version: int, process: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
-        """Do what `load` does for a record longer than `SHORT_OBJECT`; one at a time, to bound the memory."""
+        """Load a record longer than `SHORT_OBJECT`; one at a time, to bound the memory."""
         async with self._long_reads.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             value = cached()
             return process(await self.commits.get(version)) if value is None else value
@@ -104,7 +104,7 @@ class MetadataObjects:
         return self.decode(key, await self.storage.get(key), kind)
 
     async def root(self, version: int) -> Root:
-        """Return the root of a version, of a long one only the end, which refers to the pages before it.
+        """Return the root of a version; of a long root, only the end is read, which refers to the pages before it.
 
         Raise `NotFound`, `Corrupt` or `UnsupportedFormat`.
         """
@@ -122,7 +122,7 @@ class MetadataObjects:
             raise self.with_key(key, error) from error
 
     async def whole_root(self, version: int) -> Root:
-        """Do what `root` does, but read and check the pages too."""
+        """Return the root of a version as `root` does, but read and check the pages too."""
         key = root_key(version)
         data = self._present(key, await self.storage.get(key))
         try:
@@ -131,7 +131,7 @@ class MetadataObjects:
             raise self.with_key(key, error) from error
 
     def _present(self, key: str, data: bytes) -> bytes:
-        """Return the bytes of a root; raise `NotFound` for an empty object, which repairs put in place of one."""
+        """Return the bytes of a root; raise `NotFound` for an empty object, with which repairs replace roots."""
         if not data:
             raise NotFound(f"{self.storage.url}: {key} is missing")
         return data
@@ -187,7 +187,7 @@ class MetadataObjects:
             )
 
     def inline_manifests(self, version: int, record: Record) -> list[Manifest] | None:
-        """Return what `manifests` does if all manifests are inside of the record, otherwise None."""
+        """Return the manifests if all of them are inside the record, otherwise None."""
         inline = [m for m in record.manifests if isinstance(m, Manifest)]
         try:
             for manifest in inline:

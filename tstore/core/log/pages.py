@@ -66,7 +66,7 @@ class Ranges(Generic[K, V]):
 
 
 def read_range(storage: Storage, key: str, offset: int, length: int, decode: Callable[[bytes], V]) -> V:
-    """Return what `decode` makes of a range of an object; blocking.
+    """Read and decode a range of an object; blocking.
 
     Raise `NotFound` if the object is missing, or `Corrupt` with the URL if it is damaged.
     """
@@ -84,12 +84,12 @@ def read_range(storage: Storage, key: str, offset: int, length: int, decode: Cal
 
 
 def _read(storage: Storage, key: str, offset: int, length: int) -> bytes:
-    data = np.empty(length, np.uint8)  # takes no memory until it is filled, should the object be shorter
+    data = np.empty(length, np.uint8)  # uses no memory until it is filled, in case the object is shorter
     storage.reader(key).read_into(offset, [data.data], length)
     return data.tobytes()
 
 
-_Key = tuple[str, int, Page, str | None]  # of the object, and the place of the page: all that is verified
+_Key = tuple[str, int, Page, str | None]  # the object and the place of the page: everything that is verified
 
 
 class PageReader:
@@ -105,7 +105,7 @@ class PageReader:
         self._storage = storage
         self._segments = segments
         self._cached: Ranges[_Key, ManifestNodes] = Ranges()
-        self._derived: dict[tuple[str, bytes], Sequence[PageNodes]] = {}  # of damaged and missing roots
+        self._derived: dict[tuple[str, bytes], Sequence[PageNodes]] = {}  # pages of damaged and missing roots
 
     def has(self, reference: ObjectRef, at: int) -> bool:
         """Return whether a page is cached, so that loading it does not block."""

@@ -1,4 +1,4 @@
-"""Reading a log: its newest version, the records above a version, and the version of a transaction.
+"""Read a log: find its newest version, the records above a version, and the version of a transaction.
 
 The search for the newest version (`search`) begins at the newest one that this process knows, or else at the
 `latest` hint if that version exists. Versions have no gaps, so the first absent number
@@ -86,7 +86,7 @@ class LogReader:
     ) -> None:
         self.storage = storage
         self.address = address
-        """What the store was opened with, None if on a `Storage`."""
+        """The arguments with which the store was opened, None for a `Storage`."""
         self.objects = MetadataObjects(storage) if objects is None else objects
         self.commits = self.objects.commits
         self.records = Records(self.objects, log_id)
@@ -202,7 +202,7 @@ class LogReader:
         known = self._newest
         if known and not self.storage.tuning.latency_bound:
             if not await self._read_newer(known):
-                return self._newest  # which another task may have raised further
+                return self._newest  # another task may have raised it further
             since = asyncio.get_running_loop().time()
             bounds = await self._gallop(self._newest)
         else:
@@ -262,7 +262,7 @@ class LogReader:
                 return newest
 
     async def look_ahead(self, version: int) -> None:
-        """Look far above the newest version, unless that was done before; raise what `check_end` does."""
+        """Probe far above the newest version, unless that was done before; raise what `check_end` does."""
         if not self._looked_ahead:
             with contextlib.suppress(Unavailable):  # then the next commit tries again
                 await self.probe_above(version)
@@ -299,7 +299,7 @@ class LogReader:
         return not self.records.replaced and self._search.is_end(version)
 
     def note_appended(self, version: int) -> None:
-        """Note that this process has just appended a version."""
+        """Record that this process has just appended a version."""
         self._newest = max(self._newest, version)
         self._search.note_end(version, asyncio.get_running_loop().time())
 
@@ -325,7 +325,7 @@ class LogReader:
         return first
 
     async def scan(self, transaction: str, above: int) -> tuple[int | None, int]:
-        """Do what `find` does without a search for the newest version; return also the last version read."""
+        """Find as `find` does, without a search for the newest version; also return the last version read."""
         version = above
         while version + 1 in self.records or await self.commits.existing([version + 1]):
             newer = (await self._read_above(version)).records

@@ -1,4 +1,4 @@
-"""The records of a log: a cache that notices when the store was replaced, or a record is out of its place.
+"""The records of a log: a cache that detects a replaced store and misplaced records.
 
 A log is append-only, so a cached record stays valid unless the store was replaced (by restoring a backup at its
 URL, for instance). Every search for newer records therefore fetches the newest known record again. If that record
@@ -20,10 +20,10 @@ its writer had validated it against when it made the bytes (`frame.Link`). The r
    twice, or because later links refer to those that it replaced; in another block, by rule 1.
 4. A record that a repair put in the place of a voided one lists the checksums by which later links may refer to
    it.
-5. A root that continues an earlier one names the checksum of the record of that version.
+5. A root that builds on an earlier one names the checksum of the record of that version.
 
-A link may refer to any record of its block, so one check passes: the writer of the record had read only versions
-that the other history has too. This takes a writer that was about to commit when the histories parted.
+A link may refer to any record of its block, so one case passes undetected: the writer of the record had read only
+versions that the other history has too. This takes a writer that was about to commit when the histories parted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TWO_HISTORIES = "the store has records of two histories (diverged copies that w
 
 
 class OtherHistory(Corrupt):
-    """A record refers to another record than the one of that version, so it is of another history of the store."""
+    """Raised if the link of a record does not match the linked record: it is of another history of the store."""
 
 
 class Chain:
@@ -64,19 +64,19 @@ class Chain:
 
     def __init__(self, log_id: bytes | None = None) -> None:
         self.log_id = log_id
-        self._accepted: dict[int, tuple[bytes, ...]] = {}  # by version, what links to it may name
-        self._named: dict[int, dict[bytes, int]] = {}  # by version, what links to it do name, and where
+        self._accepted: dict[int, tuple[bytes, ...]] = {}  # by version, the checksums that links to it may name
+        self._named: dict[int, dict[bytes, int]] = {}  # by version, the checksums that links to it name, and where
         self._versions: dict[bytes, int] = {}  # by checksum
 
     def add(self, version: int, record: Record, data: bytes) -> None:
-        """Add the record of a version; raise what `check` raises, and then add nothing."""
+        """Check and add the record of a version; raise what `check` raises."""
         check = check_of(data)
         if self._versions.get(check) == version:
             return
         try:
             link, accepted = self.check(version, record, data)
         except OtherHistory:
-            self._accepted.setdefault(version, ())  # what refers to it is of that history too
+            self._accepted.setdefault(version, ())  # records that refer to it are of that history too
             raise
         self.log_id = link.log_id
         self.append(version, check, accepted)
@@ -139,7 +139,7 @@ class Chain:
 V = TypeVar("V")
 
 CACHED_RECORDS = 256
-_CACHED_BYTES = 8 << 20  # of records in memory
+_CACHED_BYTES = 8 << 20  # bytes of records in memory
 _COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached regardless of its length
 
 
@@ -196,7 +196,7 @@ class VersionCache(Generic[V]):
         return version in self._values
 
     def absent(self, versions: Iterable[int]) -> list[int]:
-        """Return those of the versions that are not cached."""
+        """Return the versions that are not cached."""
         return [version for version in versions if version not in self._values]
 
 
@@ -207,7 +207,7 @@ UNREAD = cast(Collection, object())
 class Records:
     """The records of one log, cached. The event loops of several threads may share the cache.
 
-    `log_id` is what the records name as the id of their log, None for that of the first record read.
+    `log_id` is the log id in the records, None to take that of the first record read.
     """
 
     def __init__(self, objects: MetadataObjects, log_id: bytes | None = None) -> None:
@@ -237,7 +237,7 @@ class Records:
         return version in self._cached
 
     def absent(self, versions: Iterable[int]) -> list[int]:
-        """Return those of the versions whose records are not cached."""
+        """Return the versions whose records are not cached."""
         return self._cached.absent(versions)
 
     async def record(self, version: int) -> Record:
@@ -280,7 +280,7 @@ class Records:
             return None
 
     async def stored_below(self, version: int, newest: int) -> StoredRecord:
-        """Do what `stored` does, but raise `Corrupt` for a missing record below version `newest`."""
+        """Return what `stored` returns, but raise `Corrupt` for a missing record below version `newest`."""
         try:
             return await self.stored(version)
         except NotFound:
@@ -380,7 +380,7 @@ class Records:
             raise self._timeline_changed(version, data)
 
     def _timeline_changed(self, version: int, data: bytes | None) -> TimelineChanged:
-        """Note that the store was replaced, and return the error; raise `Corrupt` if the bytes are damaged."""
+        """Record that the store was replaced, and return the error; raise `Corrupt` if the bytes are damaged."""
         record = None if data is None else self._objects.decode(commit_key(version), data, Record)
         what = "is gone" if data is None else "differs from the record read before"
         cause = f"{commit_key(version)} {what}: the store was replaced while it was open, as by a restored backup"

@@ -68,7 +68,7 @@ async def create_missing(log: LogReader, versions: Iterable[int]) -> bool:
 
 
 async def empty_roots(storage: Storage, versions: Iterable[int]) -> None:
-    """Put empty objects in place of the roots of versions, durably.
+    """Replace the roots of versions by empty objects, durably.
 
     Readers ignore them, and no store can create a root there any more: one that does not know of a repair yet
     would create a root that has voided changes.
@@ -81,7 +81,7 @@ async def empty_roots(storage: Storage, versions: Iterable[int]) -> None:
 async def renew_roots(log: LogReader, versions: Iterable[int], needed: Set[int]) -> None:
     """Write the roots of versions in place of empty ones; delete those that are not `needed`.
 
-    One that can't be made stays empty: it only saves time.
+    A root that can't be made stays empty: it only saves time.
     """
     for version in sorted(versions):
         if version not in needed:
@@ -102,7 +102,7 @@ async def are_usable(log: LogReader, versions: Iterable[int]) -> bool:
 
 
 async def has_lost_changes(storage: Storage, root: Root) -> bool:
-    """Return whether a root that has the right checksum alone has the changes of a lost record (`Record.resumes`).
+    """Return whether an intact root has the only copy of a lost record's changes (`Record.resumes`).
 
     The root that the void record names may be absent, since a garbage collection deletes those that only expired
     versions need. Then a later one has these changes.

@@ -4,15 +4,15 @@ A copy of a version, such as a quantized one, changes only tags of the head, and
 The tree of a copy has the nodes of its own record, so it needs no older manifest.
 
 A root is used only if it contains the checksum of its version's record. Any other root, and one that cannot be
-read, is skipped in favour of older roots and the records. The checksum of one record vouches for all earlier
+read, is skipped in favor of older roots and the records. The checksum of one record vouches for all earlier
 records, because each record is written only once. Only replacing records by hand breaks this rule, which `chain`
 notices above the root; `tstore verify` compares every root with the records.
 
 A root refers to an earlier root for nodes that have not changed since (`layout.parent_root`), or to the manifest
 of the last commit that replaced the whole tree. Garbage collection keeps both as long as a living version needs
-them. If an earlier root is missing or damaged, its tree is built from the records, and if some of its pages are,
-those pages are. If that fails, because manifests of expired versions are gone, roots that refer to this one are
-skipped too: a version that replaced the whole tree, and those after it, need no older manifest.
+them. If an earlier root is missing or damaged, its tree is built from the records; if only some pages are damaged,
+only those are rebuilt. If that fails, because manifests of expired versions are gone, roots that refer to this one
+are skipped too: a version that replaced the whole tree, and those after it, need no older manifest.
 
 If a record was lost, but not the root of a later version, the void record that a repair puts in its place names
 that version (`Record.resumes`). Trees of earlier versions are made without the lost record. A tree of that version
@@ -133,7 +133,7 @@ class Trees:
                 else:
                     tree = tree.after(number, record, read)
             except Corrupt as error:
-                if str(error).startswith(self._objects.storage.url):  # that of a page
+                if str(error).startswith(self._objects.storage.url):  # the error of a page
                     raise
                 raise self._objects.with_key(commit_key(number), error) from error
         return tree
@@ -157,7 +157,7 @@ class Trees:
             tree = self._cached.get(before)
         if _may_lose_pages(tree, version) or 0 < tree.resumes <= version:
             return None
-        writes: list[Manifest] = []  # of the last commits that only wrote chunks, which are applied together
+        writes: list[Manifest] = []  # the manifests of the last commits that only wrote chunks, applied together
         for number, record, manifests in reversed(commits):
             if tree.nodes.after_reads(manifests):
                 return None
@@ -186,7 +186,7 @@ class Trees:
     async def _nodes_or_manifests(self, version: int, record: Record, tree: Tree | None) -> list[Manifest] | Nodes:
         """Return the manifests of a commit; the nodes, not read yet, if they are a whole tree in pages.
 
-        They are if the commit replaces the tree before it, or this is known and has no nodes.
+        That is the case if the commit replaces the tree before it, or that tree is known to be empty.
         """
         nodes = self._objects.paged_nodes(version, record)
         if nodes is not None and (record.replaces or (tree is not None and not await run(bool, tree.nodes))):
@@ -321,7 +321,7 @@ class Trees:
             chain.append(known)
         for each in reversed(chain):
             if not self._records.chain.agrees(each.parent, each.parent_check):
-                return None  # it continues another history; the records will tell
+                return None  # it belongs to another history; reading the records will show that
             earlier = Tree.from_root(each, self._objects.pages, earlier)
         assert earlier is not None
         return earlier
@@ -368,7 +368,7 @@ def _may_lose_pages(tree: Tree, version: int) -> bool:
 
 
 def _only_writes(record: Record, manifests: Sequence[Manifest]) -> bool:
-    """Return whether all that a commit does is to write chunks; it deletes nothing and is not a collection."""
+    """Return whether a commit only writes chunks: it deletes nothing and is not a collection."""
     tags = record.tags or record.dropped or record.tagged
     return not (tags or record.void or record.source or any(any(m.replaces_node) for m in manifests))
 

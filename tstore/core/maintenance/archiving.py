@@ -1,17 +1,17 @@
-"""Archiving: the records of old versions are moved into archives, many in each.
+"""Archiving: move the records of old versions into archives, many in each.
 
 1. Begin with the list of the objects of records, which the collection has made to look for gaps. They belong to
    versions that are not archived yet, or were archived by the last collection (step 2). So the cost follows these,
    not the whole history.
 2. Delete the objects of versions whose archive existed before this collection. The archive has all of these
-   records; an object that a stalled writer created beside it is no commit (`log.commits`). But keep them all if
+   records; an object that a stalled writer created next to it is no commit (`log.commits`). But keep them all if
    some are of another history than the archive, as in two copies that were merged (`foreign_archive`). First make
    the archives durable: a collection that was killed may have left one that is not.
 3. Create an archive for every other block of `ARCHIVE_EVERY` versions that ends at least `ROOT_EVERY` versions
    before the newest, if each of its records can be read. Leave their objects to the next collection, so that
    requests under way still find them. The next collection also continues one that was killed, or failed.
 
-The records of a block stay as they are if one is damaged, or if they are too long for one archive. A repair that
+The records of a block are not archived if one is damaged, or if they are too long for one archive. A repair that
 voids a record of a block that may be archived creates the archive itself (`void_records`).
 """
 
@@ -70,15 +70,15 @@ async def archive_records(log: LogReader, newest: int, listed: Sequence[int]) ->
 
 
 async def foreign_archive(log: LogReader, end: int, listed: Container[int]) -> str:
-    """Return why an archive is of another history than objects of records beside it; "" if it is not.
+    """Return why an archive and the record objects next to it are of different histories; "" if they are not.
 
     The record after those of the archive names the checksum of the archive's last one. And an object beside the
     archive is that of a stalled writer, unless its link names a record that is not in the log. `listed` has the
     versions whose records have objects of their own.
     """
-    commits = CommitObjects(log.storage)  # which read now, not from memory
+    commits = CommitObjects(log.storage)  # new, so that it reads from the storage
     beside = [version for version in range(end - ARCHIVE_EVERY + 1, end + 2) if version in listed]
-    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):  # which is reported elsewhere
+    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):  # reported elsewhere
         if not beside or await commits.archive(end) is None:
             return ""
         for versions in batched(beside):
@@ -111,7 +111,7 @@ async def _own(log: LogReader, version: int) -> bytes:
 async def _delete(log: LogReader, end: int, versions: Sequence[int], own: Container[int]) -> None:
     """Delete the objects of records that are in an archive, unless this can't be read or is foreign."""
     try:
-        archive = await CommitObjects(log.storage).archive(end)  # read now, not from memory
+        archive = await CommitObjects(log.storage).archive(end)  # new, so that it reads from the storage
     except (Corrupt, UnsupportedFormat):
         return
     if archive is not None and not await foreign_archive(log, end, own):  # the size may have been stale
@@ -140,4 +140,4 @@ async def _archive(log: LogReader, end: int) -> None:
         data = await run(encode, Archive(end, tuple(records)))
         await log.storage.create(archive_key(end), data, Durability.FSYNC)
     except (AlreadyExists, InvalidArgument, StorageFull):
-        return  # another collection was faster, or the records are a little too long; or a later one has space
+        return  # another collection was faster, the records are too long, or the storage is full

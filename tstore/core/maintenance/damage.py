@@ -1,4 +1,4 @@
-"""Find the damaged versions of a store, and the expired ones, as far as its records can be read.
+"""Find the damaged and expired versions of a store, as far as its records can be read.
 
 A version is damaged if its own record or objects are. A version whose tree can't be built because the record of
 another version is damaged does not count as damaged.
@@ -152,9 +152,9 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 
 
 async def check_references(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if a record names as the last garbage collection what `names_falsely` tells is not.
+    """Raise `Corrupt` if a record names a wrong version as the last garbage collection (`names_falsely`).
 
-    Raise it also for what `check_named` refuses.
+    Also raise it if `check_named` refuses the record.
     """
     if await names_falsely(log, version, record):
         raise Corrupt(
@@ -246,7 +246,7 @@ async def damaged_versions(log: LogReader, voided: Mapping[int, int] = {}) -> li
 async def _lost_with_roots(
     log: LogReader, resumed: Mapping[int, int], needing: Sequence[int]
 ) -> list[DamagedVersion]:
-    """Return the lost versions whose changes are lost too, since the root that had them is.
+    """Return the lost versions whose changes are lost too, because the root with these changes is lost.
 
     `needing` are the versions whose trees are needed, in order.
     """
@@ -255,7 +255,7 @@ async def _lost_with_roots(
         for version in needing[bisect.bisect_left(needing, root) :]:
             try:
                 await log.head(version)
-                break  # so can later versions be read
+                break  # later versions can be read too
             except UNREADABLE as error:
                 if root_key(root) in str(error):
                     reasons[root] = str(error)
@@ -264,7 +264,7 @@ async def _lost_with_roots(
 
 
 class _Inherited:
-    """Checks of what versions inherit from the versions before them, in order."""
+    """Checks, in order, that versions follow from the versions before them."""
 
     def __init__(self, log: LogReader, replay: Replay, living: Callable[[int], bool]) -> None:
         self._log = log
@@ -275,7 +275,7 @@ class _Inherited:
         self._resumes = 0  # the version that has the changes of lost records
 
     async def fault(self, version: int, record: Record) -> str:
-        """Return what is wrong with what a version inherits; "" for nothing, and if it is not living."""
+        """Return the fault in what a version inherits; "" if there is none, or if the version is not living."""
         if fault := await self._replay.fault(version, record):
             return fault
         self._resumes = max(self._resumes, record.resumes)

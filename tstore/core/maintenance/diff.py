@@ -40,11 +40,11 @@ from tstore.core.storage.base import Storage
 __all__ = ["ArrayDiff", "Diff", "diff_snapshots"]
 
 _BATCH_BYTES = 32 << 20
-_REGION_BYTES = 1 << 10  # of the objects for a region, so that a batch has a bounded number of tiny chunks
+_REGION_BYTES = 1 << 10  # overhead per region, so that a batch has a bounded number of tiny chunks
 _SLICE = 1 << 16  # chunk numbers
-_TILES = 64  # of a sample of an array, or more if it has more whole chunks
+_TILES = 64  # tiles in a sample of an array, or more if it has more whole chunks
 _SMALLEST_TILE = 16 << 10  # bytes, so that samples of many arrays have few tiles
-_DECODED = 16  # times the bytes of a sample: chunks that may be decoded for it
+_DECODED = 16  # bytes of chunks decoded for a sample, as a multiple of its size
 
 _FIELDS = ("shape", "dtype", "chunks", "codecs", "attributes", "dimension_names", "sparse")
 
@@ -52,7 +52,7 @@ _FIELDS = ("shape", "dtype", "chunks", "codecs", "attributes", "dimension_names"
 class ArrayDiff(NamedTuple):
     """The difference between two versions of the array at `path`.
 
-    `change` says what happened to it; `before` and `after` are its metadata, None if it did not exist. `fields`
+    `change` is the kind of change; `before` and `after` are its metadata, None if it did not exist. `fields`
     names those that differ. `chunks` counts the chunks that were added, removed or changed; if dtype, codecs or
     chunk shape differ, it counts all chunks of the later version. `distance` compares the values of those chunks
     before and after; it is None unless both arrays have float dtypes and the same shape. With a budget it is
@@ -170,7 +170,7 @@ async def _diff(storage: Storage, before: Snapshot, after: Snapshot, budget: int
 def _compare(
     before: Snapshot, after: Snapshot, paths: Collection[str]
 ) -> tuple[list[ArrayDiff], list[_ArrayPair], list[str]]:
-    """Return of these paths the arrays of one snapshot, those of both, and the groups that differ."""
+    """Split these paths into arrays of one snapshot, arrays of both, and groups that differ."""
     old, new = before.tree.nodes, after.tree.nodes
     changed_fields = functools.cache(_changed_fields)  # many arrays have the same two documents
     arrays: list[ArrayDiff] = []
@@ -367,7 +367,7 @@ def _add_distances(
 
 
 def _without_unchanged(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return both with zeros in place of NaN and infinity that are the same in both."""
+    """Replace NaN and infinity that are the same in both by zeros."""
     unchanged = (np.isnan(a) & np.isnan(b)) | (np.isinf(a) & (a == b))
     return np.where(unchanged, np.zeros((), a.dtype), a), np.where(unchanged, np.zeros((), b.dtype), b)
 

@@ -1,7 +1,7 @@
 """The distinct references to chunks in many manifests, each with the label of the first version that has it.
 
-Two references are equal if pack, offset, length and checksums are. For each there is a key of 64 bits in memory,
-and one bit that says whether the row is the first with it. Segments are not kept, but read again.
+Two references are equal if pack, offset, length and checksums are. Each has a 64-bit key in memory,
+and each row a bit that says whether it is the first with its key. Segments are not kept, but read again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Bits = npt.NDArray[np.uint8]
 
 
 def array_label(version: int, path: str) -> str:
-    """Return how faults name an array or a group of a version."""
+    """Return the name of an array or a group of a version in faults."""
     return f"version {version}: {path or 'the root group'}"
 
 
@@ -42,7 +42,7 @@ class ChunkList(NamedTuple):
     rows: ChunkTable
 
     def label(self, position: int) -> str:
-        """Return how faults name the chunk at a position: its version, path and place in the grid."""
+        """Return the name of the chunk at a position in faults: its version, path and place in the grid."""
         owner = self.owners[position]
         path, metadata = self.nodes[owner]
         place = chunk_coordinates(int(self.rows.number[position]), metadata.meta.counts)
@@ -80,7 +80,7 @@ class UnreadSegment(NamedTuple):
 
     @property
     def label(self) -> str:
-        """How faults name the array."""
+        """The name of the array in faults."""
         return array_label(self.version, self.node[0])
 
 
@@ -174,7 +174,7 @@ class _Keys:
             columns[-2:] = [merged]
 
 
-_SALT = secrets.randbits(63)  # so that nobody can make references whose keys collide, and are not read
+_SALT = secrets.randbits(63)  # prevents crafted references with colliding keys, which would be skipped
 
 
 def _keys_of(rows: ChunkTable) -> npt.NDArray[np.uint64]:

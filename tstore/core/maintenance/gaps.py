@@ -1,7 +1,7 @@
 """Gaps in a log that are too long for lost records, because an object lies far above the newest version.
 
-A search for the newest version begins at the hint, and takes the record there for the newest. So with two objects,
-somebody who may write to a store makes a log of 10^18 versions, and whoever reads all of them has to notice.
+A search for the newest version starts at the hint. So with two objects, a hint and a record with a high number,
+a malicious writer can fake a log of 10^18 versions, which whoever reads all versions must notice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tstore.core.runtime.concurrency import batched
 
 __all__ = ["Gap", "long_gap"]
 
-_MAX_LOST = 1 << 14  # records that may be missing below the newest version: those of 32 archives
+_MAX_LOST = 1 << 14  # records that may be missing below the newest version: the content of 32 archives
 
 
 class Gap(NamedTuple):
@@ -32,7 +32,7 @@ class Gap(NamedTuple):
     last: int
 
     def message(self, url: str) -> str:
-        """Return a sentence about the gap, and what to do."""
+        """Return a sentence about the gap, with advice."""
         return (
             f"{url}: the {self.last - self.first + 1:,} records from {commit_key(self.first)} to "
             f"{commit_key(self.last)} are missing, though version {self.last + 1} exists; if this one is not of "

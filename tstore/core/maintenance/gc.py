@@ -21,7 +21,7 @@
    has voided it: what it expired may be alive again. (A repair that can read the record leaves expired what needs
    an object that it condemned, since a deletion may be under way.)
    A collection also condemns again, and deletes, what the previous one condemned but did not delete, unless a
-   living version needs it: one that is alive again, or because the previous record was forged. So a collection
+   living version needs it (one that is alive again, or one that a forged record ignored). So a collection
    killed at any point leaves no garbage permanently.
 6. Archive the records of old versions (`archiving`).
 7. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
@@ -75,7 +75,7 @@ from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavai
 
 __all__ = ["CollectReport", "Overtaken", "collect"]
 
-_MAX_PLANS = 8  # how often newer commits may overtake a plan by tagging expiring versions, or by dropping tags
+_MAX_PLANS = 8  # restarts allowed because newer commits tag expiring versions, or drop tags
 _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions that a record condemns
 
 
@@ -131,7 +131,7 @@ class Overtaken(Exception):
 
 
 class _Plan:
-    """What to condemn as of version `base`.
+    """The plan of a collection: what to condemn as of version `base`.
 
     `number` counts the plans of one collection, from 1. `drops` counts the earlier plans that were overtaken by
     commits that dropped tags.
@@ -154,13 +154,13 @@ class _Plan:
         self._log = log
         self._previous = Collection((), (), {}, (), ()) if previous is None else previous  # the last collection
         self._in_use = {*ledger.transactions, *map(owner_of, ledger.dependencies), *self._previous.transactions}
-        self._tags: dict[str, int] = {}  # of expired versions
+        self._tags: dict[str, int] = {}  # the tags of expired versions
         self._released: dict[str, set[str]] = {}  # objects that expired versions wrote or needed, by transaction
         self._roots: list[str] = []
         self._leftover_transactions: set[str] = set()  # condemned by the last collection, but not deleted
         self._leftover_objects: Mapping[str, int] = {}  # their sizes
         self._sizes: dict[str, int] = {}  # of all candidates for deletion
-        self._names: set[str] = set()  # of the transactions that have objects; only these need to be listed
+        self._names: set[str] = set()  # the transactions that have objects; only these need to be listed
 
     async def make(self, keep: Keep | None, min_age: float) -> None:
         """Choose what to condemn: steps 2 and 3 at the top of this file. `min_age` is in seconds."""
@@ -174,7 +174,7 @@ class _Plan:
         names = [name for name in await self._log.storage.folders("txn/") if is_transaction(name)]
         self._names = set(names)
         await self._expire(retained)
-        # without what a version needs that is alive again, or that a forged record condemned
+        # except objects that a revived version needs, or that a forged record condemned
         needed = {*self.ledger.dependencies, *map(root_key, self._needed_roots)}
         in_use = {*self.ledger.transactions, *map(owner_of, self.ledger.dependencies)}
         self._leftover_transactions = self._names.intersection(self._previous.transactions) - in_use

@@ -1,4 +1,4 @@
-"""Roots that vouch for records that are lost: the tree of such a root has what the lost records changed.
+"""Roots that vouch for lost records: the tree of such a root has the changes of the lost records.
 
 A record that can't be read is lost, but a later root has the whole tree of its version, with the effect of all
 records before it. So the tree is known from that version on; only those of the versions in between are not. A root
@@ -90,7 +90,7 @@ async def resumptions(log: LogReader, named: Mapping[int, set[bytes]], stop: int
             vouching = await _vouching(log, named, roots)
             if number in vouching:
                 break
-    else:  # none has all lost changes, but some may have those of earlier ones
+    else:  # no root has all lost changes, but some may have earlier ones
         vouching = await _vouching(log, named, roots)
     return {version: min((root for root in vouching if root >= version), default=0) for version in named}
 

@@ -1,4 +1,4 @@
-"""Past repairs, as the records of a log show them: which have not ended, and which were undone.
+"""Past repairs in the records of a log: which have not ended, and which were undone.
 
 A repair replaces records by void ones, and then commits a record that lists these versions (`repair`). If no
 record lists a void version, its repair was interrupted, or its commit was lost or voided. If a listed version has
@@ -30,7 +30,7 @@ class PastRepairs:
 
     @staticmethod
     async def up_to(log: LogReader, newest: int, without: Container[int] = ()) -> PastRepairs:
-        """Return the repairs that all records up to a version show which can be read.
+        """Return the repairs shown by all readable records up to a version.
 
         Commits of repairs in `without` do not count: they are to be voided.
         """

@@ -1,4 +1,4 @@
-"""Reading chunks back from their packs, to compare their bytes with their checksums.
+"""Read chunks back from their packs, and compare their bytes with their checksums.
 
 1. Take the chunks of one manifest or segment at a time. Sort them by pack and offset, and read chunks that are
    close together in one read.
@@ -39,7 +39,7 @@ class _Batch(NamedTuple):
 
 
 class _Fault(NamedTuple):
-    """What is wrong with a chunk; `unread` is its length if it could not be read."""
+    """The fault of a chunk; `unread` is its length if it could not be read."""
 
     sentence: str
     unread: int | None

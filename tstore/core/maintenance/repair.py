@@ -255,7 +255,7 @@ async def _check_consequences(
 
 
 def _shown(versions: Sequence[int], limit: int = 10) -> str:
-    """Return versions as text, of many the first and their number."""
+    """Format versions as text; of many, only the first and their number."""
     shown = ", ".join(map(str, versions[:limit]))
     return shown if len(versions) <= limit else f"{shown}, … ({len(versions)} in all)"
 
@@ -280,7 +280,7 @@ async def _commit_repair(
     while True:
         base = await reader.newest()
         await empty_roots(reader.storage, stale_roots(resumes, base))
-        log = Log(reader := reader.anew())  # the one before may have read a stale root
+        log = Log(reader := reader.anew())  # the previous reader may have read a stale root
         record = Record(
             REPAIR + world.token(12),
             base,

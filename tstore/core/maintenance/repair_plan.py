@@ -1,12 +1,12 @@
-"""Which versions a repair leaves alive, which it expires, and what stays condemned.
+"""The plan of a repair: which versions stay alive, which expire, and what stays condemned.
 
 1. Voided versions expire if the last collection lists them as living.
-2. If a garbage collection was voided, the versions that it had expired are alive again, except for those that lack
-   an object, or need one that it had condemned: it may still be deleting.
-3. What an expired version wrote or needed becomes a dependency of the next living version. Copies are apart: no
-   later version needs what only a copy needed.
-4. The head must be living. If the version whose state it has has expired, it is alive again, unless it lacks data.
-   Then the repair has to commit another state (`lacks_newest`).
+2. If a garbage collection was voided, the versions that it expired are alive again, unless an object of theirs is
+   missing or was condemned by it, since it may still be deleting.
+3. The objects that an expired version wrote or needed become dependencies of the next living version. Copies are
+   excluded: no later version needs what only a copy needed.
+4. The head must be living. If the version with the head's state has expired, it is revived, unless it lacks data.
+   Then the repair must commit another state (`lacks_newest`).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ __all__ = ["RepairPlan", "condemned_by"]
 
 
 class RepairPlan:
-    """What a repair expires as of a version; later commits are added until its record is appended."""
+    """What a repair expires, as of a version; later commits are added until the repair's record is appended."""
 
     def __init__(self, log: LogReader, base: int, voided: Sequence[int], revoked: Condemned) -> None:
         self._log = log
         self._base = base
         self._voided = voided
-        self._revoked = revoked  # condemned by voided collections
-        self._condemned = revoked  # and by the last collection that was not voided
-        self._tags: dict[str, int] = {}  # of expired versions
+        self._revoked = revoked  # what voided collections condemned
+        self._condemned = revoked  # and what the last collection that was not voided condemned
+        self._tags: dict[str, int] = {}  # the tags of expired versions
         self._ledger = Ledger()
         self.expired: list[int] = []
         self._protects = False
         self.lacks_newest = False
-        """Whether the newest state is that of a version that lacks data, so that another must be committed."""
+        """Whether the version with the newest state lacks data, so that another state must be committed."""
 
     @staticmethod
     async def make(log: LogReader, base: int, voided: Sequence[int], gc: int, revoked: Condemned) -> RepairPlan:
@@ -69,9 +69,10 @@ class RepairPlan:
         return bool(self.expired) or self._protects
 
     async def protect(self, resumed: int) -> None:
-        """Make what lost records wrote dependencies of a living version: what the tree of version `resumed` needs.
+        """Protect the objects of lost records that the tree of version `resumed` needs.
 
-        No record names it any more, so a garbage collection would take it for abandoned.
+        No record names them any more, so a garbage collection would take them for abandoned. They become
+        dependencies of a living version.
         """
         tree = await self._log.head(resumed)
         used = await run(packs_of, tree)
@@ -94,9 +95,9 @@ class RepairPlan:
         self._ledger.add(version, other)
 
     def collection(self) -> Collection:
-        """Return the decision of the repair as that of a garbage collection."""
+        """Return the decisions of the repair in the form of a garbage collection."""
         living, needed = self._ledger.transactions, self._ledger.dependencies
-        # a version that is alive again may have left fragments, which nobody needs
+        # a revived version may have left fragments, which nobody needs
         objects = [key for key in self._condemned.objects - needed if owner_of(key) not in living]
         return Collection(
             tuple(self._ledger.alive[version] for version in sorted(self._ledger.alive)),
@@ -117,7 +118,7 @@ class RepairPlan:
         return Tree.empty()
 
     async def _expire(self, gc: int) -> None:
-        """Choose what expires, and release what that wrote or needed."""
+        """Choose the versions that expire, and pass on the objects that they wrote or needed."""
         log = self._log
         ledger, previous = await ledger_at(log, self._base)
         void = {version async for version, record in log.each_record(sorted(ledger.alive)) if record.void}
@@ -149,7 +150,7 @@ class RepairPlan:
         self._tags = {tag: v for v in self.expired for tag in ledger.alive[v].tags}
 
     async def _needing_revoked(self, versions: Sequence[int]) -> list[int]:
-        """Return which of these versions need a manifest or pack that a voided collection had condemned."""
+        """Return the versions that need a manifest or pack condemned by a voided collection."""
         condemned = self._revoked
         if not (versions and (condemned.transactions or condemned.objects)):
             return []
@@ -169,9 +170,9 @@ class RepairPlan:
         return needing
 
     async def _revive_newest(self) -> bool:
-        """Add the version whose state is the newest to the living ones; return False if it lacks data.
+        """Revive the version with the newest state; return False if it lacks data.
 
-        It depends on the objects that its tree needs.
+        The objects that its tree needs become its dependencies.
         """
         log = self._log
         version = await state_of(log, await head_as_of(log, self._base))
@@ -187,7 +188,7 @@ class RepairPlan:
         return True
 
     async def _lost_state(self, version: int) -> bool:
-        """Return whether a version is the commit of an earlier repair, and the state that it had is voided now."""
+        """Return whether a version is the commit of an earlier repair whose state is voided now."""
         had_voided, below = False, version
         while below and _only_repairs(await self._log.record(below)):
             below = await state_of(self._log, await head_as_of(self._log, below - 1))
@@ -195,7 +196,7 @@ class RepairPlan:
         return had_voided and await self._complete(version) is None
 
     async def _complete(self, version: int) -> set[str] | None:
-        """Return the packs and manifests that the tree of a version needs; None if one is missing or condemned."""
+        """Return the packs and manifests that the tree of a version needs, None if one is missing or condemned."""
         try:
             tree = await self._log.tree(version)
             objects = await run(packs_of, tree)
@@ -217,7 +218,7 @@ def _only_repairs(record: Record) -> bool:
 
 
 async def condemned_by(storage: Storage, voided: Sequence[int]) -> Condemned:
-    """Return what the voided versions had condemned that were collections, by their saved records."""
+    """Return what the voided garbage collections condemned, from the copies of their records in damaged/."""
     transactions, objects = set[str](), set[str]()
     prefixes = tuple(f"damaged/{version:020d}-" for version in voided)
     for key in await storage.list("damaged/"):

@@ -1,12 +1,12 @@
-"""The tree as the records alone make it, version by version, and what does not follow from it.
+"""The tree built from the records alone, version by version, and the records that do not follow from it.
 
 Each record must follow from the tree before it (`check_foundation`): after the version that created or resized an
 array was lost or voided, a later write has chunks of an array that is not there. And a living version needs the
 manifests of older ones, back to the last commit that replaced the whole tree. Collections keep these manifests;
 but if that commit is voided, the version needs those before it, which may be gone.
 
-After records that can't be read, or are left out, the replay begins again with the tree of the next root. So it
-does at the root that has the changes of a lost record (`Record.resumes`).
+After records that can't be read, or are left out, the replay begins again with the tree of the next root; it
+also begins again at the root that has the changes of a lost record (`Record.resumes`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Replay:
         self._tree, self._stopped = None, version - 1
 
     async def fault(self, version: int, record: Record) -> str:
-        """Return why a living version is not what its writer committed; "" if it is, or if that is not known."""
+        """Return why a living version differs from what its writer committed; "" if it does not, or if unknown."""
         if changes_nothing(record) or record.replaces or record.source or not self._living(version):
             return ""
         if record.voids and not record.changes_nodes:  # what is damaged is the version whose state it has
@@ -78,7 +78,7 @@ class Replay:
         return self._tree if self._nodes_known else None
 
     async def root_fault(self, version: int) -> str:
-        """Return what is wrong with the root of a version: its bytes, its record or its tree; "" for nothing."""
+        """Return the fault of the root of a version, in its bytes, record or tree; "" if there is none."""
         await self._advance(version)
         key = root_key(version)
         name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
@@ -100,7 +100,7 @@ class Replay:
         try:
             stored = await self._log.stored(version)
             parent = await self._log.stored(root.parent) if root.parent else None
-        except UNREADABLE:  # which is reported elsewhere
+        except UNREADABLE:  # reported elsewhere
             return ""
         follows = root.parent_check == NO_RECORD if parent is None else parent.accepts(root.parent_check)
         if root.version != version or not stored.has_root(root) or not follows:
@@ -108,7 +108,7 @@ class Replay:
         try:
             replayed, nodes_known = self._tree, self._nodes_known
             differing = [] if replayed is None else await run(replayed.differences, tree, nodes_known)
-        except UNREADABLE:  # a segment is damaged, which is reported elsewhere, or of an expired version
+        except UNREADABLE:  # a segment of an expired version, or damaged, which is reported elsewhere
             return ""
         if not differing:
             return ""
@@ -116,7 +116,7 @@ class Replay:
         return f"{name} differs from the records up to version {version} in {shown}; {advice}"
 
     async def compaction_fault(self, version: int, record: Record | None, manifests: Sequence[Manifest]) -> str:
-        """Return what is wrong with the compactions in the manifests of a version; "" for nothing."""
+        """Return the fault of the compactions in the manifests of a version; "" if there is none."""
         if record is None or not any(manifest.compactions for manifest in manifests):
             return ""
         await self._advance(version - 1)
@@ -133,7 +133,7 @@ class Replay:
         if root <= self._stopped:
             return
         self._stopped = root  # it is tried once
-        with contextlib.suppress(*UNREADABLE):  # its nodes may have expired; then a later root will do
+        with contextlib.suppress(*UNREADABLE):  # its nodes may have expired; a later root is used then
             if await self._log.trees.root(root) is not None:
                 self._tree, self._nodes_known = await self._log.head(root), True
 

@@ -1,4 +1,4 @@
-"""The ids of all transactions in a log, to find those that it has twice because a record was copied over another.
+"""The ids of all transactions in a log, to detect duplicates from a record that was copied over another.
 
 Hosts that use an attempt again may commit its id once more, once the version that it had become has expired. They
 begin above that version, since a writer finds its own transaction above the base.
@@ -23,7 +23,7 @@ __all__ = ["TransactionIds"]
 
 
 class TransactionIds:
-    """The ids of the transactions in records, each as a digest of 64 bits beside its version."""
+    """The ids of the transactions in records, each as a 64-bit hash with its version."""
 
     def __init__(self) -> None:
         self._digests = array("Q")

@@ -1,7 +1,7 @@
 """Verification: read and check everything that living versions refer to; a fault does not end it.
 
-1. Read all archives of old records (`log.commits`). Of the versions that they have, check only the living ones,
-   and those whose roots others need, any further: so the cost follows what lives.
+1. Read all archives of old records (`log.commits`). Among their versions, check further only the living ones,
+   and those whose roots others need, so that the cost follows the living data.
 2. Read all other records in order, and the manifests of living versions. Every record must name the last garbage
    collection before it, and no two may commit the same transaction (`transaction_ids`). Every root, a stored copy
    of the tree, must equal the tree of the records up to its version, and every record must follow from that tree
@@ -64,7 +64,7 @@ from tstore.errors import Corrupt, parsing
 
 __all__ = ["VerifyProgress", "VerifyReport", "verify_store"]
 
-_ARCHIVES = 8  # read at once
+_ARCHIVES = 8  # archives read at once
 
 
 class VerifyReport(NamedTuple):
@@ -145,7 +145,7 @@ class _Verification:
         self._newest = newest
         self._progress = VerifyProgress(0, newest)
         self._report_progress = progress or (lambda progress: None)
-        self._lock = threading.Lock()  # of the progress, which worker threads add to
+        self._lock = threading.Lock()  # guards the progress, which worker threads update
         self._known = known
         self._gap = gap  # above the newest version, if it is a long one
         self._replayed = Replay(log, lambda version: not known.expired(version))
@@ -234,7 +234,7 @@ class _Verification:
         return True
 
     async def _skip_archived(self, version: int, record: Record | None) -> None:
-        """Go on at a version that follows archived records."""
+        """Continue at a version that follows archived records."""
         self._last_collection = None
         if record is not None and not await names_falsely(self._log, version, record):
             with contextlib.suppress(*UNREADABLE):
@@ -255,7 +255,7 @@ class _Verification:
         try:
             yield
         except UNREADABLE as error:
-            if (fault := f"{prefix}{error}") not in self._faults[-1:]:  # a pack that many segments lack
+            if (fault := f"{prefix}{error}") not in self._faults[-1:]:  # many segments may need one missing pack
                 self._faults.append(fault)
 
     async def _read(self, version: int) -> tuple[Record | None, list[Manifest]]:
@@ -321,7 +321,7 @@ class _Verification:
         return manifests
 
     def _list_chunks(self, version: int, manifest: Manifest) -> None:
-        nodes, counts, limits = [], [], []  # of each node: the rows that the manifest has, the chunks in its grid
+        nodes, counts, limits = [], [], []  # per node: its rows in the manifest, the chunks in its grid
         for at, (path, metadata, _, tables) in enumerate(manifest.nodes()):
             node, limit = self._shared(path, metadata), self._chunks_in_grid(version, Node(path, metadata, tables))
             nodes.append(node)

@@ -1,11 +1,11 @@
-"""The void records that a repair puts in the place of others: one by one, or a whole archive with them.
+"""The void records that replace others in a repair: one by one, or in a whole archive.
 
 A record is voided in one of two ways.
 1. Its object is replaced.
-2. An archive of its block is written, with the void record and the other records of the block. So it is if there
-   is an archive, be it damaged (`damaged_archives`), or if it is lost; and for an intact record if its block is
-   complete, since a garbage collection may archive it meanwhile. The latter archive is only created if it is
-   absent, so either the collection archives the record or the repair the void one, never both.
+2. An archive of its block is written, with the void record and the other records of the block. This is done if
+   there is an archive, even a damaged one (`damaged_archives`), or if it is lost; and for an intact record if its
+   block is complete, since a garbage collection may archive it meanwhile. The latter archive is only created if it
+   is absent, so either the collection archives the record or the repair the void one, never both.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
 
 
 class Without(Wrapper):
-    """A storage that seems not to have the objects for which `hides(key)` is true, except in listings."""
+    """A storage that hides the objects for which `hides(key)` is true, except in listings."""
 
     def __init__(self, inner: Storage, hides: Callable[[str], bool]) -> None:
         super().__init__(inner)
@@ -118,7 +118,7 @@ class VoidRecords:
         self._storage = storage
         self._log = log
         self._newest = newest
-        self._former: dict[int, bytes] = {}  # the records to replace, empty for one that is missing
+        self._former: dict[int, bytes] = {}  # the records to replace, empty if missing
         self._records: dict[int, bytes] = {}  # the void ones
         self._archives: dict[int, bytes] = {}  # the archives to write, by their last versions
         self._damaged = damaged_archives

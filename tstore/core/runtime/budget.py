@@ -43,9 +43,9 @@ _MIN_HUGE = 4 << 20
 """The smallest size of memory, in bytes, for which huge pages pay off."""
 
 _MIN_POPULATED = 64 << 10
-_MADV_POPULATE_WRITE = 23  # of mman.h, since Linux 5.14
+_MADV_POPULATE_WRITE = 23  # from mman.h, since Linux 5.14
 
-_M_MMAP_THRESHOLD = -3  # of malloc.h
+_M_MMAP_THRESHOLD = -3  # from malloc.h
 _MIN_RETURNED = 1 << 20
 
 if sys.platform == "linux":
@@ -66,9 +66,9 @@ class _Budget:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit // 2  # of either half
+        self._limit = limit // 2  # the limit of either half
         self._retained = 0
-        self._acquired = 0  # by `acquire`
+        self._acquired = 0  # bytes claimed by `acquire`
         self._claims: dict[object, tuple[int, int]] = {}  # the thread and the size of each `claim`
         self._lock = threading.RLock()  # a finalizer may need it while its thread has it
         self._waiting: set[queue.SimpleQueue[None]] = set()
@@ -216,8 +216,9 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
 def page_aligned(size: int) -> npt.NDArray[np.uint8]:
     """Return uninitialized memory that begins at a page.
 
-    A processor copies several times as slowly to memory that begins up to 32 bytes further within a page than what
-    it copies. malloc returns large memory 16 bytes into a page, and the bytes of files mostly begin at one.
+    A processor copies several times more slowly if the destination's offset within a page exceeds the source's by
+    up to 32 bytes. malloc returns large memory at offset 16 of a page, and the bytes of files mostly begin at
+    offset 0.
     """
     memory = np.empty(size + mmap.PAGESIZE, np.uint8)
     start = -memory.__array_interface__["data"][0] % mmap.PAGESIZE
@@ -234,7 +235,7 @@ def returnable_buffer(size: int) -> npt.NDArray[np.uint8]:
 
 
 def return_large_buffers() -> None:
-    """Make malloc return every freed buffer of a MiB or more to the system; for processes that live long.
+    """Make malloc return every freed buffer of a MiB or more to the system; for long-lived processes.
 
     By default glibc retains freed buffers of up to 32 MiB, in each thread's arena.
     """

@@ -1,4 +1,4 @@
-"""Ways to make many calls, or calls of one kind, with little cost.
+"""Ways to make many calls, or repeated calls of one kind, efficiently.
 
 `together` awaits many with bounded concurrency. `QuickCalls` makes short blocking calls in the event loop's
 thread. `compute` makes a call that only computes, which a cancellation ends. `each_with_caller` makes blocking
@@ -90,9 +90,9 @@ class Prefetch(Generic[K, V]):
 
 _QUICK = 300e-6  # seconds
 _LONGEST = 1e-3  # seconds that one call counts, so that a single long one, perhaps descheduled, changes little
-_WEIGHT = 1 / 8  # of the last call in the mean
+_WEIGHT = 1 / 8  # weight of the last call in the mean
 _FEWEST, _MOST = 8, 4096  # calls in threads before calls may be made in the loop's thread
-_LONG_SPELL = 256  # calls in the loop's thread after which the fewest are enough again
+_LONG_SPELL = 256  # calls in the loop's thread after which the count starts at `_FEWEST` again
 
 
 def _waits() -> float:
@@ -176,7 +176,7 @@ class SharedCalls(Generic[T]):
         turn, loop = self._turns.get(), asyncio.get_running_loop()
         if not turn.waiting:
             turn.task = loop.create_task(self._answer(turn))
-        answer: asyncio.Future[T | None] = loop.create_future()  # its cancellation does not affect the others
+        answer: asyncio.Future[T | None] = loop.create_future()  # cancelling it does not affect the others
         turn.waiting.append(answer)
         result = await answer
         return await self._call() if result is None else result
@@ -194,7 +194,7 @@ class SharedCalls(Generic[T]):
 
 
 _LOOPS = 100
-_AGAIN = 0.1  # seconds between the exceptions in a call that goes on
+_AGAIN = 0.1  # seconds between the exceptions in a call that does not end
 
 
 async def compute(call: Callable[..., T], *args: Any) -> T:
@@ -316,7 +316,7 @@ def each_with_caller(call: Callable[[T], None], items: Iterable[T], workers: int
 
     def help_caller() -> None:
         helper = object()
-        helping.add(helper)  # before it looks whether the calls are closed: the caller does it the other way round
+        helping.add(helper)  # before it checks whether the calls are closed: the caller does both in reverse order
         try:
             work()
         except BaseException as error:

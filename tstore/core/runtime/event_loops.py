@@ -192,7 +192,7 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
 
 
 def run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a thread of its own and return its result, blocking the calling thread.
+    """Run a coroutine in a separate thread and return its result, blocking the calling thread.
 
     It needs neither the caller's event loop nor a worker thread: all of these may wait for the result.
     """
@@ -247,7 +247,7 @@ class BackgroundLoop:
         self._changed = threading.Condition(self._lock)
         self._thread: LoopThread | None = None
         self._tasks: set[Cancellable] = set()
-        self._calls: set[object] = set()  # those under way
+        self._calls: set[object] = set()  # calls in progress
         self._exiting = False
         self._failures: dict[object, str] = {}
 
@@ -305,7 +305,7 @@ class BackgroundLoop:
         self._failures.pop(origin, None)
 
     def _begin(self, call: object, work: Coroutine[Any, Any, Any]) -> asyncio.AbstractEventLoop | None:
-        """Note a call and return the loop; None if the exiting interpreter can't start the loop's thread.
+        """Register a call and return the loop; None if the exiting interpreter can't start the loop's thread.
 
         Raise `Misuse` if the process accepts no more calls from this thread.
         """

@@ -213,7 +213,7 @@ def give_way_in_worker(work: float) -> None:
     pace: Pace | None = getattr(_threads.local, "pace", None)
     if pace is None:
         pace = _threads.local.pace = Pace()
-    pace.add(work * each_call.paced_workers)  # for the work of all workers, which do equal shares
+    pace.add(work * each_call.paced_workers)  # the work of all workers, who do equal shares
     while not each_call.stopped and (seconds := pace.next_sleep()):
         time.sleep(seconds)
 

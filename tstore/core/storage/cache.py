@@ -1,7 +1,7 @@
 """A local cache in front of any storage: immutable objects are cached in files as they are read.
 
 1. Manifests are cached whole. Each ends in a checksum, which is verified before the object is cached and at every
-   use. Of a pack, or of a manifest or root in pages, the ranges that were read are cached, cut at
+   use. For a pack, or a manifest or root in pages, the ranges that were read are cached, cut at
    multiples of `PIECE`, each followed by a checksum (`_RangeReader`). A torn or changed file counts as missing:
    the object is read again.
 2. Records are never cached: if a backup is restored at the same URL, the same names belong to other records, and
@@ -50,7 +50,7 @@ __all__ = ["PIECE", "Cache", "CachedStorage", "forget", "without_cache"]
 PIECE = 4 << 20
 """The maximum bytes of a pack in one file."""
 
-_RANGE = re.compile(r"(\d{1,20})-(\d{1,20})", re.ASCII)  # names of the files of a pack
+_RANGE = re.compile(r"(\d{1,20})-(\d{1,20})", re.ASCII)  # file names of a pack's ranges
 _WHOLE = re.compile(r"txn/[^/]+/manifest(-[^/]*)?")  # keys of objects that are cached whole
 _CHECKS = 32  # how often a process that writes `size` bytes checks the limit
 _TARGET = 0.9  # the fraction of the limit that remains in use after an eviction

@@ -25,14 +25,14 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
-_CHAIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)::(.*)", re.DOTALL)  # of fsspec: filecache::https://…
+_CHAIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)::(.*)", re.DOTALL)  # fsspec's chains: filecache::https://…
 
 _MAX_URL_LENGTH = 4096
 _RETRY_TIMEOUT = "retry_timeout"  # an option of every remote storage
 
 
 class Address(NamedTuple):
-    """What a store was opened with, so that another process can open it."""
+    """The arguments with which a store was opened, so that another process can open it."""
 
     url: str
     storage_options: Mapping[str, Any] | None

@@ -64,7 +64,7 @@ BODY_RATE = 8 << 10
 """Bytes a second that a body must reach: 2 Mbit/s for 32 concurrent requests."""
 
 FREE_BYTES = 1 << 20  # per object
-SHARED_BYTES = 128 << 20  # of all objects of one event loop
+SHARED_BYTES = 128 << 20  # for all objects of one event loop
 
 EMPTY_PAGES = 1000
 """More empty pages than servers return in a row while they skip many deleted objects."""

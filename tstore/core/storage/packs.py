@@ -1,8 +1,8 @@
-"""Writers for storage that takes only whole objects: they fill a pack or an object in memory, then upload it.
+"""Writers for storage without appends: they fill a pack or an object in memory, then upload it.
 
-1. A pack is full when the next chunks would make it longer than `PACK`. Its writer then accepts no more, and the
-   caller finishes it, which starts its upload in the background, as one `put`. So a large save uploads several
-   packs at once, and an encoder never waits for a server unless memory is short.
+1. A pack is full when the next chunks would make it longer than `PACK`. Its writer then accepts no more chunks,
+   and the caller finishes it, which starts its upload in the background, as one `put`. So a large save uploads
+   several packs at once, and an encoder never waits for a server unless memory is short.
 2. Packs draw on the byte budget until they are uploaded. If the budget is exhausted, writers wait; if few
    uploads are in progress, a writer first starts the upload of the fullest pack of the process.
 3. `flush` waits for the uploads in a folder and raises the first error; only then may a record refer to the packs.
@@ -36,13 +36,13 @@ from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
 __all__ = ["IN_MEMORY", "PACK", "BufferedReader", "Packs", "Upload"]
 
 PACK = 16 << 20
-"""The maximum bytes of a pack; a longer batch of chunks becomes a pack by itself."""
+"""The maximum size of a pack in bytes; a longer batch of chunks becomes a pack by itself."""
 
 IN_MEMORY = 32 << 20
-"""The maximum size of an object that is filled in memory; a longer one would take too much of the byte budget."""
+"""The maximum size of an object assembled in memory; longer ones would take too much of the byte budget."""
 
 _BLOCK = 1 << 20  # bytes by which a pack grows in memory
-_FEW_UPLOADS = 4  # if fewer are in progress, a shortage of memory starts another
+_FEW_UPLOADS = 4  # when memory is short, another upload starts if fewer are in progress
 _PART = 8 << 20  # bytes of each buffer that `Upload` sends
 
 
@@ -190,7 +190,7 @@ class _BufferedPack:
         return True
 
     def _copy(self, buffers: BufferStream) -> None:
-        """Copy the buffers into the last block, which has room for them."""
+        """Copy the buffers into the last block, which must have room for them."""
         block = self._blocks[-1]
         for buffer in buffers:
             data = np.frombuffer(buffer, np.uint8)
@@ -256,7 +256,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Upload:
-    """A `PackWriter` that fills memory, or the mapped pages of an unnamed temporary file if the object is long.
+    """A `PackWriter` into memory, or into a mapped temporary file if the object is long.
 
     `finish` uploads the object whole, with `send`, and returns when it is stored.
     """

@@ -25,7 +25,7 @@ from tstore.errors import AlreadyExists, NotFound
 
 __all__ = ["LimitedStorage", "RemoteStorage", "TracedStorage", "as_remote"]
 
-_MAX_BYTES = 192 << 20  # of all requests in progress
+_MAX_BYTES = 192 << 20  # bytes of all requests in progress
 
 T = TypeVar("T")
 

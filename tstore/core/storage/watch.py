@@ -30,7 +30,7 @@ _READ = 16 << 10  # bytes of events in one system call
 
 _MAX_FREE = 4
 
-_free_descriptors: list[int] = []  # of inotify, without a watch
+_free_descriptors: list[int] = []  # inotify descriptors without a watch
 
 
 class _Inotify(NamedTuple):

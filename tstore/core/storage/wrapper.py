@@ -5,7 +5,7 @@ send 403 instead of 404 to those who may not list (S3, Google Cloud Storage, and
 reader probes for objects that do not exist yet, so it could not read there.
 
 1. A forbidden object counts as absent if the store's marker can be read after the refusal. Without this check, a
-   reader whose credentials have expired would take the version that it knows for the newest one for ever.
+   reader whose credentials have expired would forever take the version that it knows for the newest.
 2. Only a reader may assume this. A writer would commit on an old version, or collect what it takes for garbage. So
    every write through this class is refused, whatever the server would permit.
 3. What is forbidden although it exists (by the rights of single objects) looks absent too: then a reader sees the

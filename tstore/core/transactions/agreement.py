@@ -1,8 +1,8 @@
-"""Whether the hosts of a cooperative transaction made the same call, with the same values.
+"""Checks that the hosts of a cooperative transaction made the same call, with the same values.
 
-Hosts that pass different numbers of hosts for one name and attempt are all told, and one number can commit:
-each number has a folder of its own. A host that is refused before it delivers withdraws the transaction with its
-number, so that hosts which wait in the other one find that.
+If hosts pass different values of `hosts` for one name and attempt, all of them get an error, and at most one of
+the transactions commits: each value has a separate folder. A host that notices this before it delivers withdraws
+the transaction with its value, so that the hosts waiting in that folder stop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MUST_AGREE = {
     "durable": "durability",
     "metadata": "metrics (pass those of the whole job, such as a mean over the hosts), or in other metadata",
 }
-"""The fields in which all fragments must agree, and their names in errors."""
+"""The fields that must be equal in all fragments, and their names in errors."""
 
 
 def check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
@@ -48,18 +48,18 @@ def check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
 def check_replicated(
     checksums: Iterable[tuple[Sequence[int], Mapping[str, bytes]]], subject: str
 ) -> dict[str, bytes]:
-    """Return the checksums of all hosts by path; `checksums` are those of one host, or of several with the same.
+    """Merge the checksums of all hosts, by path; each item of `checksums` holds for one or several hosts.
 
-    Raise `Inconsistent` if hosts passed different values at the same path, of which one would be stored.
+    Raise `Inconsistent` if hosts passed different values at the same path, because only one would be stored.
     """
     first: dict[str, tuple[bytes, int]] = {}
     differing: dict[str, list[int]] = {}
     reference: Mapping[str, bytes] | None = None
-    for hosts, found in checksums:
-        if found == reference:
+    for hosts, by_path in checksums:
+        if by_path == reference:
             continue
-        reference = found if reference is None else reference
-        for path, checksum in found.items():
+        reference = by_path if reference is None else reference
+        for path, checksum in by_path.items():
             if first.setdefault(path, (checksum, hosts[0]))[0] != checksum:
                 differing.setdefault(path, []).extend(hosts)
     if differing:
@@ -82,7 +82,7 @@ def _differing_metrics(one: Fragment, other: Fragment) -> list[str]:
 
 
 class NumberOfHosts:
-    """The search of one host for hosts that pass another number; each check raises `Inconsistent` for one."""
+    """One host's search for hosts that passed another `hosts`; a check raises `Inconsistent` if it finds one."""
 
     def __init__(self, storage: Storage, member: Membership, decision: Decision) -> None:
         self._storage = storage
@@ -101,7 +101,7 @@ class NumberOfHosts:
             raise
 
     async def check_while_waiting(self) -> None:
-        """Look for any object, and withdraw the transaction; do nothing if it is decided to commit it."""
+        """Look for any object, and withdraw the transaction unless the decision to commit it has been made."""
         try:
             if self._searches:
                 await self._check("")
@@ -110,7 +110,7 @@ class NumberOfHosts:
                 raise
 
     async def check_before_commit(self) -> None:
-        """Look for the fragment of host 0, which takes part in every run, so that no two numbers are committed."""
+        """Look for the fragment of host 0, which every transaction has, so that only one of them commits."""
         await self._check("part-00000")
 
     async def _check(self, prefix: str) -> None:

@@ -1,10 +1,10 @@
-"""Appends: values behind the end of an array, whose region is allotted by the commit.
+"""Appends: values past the end of an array, whose region is allotted by the commit.
 
-1. An append is staged behind the end of the array as this transaction sees it: whole chunks go into packs, and
+1. An append is staged past the end of the array as this transaction sees it: whole chunks go into packs, and
    the values of a chunk that already exists in part become a patch. Chunks that are appended along the first axis
    leave the numbers of all others unchanged, so the commit adds their references, and metadata with another shape.
    Along another axis it restates all references with their new numbers, like a resize.
-2. If other commits have appended to the array since, or written to it, the commit moves the appended values behind
+2. If other commits have appended to the array since, or written to it, the commit moves the appended values past
    the newer end (`moved`). If the distance is a multiple of the chunk length, only the numbers of the chunks
    change; otherwise the values are read from this transaction's packs and written to other chunks.
 3. That is possible if the transaction has only appended to the array. Once it also writes to the array or resizes
@@ -43,13 +43,13 @@ from tstore.errors import Conflict, InvalidArgument, Misuse
 __all__ = ["append", "handle", "moved"]
 
 _SLAB_BYTES = 64 << 20
-"""The values that are read and written again at once, unless a row of chunks has more."""
+"""The number of values to read and write again at once, unless a row of chunks has more."""
 
 
 async def append(
     array: StagedArray, packs: PackSet, source: SegmentSource, base: Node, axis: int, values: Values
 ) -> Extension:
-    """Stage values behind the end of an axis and return the extension that they are part of.
+    """Stage values past the end of an axis and return the extension that they are part of.
 
     `base` is the array in the version on which `array` is based. Nothing is staged if this fails. Raise
     `InvalidArgument` if the values do not fit, `Misuse` if the array was resized meanwhile.

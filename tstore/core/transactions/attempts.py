@@ -1,7 +1,7 @@
-"""The attempt of a save by several hosts, which all of them have and no other save ever has.
+"""The attempt of a save by several hosts: a value that all of them share, and no other save ever uses.
 
-It begins with a token that is new with each start of the job. If that is not passed, it is detected only where the
-environment has one:
+It contains a token that is new with each start of the job. If the token is not passed, it is detected only where
+the environment provides one:
 
     SLURM       Job, step and restart count name one start if each host is a task of the step. A script that starts
                 the program again in its task changes no variable, so the task must be this process. The tasks of a
@@ -37,9 +37,9 @@ class Attempt(NamedTuple):
     """The identity of one save by several hosts; parts of different attempts are never mixed.
 
     `token` is that of this start of the job, `rollback` the version of the job's last rollback, and `save` the
-    number of this save of the step since. `replaced` is the version of the step that the save overwrites: without
-    it, the attempt may have committed that one. `rewrites` says that the hosts save all chunks once more, because
-    garbage collection condemned some to which the save referred.
+    number of this save of the step since then. `replaced` is the version of the step that the save overwrites:
+    without it, the id could be that of the overwritten save. `rewrites` says that the hosts save all chunks once
+    more, because garbage collection condemned some to which the save referred.
     """
 
     token: str
@@ -55,7 +55,7 @@ class Attempt(NamedTuple):
         return None if token is None else cls(token)
 
     def next_save(self, url: str, host: int, step: int) -> Self:
-        """Return the attempt for the next save of a step: each host counts its saves, and all make the same ones.
+        """Return the attempt for the next save of a step: each host counts its saves, and all make the same saves.
 
         A save that failed may have left parts of some hosts, which must not be mixed with those of a later save.
         """
@@ -66,7 +66,7 @@ class Attempt(NamedTuple):
     def __str__(self) -> str:
         """Return the text that is hashed into the id of the transaction; different attempts have different texts.
 
-        It is the token, or the token with the other fields, and its length, such as "job.7.try.2#5".
+        It is the token alone, or the token with the other fields and the length of the token: "job.7.try.2#5".
         """
         text = self.token if self.rollback is None else f"{self.token}.after.{self.rollback}"
         text += f".try.{self.save}" if self.save > 1 else ""

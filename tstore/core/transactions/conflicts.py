@@ -1,14 +1,14 @@
-"""Whether newer commits conflict with a transaction, and how its changes are applied again over them.
+"""Check whether newer commits conflict with a transaction, and apply its changes again over them.
 
 Some commits exclude a cooperative transaction: once one is in the log, the transaction can never be committed.
 
 1. A garbage collection that condemned the transaction, or what it reuses. So does the last one before hosts began
    again with the same attempt: each is told before it delivers.
 2. A repair: what it voided may be this very transaction, committed by another host.
-3. A commit that changed the same, or removed steps where the transaction saves one.
+3. A commit that changed the same nodes, or removed steps while the transaction saves one.
 
 Whoever commits compares everything. A host that has delivered looks only for what needs no other object than the
-records, so that it learns at once that waiting is in vain.
+records, so that it learns at once that waiting is pointless.
 """
 
 from __future__ import annotations

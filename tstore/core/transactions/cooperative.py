@@ -35,7 +35,7 @@
    - If a power failure (of a server, since the hosts themselves do not survive theirs) loses the claim of a host
      that commits, another host may withdraw the transaction, and yet it is committed. That is an error in place of
      a success, but no mixture: all hosts had delivered before the claim. A withdrawal is made durable before its
-     host goes on. After a power failure of the hosts, the job starts with another attempt.
+     host continues. After a power failure of the hosts, the job starts with another attempt.
    - If the withdrawal fails, a late host may still commit; a note on the error of the save says so.
    - A garbage collection deletes the claim only of a transaction that is committed, or that its record condemns,
      so what was withdrawn is never committed.

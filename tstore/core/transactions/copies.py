@@ -1,9 +1,9 @@
-"""Copying an array into a transaction, from a version or a transaction of the same store or another.
+"""Copy an array into a transaction, from a version or a transaction of the same or another store.
 
 1. If the grid and the codecs stay the same, the encoded chunks are copied: each is verified, and none is decoded.
    In the same store the new array refers to the chunks of the old one, so no bytes are copied.
 2. Otherwise values are read and written in boxes of whole new chunks, so that each of these is written once. A box
-   has a bounded size, and is as large as the old chunks as far as that permits, since these may be read once for
+   has a bounded size; within that, it is as large as the old chunks, since these may be read once for
    each box that they touch.
 3. A sparse array is copied chunk by chunk: those of the copy that have values of a chunk that exists.
 """
@@ -41,10 +41,10 @@ from tstore.errors import InvalidArgument, NotFound, TStoreError
 __all__ = ["copy_array"]
 
 _BOX_BYTES = 48 << 20
-"""Of values, or encoded chunks, in memory at once, unless one chunk has more."""
+"""The bytes of values, or of encoded chunks, in memory at once, unless one chunk has more."""
 
 _LOOKUPS = 1 << 14  # chunks whose references are read at once
-_FEW_CHUNKS = 1 << 10  # of a sparse copy, which are looked up one by one
+_FEW_CHUNKS = 1 << 10  # the chunks of a smaller sparse copy are looked up one by one
 
 
 class _Stored(NamedTuple):

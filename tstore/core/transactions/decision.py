@@ -1,4 +1,4 @@
-"""The decision whether a cooperative transaction may be committed: the claim to its top level, created once.
+"""The decision to commit a cooperative transaction: the claim to its top level, created once.
 
     content                    meaning
     7                          the transaction may be committed; host 7 was the first to see the full set
@@ -64,7 +64,7 @@ class Decision:
         except AlreadyExists:
             existing = await self._storage.get(self._key)
             self._check(existing)
-            return existing == claim  # it may be this host's own: the response to an earlier request was lost
+            return existing == claim  # this host's own claim, if an earlier response was lost
         return True
 
     async def check(self) -> None:

@@ -1,13 +1,13 @@
-"""A transaction as Zarr's stores see it: its groups and arrays, and chunks as their encoded bytes.
+"""A transaction in the form of a Zarr store: groups, arrays, and chunks as encoded bytes.
 
-Metadata that keeps the grid, dtype and codecs of an array keeps its chunks too, each at its place in the grid. If
-the metadata has changed, it conflicts with concurrent commits as a resize does. Writing chunks conflicts only with
+New metadata for an array keeps its chunks, at their places in the grid, if the chunk shape, dtype and codecs stay
+the same. Changed metadata conflicts with concurrent commits as a resize does. Writing chunks conflicts only with
 commits that write the same chunks.
 
-Removing a chunk writes the fill value, and conflicts as a write does, whether the chunk exists or not: zarr-python
-removes a chunk in place of writing fill values to all of it. So a chunk of fill values is staged, once for all
-such chunks, which the transaction shows as absent. A sparse array with new metadata just lacks the chunk: its
-metadata conflicts with every write to it.
+zarr-python removes a chunk instead of writing fill values to all of it. So removing a chunk, whether it exists or
+not, stages the fill value, and conflicts as a write does. All removed chunks refer to one stored chunk of fill
+values, and the transaction reports them as absent. In a sparse array with new metadata the chunk is simply
+dropped, since the metadata conflicts with every write to the array.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tstore.errors import AlreadyExists, Misuse, UnsupportedFormat
 __all__ = ["EncodedStaging", "Extent"]
 
 Extent = Callable[[int], tuple[int, int]]
-"""Returns where the wanted bytes of a chunk begin and end, given its encoded length."""
+"""A function from the encoded length of a chunk to the start and end of the bytes to read."""
 
 
 class EncodedStaging:
@@ -52,7 +52,7 @@ class EncodedStaging:
         return f"{self.staging.log.storage.url}, transaction {self.staging.transaction}"
 
     async def unplaced(self) -> dict[str, bytes]:
-        """Return the bytes by key that are not part of the tree; the caller may change them."""
+        """Return the objects outside the tree, as bytes by key; the caller may change the dict."""
         async with self.staging.operation() as staged:
             return staged.unplaced
 
@@ -102,7 +102,7 @@ class EncodedStaging:
             return shown, filled
 
         shown, filled = await run(kept) if node.reads_segments else kept()
-        staged.note_chunks(path, filled)  # the base may have some, of fill values, which others may change
+        staged.note_chunks(path, filled)  # the base may have fill values in them, which others may change
         return np.array(shown, np.int64)
 
     async def _chunks(self, staged: StagedTree, path: str) -> Node:
@@ -137,7 +137,7 @@ class EncodedStaging:
             )
 
     async def write(self, chunks: Sequence[bytes]) -> tuple[str, int]:
-        """Write encoded chunks, one after the other; return their pack, and the offset of the first.
+        """Write encoded chunks back to back; return their pack and the offset of the first.
 
         The caller stages the references with `Staging.adopt_array`.
         """
@@ -179,10 +179,10 @@ class EncodedStaging:
         staged.array_to_change(path, staged.meta(path)).add_rows(rows)
 
     async def set_array(self, path: str, fields: Mapping[str, Any]) -> None:
-        """Stage an array with this metadata, or other metadata of an array.
+        """Stage the metadata of a new or existing array.
 
-        An array that exists keeps its chunks if the chunk shape, dtype and codecs stay the same. One without
-        tstore's own entries is sparse, as Zarr has it. Raise `AlreadyExists` for chunks that the new metadata
+        An existing array keeps its chunks if the chunk shape, dtype and codecs stay the same. A new array is
+        sparse, as in Zarr. Raise `AlreadyExists` for chunks that the new metadata
         can't decode, and what `ArrayMeta.parse` raises.
         """
         async with self.staging.operation() as staged:
@@ -226,7 +226,7 @@ class EncodedStaging:
     async def remove(self, path: str) -> None:
         """Stage the removal of everything at and below a path, "" for all.
 
-        The group above it stays, as in Zarr's own stores, also if it existed only as part of paths.
+        The parent group stays, as in Zarr's own stores, even if it was only implied by the paths below it.
         """
         parent = path.rpartition("/")[0]
         async with self.staging.operation() as staged:
@@ -270,9 +270,9 @@ class EncodedStaging:
         return staged.fill_chunks[key]
 
     async def _restate(self, staged: StagedTree, path: str, change: Callable[[Node], _Restated]) -> None:
-        """Stage the metadata and the chunks that `change` returns for those of an array, unless it returns None.
+        """Replace the metadata and chunks of an array by what `change` returns, unless that is None.
 
-        It runs in a thread if it reads segments, and again if another operation changes the array meanwhile.
+        `change` runs in a thread if it reads segments, and again if another operation changes the array meanwhile.
         """
         while True:
             node = await self._chunks(staged, path)
@@ -291,7 +291,7 @@ _SHORT = 64 << 10  # bytes that are hashed in less time than the hop to a thread
 
 
 def _in_grid(node: Node, meta: ArrayMeta) -> tuple[Table, ...]:
-    """Return the chunks of an array as those of other metadata; those outside of its grid are dropped."""
+    """Return the chunks of an array under new metadata; chunks outside the new grid are dropped."""
     if not _same_chunks(node.meta, meta):
         raise Misuse(
             f"{node.path} was deleted and created again while its metadata was set; await one before starting the "
@@ -302,7 +302,7 @@ def _in_grid(node: Node, meta: ArrayMeta) -> tuple[Table, ...]:
 
 
 def _same_document(mine: bytes, other: bytes) -> bool:
-    """Return whether two `zarr.json` of arrays differ at most in what zarr-python writes in other words."""
+    """Return whether two `zarr.json` documents of arrays mean the same, however zarr-python spells them."""
     if mine == other:
         return True
     fields = [msgspec.json.decode(document) for document in (mine, other)]
@@ -311,7 +311,7 @@ def _same_document(mine: bytes, other: bytes) -> bool:
 
 
 def _fill_key(document: bytes) -> bytes:
-    """Return what determines the bytes of a chunk of fill values: a part of a `zarr.json`."""
+    """Return the fields of a `zarr.json` that determine the encoded bytes of a chunk of fill values."""
     fields = msgspec.json.decode(document)
     return msgspec.json.encode([fields[name] for name in ("data_type", "chunk_grid", "codecs", "fill_value")])
 
@@ -321,7 +321,7 @@ def _same_place(mine: ChunkRow, other: ChunkRow) -> bool:
 
 
 def _same_chunks(mine: ArrayMeta, other: ArrayMeta) -> bool:
-    """Return whether the encoded bytes of a chunk mean the same with both."""
+    """Return whether an encoded chunk decodes to the same values under both."""
     return (mine.chunks, mine.dtype, mine.chain.documents) == (other.chunks, other.dtype, other.chain.documents)
 
 

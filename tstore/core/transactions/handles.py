@@ -1,7 +1,7 @@
-"""The arrays of a transaction as their handles and views read and write them.
+"""The handles and views through which the arrays of a transaction are read and written.
 
-A handle belongs to one array of one transaction. An array that was deleted and created again at the same path is
-another one, even if its metadata is equal, and every operation on a handle of the former raises `Misuse`.
+A handle belongs to one array of one transaction. An array that was deleted and created again at the same path is a
+a different array, even if its metadata is equal, and every operation on a handle of the former raises `Misuse`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def check_handle(array: Array) -> None:
 
 
 class HandleSource:
-    """What a handle of an array of a transaction reads and writes (an `ArraySource`).
+    """The `ArraySource` of a transaction's arrays.
 
     `taken` is the number of deletions in the transaction before the handle was taken.
     """
@@ -180,7 +180,7 @@ class HandleSource:
     async def append_array(
         self, path: str, meta: ArrayMeta, axis: int, values: npt.NDArray[Any]
     ) -> tuple[ArrayMeta, Appended]:
-        """Stage values behind the end of an array; return the new metadata and the handle of the values.
+        """Stage values past the end of an array; return the new metadata and the handle of the values.
 
         Appends run one after the other, so that concurrent ones do not disturb each other.
         """

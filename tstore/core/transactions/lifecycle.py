@@ -1,4 +1,4 @@
-"""The state of a transaction, and its operations under way, for which a commit or abort waits."""
+"""The state of a transaction, and its pending operations, for which a commit or abort waits."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tstore.errors import InvalidArgument
 __all__ = ["FAN_IN", "Membership", "membership", "slug"]
 
 FAN_IN = 100
-"""The fan-in of a merge: how many fragments it reads; a power of ten, so that a block's keys share a prefix."""
+"""The number of fragments that one merge reads; a power of ten, so that the keys of a block share a prefix."""
 
 _MAX_HOSTS = 100_000
 _ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")
@@ -82,7 +82,7 @@ class Membership(NamedTuple):
 
     @property
     def top(self) -> int:
-        """The last level: the commit merges its members, of which there are at most `FAN_IN`."""
+        """The last level, with at most `FAN_IN` members, which the commit merges."""
         return 0 if self.hosts <= FAN_IN else 1 if self.hosts <= FAN_IN**2 else 2
 
     def count(self, level: int) -> int:
@@ -104,7 +104,7 @@ class Membership(NamedTuple):
         return f"{self.block_prefix(level, number // FAN_IN)}{number % FAN_IN:02d}-of-{self.hosts:05d}"
 
     def claim_key(self, level: int, block: int) -> str:
-        """Return the key of the object that says which host merges a block; see `decision` for the top level."""
+        """Return the key of the object that names the host merging a block; see `decision` for the top level."""
         return f"{self.folder}/merging-{level}-{block:05d}-of-{self.hosts:05d}"
 
     def heartbeat_key(self, host: int) -> str:
@@ -134,7 +134,7 @@ def membership(
         return None
     if isolation == "serializable":
         raise InvalidArgument(
-            f"transaction {name!r} can't be serializable, because a fragment does not carry the reads of its "
+            f"transaction {name!r} can't be serializable, because a fragment does not list the reads of its "
             "host; read and write in a transaction of one process, without a name"
         )
     if drop_tag is not None:

@@ -1,4 +1,4 @@
-"""Which cooperative transactions are under way, and which of their hosts have delivered fragments or are absent.
+"""Cooperative transactions under way: which hosts have delivered fragments, and which are absent.
 
 Heartbeats show people which hosts are alive; no step of a commit reads them, and losing one costs nothing. While a
 host writes or waits, it renews its heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`: first
@@ -200,7 +200,7 @@ async def describe_pending(log: LogReader, transaction: str, hosts: dict[str, se
         with contextlib.suppress(NotFound, Corrupt):
             withdrawal = withdrawal_in(await log.storage.get(member.claim_key(member.top, 0)))
             withdrawn_by = None if withdrawal is None else withdrawal.host
-    beats: dict[int, Heartbeat] = {}  # except damaged ones, and those deleted by a commit that has just ended
+    beats: dict[int, Heartbeat] = {}  # without damaged ones, and those just deleted by a commit
     for batch in batched(sorted(alive)):
         keys = [f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}" for host in batch]
         for host, data in zip(batch, await log.storage.short_objects(keys), strict=True):

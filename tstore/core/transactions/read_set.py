@@ -1,4 +1,4 @@
-"""What a serializable transaction has read of its base, to check whether it is the same in a newer version.
+"""The read set of a serializable transaction, to check that what it read is the same in a newer version.
 
 Such a transaction commits only on a version in which everything it has read is the same as in its base. It could
 have started on that version, so the outcome is that of running such transactions one after another, in the order
@@ -40,21 +40,21 @@ class ReadSet:
         self._all_arrays = False
 
     def add_metadata(self, paths: Iterable[str]) -> None:
-        """Note that the metadata at these paths was read, or found to be absent."""
+        """Record that the metadata at these paths was read, or found to be absent."""
         self._metadata_paths.update(paths)
 
     def add_kinds(self, paths: Iterable[str]) -> None:
-        """Note that somebody asked whether there are arrays at these paths."""
+        """Record a check whether there are arrays at these paths."""
         self._kinds.update(paths)
 
     def add_presence(self, path: str) -> None:
-        """Note that somebody asked whether there is a node at or below a path."""
+        """Record a check whether there is a node at or below a path."""
         self._presence.add(path)
 
     def add_values(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, counts: Sequence[int]
     ) -> None:
-        """Note that a selection of an array was read, and with it every chunk that it touches.
+        """Record that a selection of an array was read, and with it every chunk that it touches.
 
         `counts` are the numbers of chunks along the axes of the array in the base; `meta` may have another shape.
         """
@@ -70,7 +70,7 @@ class ReadSet:
     def add_chunks(
         self, path: str, numbers: npt.NDArray[np.int64], seen: Sequence[int], counts: Sequence[int]
     ) -> None:
-        """Note that chunks of an array were read, or found to be absent.
+        """Record that chunks of an array were read, or found to be absent.
 
         `seen` are the numbers of chunks along its axes as the transaction sees it, and `counts` those in the base.
         """
@@ -79,19 +79,19 @@ class ReadSet:
         self._chunks.setdefault(path, set()).update(numbers.tolist())
 
     def add_chunk_names(self, path: str) -> None:
-        """Note that somebody asked which chunks of an array exist."""
+        """Record a query for the chunks of an array that exist."""
         self._chunk_names.add(path)
 
     def add_subtrees(self, paths: Iterable[str]) -> None:
-        """Note that the paths of all nodes at and below these paths were read."""
+        """Record that the paths of all nodes at and below these paths were read."""
         self._subtrees.update(paths)
 
     def add_prefix(self, prefix: str) -> None:
-        """Note that the paths of all nodes that begin with a prefix were read."""
+        """Record that the paths of all nodes that begin with a prefix were read."""
         self._prefixes.add(prefix)
 
     def add_all_arrays(self) -> None:
-        """Note that the paths of all arrays were read."""
+        """Record that the paths of all arrays were read."""
         self._all_arrays = True
 
     def changed(self, base: Tree, newer: Tree) -> list[str]:
@@ -123,7 +123,7 @@ def _is_array(node: Node | None) -> bool:
 def _changed_chunks(
     path: str, numbers: npt.NDArray[np.uint64] | None, before: Node | None, after: Node | None
 ) -> list[str]:
-    """Describe which of these chunks of an array differ, or, if `numbers` is None, which only one of both has."""
+    """Describe which of these chunks of an array differ, or for `numbers=None`, which only one version has."""
     if before is None or before is after:
         return []
     if after is None or not same_metadata(before, after):
@@ -149,10 +149,10 @@ class Deletions:
         self._last: dict[str, int] = {}
 
     def add(self, top: str) -> None:
-        """Note that everything at and below a path is deleted, "" for all."""
+        """Record the deletion of everything at and below a path, "" for all."""
         self.count += 1
         self._last[top] = self.count
 
     def include(self, path: str, after: int) -> bool:
-        """Return whether what was at a path after so many deletions was deleted later."""
+        """Return whether the node at a path was deleted after the first `taken` deletions."""
         return any(self._last.get(p, 0) > after for p in ("", path, *parents(path)))

@@ -49,7 +49,7 @@ __all__ = ["Extension", "StagedArray"]
 class Extension:
     """The appended part of an array: on `axis`, from `start` to the end.
 
-    The commit moves it behind the end of the newest version, and changes `start`. `kept` are the values, one array
+    The commit moves it past the end of the newest version, and changes `start`. `kept` are the values, one array
     for each append, if the array's codecs are lossy: only these can be encoded again in other chunks.
     """
 
@@ -61,8 +61,8 @@ class Extension:
         self.kept: list[npt.NDArray[Any]] = []
 
 
-_NO_PATCHES: Any = MappingProxyType({})  # which all arrays without patches share: there may be many
-_ROUND_BYTES = 64 << 20  # of chunks in memory while patches are applied
+_NO_PATCHES: Any = MappingProxyType({})  # shared by all arrays without patches
+_ROUND_BYTES = 64 << 20  # bytes of chunks in memory while patches are applied
 
 
 class StagedArray(msgspec.Struct, eq=False, gc=False):
@@ -78,11 +78,11 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     replaces_node: bool
     tables: tuple[Table, ...] = ()
     patches: dict[int, tuple[Patch, ...]] = _NO_PATCHES
-    compaction: Compaction | None = None  # of references in the base
+    compaction: Compaction | None = None  # compacts references of the base
     extension: Extension | None = None
     _unapplied: dict[int, None] = _NO_PATCHES  # chunks with patches that no rewritten chunk includes yet
-    _rows: Sequence[ChunkRow] = ()  # written whole, later than those of `tables`
-    _patched: tuple[Table, ...] = ()  # rewritten with their patches; some of those in memory may be outdated
+    _rows: Sequence[ChunkRow] = ()  # chunks written whole, newer than those of `tables`
+    _patched: tuple[Table, ...] = ()  # chunks rewritten with their patches; rows in memory may be outdated
     _applied: dict[int, tuple[Patch, ...]] = _NO_PATCHES  # the patches that each rewritten chunk includes
 
     @property
@@ -144,7 +144,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         return len(self._rows) + sum(map(len, tables)) > max_rows
 
     async def compact_base(self, base: Node, packs: PackSet, source: SegmentSource) -> None:
-        """Compact references of the base if that pays, unless they can't be read, for which no commit fails."""
+        """Compact references of the base if that pays and they can be read; no commit fails because of this."""
         from tstore.core.transactions.compacting import compact_references
 
         added = len(self._rows) + sum(map(len, (*self.tables, *self._patched)))
@@ -165,7 +165,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     def has_segments(self) -> bool:
         """Whether some references that the commit adds or compacts are in segments."""
         if self.compaction is None and not self.tables and not self._patched:
-            return False  # as in most small commits
+            return False  # the usual case for small commits
         return self.compaction is not None or any(
             not isinstance(table, ChunkTable) for table in (*self.tables, *self._patched)
         )
@@ -177,7 +177,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         if len(chunks) > max_rows:
             long = [table for table in tables if not isinstance(table, ChunkTable)]
             self.tables = (*long, *await _in_segments(chunks, packs, source))
-        # apart from the others: these are replaced if another commit writes the same chunks first
+        # separately: these are replaced if another commit writes the same chunks first
         patched = self._patched_rows()
         if len(patched) > max_rows:
             long = [table for table in self._patched if not isinstance(table, ChunkTable)]

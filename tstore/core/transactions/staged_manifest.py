@@ -1,6 +1,6 @@
-"""The manifest of the staged changes of a transaction, and a look at the packs of others to which it refers.
+"""The manifest of a transaction's staged changes, and a check of the other packs to which it refers.
 
-A manifest of few chunks is made without NumPy, whose calls would take most of a small commit.
+A manifest of few chunks is built without NumPy, whose call overhead would dominate a small commit.
 
 A save refers to the unchanged chunks of the newest step, and a copy to the chunks of its source, without reading
 them. If one of their packs is lost or cut short, the commit would be acknowledged and could not be read. So each
@@ -38,7 +38,7 @@ __all__ = ["ReusedPacks", "any_segments", "short_manifest", "staged_manifest"]
 def short_manifest(
     nodes: Sequence[tuple[str, bytes, int]], counts: Sequence[int], rows: Sequence[ChunkRow]
 ) -> Manifest:
-    """Return what `Manifest.from_table` does for a table of these rows."""
+    """Build the manifest as `Manifest.from_table` does for a table of these rows, but without NumPy."""
     documents: dict[bytes, int] = {}
     packs: dict[str | bytes, int] = {}
     columns = zip(*map(astuple, rows), strict=True) if rows else ((),) * 5
@@ -86,7 +86,7 @@ def staged_manifest(arrays: Mapping[str, StagedArray], groups: Mapping[str, byte
     nodes: list[tuple[str, bytes, int]] = []
     counts: list[int] = []
     tables: list[ChunkTable] = []
-    rows: list[ChunkRow] = []  # of the arrays since the last table
+    rows: list[ChunkRow] = []  # rows of the arrays since the last table
     for path in paths:
         array = arrays.get(path)
         if array is None:

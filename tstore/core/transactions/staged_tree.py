@@ -35,7 +35,7 @@ __all__ = ["StagedTree"]
 class StagedTree:
     """The changes on top of `base`; if `replaces`, they are the whole tree. `origin` names the base in errors.
 
-    If there is a `source`, the tree is a copy of that version, which leaves the head as it is.
+    If there is a `source`, the tree is a copy of that version, which leaves the head unchanged.
     """
 
     def __init__(self, base: Tree, origin: str) -> None:
@@ -45,13 +45,13 @@ class StagedTree:
         self.source = 0
         self.reads = ReadSet()
         self.arrays: dict[str, StagedArray] = {}
-        self.deleted: dict[str, None] = {}  # the paths at the top of what was deleted, in order
-        self.unplaced: dict[str, bytes] = {}  # bytes by Zarr key, of neither a group nor an array nor a chunk
-        self.fill_chunks: dict[bytes, ChunkRow] = {}  # in place of removed chunks, by what determines their bytes
+        self.deleted: dict[str, None] = {}  # the topmost deleted paths, in order
+        self.unplaced: dict[str, bytes] = {}  # by Zarr key, bytes that are not a group, array or chunk
+        self.fill_chunks: dict[bytes, ChunkRow] = {}  # replacements of removed chunks: see `_fill_key`
         self._groups: dict[str, bytes] = {}
-        # nodes of the base whose metadata was set to what it is, with the documents of groups
+        # nodes of the base whose metadata was set to the same value, with the documents of groups
         self._restated: dict[str, bytes | None] = {}
-        self._base_metas: dict[str, ArrayMeta] = {}  # of arrays that were looked up in the base
+        self._base_metas: dict[str, ArrayMeta] = {}  # metadata of arrays looked up in the base
         self.deletions = Deletions()
         # maps a path to a staged node at or below it; None until that is needed
         self._occupied: dict[str, str] | None = None
@@ -88,7 +88,7 @@ class StagedTree:
         self._occupy(path)
 
     def restate(self, path: str) -> None:
-        """Note that the metadata of an array was set to what it is: it conflicts with a commit that changes it."""
+        """Record that the metadata of an array was set to the same value, which conflicts with a change of it."""
         self._restated[path] = None
 
     def replace_all(self, source: int = 0) -> None:
@@ -183,19 +183,19 @@ class StagedTree:
             raise NotFound(f"{error}; this transaction has {', '.join(sorted(self.arrays)[:5])}") from None
 
     def note_values(self, path: str, selection: Selection | PointSelection) -> None:
-        """Note that a selection of an array was read, as far as the array has chunks of the base."""
+        """Record that a selection of an array was read, as far as the array has chunks of the base."""
         base = self._stored_node(path)
         if base is not None and base.is_array:
             self.reads.add_values(path, self.meta(path), selection, base.meta.counts)
 
     def note_chunks(self, path: str, numbers: Sequence[int]) -> None:
-        """Note that chunks of an array were looked up, as far as the array has chunks of the base."""
+        """Record that chunks of an array were looked up, as far as the array has chunks of the base."""
         base = self._stored_node(path)
         if base is not None and base.is_array:
             self.reads.add_chunks(path, np.array(numbers, np.int64), self.meta(path).counts, base.meta.counts)
 
     def note_chunk_names(self, path: str) -> None:
-        """Note that somebody asked which chunks of an array exist."""
+        """Record a query for the chunks of an array that exist."""
         if self._stored_node(path) is not None:
             self.reads.add_chunk_names(path)
 
@@ -225,7 +225,7 @@ class StagedTree:
         array = next((node for node in nodes if node is not None and node.is_array), None)
         if array is None:
             self.reads.add_kinds(paths)
-        else:  # so none of the others is an array
+        else:  # none of the others is an array
             self.reads.add_metadata([array.path])
         return array
 
@@ -278,7 +278,7 @@ class StagedTree:
 
     @property
     def deleted_paths(self) -> tuple[str, ...]:
-        """What was deleted, as a record names it: instead of the root, all nodes at the top."""
+        """The deleted paths as listed in a record: for the root, all top-level nodes."""
         if "" not in self.deleted:
             return tuple(self.deleted)
         tops = (path.partition("/")[0] for path in self.base.nodes.at_or_below(""))
@@ -371,7 +371,7 @@ class StagedTree:
         return self._occupied
 
     def _occupy(self, path: str) -> None:
-        """Note a node at a path, which occupies that path and all above it."""
+        """Record a node at a path, which occupies that path and all above it."""
         if self._occupied is not None and path:
             self._occupied[path] = path
             for above in parents(path):

@@ -1,4 +1,4 @@
-"""The private side of a transaction: its state and staged changes, and how they become packs and a manifest.
+"""The internals of a transaction: its state and staged changes, and how they become packs and a manifest.
 
 The arrays of a `Transaction`, the public face, read and write through its `Staging` (`handles`). `save` and
 `quantize` stage whole trees with it: `Transaction.staging`.
@@ -71,7 +71,7 @@ class Staging:
         self._staged: StagedTree | None = None
         self._known_alive: set[int] = set()  # versions
         self._kept: set[str] = set()  # the paths of arrays made of chunks of other versions
-        self.appending: dict[str, asyncio.Lock] = {}  # by path
+        self.appending: dict[str, asyncio.Lock] = {}  # locks for appends, by path
         self._bytes_adopted = 0
         self._manifest_count = 0
         self.transaction = world.token(12) if member is None else member.transaction
@@ -149,7 +149,7 @@ class Staging:
     async def replace_all(
         self, structure_check: bytes, source: int = 0, replicated: Mapping[str, bytes] | None = None
     ) -> None:
-        """Drop the base, so that the staged nodes are the whole tree, or that of a copy of the version `source`.
+        """Drop the base, so that the staged nodes are the whole tree, or the tree of a copy of version `source`.
 
         Raise `SnapshotExpired` unless that version is alive.
         """

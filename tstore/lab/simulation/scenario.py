@@ -1,4 +1,4 @@
-"""The parameters of a simulated run, drawn from its seed, and the store from which it begins."""
+"""The parameters of a simulated run, drawn from its seed, and the store it starts from."""
 
 from __future__ import annotations
 
@@ -50,24 +50,27 @@ _LAYOUTS: dict[Layout, dict[str, int]] = {
         "MIN_SEGMENTS": 1,
     },
 }
-"""The constants of each layout. With those of "cut", even the small arrays of a run have their references in
-segments, which are merged after few commits, and the nodes are in pages."""
+"""The constants of each layout.
+
+"cut" stores the references of even small arrays in segments, which are merged after a few commits, and pages
+the nodes.
+"""
 
 _ROOT_EVERY: dict[Layout, tuple[int, ...]] = {"usual": (8, 8, 8, 64), "cut": (2, 2, 8)}
 ARCHIVES = (2, 4, 8)
 """The choices for `archive_every`, if records are archived."""
 UNARCHIVED = 512
-"""More records than a run makes."""
+"""An `archive_every` greater than the number of records in any run, so nothing is archived."""
 _INITIAL_COMMITS = {2: (0, 1, 4), 8: (0, 0, 6, 13), 64: (0, 59, 59)}
-"""The choices for the commits before a run, by `root_every`; with most of them the run writes the next root."""
-_DAMAGED_BYTE = -32  # the index in a root of the byte where a bit is flipped
+"""The choices for `initial_commits`, by `root_every`; most are so close to a root that the run writes it."""
+_DAMAGED_BYTE = -32  # index of the byte in a root that is damaged
 
 
 class Scenario(NamedTuple):
     """The parameters of one run."""
 
     layout: Layout
-    """How the metadata is cut into objects: see `_LAYOUTS`."""
+    """How the metadata is split into objects: see `_LAYOUTS`."""
     root_every: int
     """The number of versions from one root to the next."""
     archive_every: int
@@ -130,7 +133,7 @@ class Scenario(NamedTuple):
         }
 
     def objects(self) -> dict[str, bytes]:
-        """Return the objects of the store from which the run begins."""
+        """Return the objects of the store at the start of the run."""
         objects = initial_objects(self.initial_commits, self.root_every, self.layout)
         newest = sum(key.startswith("commits/") for key in objects)
         last = newest - newest % self.root_every
@@ -152,8 +155,8 @@ class Scenario(NamedTuple):
     def for_repair(self) -> Scenario:
         """Return the scenario for a run with a repair.
 
-        Copies of a repaired store have diverged, and a repair needs true listings. If records are archived, many
-        are old enough for that.
+        There are no mirrors, because copies of a repaired store have diverged, and no stale listings, because a
+        repair needs true ones. If records are archived, the run begins with enough old records to archive.
         """
         scenario = self._replace(mirrored=False, rates=self.rates._replace(stale_lists=0, stale_heads=0))
         if self.archive_every < UNARCHIVED:
@@ -207,9 +210,9 @@ def _initial_store(commits: int, root_every: int, layout: Layout, fork: int) -> 
 
 @functools.cache
 def import_core() -> None:
-    """Import all modules of a store: one imported while a constant is replaced would keep the replacement."""
+    """Import all modules of `tstore.core`: one imported during `override_constants` would keep the override."""
     for module in pkgutil.walk_packages(tstore.core.__path__, "tstore.core."):
-        with contextlib.suppress(ImportError):  # of storage whose packages are not installed
+        with contextlib.suppress(ImportError):  # a storage backend whose packages are not installed
             importlib.import_module(module.name)
 
 

@@ -1,4 +1,4 @@
-"""The geometry of histograms and the picture of a heat map, which the template of a tensor draws."""
+"""The geometry of histograms and the image of a heat map, for the template of a tensor."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tstore.service.page.plots import LARGEST, SIZE, SMALLEST, round_ticks, tick
 __all__ = ["Distribution", "HeatImage", "exponent_plot", "heat_image", "value_plot"]
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_ROOM = 6  # exponents of a format's range that are shown beyond those of the values
+_ROOM = 6  # how many exponents beyond those of the values are shown for the format's range
 _LABELS = 5
 _MAX_BARS = 256
 _SEQUENTIAL = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725")
 _DIVERGING = ("053061", "2166ac", "4393c3", "92c5de", "f2f2f2", "f4a582", "d6604d", "b2182b", "67001f")
-_BRIGHTEST = 0.995  # the quantile of the cells at which the colours end, so that one cell does not darken all
+_BRIGHTEST = 0.995  # the quantile at which the colour scale ends, so that one outlier does not darken all cells
 
 Shares = Sequence[float]
 
 
 class Distribution(NamedTuple):
-    """Bars side by side: one path of all rectangles, bands and marks of a format's range, and labels."""
+    """A bar chart: one SVG path for all bars, bands and marks for a format's range, and labels."""
 
     path: str
     bands: list[tuple[float, float, str]]
@@ -38,11 +38,11 @@ class Distribution(NamedTuple):
     y_labels: list[str]
     positions: list[tuple[float, float, float, float]]
     labels: list[str]
-    """What each bar stands for, in words."""
+    """The description of each bar."""
 
 
 class HeatImage(NamedTuple):
-    """A picture of cells as the URL of its data, and the values of the ends of its colours."""
+    """An image of cells and its legend as data URLs, and the values at the ends of the colour scale."""
 
     url: str
     legend: str
@@ -51,7 +51,7 @@ class HeatImage(NamedTuple):
 
 
 def value_plot(histogram: Mapping[str, Any], limits: Mapping[str, Any] | None) -> Distribution:
-    """Return the bars of a histogram of values; marks show the format's largest values, where they are near."""
+    """Return the bars of a histogram of values, with marks at the format's largest values if they are in range."""
     edges, counts = histogram["edges"], histogram["counts"]
     low, high = (edges[0], edges[-1]) if edges else (0.0, 1.0)
     if -LARGEST < low < high < LARGEST and high - low > SMALLEST:
@@ -69,7 +69,7 @@ def value_plot(histogram: Mapping[str, Any], limits: Mapping[str, Any] | None) -
 
 
 def exponent_plot(exponents: Mapping[str, Any], limits: Mapping[str, Any] | None) -> Distribution:
-    """Return the bars of a histogram of exponents, before bands of the normal and subnormal numbers."""
+    """Return the bars of a histogram of exponents, over bands for the normal and subnormal numbers."""
     counts: list[int] = exponents["counts"]
     lowest = exponents["lowest"]
     first, last = lowest, lowest + max(1, len(counts))
@@ -124,7 +124,7 @@ def _bars(
 
 
 def _placed(low: float, high: float) -> Any:
-    """Return a function from a value to its place in the box, which does not overflow."""
+    """Return a function from a value to its position in the box; it does not overflow."""
     half = high / 2 - low / 2
     return lambda x: SIZE * min(1.0, max(0.0, (x / 2 - low / 2) / half)) if half else SIZE / 2
 
@@ -138,7 +138,7 @@ def _power(exponent: int) -> str:
 
 
 def heat_image(heat_map: Mapping[str, Any], show: str) -> HeatImage | None:
-    """Return the picture of the cells' "rms" or "mean"; None if no cell has a value."""
+    """Return an image of the cells' "rms" or "mean", None if no cell has a value."""
     cells = heat_map["rms" if show == "rms" else "means"]
     values = np.array([[math.nan if x is None else x for x in row] for row in cells], np.float64)
     known = values[np.isfinite(values)]

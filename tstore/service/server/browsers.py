@@ -1,4 +1,4 @@
-"""The interface of a page for browsers below the path `/-/page/`, which `tstore.service.page` implements."""
+"""The interface of the web page at `/-/page/`, which `tstore.service.page` implements."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PAGE = "/-/page/"
 
 
 class Visit(NamedTuple):
-    """A request for the page, with the tokens that the server accepts and the highest scope that it grants to any.
+    """A request for the page, the tokens that the server accepts, and the highest scope that it grants.
 
-    Its Host has been checked, its sender has not: a browser has a session in place of a token.
+    The Host header has been checked, the sender has not: a browser uses a session in place of a token.
     """
 
     request: web.BaseRequest
@@ -40,5 +40,5 @@ class Page(Protocol):
 
 
 def is_browser(request: web.BaseRequest) -> bool:
-    """Return whether a request accepts HTML, as those of browsers do and those of store clients do not."""
+    """Return whether a request accepts HTML, as a browser does and a store client does not."""
     return request.method in ("GET", "HEAD") and "text/html" in request.headers.get("Accept", "")

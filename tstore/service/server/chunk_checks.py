@@ -7,8 +7,8 @@ checksum would make later saves unreadable.
    at a multiple of `BLOCK` in its pack was hashed when the server received the pack (`ReceivedPacks`). All other
    blocks are read back, by worker threads, in pieces of a few MiB. (`format.validation` checks inline chunks.)
 2. Clients take turns after a few pieces, so that a small record does not wait for a large one.
-3. After `_MAX_SECONDS` the response is 503, after which clients try again. Chunks are checked in the order of
-   pack keys and offsets, and `CheckProgress` notes the position, so that the next request continues from there.
+3. After `_MAX_SECONDS` the response is 503, and clients retry. Chunks are checked in the order of pack keys and
+   offsets, and `CheckProgress` records the position, so that the next request continues from there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RECEIVED_PACK = 512  # bytes of memory for each received pack, beside its check
 
 
 class ReceivedPacks:
-    """The checksums of each `BLOCK` of the packs that the server received last; other packs are read back.
+    """The block checksums of the most recently received packs; other packs are read back.
 
     If a pack is created again, its new checksums replace the old ones. Like `CheckProgress`, the checksums are
     valid until the next garbage collection.
@@ -100,7 +100,7 @@ class CheckProgress:
         return pack, offset
 
     def advance(self, commit_id: bytes, client: Hashable, piece: Extent) -> None:
-        """Note that the check of a commit, requested by a client, has reached the end of a piece."""
+        """Record that the check of a commit, requested by a client, has reached the end of a piece."""
         position = max(self.position(commit_id), (piece.pack, int(piece.stops[-1])))  # others may be ahead
         self._positions.pop(commit_id, None)
         self._positions[commit_id] = client, *position
@@ -190,7 +190,7 @@ class ChunkChecks:
     async def _read(self, pieces: Sequence[Extent], client: Hashable, advance: Callable[[Extent], None]) -> None:
         """Check pieces, a few in each turn.
 
-        After each turn, call `advance` with the last piece up to which all pieces are checked.
+        After each turn, call `advance` with the last piece of the leading ones that are checked.
         """
         if len(pieces) == 1 and pieces[0].size <= PIECE:
             await run(self._check, pieces[0])  # takes less time than a turn; the caller records the progress
@@ -225,8 +225,8 @@ class ChunkChecks:
         wrong = next(i for i, check in enumerate(actual) if check != checks[i * CHECK_SIZE : (i + 1) * CHECK_SIZE])
         size, offset = stops[wrong] - starts[wrong], starts[wrong]
         raise Corrupt(
-            f"the {size} bytes at {offset} of {piece.pack} do not have the checksum in the manifest; write these "
-            "chunks again, in a new transaction"
+            f"the {size} bytes at {offset} of {piece.pack} do not match their checksum in the manifest; write "
+            "these chunks again, in a new transaction"
         )
 
 

@@ -1,4 +1,4 @@
-"""The norms of the rows and columns of an array, in a bounded number of strips of neighbouring ones."""
+"""The norms of the rows and columns of an array, grouped into a bounded number of strips."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ MAX_STRIPS = 256
 
 @dataclass(frozen=True, eq=False)
 class Strips:
-    """The norms of strips of neighbouring indices along one axis; each strip is one index if there are few."""
+    """The norms of strips along one axis: ranges of indices, or single indices if there are few."""
 
     axis: int
     """The axis of the rows, or of the columns."""
     bounds: npt.NDArray[np.int64]
     """The first index of each strip, and the length of the axis."""
     counts: npt.NDArray[np.int64]
-    """The number of finite values of each strip that were read."""
+    """The number of finite values read in each strip."""
     norms: npt.NDArray[np.float64]
     """The Euclidean norm of these values, NaN if there are none."""
 
     @property
     def rms(self) -> npt.NDArray[np.float64]:
-        """The root mean square of each strip, by which strips of a sample can be compared."""
+        """The root mean square of each strip, comparable between strips that were sampled."""
         return self.norms / np.sqrt(np.maximum(1, self.counts))
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ def strip_numbers(bounds: npt.NDArray[np.int64], start: int, stop: int) -> npt.N
 
 
 class StripSums:
-    """The squares of the values along one axis, added up by strip."""
+    """Accumulates the squares of the values by strip along one axis."""
 
     def __init__(self, axis: int, length: int) -> None:
         self._axis = axis

@@ -1,4 +1,4 @@
-"""Checksums of what several processes of a DCP save have, of which one process writes each value."""
+"""Checksums of the values that several processes of a DCP save have, and only one of them writes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _PLAIN = torch.Tensor, torch.nn.Parameter
 def checksums_of(planner: SavePlanner, hosts: int) -> dict[str, bytes]:
     """Return the checksums of the ordinary tensors and Python scalars in a process's state dict, by path.
 
-    The samples of a long tensor are taken on its device. A single process has no checksums, and nor has a planner
-    without the `state_dict` of `DefaultSavePlanner`. Raise `InvalidArgument` for a `PerHost`, since DCP would save
-    that of one process.
+    The samples of a long tensor are taken on its device. The result is empty for a single process, and for a
+    planner without the `state_dict` of `DefaultSavePlanner`. Raise `InvalidArgument` for a `PerHost`, since DCP
+    would save the value of one process.
     """
     keys = getattr(planner, "mappings", {})
     tensors: dict[str, torch.Tensor] = {}

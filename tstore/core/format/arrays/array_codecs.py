@@ -1,6 +1,6 @@
 """The array→bytes codecs of a chain, except for shards; pure, no I/O.
 
-They are `bytes`, `exmy`, those of values of variable length, and two more of numcodecs.
+They are `bytes`, `exmy`, those for variable-length values, and two from numcodecs.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _BytesCodec(ArrayCodec):
             raise unsupported(document, "expected 'endian' to be 'little' or 'big'")
         if dtype.names is not None and endian == "big":
             raise unsupported(document, "the fields of structs are little-endian")
-        # the types of ml_dtypes have no byte order; their bits do
+        # ml_dtypes types have no byte order, but their bits do
         self._bits = np.dtype(f"u{dtype.itemsize}") if is_ml_dtype(dtype) else dtype
         self._stored = self._bits.newbyteorder(">" if endian == "big" else "<")
         self.plain = self._stored == self._bits
@@ -114,7 +114,7 @@ class _BytesCodec(ArrayCodec):
 
 _VARIABLE = {"vlen-utf8": "T", "vlen-bytes": "O"}
 """The codecs of variable length, and the kind of dtype that each encodes."""
-_LENGTH_SIZE = 4  # bytes of the number of values, and of the length of each
+_LENGTH_SIZE = 4  # bytes of each length, and of the number of values
 
 
 class _VariableCodec(ArrayCodec):
@@ -216,23 +216,23 @@ class ExmyCodec(ArrayCodec):
             np.copyto(out, target)
 
     def tiles(self, inside: tuple[slice, ...]) -> Tiles:
-        """Return the tiles in which the selected elements are, whose steps are positive."""
+        """Return the tiles that contain the selected elements; steps must be positive."""
         return Tiles(self.codec, self._dtype, self._shape, inside)
 
     def tile_range(self, first: int, stop: int) -> TileRange:
-        """Return the tiles in which the elements with these numbers are."""
+        """Return the tiles that contain the elements with these numbers."""
         return TileRange(self.codec, self._dtype, self._shape, first, stop)
 
     def decode_part(self, data: memoryview, inside: tuple[slice, ...], out: Values) -> None:
-        """Decode the tiles in which the selected elements are."""
+        """Decode the tiles that contain the selected elements."""
         tiles = self.tiles(inside)
         tiles.decode(data[: tiles.header_size], data[tiles.first_byte : tiles.end_byte], out)
 
 
 class TileRange:
-    """The tiles of an encoded chunk with the elements `first` up to `stop`, which are numbered in C order.
+    """The tiles of an encoded chunk that contain the elements `first:stop` in C order.
 
-    The chunk's header, which is no tile, has its first `header_size` bytes, and the tiles those from `first_byte`
+    The chunk's header is its first `header_size` bytes, and the tiles are the bytes from `first_byte`
     up to `end_byte`.
     """
 
@@ -253,7 +253,7 @@ class TileRange:
 
 
 class Tiles(TileRange):
-    """The tiles of an encoded chunk from the first to the last selected element, whose steps are positive."""
+    """The tiles of an encoded chunk from the first to the last selected element; steps are positive."""
 
     def __init__(
         self, codec: exmy.ChunkCodec, dtype: np.dtype[Any], shape: Shape, inside: tuple[slice, ...]
@@ -327,7 +327,7 @@ class _PCodec(_Numcodec):
         super().__init__(document, settings, dtype, shape, (1,))
 
     def decode(self, data: memoryview, out: Values) -> None:
-        from pcodec import standalone  # as numcodecs does, which does not tell whether all values were decoded
+        from pcodec import standalone  # not through numcodecs, which hides whether all values were decoded
 
         target = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         try:
@@ -340,7 +340,7 @@ class _PCodec(_Numcodec):
             np.copyto(out, target)
 
 
-_ZFP_MODES = (2, 3, 4)  # a fixed rate, a fixed precision, a fixed accuracy
+_ZFP_MODES = (2, 3, 4)  # fixed rate, fixed precision, fixed accuracy
 
 
 class _Zfpy(_Numcodec):
@@ -366,7 +366,7 @@ class _Zfpy(_Numcodec):
         return super().encode(chunk, out)
 
     def decode(self, data: memoryview, out: Values) -> None:
-        import zfpy  # which numcodecs calls likewise, but without a look at the header
+        import zfpy  # not through numcodecs, which does not check the header
 
         padded = bytes(data) + self._padding
         try:

@@ -271,7 +271,7 @@ class ArrayMeta:
         return _meta(document)
 
     def plain_fields(self) -> dict[str, Any]:
-        """Return the `zarr.json` in words that zarr-python and TensorStore read; some accept others too."""
+        """Return the `zarr.json` in the spelling that both zarr-python and TensorStore accept."""
         fields: dict[str, Any] = msgspec.json.decode(self.document)
         fields["data_type"] = dtype_to_json(self.dtype)
         fields["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": self.chunks}}
@@ -297,7 +297,7 @@ class ArrayMeta:
             return mine == theirs
         try:
             return bool(self.fill_value == other.fill_value)
-        except TypeError:  # NumPy compares no numbers with structs or dates
+        except TypeError:  # NumPy can't compare numbers with structs or dates
             return False
 
 
@@ -330,9 +330,9 @@ def _check_bytes(what: str, lengths: tuple[int, ...], dtype: np.dtype[Any]) -> N
         raise InvalidArgument(f"{what} {lengths} of {dtype} is too large: expected fewer than 2^62 bytes")
 
 
-_SEPARATORS = {"default": "/", "v2": "."}  # where the metadata has none
+_SEPARATORS = {"default": "/", "v2": "."}  # defaults if the metadata has none
 
-_MAX_DIGITS = 19  # of a coordinate; Python refuses to parse thousands
+_MAX_DIGITS = 19  # digits of a coordinate; Python refuses to parse thousands
 
 
 class ChunkNames(NamedTuple):
@@ -377,4 +377,4 @@ class ChunkNames(NamedTuple):
         if len(parts) != dimensions or not all(digits):
             return None
         coordinates = tuple(map(int, parts))
-        return coordinates if parts == list(map(str, coordinates)) else None  # not 01
+        return coordinates if parts == list(map(str, coordinates)) else None  # refuses "01"

@@ -1,4 +1,4 @@
-"""The bytes→bytes codecs of a chain: the usual compressors, and others of numcodecs; pure, no I/O.
+"""The bytes→bytes codecs of a chain: the usual compressors, and codecs of numcodecs; pure, no I/O.
 
 Each decodes at most as many bytes as the encoder can have passed to it, even if a stored frame declares more.
 """
@@ -90,7 +90,7 @@ class _Numcodec(Compressor):
         return Corrupt(f"{self._name} bytes do not decode: {error}")
 
     def _streamed(self, decompressor: Any, data: memoryview, max_size: int) -> bytes:
-        """Return what one stream decodes to; raise `Corrupt` if it is too long, incomplete, or not alone."""
+        """Decode a single stream; raise `Corrupt` if it is too long, incomplete, or followed by other data."""
         try:
             decoded: bytes = decompressor.decompress(data, max_size + 1)
         except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
@@ -113,7 +113,7 @@ class _Zlib(_Numcodec):
 
 
 class _BZ2(_Numcodec):
-    max_ratio = 1 << 21  # it encodes a run of 45.9 million bytes in about 40
+    max_ratio = 1 << 21  # bzip2 encodes a run of 45.9 million equal bytes in about 40
 
     def __init__(self, document: Document) -> None:
         settings = settings_of(document, level=1)
@@ -144,7 +144,7 @@ class _LZMA(_Numcodec):
         super().__init__(document, settings)
 
     def decode(self, data: memoryview, max_size: int) -> Any:
-        raw = self._format == lzma.FORMAT_RAW  # its filters are in the metadata, the others' in the data
+        raw = self._format == lzma.FORMAT_RAW  # the metadata has its filters; other formats store them in the data
         try:
             decompressor = lzma.LZMADecompressor(
                 self._format, None if raw else _LZMA_MEMORY, self._filters if raw else None
@@ -250,7 +250,7 @@ class _Checksum(_Numcodec):
             raise wrong_size(f"at most {max_size}", len(data) - _CHECKSUM_SIZE)
         try:
             return self._codec.decode(np.frombuffer(data, np.uint8))
-        except (RuntimeError, ValueError, IndexError) as error:  # the last of fletcher32, if there is no data
+        except (RuntimeError, ValueError, IndexError) as error:  # IndexError: fletcher32 of empty data
             raise self._failed(error) from error
 
 

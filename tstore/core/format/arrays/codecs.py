@@ -23,7 +23,7 @@ from tstore.core.format.arrays.numcodecs_classes import Filter, Transpose, as_fi
 from tstore.core.format.arrays.variable import is_variable
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
-if TYPE_CHECKING:  # imported with the first chain that has one
+if TYPE_CHECKING:  # imported on first use by a chain
     from tstore.core.format.arrays.compressors import Bytes, Compressor
     from tstore.core.format.arrays.sharded import Sharded
 
@@ -45,7 +45,7 @@ Codecs = str | exmy.Format | Mapping[str, Any] | Sequence[str | Mapping[str, Any
 
 LOSSLESS = "lossless"
 
-_MAX_CODECS = 8  # filters of a chain, and bytes→bytes codecs
+_MAX_CODECS = 8  # limit for filters and for bytes→bytes codecs
 _MAX_NESTED = 4  # shards within shards
 _MAX_BYTES = 1 << 62
 _LOSSLESS_BLOCK = 1 << 19
@@ -115,7 +115,7 @@ class Chain:
         least, most = self._array.min_size, self._array.max_size
         if most >= _MAX_BYTES:
             raise InvalidArgument(f"encoded chunks of up to {most} bytes are too long: expected fewer than 2^62")
-        self._max_sizes = [most]  # of the input of each compressor, and of the output of the last
+        self._max_sizes = [most]  # the maximum input of each compressor, and the maximum output of the last
         exact = least == most
         for compressor in self._compressors:
             compressor.check_input(least if exact else 0, most)
@@ -153,7 +153,7 @@ class Chain:
         return self._compressed(data)
 
     def reencode(self, chunk: npt.NDArray[Any], out: Bytes, previous: memoryview | None) -> memoryview:
-        """Return what `encode` does for a chunk in which some values have changed; the others stay, if possible.
+        """Encode a chunk in which some values have changed; the others stay the same, if possible.
 
         `previous`: the encoded bytes that the chunk was decoded from, or None. A lossy codec keeps their scales.
         """
@@ -265,10 +265,10 @@ def _as_documents(codecs: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def checked_codecs(codecs: Any, where: str = "codecs=") -> Codecs:
-    """Return codecs, those of a list as objects with names; the one grammar of all `codecs=` and rules.
+    """Parse codecs, converting those of a list to objects with names; the grammar of all `codecs=` and rules.
 
-    Raise `InvalidArgument`, with `where` in front of its message, for what no array could have. A `Chain` tells
-    whether they suit one.
+    Raise `InvalidArgument`, prefixed by `where`, for codecs that no array could have. A `Chain` checks
+    whether they suit a particular array.
     """
     if codecs is None or (isinstance(codecs, str) and codecs == LOSSLESS):
         return codecs
@@ -307,7 +307,7 @@ def _check_exmy(codecs: Codecs, where: str) -> None:
 
 
 def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]]:
-    """Return the codecs as a `zarr.json` has them; raise `InvalidArgument` for invalid ones."""
+    """Return the codecs in the form of a `zarr.json`; raise `InvalidArgument` for invalid ones."""
     codecs = checked_codecs(codecs)
     uncompressed: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:

@@ -31,7 +31,7 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 
 _MAX_INT = (1 << 31) - 1  # the codecs take C ints
-_HIGHEST_RATIO = 1 << 15  # of zstd, which encodes 128 KiB in four bytes; deflate and LZ are far below
+_HIGHEST_RATIO = 1 << 15  # zstd encodes 128 KiB in four bytes; deflate and LZ are far below
 
 
 class Compressor:
@@ -40,12 +40,12 @@ class Compressor:
     document: Mapping[str, Any]
     """Its entry in a `zarr.json`, with all settings that depend on the array."""
     max_ratio = _HIGHEST_RATIO
-    """How many times as long as the encoded data the decoded data can be."""
+    """The maximum compression ratio."""
     overhead: int | None = None
-    """The length of the encoded data beyond that of the decoded data, or None if it depends on the data."""
+    """The fixed overhead of encoding in bytes, or None if the encoded length depends on the data."""
 
     def check_input(self, least: int, most: int) -> None:
-        """Raise `InvalidArgument` if it cannot encode data of every length from `least` to `most`."""
+        """Raise `InvalidArgument` unless the codec can encode data of every length from `least` to `most`."""
 
     def encode(self, data: Any) -> Any:
         """Return the encoded data; raise `InvalidArgument` if that fails."""
@@ -100,7 +100,7 @@ class _GZip(Compressor):
 
     def encode(self, data: Any) -> bytes:
         buffer = io.BytesIO()
-        with gzip.GzipFile("", "wb", self._level, buffer, mtime=0) as file:  # as numcodecs does, for Zarr
+        with gzip.GzipFile("", "wb", self._level, buffer, mtime=0) as file:  # the same bytes as numcodecs
             file.write(data)
         return buffer.getvalue()
 
@@ -148,14 +148,14 @@ def _decode_members(data: memoryview, max_size: int) -> bytes:
 
 
 class _NumcodecsGZip(_GZip):
-    """The `gzip` of numcodecs, which writes the same bytes and has another default."""
+    """The `gzip` of numcodecs: the same bytes with another default level."""
 
     def __init__(self, level: int = 1) -> None:
         super().__init__(level)
 
 
 class _Zstd(Compressor):
-    """Zarr's `zstd`, and that of numcodecs."""
+    """The `zstd` of Zarr and of numcodecs."""
 
     def __init__(self, level: int = 0, checksum: bool = False) -> None:
         from numcodecs.zstd import Zstd  # takes a sixth of the import time of tstore, so import it late
@@ -195,7 +195,7 @@ class _Zstd(Compressor):
 
 
 _ZSTD_MAGIC = 0xFD2FB528
-_ZSTD_SKIPPABLE = 0x184D2A50  # and the fifteen numbers after it
+_ZSTD_SKIPPABLE = 0x184D2A50  # the first of sixteen magic numbers
 _MAX_EMPTY = 1024  # frames without content: millions would take long to skip
 
 
@@ -250,7 +250,7 @@ _BLOSC_VERSION = 2
 _BLOSC_COPIED, _BLOSC_RESERVED, _BLOSC_UNSPLIT = 2, 8, 16
 # for elements of up to 16 bytes, and 128 or more of them in a block, blosc writes a stream per byte of an element
 _MAX_SPLIT_SIZE, _MIN_SPLIT = 16, 128
-_BLOSC_MAX_INPUT = (1 << 31) - 17  # bytes; its sizes are int32
+_BLOSC_MAX_INPUT = (1 << 31) - 17  # bytes; blosc's sizes are int32
 _BLOSC_LARGE = 1 << 20  # bytes of a block; for longer blocks the allocation of c-blosc's buffers is tried first
 
 
@@ -325,7 +325,7 @@ class _NumcodecsBlosc(_Blosc):
         blocksize: int = 0,
         typesize: int | None = None,
     ) -> None:
-        typesize = 1 if typesize is None else typesize  # of the bytes that numcodecs is passed
+        typesize = 1 if typesize is None else typesize  # numcodecs gets plain bytes
         shuffle = _checked_int("shuffle", shuffle, -1, 2)
         if shuffle < 0:
             shuffle = 2 if typesize == 1 else 1

@@ -1,9 +1,9 @@
-"""The dtypes of arrays and their fill values, in memory and as Zarr v3 names them in a `zarr.json`; pure, no I/O.
+"""The dtypes and fill values of arrays, in memory and in a Zarr v3 `zarr.json`; pure, no I/O.
 
 These are the data types of fixed size: NumPy's numbers, bfloat16 and the floats and integers of up to 8 bits of
 ml_dtypes, strings and bytes of fixed length, times, and structs of these. Structs have no padding, and their
-fields are little-endian. A number of fewer than 8 bits lies in the low bits of a byte; the others mean nothing.
-Those of variable length are in `variable`; only an array as a whole can have them.
+fields are little-endian. A number of fewer than 8 bits is in the low bits of a byte; the high bits are ignored.
+Variable-length types are in `variable`; they can't be fields of a struct.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 _LONGEST_NAME = 40  # characters
 _MAX_ITEM = 1 << 20  # bytes of one value
-_MAX_NESTED = 8  # structs in structs
+_MAX_NESTED = 8  # levels of structs
 _MAX_SCALE = (1 << 31) - 1
 
 _WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
@@ -143,7 +143,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 def has_nonfinite(dtype: np.dtype[Any]) -> bool:
     """Return whether a float dtype has NaN; those of fewer than 8 bits have neither NaN nor infinity."""
-    return dtype.kind != "V" or dtype.name not in _SUB_BYTE  # the name takes NumPy a while
+    return dtype.kind != "V" or dtype.name not in _SUB_BYTE  # check the kind first: `name` is slow
 
 
 def is_integer(dtype: np.dtype[Any]) -> bool:
@@ -154,7 +154,7 @@ def is_integer(dtype: np.dtype[Any]) -> bool:
 def as_records(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
     """Return values as an array that can be cast to text, bytes or structs without loss, or else None.
 
-    NumPy would cut off what is too long.
+    NumPy would truncate values that are too long.
     """
     if dtype.names is not None and not isinstance(values, np.ndarray | np.generic):
         try:

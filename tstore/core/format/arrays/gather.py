@@ -26,9 +26,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Source(NamedTuple):
-    """Values to copy to an offset of a buffer: chunks of one array, or a list of single whole chunks.
+    """Values to copy to an offset of a buffer: chunks of one array, or a list of whole chunks.
 
-    The values of one array begin at a chunk. Those of a list have the shape and dtype of the metadata.
+    The values of one array begin at a chunk boundary. Those of a list have the shape and dtype of the metadata.
     """
 
     values: Values | list[Values]
@@ -57,7 +57,7 @@ def gather(sources: Sequence[Source], buffer: Bytes) -> list[bytes]:
 
 
 def scatter(data: Bytes, target: Values) -> bytes:
-    """Copy chunks, one after the other in `data`, to a view of `view_as_chunks`; return their joined checksums.
+    """Copy chunks, contiguous in `data`, to a view made by `view_as_chunks`; return their joined checksums.
 
     One call in C hashes each chunk, and copies it while it is in the CPU's caches.
     """
@@ -69,7 +69,7 @@ def scatter(data: Bytes, target: Values) -> bytes:
 
 
 def scatter_region(data: Bytes, target: Values, chunks: tuple[int, ...], start: tuple[int, ...]) -> bytes:
-    """Copy a region of a box of chunks, one after the other in `data`; return the joined checksums of the chunks.
+    """Copy a region of a box of chunks, contiguous in `data`; return the joined checksums of the chunks.
 
     The chunks have the shape `chunks`. The region has the shape of the target, and begins at `start` in the first
     chunk. One call in C hashes each chunk, and copies from it while it is in the CPU's caches.
@@ -131,7 +131,7 @@ def _gather_one(values: Values | list[Values], meta: ArrayMeta, buffer: Bytes) -
 
 
 def _padding(values: Values | list[Values], meta: ArrayMeta) -> bytes:
-    """Return the bytes of the fill value, if chunks need padding, or else as many zeros."""
+    """Return the bytes of the fill value, or zeros if no chunk needs padding."""
     if isinstance(values, list) or all(n % c == 0 for n, c in zip(values.shape, meta.chunks, strict=True)):
         return bytes(meta.dtype.itemsize)
     return np.full((), meta.fill_value, meta.dtype).tobytes()

@@ -85,11 +85,11 @@ def part_of(values: npt.NDArray[Any], region: tuple[slice, ...]) -> npt.NDArray[
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> bool:
-    """Return whether elements of an array may share memory, as after `as_strided`; never for a slice of an array.
+    """Return whether elements of an array may share memory, as after `as_strided`; False for slices of an array.
 
     `itemsize` is in the unit of the strides.
     """
-    extent = itemsize  # of the axes with smaller strides
+    extent = itemsize  # memory spanned by the axes with smaller strides
     for stride, length in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
         if stride < extent:
             return 0 not in shape
@@ -125,9 +125,9 @@ class Projection(NamedTuple):
 
 
 def only_projection(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) -> Projection | None:
-    """Return the intersection with the only chunk that the selection touches, None if it touches others, or none.
+    """Return the projection of a selection within a single chunk, much faster than `projections`.
 
-    This takes a fraction of the time of `projections`. A selection with a negative step has None too.
+    Return None if the selection is empty, touches several chunks or has a negative step.
     """
     at, inside, result, full = [], [], [], True
     for selected, length, chunk in zip(selection.axes, shape, chunks, strict=True):
@@ -164,9 +164,9 @@ class AxisProjection(NamedTuple):
 
 
 class AxisRun(NamedTuple):
-    """The intersections of a range with `chunk_count` neighbouring chunks along one axis, from `chunk` on.
+    """The intersections of a range with `chunk_count` consecutive chunks along one axis, starting at `chunk`.
 
-    The chunks have the same elements `inside`; `result` has those of all chunks.
+    `inside` is the same in each chunk; `result` covers all of them.
     """
 
     chunk: int
@@ -176,7 +176,7 @@ class AxisRun(NamedTuple):
     full: bool
 
     def each(self, first: int = 0, stop: int | None = None) -> Iterator[AxisProjection]:
-        """Yield the intersection with each chunk from the chunk `first` up to `stop`, by default with all."""
+        """Yield the intersection with each chunk in `first:stop`, by default with all chunks."""
         end = self.chunk + self.chunk_count
         for chunk in range(max(self.chunk, first), end if stop is None else min(end, stop)):
             result = self.result
@@ -194,8 +194,12 @@ def axis_projections(selected: range, length: int, chunk: int) -> list[AxisProje
 def axis_runs(selected: range, length: int, chunk: int) -> list[AxisRun]:
     """Return the intersections with all chunks of one axis that a range touches, in ascending order.
 
-    Whole chunks that are neighbours are one run, if the range has a step of one.
+    If the range has a step of one, consecutive whole chunks form one run.
     """
+    # axis_runs(range(2, 14), length=20, chunk=4) →
+    #     AxisRun(chunk=0, chunk_count=1, inside=2:4, result=0:2)
+    #     AxisRun(chunk=1, chunk_count=2, inside=0:4, result=2:10, full=True)
+    #     AxisRun(chunk=3, chunk_count=1, inside=0:2, result=10:12)
     if not selected:
         return []
     reverse = selected.step < 0
@@ -211,7 +215,7 @@ def axis_runs(selected: range, length: int, chunk: int) -> list[AxisRun]:
             done = until
             continue
         low, high = number * chunk, min((number + 1) * chunk, length)
-        # the first position in `forward` of an element at or beyond the end of this chunk
+        # the first index into `forward` past this chunk: ceil((high - start) / step)
         until = min(count, -(-(high - forward.start) // step))
         start, last = forward[done] - low, forward[until - 1] - low
         if reverse:
@@ -226,7 +230,7 @@ def axis_runs(selected: range, length: int, chunk: int) -> list[AxisRun]:
 def full_boxes(
     per_axis: Sequence[Sequence[AxisRun]],
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]]:
-    """Yield boxes of adjacent full chunks: the first chunk, the counts per axis, and the region of the result.
+    """Yield boxes of adjacent full chunks: the first chunk, the chunk counts, and the region of the result.
 
     The selection must have positive steps.
     """
@@ -239,7 +243,7 @@ def full_boxes(
 
 
 def _joined(runs: list[AxisRun]) -> list[AxisRun]:
-    """Return full runs, with neighbours joined; chunks selected with gaps are not joined."""
+    """Join adjacent full runs, except runs whose elements are selected with gaps."""
     joined: list[AxisRun] = []
     for run in runs:
         gapless = run.inside.step == 1 and run.result.step is None
@@ -253,7 +257,7 @@ def _joined(runs: list[AxisRun]) -> list[AxisRun]:
 
 
 class ChunkRowProjection(NamedTuple):
-    """The intersections of a selection with chunks that are neighbours along the last axis."""
+    """The intersections of a selection with a row of chunks, adjacent along the last axis."""
 
     others: tuple[AxisProjection, ...]
     last: list[AxisProjection]
@@ -264,7 +268,7 @@ class ChunkRowProjection(NamedTuple):
 
 
 def all_rows(per_axis: Sequence[Sequence[AxisRun]]) -> Iterator[ChunkRowProjection]:
-    """Yield the rows of all chunks of a selection, which has a step of one and at least one axis."""
+    """Yield the rows of all chunks of a selection; it needs a step of one and at least one axis."""
     *outer, last = [[part for run in runs for part in run.each()] for runs in per_axis]
     for others in itertools.product(*outer):
         yield ChunkRowProjection(others, last)
@@ -272,6 +276,7 @@ def all_rows(per_axis: Sequence[Sequence[AxisRun]]) -> Iterator[ChunkRowProjecti
 
 def partial_rows(per_axis: Sequence[Sequence[AxisRun]]) -> Iterator[ChunkRowProjection]:
     """Yield the rows of the chunks that are not full, grouped by the first axis on which they are not full."""
+    # for axes with runs [F P] and [F P] (F full, P partial): axis 0 gives P×F and P×P, axis 1 gives F×P
     if not per_axis:
         return
     for k, axis in enumerate(per_axis[:-1]):
@@ -305,9 +310,10 @@ def chunk_coordinates(number: int, counts: Sequence[int]) -> tuple[int, ...]:
 def renumbered(
     numbers: npt.NDArray[np.integer[Any]], before: Sequence[int], counts: Sequence[int]
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Return the positions in `numbers` of chunks that are in another grid too, and their numbers there.
+    """Convert chunk numbers to another grid; return the indices of the chunks kept, and their new numbers.
 
-    `before` and `counts` are the numbers of chunks along the axes of both grids.
+    `before` and `counts` are the chunk counts of the old and new grid. Chunks outside the new grid are dropped:
+    numbers [0, 5, 7] of a 2 × 4 grid become [0, 4] in a 2 × 3 grid (indices [0, 1]).
     """
     if not counts:  # one chunk, or none; NumPy refuses to unravel an array of numbers
         return np.arange(len(numbers)), np.zeros(len(numbers), np.intp)
@@ -317,7 +323,7 @@ def renumbered(
 
 
 def covering_chunks(region: Sequence[slice], chunks: Sequence[int]) -> tuple[range, ...]:
-    """Return the box of chunks that overlap a region; it is empty for a region without elements."""
+    """Return the box of chunks that overlap a region, empty for an empty region."""
     if any(side.stop <= side.start for side in region):
         return tuple(range(0) for _ in region)
     return tuple(range(side.start // n, -(-side.stop // n)) for side, n in zip(region, chunks, strict=True))
@@ -332,7 +338,7 @@ def chunk_numbers(box: Sequence[range], counts: Sequence[int]) -> npt.NDArray[np
 
 
 def region_text(first: Sequence[int], size: Sequence[int], chunks: Sequence[int], shape: Sequence[int]) -> str:
-    """Return the index, for messages, of a region of this size that begins at a chunk, clipped to the array."""
+    """Format a region for a message, such as "[0:256, 512:600]": `size` elements from chunk `first`, clipped."""
     sides = zip(first, size, chunks, shape, strict=True)
     return "[" + ", ".join(f"{i * c}:{min(i * c + n, end)}" for i, n, c, end in sides) + "]"
 
@@ -344,7 +350,7 @@ def view_as_chunks(values: npt.NDArray[Any], chunks: Sequence[int]) -> npt.NDArr
 
 
 def box_sides(counts: Sequence[int], max_cells: int) -> tuple[int, ...]:
-    """Return the sides of boxes of at most `max_cells` cells that are consecutive in C order."""
+    """Return the shape of boxes of up to `max_cells` cells, consecutive in C order: (4, 6), 12 → (2, 6)."""
     sides: list[int] = []
     room = max(1, max_cells)
     for n in reversed(counts):
@@ -364,7 +370,7 @@ def boxes(counts: Sequence[int], max_cells: int) -> Iterator[tuple[range, ...]]:
 def default_chunks(
     shape: Sequence[int], itemsize: int, shard: Sequence[int] | None = None, target: int = TARGET_BYTES
 ) -> tuple[int, ...]:
-    """Return a chunk shape of half to twice `target` bytes; none crosses the edge of a `shard` (a device's part).
+    """Return a chunk shape of half to twice `target` bytes, aligned to the `shard` of a device.
 
     Leading axes are divided first, so that chunks stay contiguous in memory, into chunks of whole pages where they
     can be. Chunks are smaller if the array is,
@@ -402,12 +408,12 @@ def _whole_pages(rows: int, row: int) -> int:
 
 
 def _even(n: int, pieces: int) -> int:
-    """Return n / k for the first k from `pieces` up to 50% more that divides n, else n / pieces, rounded up."""
+    """Return n / k for the least divisor k of n within `pieces` + 50 %, else n / pieces rounded up: 10, 3 → 4."""
     even = (n // k for k in range(pieces, min(n, pieces + pieces // 2) + 1) if n % k == 0)
     return next(even, -(-n // pieces))
 
 
 def _divisor(n: int, pieces: int) -> int:
-    """Return the largest divisor of n that gives at least `pieces` parts; `pieces` is at most n."""
+    """Return the largest divisor of n, at most n / pieces: 12, 5 → 2."""
     divisors = (length for k in range(1, math.isqrt(n) + 1) if n % k == 0 for length in (k, n // k))
     return max(length for length in divisors if n // length >= pieces)

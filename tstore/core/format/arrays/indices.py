@@ -22,11 +22,11 @@ IndexItem = int | slice | EllipsisType | None | npt.ArrayLike
 Index = IndexItem | tuple[IndexItem, ...]
 
 Item = int | slice | EllipsisType | None | npt.NDArray[Any]
-"""An item that was checked for its type."""
+"""An item with a checked type."""
 
 
 class Indexer(Generic[T]):
-    """Index an array by other rules than those of `array[index]`: see `Array.oindex` and `Array.vindex`."""
+    """Index an array by rules other than those of `array[index]`: see `Array.oindex` and `Array.vindex`."""
 
     def __init__(self, select: Callable[[Index], T]) -> None:
         self._select = select
@@ -87,9 +87,10 @@ def _as_number(item: object) -> int | npt.NDArray[Any]:
 
 
 def place_of(items: Sequence[Item]) -> int:
-    """Return the first of the axes that the arrays of an index make, by NumPy's rule.
+    """Return the position of the axes that the index arrays create, by NumPy's rule.
 
-    They stand in the place of the arrays, or first if the arrays and integers do not follow each other.
+    They replace the arrays in place if the arrays and integers are adjacent, or else come first: `x[:, i, j]` → 1,
+    and
     """
     kept, place, ended = 0, -1, False
     for item in items:

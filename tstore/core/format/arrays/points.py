@@ -1,8 +1,8 @@
-"""Selections by index arrays: the points that they select, divided by the chunks of a grid; pure, no I/O.
+"""Selections by index arrays, and their division among the chunks of a grid; pure, no I/O.
 
-The axes of an array form sets that are independent of each other: those whose index arrays vary together, and each
-axis with a range. So the intersection with a chunk is a product, and the index arrays of each set are divided by
-chunks once. That costs the lengths of the arrays, not the number of points.
+The axes of an array form independent sets: the axes whose index arrays vary together, and each axis with a range.
+So the intersection with a chunk is a product, and the index arrays of each set are divided among chunks once. The
+cost is linear in the lengths of the arrays, not in the number of points.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ NOTHING = PointSelection((Points((), (), (0,)),), ())
 
 
 class Target(NamedTuple):
-    """An index into a chunk in C order: the elements with the numbers `starts`, and those after each of them.
+    """A strided gather from a chunk in C order: for each of `starts`, `lengths` elements at `strides`.
 
-    There are `lengths` elements at the distances `strides`, counted in elements. The index also works if only a
-    part of the chunk is in memory.
+    Positions and strides count elements: starts [0, 8], lengths (3,), strides (2,) selects the elements 0, 2, 4
+    and 8, 10, 12. The index also works if only a 8, 10, 12. The index also works if only a part of the chunk is in
+    memory.
     """
 
     starts: Numbers
@@ -71,8 +72,8 @@ class Target(NamedTuple):
     def window(self, elements: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Numbers]:
         """Return a view of contiguous elements, and the index of the target in it.
 
-        The view overlaps itself: at each position there begin those that follow it. Elements of variable length,
-        of which NumPy makes no such views, are indexed one by one.
+        The view overlaps itself: `view[i]` is the elements selected from position i. NumPy can't make such a view
+        of variable-length elements, which are indexed one by one.
         """
         if not self.lengths:
             return elements, self.starts
@@ -84,24 +85,24 @@ class Target(NamedTuple):
         beyond = sum((n - 1) * stride for n, stride in zip(self.lengths, self.strides, strict=True))
         strides = [elements.itemsize * stride for stride in (1, *self.strides)]
         shape = (len(elements) - beyond, *self.lengths)
-        # as_strided fails for float8_e5m2, of which NumPy does not know the name
+        # as_strided fails for float8_e5m2, whose name NumPy does not know
         return np.ndarray(shape, elements.dtype, elements.view(np.uint8), strides=strides), self.starts
 
     def assign(self, chunk: npt.NDArray[Any], values: Any) -> None:
-        """Store values in a chunk in C order; of several for one element, the last one stays."""
+        """Store values in a chunk in C order; the last value wins if an element has several."""
         window, index = self.window(chunk.reshape(-1))
         window[index] = values
 
 
 class _Group(NamedTuple):
-    """Points in one chunk: the offsets of their elements, and their places on axes of the result."""
+    """Points in one chunk: the offsets of their elements, and their positions on axes of the result."""
 
     offsets: Numbers
     places: tuple[tuple[int, Numbers], ...]
 
 
 class _Span(NamedTuple):
-    """Several elements of a range in one chunk: their places in the result, and the stride between them."""
+    """Several elements of a range in one chunk: their positions in the result, and the stride between them."""
 
     axis: int
     result: slice
@@ -124,9 +125,9 @@ class PointProjection(NamedTuple):
     groups: tuple[_Group, ...]
     spans: tuple[_Span, ...]
     fixed: tuple[tuple[int, int], ...]
-    """Axes of the result on which it has one place, and that place."""
+    """Axes of the result on which the projection has one position, and that position."""
     base: int
-    """The number of the first element of all ranges."""
+    """The position of the first element of all ranges in the chunk."""
 
     @property
     def result(self) -> tuple[Any, ...]:
@@ -148,7 +149,7 @@ class PointProjection(NamedTuple):
         return Target(starts, tuple(s.length for s in self.spans), tuple(s.stride for s in self.spans))
 
     def read(self, elements: npt.NDArray[Any], skipped: int, out: npt.NDArray[Any]) -> None:
-        """Store the selected values in the result, of the elements of the chunk from `skipped` on."""
+        """Store the selected values in the result; the data start at element `skipped` of the chunk."""
         target = self.target
         if skipped:
             target = target._replace(starts=target.starts - skipped)
@@ -178,7 +179,7 @@ class PointProjection(NamedTuple):
         parts: list[tuple[int, _Group | _Span]] = [(int(np.ptp(g.offsets)), g) for g in self.groups]
         parts += [(span.last, span) for span in self.spans]
         parts.sort(key=lambda part: part[0])
-        near: list[_Group | _Span] = []  # all of their elements are in one block, or in two that follow each other
+        near: list[_Group | _Span] = []  # those whose elements are all within one or two adjacent blocks
         extent = 0
         while parts and extent + parts[0][0] < block:
             size, part = parts.pop(0)
@@ -275,7 +276,7 @@ def _groups(
 ) -> Iterator[tuple[tuple[int, ...], _Group]]:
     """Yield the points of each chunk, with the chunk's coordinates on their axes.
 
-    `first` is their first axis in the result. Points of one chunk keep their order.
+    `first` is their first axis in the result. The points of a chunk keep their order.
     """
     count = math.prod(points.shape)
     if not count:

@@ -1,8 +1,8 @@
-"""Samples of large arrays: regions that are spread evenly over an array and cut at its chunks; pure, no I/O.
+"""Samples of large arrays: regions spread evenly over an array and aligned to its chunks; pure, no I/O.
 
 The regions are tiles of a regular grid: a part of a large chunk, or a box of small neighbouring chunks. A sample
-takes one tile from each of many stretches of the grid, of equal length in C order, at a place in the stretch that
-differs from one to the next, so that no period of the grid hides rows or columns. It depends on nothing but the
+takes one tile from each of many stretches of the grid, of equal length in C order, at a position in the stretch
+that differs from one to the next, so that no period of the grid hides rows or columns. It depends only on the
 arguments.
 """
 
@@ -16,11 +16,11 @@ from tstore.core.format.arrays.grid import box_sides
 
 __all__ = ["Tiling", "spread_indices"]
 
-_MAX_VALUES = 1 << 22  # of a tile: more than a chunk usually has, so that few chunks are decoded twice
-_MAX_BYTES = 1 << 20  # of a tile of a sample: the unit of checksums, so that less would not be read faster
-_SAMPLED_TILES = 64  # at least, where chunks are small enough
-_DECODED = 8  # times the budget: bytes of chunks that are decoded for the tiles of a sample
-_LEAST_CHUNKS = 4  # of a sample, even if they are long
+_MAX_VALUES = 1 << 22  # values of a tile: more than a chunk usually has, so that few chunks are decoded twice
+_MAX_BYTES = 1 << 20  # bytes of a sampled tile: less would not be faster, since a checksum covers as much
+_SAMPLED_TILES = 64  # minimum tiles of a sample, if chunks are small enough
+_DECODED = 8  # bytes of chunks decoded for a sample, as a multiple of the budget
+_LEAST_CHUNKS = 4  # minimum chunks of a sample, even long ones
 _GOLDEN = 2654435769  # 2**32 / golden ratio: the fractions of its multiples are spread evenly
 
 
@@ -34,7 +34,7 @@ class Tiling(NamedTuple):
     chunks: tuple[int, ...]
     sides: tuple[int, ...]
     sampled: int
-    """The number of tiles that are taken."""
+    """The number of sampled tiles."""
 
     @staticmethod
     def of(shape: Sequence[int], chunks: Sequence[int], itemsize: int, budget: int | None = None) -> Tiling:
@@ -75,16 +75,16 @@ class Tiling(NamedTuple):
 
     @property
     def sampled_values(self) -> int:
-        """About the number of values in the tiles that are taken, at least as many as there are."""
+        """An upper estimate of the number of values in the sampled tiles."""
         return min(math.prod(self.shape), self.sampled * math.prod(self.sides))
 
     @property
     def complete(self) -> bool:
-        """Whether all tiles are taken."""
+        """Whether all tiles are sampled."""
         return self.sampled == self.tile_count
 
     def regions(self) -> Iterator[tuple[slice, ...]]:
-        """Yield the region of each tile that is taken, in C order of the tiles."""
+        """Yield the region of each sampled tile, in C order of the tiles."""
         counts = self.counts
         for index in spread_indices(self.tile_count, self.sampled):
             region = []
@@ -97,9 +97,9 @@ class Tiling(NamedTuple):
 
 
 def spread_indices(count: int, taken: int) -> Iterator[int]:
-    """Yield `taken` of the indices below `count`, ascending: one from each of as many stretches.
+    """Yield `taken` ascending indices below `count`, one from each of `taken` equal stretches.
 
-    A single one is the middle.
+    A single index is the middle one.
     """
     for i in range(taken):
         low, high = i * count // taken, (i + 1) * count // taken

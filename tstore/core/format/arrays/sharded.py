@@ -31,7 +31,7 @@ _ABSENT = (1 << 64) - 1
 
 
 class InnerChain(Protocol):
-    """What `Chain` offers to the inner chunks of a shard, and to its index."""
+    """The interface of `Chain` for the inner chunks of a shard, and for its index."""
 
     lossless: bool
     finite: bool
@@ -44,7 +44,7 @@ class InnerChain(Protocol):
         """Return the encoded bytes of a C-contiguous chunk."""
 
     def reencode(self, chunk: Values, out: Bytes, previous: memoryview | None) -> memoryview:
-        """Return those of a chunk in which some values have changed since it was decoded from `previous`."""
+        """Encode a chunk in which some values have changed since it was decoded from `previous`."""
 
     def check_length(self, length: int) -> None:
         """Raise `Corrupt` if no encoded chunk can have this length."""
@@ -123,9 +123,7 @@ class Sharded(ArrayCodec):
         at = self._index_size if self._index_first else 0
         for coordinates in _morton_order(self._counts):
             region = tuple(slice(i * n, (i + 1) * n) for i, n in zip(coordinates, self._chunks, strict=True))
-            values = np.array(
-                part_of(chunk, region), order="C"
-            )  # its memory may be what the encoded bytes refer to
+            values = np.array(part_of(chunk, region), order="C")  # the encoded bytes may refer to its memory
             if _is_filled(values, self._fill):
                 continue
             data = encode_inner(coordinates, values, np.empty(self._inner.out_size, np.uint8))
@@ -199,7 +197,7 @@ class Sharded(ArrayCodec):
 
 
 def _product(per_axis: Sequence[Sequence[AxisRun]]) -> Iterator[tuple[AxisProjection, ...]]:
-    """Yield the product of the parts of runs; unlike that of itertools, it does not keep those of millions."""
+    """Yield the product of the parts of runs lazily; `itertools.product` would keep millions in memory."""
     if not per_axis:
         yield ()
         return
@@ -220,7 +218,7 @@ def _is_filled(values: Values, fill: Values) -> bool:
 def _morton_order(counts: Shape) -> Iterator[Shape]:
     """Yield the coordinates of a grid in Morton order, in which zarr-python stores inner chunks.
 
-    The bits of a chunk's place are those of its coordinates, the lowest of each axis first.
+    The bits of a chunk's position interleave those of its coordinates: (x1x0, y1y0) is at position y1x1y0x0.
     """
     coordinates = np.indices(counts).reshape(len(counts), math.prod(counts))
     place, shift = np.zeros(math.prod(counts), np.uint64), 0

@@ -1,7 +1,7 @@
-"""Strings and bytes of variable length: their dtypes, and what a caller passes as their values; pure, no I/O.
+"""Variable-length strings and bytes: their dtypes, and the conversion of values that callers pass; pure, no I/O.
 
-Arrays have NumPy's `StringDType` for strings, and `object` for bytes, as zarr-python has them. The memory of such
-an array only points to the values, so it is never read from or written to a file directly.
+As in zarr-python, strings have NumPy's `StringDType` and bytes have `object`. The memory of such an array only
+points to the values, so it is never read from or written to a file directly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMES: dict[str, np.dtype[Any]] = {
 }
 
 MAX_ENCODED = 256 << 20
-"""The maximum length of an encoded chunk before compression, in bytes: the metadata of an array sets none."""
+"""The maximum bytes of an encoded chunk before compression, since the metadata of an array implies none."""
 
 NOMINAL_BYTES = 256
 """The assumed length of a value, from which default chunks are computed."""
@@ -48,9 +48,9 @@ def is_variable(dtype: np.dtype[Any]) -> bool:
 
 
 def variable_dtype(name: Any) -> np.dtype[Any] | None:
-    """Return the dtype of variable length that an argument or a data type of Zarr names, or None for another one.
+    """Return the variable-length dtype for an argument or a Zarr data type, None if it is not variable.
 
-    `str` and `bytes` name them too, and NumPy's dtypes.
+    `name` may also be `str`, `bytes` or a NumPy dtype.
     """
     if isinstance(name, str):
         return _NAMES.get(name)
@@ -67,7 +67,7 @@ def variable_name(dtype: np.dtype[Any]) -> str:
 
 
 def as_variable(values: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return strings or bytes as an array of this dtype; raise `ValueError` for values that are not all such."""
+    """Return strings or bytes as an array of this dtype; raise `ValueError` for any other value."""
     array = values if isinstance(values, np.ndarray) else np.asarray(values, object)
     if array.dtype.kind == ("U" if dtype.kind == "T" else "S") or array.dtype == dtype == _STRING:
         return array.astype(dtype, copy=False)
@@ -84,20 +84,20 @@ def as_variable(values: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def bytes_in(values: npt.NDArray[Any]) -> int:
-    """Return how many bytes the values have at least: that of characters, where they are strings."""
+    """Return a lower bound of the bytes in the values: strings are counted in characters."""
     if values.dtype.kind == "T":
         return int(np.strings.str_len(values).sum())
     return sum(map(len, values.flat))
 
 
 def variable_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a fill value, where 0 stands for an empty one; raise `TypeError` for a value of another type."""
+    """Return a fill value, empty for 0; raise `TypeError` for a value of another type."""
     if type(value) is int and value == 0:
         return "" if dtype.kind == "T" else b""
     if isinstance(value, np.ndarray) and not value.ndim:
         value = value[()]
     if dtype.kind == "T" and isinstance(value, str):
-        return str(value)  # not NumPy's type of it
+        return str(value)  # not a NumPy scalar
     if dtype.kind == "O" and isinstance(value, bytes):
         return bytes(value)
     raise TypeError(f"{value!r:.100} is not a value of {variable_name(dtype)}")

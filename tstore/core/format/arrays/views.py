@@ -1,6 +1,6 @@
 """Views: chains of indices into an array that is not in memory; pure, no I/O.
 
-A view says which positions it selects on each axis of the array: a `range`, which one axis of the view follows, or
+A view selects positions on each axis of the array: a `range`, which one axis of the view follows, or
 an index array, which may follow several. Indexing a view gives a view of the same array, so a chain of indices is
 one plan. TensorStore calls this an index transform.
 
@@ -40,7 +40,7 @@ class View(NamedTuple):
     positions: tuple[Positions, ...]
     """The selected positions on each axis of the array. An index array has an axis for each that it follows."""
     follows: tuple[tuple[int, ...], ...]
-    """The axes of the view, ascending, that each axis of the array follows; none if it has one position."""
+    """For each axis of the array, the axes of the view that it follows, ascending; none if it has one position."""
 
     def narrow(self, index: Index) -> View:
         """Return the view of this view that NumPy's indexing selects; raise `InvalidIndex`."""
@@ -108,7 +108,7 @@ class View(NamedTuple):
 
     @property
     def repeated(self) -> tuple[slice, ...] | None:
-        """The index of the last values along axes of the view that no axis of the array follows.
+        """The index of the last values along broadcast axes of the view, which no axis of the array follows.
 
         All values along such an axis are the same. None if there are no other values.
         """
@@ -139,7 +139,7 @@ class View(NamedTuple):
     def arranged(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return a view of values of this view's shape, with the axes that the result of its `selection` has.
 
-        Of the values along an axis that no axis of the array follows, it has the last ones.
+        Along an axis that no axis of the array follows, the last values are taken.
         """
         sets: Sequence[Sequence[int]] = self.follows
         points = np.ndarray in map(type, self.positions)
@@ -204,8 +204,8 @@ class View(NamedTuple):
     def _basic(self, items: Sequence[Item]) -> View:
         """Apply integers, slices and new axes, one for each axis of the view."""
         shape: list[int] = []
-        picks: list[Any] = []  # by axis of this view: an integer or a slice
-        new: list[int] = []  # and the axis that it becomes, if it stays
+        picks: list[Any] = []  # an integer or a slice for each axis of this view
+        new: list[int] = []  # the axis that each becomes, if it stays
         for item in items:
             if item is None:
                 shape.append(1)
@@ -243,7 +243,7 @@ class View(NamedTuple):
         return View(tuple(shape), tuple(positions), tuple(follows))
 
     def _advanced(self, items: Sequence[Item], place: int) -> View:
-        """Apply items, some of which are arrays; the axis `place` is the first of those that the arrays make."""
+        """Apply items, some of which are arrays; `place` is the first axis that the arrays create."""
         basic: list[Item] = []
         arrays: dict[int, npt.NDArray[np.int64]] = {}  # by axis of the view after the basic items
         shapes = []
@@ -336,7 +336,7 @@ def _compact(
 
 
 Numbers = npt.NDArray[np.int64]
-_TOGETHER = 1 << 20  # chunks of the view, unless one chunk of the array has elements of more
+_TOGETHER = 1 << 20  # chunks of the view in a part, unless one chunk of the array overlaps more
 
 
 def view_chunks(
@@ -381,7 +381,7 @@ def view_chunks(
 
 
 def _positions_in(selected: range, low: Numbers, high: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the first index of a range with a value from `low` up to `high`, and the index after the last one."""
+    """Return the bounds of the indices of values in `low:high` of a range: range(1, 9, 2), 3, 6 → (1, 3)."""
     start, step = selected.start, selected.step
     if step > 0:
         begin, end = -((start - low) // step), -((start - high) // step)

@@ -1,4 +1,4 @@
-"""What a garbage collection decided, as its record has it; pure, no I/O."""
+"""The decisions of a garbage collection, as stored in its record; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Collection", "LivingVersion"]
 
 
 class LivingVersion(Body, frozen=True):
-    """What garbage collection must know about a living version.
+    """The entry of a living version in the record of a garbage collection.
 
     `dependencies` are objects of other transactions that the version needs: packs that its record reuses, and
     objects inherited from expired versions. A `standalone` version needs only its own objects and these. `source`
@@ -43,7 +43,7 @@ class LivingVersion(Body, frozen=True):
 
 
 class Collection(Body, dict=True, frozen=True):
-    """What a garbage collection decided: the versions that stay alive, and what it condemned.
+    """The decisions of a garbage collection: the versions that stay alive, and the objects that it condemned.
 
     `expired` are the versions that it removed, `tags` their tags. `transactions` are condemned with all of their
     objects; `objects` are condemned one by one. A condemned object may be deleted once the record exists. A

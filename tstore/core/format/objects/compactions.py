@@ -54,16 +54,16 @@ __all__ = [
 ]
 
 MAX_ROWS = 1024
-"""The most rows of an array, beside its segments, before a transaction compacts them."""
+"""The maximum rows of an array outside segments before a transaction compacts them."""
 
 MAX_RUNS = 8
-"""The most sorted runs of an array before a transaction compacts some."""
+"""The maximum sorted runs of an array before a transaction compacts some."""
 
 MIN_SEGMENTS = 8
 """The segments of each run that one transaction compacts, however few chunks it writes."""
 
 _GROWTH = 2
-_SLAB_SEGMENTS = 16  # that end in the range of chunk numbers whose references are in memory at once
+_SLAB_SEGMENTS = 16  # segments that end in a range of chunk numbers; the range is in memory at once
 _LAST = (1 << 62) - 1  # the highest chunk number
 
 Numbers = npt.NDArray[np.uint64]
@@ -172,7 +172,7 @@ class CompactionPlan(NamedTuple):
 
     @staticmethod
     def make(tables: Sequence[Table], added: int, max_rows: int) -> CompactionPlan | None:
-        """Return what to compact in a commit that adds some chunks, None if it does not pay; reads no segments.
+        """Choose what a commit that adds some chunks should compact, None if nothing pays; reads no segments.
 
         It pays if there are more than `max_rows` rows, or too many runs. It does not if a row fits in no segment,
         as that of a chunk of 70 GB.
@@ -187,7 +187,7 @@ class CompactionPlan(NamedTuple):
         if len(newest) <= max_rows and len(below) <= MAX_RUNS:
             return None
         if not _fitting(newest).all():
-            return None  # such a row can't be compacted, and a compaction of what it replaces could lie over it
+            return None  # such a row can't be compacted, and a compaction of the rows below could hide it
         total, chosen = len(newest), list[SortedRun]()
         while below and (len(below[-1]) <= _GROWTH * total or len(below) + 1 > MAX_RUNS):
             chosen.insert(0, below.pop())
@@ -236,7 +236,7 @@ def _range(chosen: Sequence[SortedRun], work: int) -> tuple[int, int]:
     lasts = np.array([segment.last for segment in segments], np.uint64)
     depth = np.searchsorted(np.sort(firsts), firsts, "right") - np.searchsorted(np.sort(lasts), firsts)
     first = int(firsts[depth == depth.max()].min())
-    replaced = 0  # so that each compaction replaces enough, however wide the segments are
+    replaced = 0  # each compaction must replace enough, however wide the segments are
     for segment in sorted(segments, key=lambda segment: segment.last):
         replaced += segment.rows if segment.first >= first else 0
         if replaced >= work:

@@ -185,7 +185,7 @@ def max_value_count(data: bytes) -> int:
 
 
 def collection_excess_message(packed: bytes | memoryview) -> str:
-    """Return how a collection in msgpack exceeds `COLLECTION_VALUES`; "" if it does not."""
+    """Return the message for a msgpack collection that exceeds `COLLECTION_VALUES`, else ""."""
     if len(packed) <= _SHORT_COLLECTION:
         return ""
     collection = _COLLECTION.decode(packed)

@@ -20,7 +20,7 @@ from tstore.errors import Corrupt
 __all__ = ["MAX_PAGES", "PAGE_HEADER", "ObjectRef", "Page", "PagePlace", "reference"]
 
 MAX_PAGES = 4096
-"""The most pages of a manifest."""
+"""The maximum number of pages of a manifest."""
 
 PAGE_HEADER = 8
 """The bytes before each page, which are its length (u64)."""

@@ -34,12 +34,12 @@ __all__ = [
 ]
 
 SHORT_MANIFEST = 256 << 10
-"""The most bytes of a manifest that is not cut: one request for all of it takes less time than two for parts."""
+"""The maximum bytes of an unpaged manifest: one request for all of it is faster than two for parts."""
 
 PAGE_BYTES = 64 << 10
 """The length of a page in bytes; pages of a very long manifest are longer, so that their number stays bounded."""
 
-_MAX_COUNT = 1024  # of pages, as long as no node takes more than a page
+_MAX_COUNT = 1024  # pages, as long as no node takes more than a page
 _MAX_NAMES = 256 << 10  # characters in the first paths of all pages
 
 

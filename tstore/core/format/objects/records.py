@@ -67,10 +67,10 @@ VOID = ".void"
 """The suffix of the transaction id of a void record, unless a repair wrote it. No transaction has such an id."""
 
 MAX_PARTS_READ = 1024
-"""The most transactions, and the most manifests, that readers accept in a record; writers use `MAX_PARTS`."""
+"""The maximum transactions, and the maximum manifests, that readers accept in a record (writers: `MAX_PARTS`)."""
 
 _MAX_HOSTS = 100_000
-_LONG_BYTES = 256 << 10  # of memory; a record that takes more is long (`StoredRecord.is_long`)
+_LONG_BYTES = 256 << 10  # bytes of memory; a record that takes more is long (`StoredRecord.is_long`)
 
 TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TAGS_SET)]
 TagTargets = Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_TAGS_SET)]
@@ -317,10 +317,10 @@ class StoredRecord(NamedTuple):
 
 
 class Fragment(Body, frozen=True):
-    """What one host adds to a cooperative transaction.
+    """One host's contribution to a cooperative transaction.
 
     `structure` is the checksum of the tree's structure. `replicated` has checksums of the values that every host
-    must pass alike, by path.
+    must pass, by path.
     """
 
     transaction: str

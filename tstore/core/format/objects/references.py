@@ -56,8 +56,8 @@ Message = Annotated[str, msgspec.Meta(max_length=LONGEST_MESSAGE)]
 Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECK_SIZE, max_length=CHECK_SIZE)]
 
 
-_NODE_BYTES = 20  # of a node in a manifest, without its path, document and chunks
-_ROW_BYTES = 28  # of a chunk in a manifest, without its checksums
+_NODE_BYTES = 20  # bytes of a node in a manifest, without its path, document and chunks
+_ROW_BYTES = 28  # bytes of a chunk in a manifest, without its checksums
 
 _path_of = operator.itemgetter(0)
 
@@ -144,13 +144,13 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         return at if at < len(self.paths) and self.paths[at] == path else None
 
     def attach(self, source: SegmentSource) -> Manifest:
-        """Set where segments are read, and return the manifest."""
+        """Set the source of segments, and return the manifest."""
         self.__dict__["source"] = source
         return self
 
     @functools.cached_property
     def source(self) -> SegmentSource:
-        """Where segments are read, unless `attach` has set it."""
+        """The default source of segments, until `attach` sets it."""
         return NO_SOURCE
 
     def node(self, position: int) -> tuple[Document, tuple[Table, ...]]:

@@ -1,4 +1,4 @@
-"""Segments: the references to the chunks of a long array, cut up to be read when needed; pure, no I/O.
+"""Segments: the references to the chunks of a long array, split so that they are read on demand; pure, no I/O.
 
 1. A manifest contains the references to the chunks of a short array. Those of a longer one are in segments of at
    most `SEGMENT_ROWS` rows, which are bytes in packs, as chunks are. The manifest has a `Segment` for each.
@@ -42,15 +42,15 @@ __all__ = [
 ]
 
 SEGMENT_ROWS = 16 << 10
-"""The most rows in a segment."""
+"""The maximum number of rows in a segment."""
 
 SEGMENT_BYTES = 1 << 20
-"""The most bytes of a segment, so that one checksum covers it; a manifest contains longer rows itself."""
+"""The maximum bytes of a segment, so that one checksum covers it; longer rows stay in the manifest."""
 
 MIN_SEGMENTED = 4 << 10
-"""The most rows of an array that a manifest contains itself."""
+"""The maximum rows of an array that are stored in the manifest itself."""
 
-_ROW_BYTES = 28  # of a row in a segment, without its checksums
+_ROW_BYTES = 28  # bytes of a row in a segment, without its checksums
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -132,7 +132,7 @@ def _check(segment: Segment) -> None:
 
 
 class SegmentSource(Protocol):
-    """Where the bytes of segments are read."""
+    """The source of the bytes of segments."""
 
     def load(self, segments: Sequence[Segment]) -> list[ChunkTable]:
         """Return the rows of each segment; blocking. Raise `Corrupt`, or `NotFound` if a pack is missing."""

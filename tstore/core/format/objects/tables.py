@@ -240,7 +240,7 @@ def overlay_each(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt
     The result depends on the rows alone, not on how they are divided into tables. Columns that many tables share
     are copied once.
     """
-    first_rows: dict[int, int] = {}  # in `joined`, by the id of the columns
+    first_rows: dict[int, int] = {}  # positions in `joined`, by the id of the columns
     shared: list[ChunkTable] = []
     size = 0
     for table in itertools.chain.from_iterable(nodes):

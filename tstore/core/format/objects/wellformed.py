@@ -220,6 +220,6 @@ def check_order(number: npt.NDArray[np.uint64], ends: npt.NDArray[np.int64]) -> 
     rising = number[1:] > number[:-1]
     if rising.all():
         return
-    rising[ends[(ends > 0) & (ends < len(number))] - 1] = True  # where the next node begins
+    rising[ends[(ends > 0) & (ends < len(number))] - 1] = True  # boundaries between nodes
     if not rising.all():
         raise Corrupt("the chunks of a node are out of order, or one is listed twice")

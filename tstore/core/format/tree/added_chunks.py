@@ -66,7 +66,7 @@ def _joined(manifests: Sequence[Manifest]) -> tuple[ChunkTable, _Positions]:
     """
     tables: list[ChunkTable] = []
     owners: list[_Positions] = []
-    first = 0  # node of a manifest
+    first = 0  # the first node of a manifest
     for manifest in manifests:
         segments = manifest.segment_table
         tables.append(segments)
@@ -80,7 +80,7 @@ def _joined(manifests: Sequence[Manifest]) -> tuple[ChunkTable, _Positions]:
 
 def _distinct(joined: ChunkTable, order: _Positions) -> Iterator[ChunkTable]:
     """Yield the rows at these positions without repetitions; raise `Corrupt` if two overlap in a pack."""
-    last_pack, end = -1, 0  # of the last chunk yielded
+    last_pack, end = -1, 0  # pack and end of the last chunk yielded
     for start in range(0, len(order), _STEP_ROWS):
         first = max(0, start - 1)  # the last row of the step before, for comparison
         table = joined.take(order[first : start + _STEP_ROWS])
@@ -193,7 +193,7 @@ def _find_each(rows: ChunkTable, group: _Group, known: npt.NDArray[np.bool_]) ->
 
 
 def _find_together(rows: ChunkTable, group: _Group, known: npt.NDArray[np.bool_]) -> _Positions:
-    """Do what `_find_each` does, but in all tables at once."""
+    """Find rows as `_find_each` does, but in all tables at once."""
     columns = group[0][0].columns
     counts = [len(positions) for _, positions in group]
     start = np.repeat([table.start for table, _ in group], counts)

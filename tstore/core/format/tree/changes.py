@@ -111,7 +111,7 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
     def permits(self, newer: NodeChange) -> bool:
         """Return whether a newer commit wrote the attributes of a group that these changes write too.
 
-        That can't be said of a group that both changed: one may have counted up what the other has counted up.
+        Equal attributes prove nothing if both changed them: each may have incremented the same value.
         """
         if not (self.created or self.restated) or self.group is None or newer.group is None:
             return False

@@ -112,7 +112,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
         if self._chunks is None:
             chunks = overlay(self.tables)
             if self.reads_segments:
-                return chunks  # too long to keep
+                return chunks  # too long to cache
             self._chunks = chunks
         return self._chunks
 

@@ -1,11 +1,12 @@
-"""The nodes of a tree: those of manifests, made at the first lookup, and later changes; pure, no I/O.
+"""The nodes of a tree: nodes parsed from manifests at the first lookup, and later changes; pure, no I/O.
 
 1. The manifests are in memory, or pages of one object (`pages`) that a `PageSource` reads when a lookup needs one.
-2. A commit that only writes chunks of an array needs no page, and no work for nodes that nobody asks for: its
-   tables are laid over those of the node before at the first lookup (`Writes`).
-3. The nodes are in `levels`, each with what changed after those below it, up to a version that has a root. So a
-   root repeats only what changed after an earlier root (`layout.parent_root`), or after the last commit of a whole
-   tree if that was in pages (`Nodes.base`), and its bytes depend on the log alone, not on how the tree was loaded.
+2. A commit that only writes chunks of an array reads no page and does no work for nodes that are never looked up:
+   its tables are laid over those of the previous node at the first lookup (`Writes`).
+3. The nodes are in `levels`. Each level has the changes since the level below, up to a version that has a root. So
+   a root repeats only the changes since an earlier root (`layout.parent_root`), or since the last commit that
+   replaced the whole tree by pages (`Nodes.base`). Its bytes depend on the log alone, not on how the tree was
+   loaded.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ __all__ = ["Nodes"]
 
 T = TypeVar("T")
 
-_MANY, _SHARE = 1024, 16  # changes that later ones don't copy, and the share from which on they do
-_WRITES = (0, EXTENDS)  # the flags of nodes that a manifest changes, but does not replace
-_MAX_WRITES = 64  # commits whose tables are laid over a stored node before it is read
+_MANY, _SHARE = 1024, 16  # a level of more changes is not copied for new ones, unless these exceed 1/16 of it
+_WRITES = (0, EXTENDS)  # the flags of nodes that a manifest changes without replacing them
+_MAX_WRITES = 64  # commits to a stored node after which it is read, and their tables are merged
 
 
 class Nodes(Mapping[str, Node]):
-    """Nodes by path, immutable: stored ones, except for those that changed.
+    """An immutable mapping from paths to nodes: stored nodes overlaid by changes.
 
     Lookups may read pages of manifests, blocking, if `is_paged`; they raise `Corrupt` for a damaged page, and
     `NotFound` if the object is missing.
@@ -58,7 +59,7 @@ class Nodes(Mapping[str, Node]):
 
     def __init__(self, levels: Sequence[Level] = (), base: ObjectRef | None = None) -> None:
         self.base = base
-        """The manifest in pages that has the nodes of the lowest level, if a root may refer to it."""
+        """The paged manifest with the nodes of the lowest level, if a root may refer to it."""
         self._levels = tuple(levels) if levels and levels[-1].version == OPEN else (*levels, Level({}))
         self._changed = self._levels[-1].changed  # after the last root
         self.is_paged = True in [level.is_paged for level in self._levels]
@@ -66,9 +67,9 @@ class Nodes(Mapping[str, Node]):
 
     @staticmethod
     def from_manifests(manifests: Iterable[Manifest], base: ObjectRef | None = None) -> Nodes:
-        """Return the nodes of manifests; the paths of each are above those of the one before it.
+        """Return the nodes of manifests whose paths ascend from one manifest to the next.
 
-        `base` is the object whose pages they are, if that is known.
+        `base` is the object that has the manifests as pages, if known.
         """
         listed = [manifest for manifest in manifests if manifest.paths]
         return Nodes([Level({}, InMemory(listed), 0)], base) if listed else Nodes()
@@ -81,9 +82,9 @@ class Nodes(Mapping[str, Node]):
     # ---- roots
 
     def sealed(self, version: int) -> Nodes:
-        """Return the nodes of a version that has a root: later roots may refer to what they are now.
+        """Return the nodes of a version that has a root, in a form to which later roots may refer.
 
-        The levels up to which no later root will be written are combined, so that there are few.
+        Levels to which no later root will refer are merged, so that few remain.
         """
         *levels, level = self._levels
         while levels and levels[-1].version == OPEN:
@@ -94,12 +95,12 @@ class Nodes(Mapping[str, Node]):
         return Nodes((*levels, level if levels else level.without_deletions()), self.base)
 
     def parent_of(self, version: int) -> int:
-        """Return the version of the root to which that of a version refers: 0 if the tree was replaced since."""
+        """Return the version of the root to which the root of `version` refers, 0 if it replaces the tree."""
         parent = parent_root(version)
         return parent if self.knows(parent) else 0
 
     def knows(self, version: int) -> bool:
-        """Return whether `up_to` knows the nodes as of a version that has a root, not replaced since."""
+        """Return whether `up_to` can return the nodes of a version: it has a root, and was not replaced since."""
         return any(level.version == version for level in self._levels)
 
     def up_to(self, version: int) -> Nodes:
@@ -107,23 +108,23 @@ class Nodes(Mapping[str, Node]):
         return Nodes([level for level in self._levels if level.version <= version], self.base)
 
     def with_root(self, version: int, stored: StoredNodes | None, deleted: Iterable[str]) -> Nodes:
-        """Return the nodes with the stored ones of a root in place of earlier ones, and without those deleted."""
+        """Overlay the stored nodes of a root, and remove the deleted paths."""
         return Nodes((*self._levels[:-1], Level(dict.fromkeys(deleted), stored, version)), self.base)
 
     def changes(self, parent: int) -> tuple[Manifest, tuple[str, ...]]:
-        """Return the nodes that changed after the root `parent`, and the paths of those deleted, both sorted.
+        """Return the nodes changed and the paths deleted since the root `parent`, both sorted.
 
-        If `parent` is 0, return the nodes that changed after `base`, or all if there is no base.
+        If `parent` is 0, return the changes since `base`, or all nodes if there is no base.
         """
         nodes = self.changed(parent)
         kept = [(p, n.document, True, n.tables) for p, n in nodes.items() if n is not None]
         return Manifest.from_nodes(kept), tuple(path for path, node in nodes.items() if node is None)
 
     def changed(self, parent: int) -> dict[str, Node | None]:
-        """Return the nodes that `changes` has, by path in ascending order, None for each that was deleted.
+        """Return the nodes changed since the root `parent`, by ascending path, None for deleted ones.
 
-        Those that were also created after `parent` are left out: in a store whose arrays come and go, the paths
-        of all former ones would be many more than its nodes.
+        Nodes both created and deleted since `parent` are left out: a store that creates and deletes many arrays
+        has far more such paths than nodes.
         """
         start = 0 if self.base is None else 1
         levels = [level for level in self._levels[start:] if level.version > parent or not parent]
@@ -132,14 +133,14 @@ class Nodes(Mapping[str, Node]):
         return {path: node for path, node in nodes.items() if node is not None or path in before}
 
     def apart(self, other: Nodes) -> set[str]:
-        """Return the paths at which two trees may differ: those in the levels that they do not share."""
+        """Return the paths at which two trees may differ: the paths in levels that they do not share."""
         pairs = zip(self._levels, other._levels, strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0].is_same(pair[1]), pairs))
         levels = (*self._levels[shared:], *other._levels[shared:])
         return {path for level in levels for path, _ in level.listed()}
 
     def compacted(self) -> Nodes:
-        """Return the same nodes; each array that changed in memory has one table, not one for each commit."""
+        """Return the same nodes, with one table for each array changed in memory instead of one per commit."""
         levels = []
         for at, level in enumerate(self._levels):
             nodes = {path: self._node(path, at) for path in level.changed}
@@ -161,9 +162,9 @@ class Nodes(Mapping[str, Node]):
         )
 
     def load(self, paths: Iterable[str] | None = None) -> None:
-        """Read the pages that have these paths, or all pages, so that lookups that follow need not; blocking.
+        """Read the pages that have these paths, or all pages, ahead of lookups; blocking.
 
-        They stay in memory until the next call, or as long as the nodes if they are all.
+        The pages stay in memory until the next call; if all were read, as long as this object.
         """
         wanted = None if paths is None else set(paths)
         for level in reversed(self._levels):
@@ -175,11 +176,11 @@ class Nodes(Mapping[str, Node]):
                     wanted = {path for path in wanted if not level.has_stored(path)}
 
     def around(self, path: str) -> list[str]:
-        """Return paths whose pages have all nodes at, above and below a path."""
+        """Return paths whose pages contain all nodes at, above and below a path."""
         return [*parents(path), path, *self.around_start(f"{path}/")]
 
     def around_start(self, start: str) -> list[str]:
-        """Return paths whose pages have all nodes whose paths begin with `start`."""
+        """Return paths whose pages contain all nodes with paths that begin with `start`."""
         stop = _after(start)
         within: list[str] = []
         for stored in self._paged():
@@ -192,7 +193,7 @@ class Nodes(Mapping[str, Node]):
     def with_changes(self, changed: Mapping[str, Change]) -> Nodes:
         """Return the nodes after these changes; None deletes a node.
 
-        After many changes since the last root, a few go into a separate level, so that adding them stays cheap.
+        If the top level already has many changes, a few new ones go into a separate level, which is cheaper.
         """
         *levels, top = self._levels
         if len(top.changed) > _MANY and len(changed) < len(top.changed) // _SHARE:
@@ -210,10 +211,10 @@ class Nodes(Mapping[str, Node]):
         return self.with_changes(dict.fromkeys(removed)) if removed else self
 
     def after(self, manifests: Sequence[Manifest], base: ObjectRef | None = None) -> Nodes:
-        """Return the nodes after a commit with these manifests, which are the pages of `base` if that is known.
+        """Return the nodes after a commit with these manifests.
 
-        Raise `Corrupt` if the commit writes to nodes that do not exist or have other metadata, see
-        `check_foundation`.
+        `base` is the object that has the manifests as pages, if known. Raise `Corrupt` if the commit writes to
+        nodes that do not exist or have other metadata: see `check_foundation`.
         """
         if not self._surely_has_nodes() and _creates_all(manifests) and not self and _ascend(manifests):
             return Nodes.from_manifests(manifests, base)
@@ -247,9 +248,9 @@ class Nodes(Mapping[str, Node]):
         return not self._surely_has_nodes() or any(_is_long(self._changed.get(path)) for path in paths)
 
     def _former(self, path: str) -> Change:
-        """Return what is known of the node at a path, without reading a page unless it has many writes.
+        """Return the node at a path, or the writes to it, without reading a page unless there are many writes.
 
-        An writes without writes stands for a node whose changes since the last root are none.
+        An empty `Writes` stands for a node on an unread page, without changes since the last root.
         """
         if path in self._changed:
             former = self._changed[path]
@@ -289,7 +290,7 @@ class Nodes(Mapping[str, Node]):
         return default if node is None else node
 
     def many(self, paths: Collection[str]) -> Mapping[str, Node]:
-        """Return the nodes at these paths, and perhaps others: all stored ones at once, if most are asked for."""
+        """Return the nodes at these paths, and perhaps more: if most are asked for, all are read at once."""
         level, *above = self._levels
         stored = level.stored
         is_changed = level.changed or any(later.changed or later.stored is not None for later in above)
@@ -323,7 +324,7 @@ class Nodes(Mapping[str, Node]):
 
     def _listed(self) -> Iterator[tuple[str, Document]]:
         """Yield the path and the metadata of each node."""
-        hidden: set[str] = set()  # what levels above have changed
+        hidden: set[str] = set()  # paths changed in the levels above
         for level in reversed(self._levels):
             changed: list[str] = []
             for path, metadata in level.listed():
@@ -355,7 +356,7 @@ class Nodes(Mapping[str, Node]):
         return self._surely_has_nodes() or next(self._listed(), None) is not None
 
     def _surely_has_nodes(self) -> bool:
-        """Return whether there are nodes as far as that is known without reading a page."""
+        """Return whether there are certainly nodes, without reading a page."""
         hidden = 0  # how many nodes of a level the levels above may have deleted
         for level in reversed(self._levels):
             for change in () if hidden else level.changed.values():
@@ -376,7 +377,7 @@ class Nodes(Mapping[str, Node]):
 
 
 def _after(start: str) -> str:
-    """Return the lowest text above all that begin with `start`, which is not empty."""
+    """Return the lowest string above all strings that begin with `start` (not empty): "a/" → "a0"."""
     return start[:-1] + chr(ord(start[-1]) + 1)
 
 
@@ -385,7 +386,7 @@ def _is_long(change: Change) -> bool:
 
 
 def _loaded(stored: StoredNodes, paths: Collection[str] | None) -> dict[int, PageNodes]:
-    """Return the nodes of the pages that may have these paths, or of all; consecutive pages are read together."""
+    """Read the pages that may have these paths, or all pages; consecutive pages are read together."""
     count = len(stored.firsts)
     wanted = range(count) if paths is None else sorted(set(map(stored.position, paths)) - {-1})
     loaded: dict[int, PageNodes] = {}
@@ -397,11 +398,11 @@ def _loaded(stored: StoredNodes, paths: Collection[str] | None) -> dict[int, Pag
 
 
 def _creates_all(manifests: Sequence[Manifest]) -> bool:
-    """Return whether manifests create all of their nodes, so that they need none below."""
+    """Return whether manifests create all of their nodes, so that no earlier node matters."""
     return not any(flag in manifest.replaces_node for manifest in manifests for flag in _WRITES)
 
 
 def _ascend(manifests: Sequence[Manifest]) -> bool:
-    """Return whether the paths of each manifest are above those of the one before it."""
+    """Return whether paths ascend from each manifest to the next."""
     listed = [manifest for manifest in manifests if manifest.paths]
     return all(a.paths[-1] < b.paths[0] for a, b in itertools.pairwise(listed))

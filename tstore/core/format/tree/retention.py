@@ -103,7 +103,7 @@ class Keep:
         # no dict by step: a writer could choose steps whose hashes collide
         steps = sorted((step, version) for tag, version in tags if (step := step_number(tag)) is not None)
         versions = {max((version for version, entry in alive.items() if not entry.source), default=0)} - {0}
-        versions |= {version for _, version in steps[-(self.last or 1) :]}  # without `last`, the highest
+        versions |= {version for _, version in steps[-(self.last or 1) :]}  # at least the highest step
         if self.every is not None:
             versions |= {version for step, version in steps if step % self.every == 0}
         if self.best is not None:
@@ -202,7 +202,7 @@ class Ledger:
         )
 
     def _drop_tags(self, tags: Iterable[str]) -> None:
-        dropped: dict[int, set[str]] = {}  # by version, since a version may have 10^5 tags
+        dropped: dict[int, set[str]] = {}  # dropped tags by version; a version may have 10^5 of them
         for tag in tags:
             if tag in self._tags:
                 dropped.setdefault(self._tags.pop(tag), set()).add(tag)

@@ -1,6 +1,6 @@
 """The nodes of manifests, in memory or in pages that a `PageSource` reads, in levels by age; pure, no I/O.
 
-Each level, a run by path, has what changed after those below it."""
+Each level, a run sorted by path, has the changes since the level below it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class ManifestNodes:
 
 
 class PageSource(Protocol):
-    """Where the pages of manifests are read."""
+    """The source of the pages of manifests."""
 
     def load(self, reference: ObjectRef, start: int, stop: int) -> Sequence[PageNodes]:
         """Return the nodes of the pages from `start` up to `stop`; blocking.
@@ -301,7 +301,7 @@ class Writes(NamedTuple):
     node: Node | None = None
 
 
-Change = Node | Writes | None  # None: deleted
+Change = Node | Writes | None  # None for a deleted node
 
 
 def no_foundation(path: str) -> Corrupt:
@@ -377,10 +377,10 @@ class Level:
         )
 
     def is_same(self, other: Level) -> bool:
-        """Return whether two levels surely have the same nodes, as those of one root do; this reads no page."""
+        """Return whether two levels certainly have the same nodes, as levels of one root do; reads no page."""
         if self is other:
             return True
-        # a level with stored nodes is that of a root or a whole tree, to whose pages nothing is added
+        # stored nodes are those of a root or a whole tree, whose pages never change
         return self.version == other.version and self.stored is not None and self.stored.is_same(other.stored)
 
     def has_in_memory(self, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""The tree of groups and arrays as of one version, and what a commit makes of it; pure, no I/O."""
+"""The tree of groups and arrays as of one version, and the application of commits to it; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tree:
     """All nodes by path, and all tags, as of `version`; immutable.
 
     The last `copies` versions up to this one are copies; the nodes are those of the head before them.
-    `resumes` is not 0 if a record before this version is lost: from version `resumes` on, trees have its changes
+    `resumes` is not 0 if a record before this version is lost: trees from version `resumes` have its changes
     again, so they can't be made from this one (`Record.resumes`).
     """
 
@@ -118,7 +118,7 @@ class Tree:
         return Tree(0, Nodes(), {})
 
     def differences(self, other: Tree, nodes: bool) -> list[str]:
-        """Return what differs in another tree of this version: tags, and with `nodes` the paths of nodes."""
+        """Return the differences from another tree of this version: tags, and with `nodes` the paths of nodes."""
         names = self.tags.keys() | other.tags.keys()
         differing = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
         differing += ["the number of copies"] if self.copies != other.copies else []

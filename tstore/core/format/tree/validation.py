@@ -71,8 +71,8 @@ class Done(Generic[T]):
 MAX_PARTS = 64
 """The maximum number of transactions that share one record, and so of manifests in it."""
 
-_STEP_BYTES = 256 << 10  # of documents that are parsed in one step
-_STEP_ROWS = 16 << 10  # of chunks that are verified in one step
+_STEP_BYTES = 256 << 10  # bytes of documents parsed in one step
+_STEP_ROWS = 16 << 10  # chunks verified in one step
 
 
 def run_steps(steps: Steps[T]) -> T:
@@ -132,7 +132,7 @@ def pack_ends(manifests: Iterable[Manifest]) -> dict[str, int]:
 
 
 def short_packs(ends: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return what is wrong with each pack that has no size, as it is missing, or a size below its end."""
+    """Return a fault for each pack that is missing (has no size) or shorter than its end."""
     actual = {pack: f"has {sizes[pack]} bytes" if pack in sizes else "is missing" for pack in ends}
     return {
         pack: f"{pack} {actual[pack]}; expected at least {end} bytes"
@@ -188,7 +188,7 @@ def _each_row(table: ChunkTable) -> Iterator[ChunkRow]:
 
 
 def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:
-    """Return the tree of the head after a record; raise `Corrupt` for one that no transaction could have made."""
+    """Return the tree of the head after a record; raise `Corrupt` if no transaction can have made it."""
     if not record.parts:  # the base of a shared record is the lowest base of its parts, so a tag may be newer
         for tag in (*record.tags, *record.dropped, *record.tagged):
             if tree.tags.get(tag, 0) > record.base:
@@ -244,7 +244,7 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
     or of a wrong length, and `UnsupportedFormat` for an array of a newer tstore.
     """
     parsed = 0
-    limits: list[_ChunkLimits] = []  # of each node
+    limits: list[_ChunkLimits] = []  # per node
     known: dict[Document, _ChunkLimits] = {}  # each document is parsed once, however many nodes share it
     extended = manifest.extended_paths()
     for path, metadata, replaces_node, tables in manifest.nodes():
@@ -281,7 +281,7 @@ def check_foundation(record: Record, manifests: Sequence[Manifest], nodes: Nodes
     if record.replaces:
         return
     below = nodes.without(record.deleted) if record.deleted else nodes
-    documents: dict[str, Document] = {}  # of the nodes in the record
+    documents: dict[str, Document] = {}  # documents of the nodes in the record, by path
     for manifest in manifests:
         extended, created = manifest.extended_paths(), list[str]()
         for path, metadata, replaces_node, tables in manifest.nodes():

@@ -43,7 +43,7 @@ class Credentials:
         self._url = url
         self._token = token
         self._endpoint_url = endpoint_url
-        self._file_system: Any = None  # of gcsfs; only its endpoint and credentials are used
+        self._file_system: Any = None  # a gcsfs file system; only its endpoint and credentials are used
         self._lock = PerLoop(asyncio.Lock)
         self._renewal = PerLoop(_Renewal)
 
@@ -187,7 +187,7 @@ class Credentials:
                 f"(spaces, line breaks); expected an access token, a file of credentials, or one of "
                 f"{', '.join(_METHODS)}"
             )
-        credentials_class: Any = credentials.Credentials  # has no types
+        credentials_class: Any = credentials.Credentials  # untyped
         return credentials_class(token)
 
     def _with_mapped_errors(self, call: Any, *arguments: object) -> Any:

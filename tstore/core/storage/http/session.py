@@ -179,7 +179,7 @@ class Session:
         a redirect of a write or from https to http), `Corrupt` (not HTTP, endless redirects).
         """
         deadline = Deadline(self._timeout)
-        secret = _authorization(headers).rpartition(" ")[2]  # of a caller with its own credentials, such as `gcs`
+        secret = _authorization(headers).rpartition(" ")[2]  # from a caller with credentials, such as `gcs`
 
         def hide(text: str) -> str:
             shown = text if self._token is None else self._token.hide(text)
@@ -376,7 +376,7 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
         if isinstance(error, aiohttp.ClientProxyConnectionError):
             via, what = " to the proxy that HTTPS_PROXY or HTTP_PROXY names", "proxy"
         advice = f"the address, and that the {what} is running"
-        if unknown_host:  # which a URL such as gs://bucket does not show
+        if unknown_host:  # named, since a URL such as gs://bucket does not show it
             via, advice = via or f" to {sanitize(error.host)}", "this name, and the network"
         raise error_type(f"{label}: no connection{via} ({sanitize(reason)}); check {advice}") from error
     except aiohttp.InvalidURL as error:

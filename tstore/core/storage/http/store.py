@@ -1,4 +1,4 @@
-"""Objects on an HTTP server: reading from any that serves files, writing to `tstore serve`.
+"""Objects on an HTTP server: read from any file server, write to `tstore serve`.
 
 Reading
 1. Part of an object is requested with `Range`. The response must be 206, name exactly that range, and have its
@@ -6,8 +6,8 @@ Reading
 2. A server that ignores `Range` (200) sends the whole object. One pass over the object serves all reads ahead of
    its position (`passes`), and the connection is closed after the last read. That is slow, so a warning is given.
 3. Objects that are read in parts never change. The validator of each object (its ETag, else its length and time)
-   is remembered; if a later response has another, the error is `Corrupt`. The checksums of chunks are verified in
-   any case.
+   is remembered; if a later response has a different one, the error is `Corrupt`. The checksums of chunks are
+   verified in any case.
 4. A successful response with a web page, an encoded body, or a part that was not requested is `Corrupt`.
 
 Writing
@@ -52,9 +52,9 @@ from tstore.errors import Corrupt, Denied, Unavailable
 
 __all__ = ["HttpStorage"]
 
-_MAX_VALIDATORS = 4096  # of the most recently read objects
+_MAX_VALIDATORS = 4096  # kept for the most recently read objects
 _PAGE = 1000  # names in a page of a listing
-_MAX_REASON = 320  # characters of a server's explanation that an error quotes
+_MAX_REASON = 320  # characters of the server's explanation quoted in an error
 _MAX_PAGE_SIZE = 4 << 20  # bytes: `_PAGE` of the longest keys
 _LONG = 1 << 20  # bytes; the checksum of a longer body is computed in the thread pool
 
@@ -78,8 +78,8 @@ class _Problem(msgspec.Struct):
 class HttpStorage(Storage):
     """The objects below an `http://` or `https://` URL.
 
-    `token` is sent as a bearer token to this server only. Without it, once the server asks for a token, the token
-    that the environment binds to this server is sent: `TSTORE_TOKEN_<HOST>`, or a line of the file
+    `token` is sent as a bearer token to this server only. If it is None and the server asks for a token, the one
+    configured for this server in the environment is sent: `TSTORE_TOKEN_<HOST>`, or a line of the file
     `TSTORE_TOKEN_FILE` (`tokens`). `ca_file` names certificates to trust besides the system's. The server may be
     silent for `timeout` seconds (`limits`). Proxies and .netrc of the environment are not used.
     Raise `InvalidArgument` for a URL with a password, query or fragment, and for an invalid option.
@@ -105,8 +105,8 @@ class HttpStorage(Storage):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the server has shown so far; nothing before its first response."""
-        is_tstore = self._is_tstore  # which removes a folder with its last object
+        """The capabilities that the server's responses have shown so far."""
+        is_tstore = self._is_tstore  # it removes a folder with its last object
         return Capabilities(is_tstore, listing=is_tstore, ranges=bool(self._ranges), durable=is_tstore)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
@@ -217,7 +217,7 @@ class HttpStorage(Storage):
                 yield block
 
     def _learn(self, response: Response) -> None:
-        """Record what the head of a response shows of the store's server."""
+        """Record what the headers of a response reveal about the store's server."""
         if not self._session.is_same_origin(response):
             return
         self._server = self._session.sanitize(response.headers.get("Server", "no name"), 60)
@@ -281,7 +281,7 @@ class HttpStorage(Storage):
             )
 
     async def _identify(self, label: str) -> None:
-        """Find out which server this is, unless it has responded before."""
+        """Identify the server, unless it has responded before."""
         if self._server is None:
             async with self._session.request("GET", self._base_url / "-" / "health", {}, label) as response:
                 self._learn(response)

@@ -61,7 +61,7 @@ _LOG_IN = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "
 _LOG_IN |= {"SSOError", "LoginError", "TokenRetrievalError", "NoAuthTokenError", "RefreshWithMFAUnsupportedError"}
 
 _REDIRECTS = (301, 302, 303, 307, 308)
-_MAX_RESPONSES = 8  # of one request: botocore finds the region of a bucket, and sends the request again
+_MAX_RESPONSES = 8  # responses per request: botocore finds the region of a bucket, and sends the request again
 
 _MAX_LISTING_BYTES = 4 << 20  # a thousand names of 1024 bytes each, all of them escaped
 _MAX_REFUSAL_BYTES = 64 << 10
