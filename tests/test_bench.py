@@ -134,3 +134,14 @@ def test_a_tenth_of_a_state_is_its_first_group() -> None:
         assert [name for name, _ in flat(tree)] == workload.names
         assert len(dict(flat(tenth(tree)))) * 10 == workload.count
     assert abs(large(2**31).nbytes - 2**31) < 2**24
+
+
+def test_loading_measures_what_its_bars_need(tmp_path: Path) -> None:
+    data = figures_of("loading", tmp_path, "--size 2 --leaves 50")
+    for measured in data["workloads"].values():
+        installed = {name: figures for name, figures in measured.items() if not figures["error"]}
+        assert {"raw", "tstore into", "tstore map", "tstore stream", "safetensors", "torch.load mmap"} <= set(
+            installed
+        )
+        assert all(set(figures["median"]) == {"first", "whole", "read", "cold"} for figures in installed.values())
+    assert all("runai" in bar or "fastsafetensors" in bar for bar in not_measured(data))
