@@ -61,7 +61,7 @@ async def save_async(
     in_flight: InFlight = "queue",
     **options: Unpack[SaveOptions],
 ) -> BackgroundSave:
-    """Begin a save in the background; return its `BackgroundSave` once the arrays may be changed.
+    """Start a save in the background; return its `BackgroundSave` once the arrays may be changed.
 
     A process that ends normally finishes its saves first, wherever they began. If a save fails, `wait` of the
     `BackgroundSave` raises its error, and so does an `await` of its `committed`. If nobody waits for either, the

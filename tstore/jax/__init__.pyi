@@ -54,7 +54,7 @@ class Checkpointer(tstore.Checkpointer):
         overwrite: bool = False,
         priority: Literal["normal", "low"] | None = None,
     ) -> Coroutine[Any, Any, BackgroundSave]:
-        """Begin to save a pytree as a step, as `save_async` does, even if no policy asks for it.
+        """Start saving a pytree as a step, as `save_async` does, even if no policy asks for it.
 
         Raise what `save_async` raises, and the error of an earlier save once this one has begun."""
 
@@ -234,7 +234,7 @@ def save_async(
     overwrite: bool = False,
     priority: Literal["normal", "low"] | None = None,
 ) -> Coroutine[Any, Any, BackgroundSave]:
-    """Begin a save in the background; return its `BackgroundSave` once the arrays may be donated.
+    """Start a save in the background; return its `BackgroundSave` once the arrays may be donated.
 
     Arrays on the CPU are not copied: JAX never changes them. While the save has views of them, a function to which
     they are donated gets new memory for its results. Arrays on other devices are copied to the host first, and

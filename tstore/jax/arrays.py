@@ -50,7 +50,7 @@ _NARROW = {
     for name, stored in (("int1", np.int8), ("uint1", np.uint8))
     if hasattr(ml_dtypes, name)
 }
-"""For each dtype that Zarr has no name for, the dtype of the bytes in which NumPy stores its numbers."""
+"""For each dtype without a Zarr name, the dtype of the bytes in which NumPy stores its numbers."""
 
 _DTYPE = "dtype="
 
@@ -83,7 +83,7 @@ def is_value(leaf: Any) -> bool:
 def checked_leaf(path: str, leaf: Any, other: str = _NOT_STORED) -> Any:
     """Return a leaf that `is_value`; raise `InvalidArgument`, naming the path, for another.
 
-    `other` is what to say of an object that is no array.
+    `other` is the message for an object that is not an array.
     """
     if is_value(leaf):
         return leaf
@@ -150,7 +150,7 @@ def _decoded(key: str, values: Values) -> Any:
 
 
 def _plain_value(path: str, leaf: PerHost) -> PerHost:
-    """Return what a process has for itself with NumPy arrays in place of arrays of JAX, as the core saves it."""
+    """Return the value of a `PerHost` with NumPy arrays in place of arrays of JAX, as the core saves it."""
     values = {inner: _plain(f"{path}/{inner}", array) for inner, array in flatten(leaf.value)[1].items()}
     return PerHost(unflatten_like(leaf.value, values, {}))
 
@@ -185,7 +185,7 @@ def own_value(restored: Any, target: PerHost) -> Any:
 
 
 def begin_copy(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
-    """Begin to copy a leaf to the host; return a function for the part that this host saves.
+    """Start copying a leaf to the host; return a function for the part that this host saves.
 
     The leaf is saved by `hosts` hosts.
 
@@ -229,7 +229,7 @@ def _without_values(path: str, error: RuntimeError) -> InvalidArgument:
 
 
 def _array_copy(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -> Callable[[], Values | Shards]:
-    """Begin to copy an array to the host; return a function for its values or `Shards`, viewed in a dtype."""
+    """Start copying an array to the host; return a function for its values or `Shards`, viewed in a dtype."""
     sharding, shape = array.sharding, array.shape
     if sharding.is_fully_addressable and hosts > 1 and not sharding.is_fully_replicated:
         return lambda: np.asarray(array).view(dtype)  # each process has its own array, equal in all
@@ -255,7 +255,7 @@ def _array_copy(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -
 
 
 def _replica(array: jax.Array, region: _Region) -> jax.Array | None:
-    """Begin to copy all of an array to the host, to compare it with that of other processes.
+    """Start copying a whole array to the host, to compare it with the array of other processes.
 
     On an accelerator, None stands for an array of more than 64 KiB: copying it would take as long as its save.
     """
@@ -265,7 +265,7 @@ def _replica(array: jax.Array, region: _Region) -> jax.Array | None:
 
 
 class _Piece(NamedTuple):
-    """What this process saves of the data of one device.
+    """The part of one device's data that this process saves.
 
     `position` is the number of the device's data in `jax.Array.addressable_data`. `cells` is an index into this
     data, or None for all of it. `is_cached` says whether JAX may keep the host copy or view.
@@ -278,7 +278,7 @@ class _Piece(NamedTuple):
 
 
 def _on_host(data: jax.Array, piece: _Piece) -> jax.Array:
-    """Begin to copy an array of one device to the host; return the array from which NumPy gets the copy.
+    """Start copying an array of one device to the host; return the array from which NumPy gets the copy.
 
     JAX keeps the copy, or on the CPU the view, for as long as the array exists, and does not donate a buffer that
     has a view. So a large buffer is returned in another array object, which the caller frees.
@@ -340,7 +340,7 @@ class _Region(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The different regions of an array on devices of this process, and how the processes share their save.
+    """The distinct regions of an array on devices of this process, and how the processes share their save.
 
     `replicas` is the number of processes that hold each shard of the array, or 1 if that number differs.
     """

@@ -62,7 +62,7 @@ class Checkpointer(checkpointer.Checkpointer):
         tree: Any,
         **options: Unpack[CommitOptions],
     ) -> Coroutine[Any, Any, BackgroundSave]:
-        """Begin to save a pytree as a step, as `save_async` does, even if no policy asks for it.
+        """Start saving a pytree as a step, as `save_async` does, even if no policy asks for it.
 
         Raise what `save_async` raises, and the error of an earlier save once this one has begun.
         """

@@ -1,4 +1,4 @@
-"""The abstract tree of a checkpoint, from which a program builds the target of a restore."""
+"""The abstract tree of a checkpoint, for building the target of a restore."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def metadata(
 
 
 def _zeros(source: Source, path: str) -> npt.NDArray[Any]:
-    """Return an array of zeros, of which one is in memory."""
+    """Return an array of zeros that stores a single zero in memory."""
     meta = source.node(path).meta
     return np.broadcast_to(np.zeros((), meta.dtype), meta.shape)
 

@@ -1,4 +1,4 @@
-"""The processes of a job that save or restore together, as `jax.distributed` has them."""
+"""The processes of `jax.distributed` that save or restore together."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _client() -> Any:
 
 @functools.cache
 def _job_token(client: Any) -> str:
-    """Return a random token that all processes of this job have, and no other job."""
+    """Return a random token that all processes of this job share, and no other job uses."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
         client.key_value_set("tstore/token", secrets.token_hex(12))
     with _errors_mapped("save", 10):
@@ -160,7 +160,7 @@ async def agreed_snapshot(
             opened_store = await stack.enter_async_context(opened(store, "r"))
             snapshot = await chosen_snapshot(opened_store, step, at)
             version = snapshot.version
-        except Exception as error:  # the other processes must learn of it
+        except Exception as error:  # reported to the other processes
             if alone:
                 raise
             failure = error

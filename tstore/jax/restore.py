@@ -1,4 +1,4 @@
-"""Restoring pytrees onto the devices of a job, in any sharding."""
+"""Restore pytrees onto the devices of a job, in any sharding."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class PlacedTarget(NamedTuple):
 
 
 class _TargetTree:
-    """The target of a restore: its leaves, and what a snapshot has for each."""
+    """The target of a restore: its leaves, and the matching entries of a snapshot."""
 
     def __init__(self, source: Source, target: PlacedTarget, request: Request) -> None:
         self._source = source
@@ -207,7 +207,7 @@ class _TargetTree:
 
 
 def _with_keys_compared(error: StructureMismatch, checkpoint: str) -> StructureMismatch:
-    """Return the error with one message for each PRNG key that is stored in another form than the target has."""
+    """Return the error with a message for each PRNG key whose stored form differs from the target's."""
     wanted, stored = dict(map(split_impl, error.missing)), dict(map(split_impl, error.unexpected))
     forms = [
         (path, stored[path], wanted[path]) for path in wanted if path in stored and stored[path] != wanted[path]
@@ -224,7 +224,7 @@ def _with_keys_compared(error: StructureMismatch, checkpoint: str) -> StructureM
 
 
 def _advice_on_keys(stored: str | None, wanted: str | None) -> str:
-    """Return what to do about keys of an implementation, or raw data (None), in place of others."""
+    """Return advice for keys of the wrong implementation, or raw data (None) instead of keys."""
     if stored is None:
         return (
             f"stored raw data, target typed PRNG keys of {wanted}; pass jax.random.key_data(key) in the target, "

@@ -1,4 +1,4 @@
-"""Saving pytrees from all processes of a job, at once or in the background."""
+"""Save pytrees from all processes of a job, in the foreground or background."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def save_async(
     in_flight: InFlight = "queue",
     **options: Unpack[SharedOptions],
 ) -> Coroutine[Any, Any, BackgroundSave]:
-    """Begin a save in the background; return its `BackgroundSave` once the arrays may be donated.
+    """Start a save in the background; return its `BackgroundSave` once the arrays may be donated.
 
     Arrays on the CPU are not copied: JAX never changes them. While the save has views of them, a function to which
     they are donated gets new memory for its results. Arrays on other devices are copied to the host first, and

@@ -1,4 +1,4 @@
-"""What a restore reads for each leaf of its target, and how the values become arrays of JAX."""
+"""Map each leaf of a restore's target to what is read for it, and the values read to arrays of JAX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["TargetLeaf", "target_leaf"]
 Values = npt.NDArray[Any]
 
 _NUMBER_KINDS: dict[type, str] = {bool: "b", int: "iu", float: "fV", complex: "c"}
-"""The kinds of NumPy dtypes whose values each type of Python number can have."""
+"""The kinds of NumPy dtypes that each type of Python number can represent."""
 
 
 _NOT_RESTORED = (
@@ -35,7 +35,7 @@ _NOT_RESTORED = (
 class TargetLeaf(NamedTuple):
     """A leaf of the target of a restore.
 
-    `core_leaf` takes its place in the core's target: an array's shape and dtype, `Shards`, a Python scalar, or a
+    `core_leaf` replaces it in the core's target: an array's shape and dtype, `Shards`, a Python scalar, or a
     dict with one of these (`dtype_node`, `impl_node`). `path` is the path of what the core restores for it, and
     `finish` makes the leaf from that.
     """
@@ -73,7 +73,7 @@ def target_leaf(path: str, leaf: Any, source: Source, mesh: Any) -> TargetLeaf:
 
 
 def _core_node(path: str, leaf: Any, mesh: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return what takes the place of an array in the core's target, and how the leaf is made from its values."""
+    """Return the replacement of an array in the core's target, and the function from its values to the leaf."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return _array_node(path, leaf, mesh)
     if isinstance(leaf, Shards):
@@ -103,7 +103,7 @@ def _shape_struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _array_node(path: str, leaf: Any, mesh: Any) -> tuple[Any, Callable[[Any], jax.Array]]:
-    """Do what `_core_node` does for an array of JAX, or its shape and dtype."""
+    """Return what `_core_node` returns, for an array of JAX or its shape and dtype."""
     sharding = leaf.sharding
     if isinstance(leaf, jax.Array) and not leaf.committed:
         sharding = None

@@ -51,11 +51,11 @@ _SAVE_TIMEOUT = 120.0  # seconds that hosts wait for a slow one
 
 Tensors = dict[str, npt.NDArray[Any]]
 Document: TypeAlias = dict[str, Any]
-"""What the demo did, as JSON values."""
+"""The results of the demo, as JSON values."""
 
 
 class Progress(Protocol):
-    """Where the demo shows what it is doing, and what it has done."""
+    """The output of the demo: what it is doing, and what it has done."""
 
     def doing(self, what: str) -> None:
         """Show what is being done."""

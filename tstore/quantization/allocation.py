@@ -1,4 +1,4 @@
-"""The allotment of a budget of bytes to arrays, each of which can be stored in several ways; pure, no I/O."""
+"""Allocate a budget of bytes to arrays that can each be stored in several ways; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]
     If even the smallest points exceed the budget, return the smallest points. Each curve has at least one point.
 
     A mix of two points of the lower convex hull of a curve beats any other point, so only hulls count at first.
-    All arrays begin at their smallest point. The steps between neighbouring hull points of all arrays are taken in
-    the order of the error that each byte removes, while they fit (Shoham and Gersho 1988). The array whose step is
-    the first that does not fit takes the point, on the hull or not, that leaves the least error together with the
-    steps of others that then fit. The result is within that one step of the optimum. What is left goes to single
-    points of the arrays whose error falls most.
+    All arrays begin at their smallest point. The steps between adjacent hull points of all arrays are taken in the
+    order of the error removed per byte, as long as they fit (Shoham and Gersho 1988). The array whose step is the
+    first that does not fit takes the point, on the hull or not, that leaves the least error together with the
+    steps of others that then fit. The result is within that one step of the optimum. The remaining bytes go to
+    single points of the arrays whose error falls most.
     """
     hulls = [lower_hull(curve) for curve in curves]
     steps = sorted(

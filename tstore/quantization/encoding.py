@@ -173,7 +173,7 @@ async def encode_batch(
         configurations = [as_configuration(codecs) for codecs in choices[values.path].codecs if is_exmy(codecs)]
         return obstacle_to(values, profiles[values.path].exponents, configurations)
 
-    with_profiles = [values for values in batch if values.path in profiles]  # lossless codecs fit all values
+    with_profiles = [values for values in batch if values.path in profiles]  # lossless codecs need no profile
     for values, reason in zip(with_profiles, await in_threads(obstacle, with_profiles), strict=True):
         if reason:
             results[values.path] = EncodedArray(values.path, reason=reason)
@@ -200,7 +200,7 @@ async def _profiles(
 
     def new_profile(values: Values) -> Profile:
         choice = choices[values.path]
-        [settings] = map(as_configuration, choice.codecs)  # those of a rule
+        [settings] = map(as_configuration, choice.codecs)  # the codecs of a rule
         is_searched = _shares_offset(settings) and settings.get("scale", "search") == "search"
         return profile(values, settings["format"] if is_searched else None, choice.importance)
 
@@ -272,7 +272,7 @@ async def _encoded_jobs(boxes: Sequence[_FilledBox], memory: ReusedMemory) -> li
         codec, padding, fitted = meta.chain.exmy_codec, meta.fill_value, None
         assert codec is not None
         if weights is not None and fits_importance(meta.chain.documents):
-            padding = 0  # without error, whatever its importance
+            padding = 0  # has no error, regardless of its importance
             fitted = np.pad(weights, missing, "edge") if weights.any() else None
         chunk = source
         if source.shape != meta.chunks:
@@ -374,7 +374,7 @@ def _weighted(
 
 
 async def _check_lossless(storage: Storage, boxes: Sequence[_FilledBox], written: Sequence[WriteJob]) -> None:
-    """Raise `Corrupt` if stored chunks do not read back bit for bit, because the report calls them exact."""
+    """Raise `Corrupt` unless stored chunks read back bit for bit, since the report calls them exact."""
     copies = [np.empty(x.shape, x.dtype) for _, x in boxes]
     jobs = []
     for (box, _), job, copy in zip(boxes, written, copies, strict=True):

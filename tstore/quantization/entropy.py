@@ -1,15 +1,15 @@
-"""Entropy-coded eXmY: codes of a fixed step, compressed by zstd, which gives frequent codes fewer bits.
+"""Entropy-coded eXmY: codes with a fixed step size, compressed by zstd, which gives frequent codes fewer bits.
 
 1. The step is the difference between the smallest values of a format; near zero, its values are a uniform grid.
    The coarser the step, the fewer codes are frequent, so the step decides the size, and not the format. All values
    of an array share one step: at a given size, that is the least squared error.
 2. Each format is best for a range of sizes: e2m1, where zstd codes two values at once, up to about 3.3 bits per
-   value, and e3m4 up to 6. Above, more mantissa bits lengthen the uniform grid, but the low bits of codes of more
-   than 8 bits are not compressed: e2m5, e2m6, e3m7, e3m10 and e3m12 follow each other, and e3m5 where outliers
+   value, and e3m4 up to 6. Beyond that, more mantissa bits lengthen the uniform grid, but the low bits of codes of
+   more than 8 bits are not compressed: e2m5, e2m6, e3m7, e3m10 and e3m12 are best in turn, and e3m5 if outliers
    exceed e2m5.
-3. The size and error at each step are measured on a sample, with steps half an octave apart, and interpolated.
-   Only steps near the expected one are, and all others if the choice falls on the first or last of them. What is
-   stored is measured on all values.
+3. The size and error at each step are measured on a sample, with steps half an octave apart, and interpolated. At
+   first only steps near the expected one are measured, and the others if the choice is the first or last of them.
+   What is stored is measured on all values.
 4. Chunks have at most 2^20 values, because a part of a chunk can't be decoded alone. Chunks of fewer than 2^14
    values are joined: each has its own header and tables of zstd, which take bits that the budget counts.
 """
@@ -48,15 +48,15 @@ _OCTAVES = {
 
 _FINEST = min(low for low, _ in _OCTAVES.values())
 _COARSEST = max(high for _, high in _OCTAVES.values())
-_NORMAL_BITS = 2.05  # the entropy of normal values with a step of their standard deviation
-_MAX_SHARE = 0.25  # of an array's noise that values beyond the largest of a format may cause
-_MIN_SCALE, _MAX_SCALE = 2.0**-125, 2.0**125  # of exmy
+_NORMAL_BITS = 2.05  # the entropy of normal values if the step is their standard deviation
+_MAX_SHARE = 0.25  # the maximum share of an array's noise from values beyond the largest of a format
+_MIN_SCALE, _MAX_SCALE = 2.0**-125, 2.0**125  # the limits of exmy
 _MEASURED, _INTERPOLATED = 2, 32  # steps per octave
 _EXACT = -1e4  # stands for the logarithm of an error of 0
-_JUMP = 1.5  # the growth of a size in half an octave, above which it is no smooth function of the step
+_JUMP = 1.5  # a size that grows more in half an octave is not a smooth function of the step
 _MIN_CHUNK_VALUES, _MAX_CHUNK_VALUES = 1 << 14, 1 << 20  # in shorter chunks, headers and tables of zstd prevail
-_SAMPLE_BYTES = 260 << 10  # of codes; zstd compresses 256 KiB or less with other parameters than a chunk
-_RUN = 2048  # neighbouring values in a sample, since zstd codes equal neighbours together
+_SAMPLE_BYTES = 260 << 10  # bytes of codes; up to 256 KiB, zstd uses other parameters than for a chunk
+_RUN = 2048  # consecutive values in a sample, since zstd codes equal neighbors together
 _CHUNK_OVERHEAD = 24  # bytes of a chunk's header and of its frame of zstd
 
 
@@ -66,7 +66,7 @@ def entropy_codecs(format: str, scale: float) -> list[dict[str, Any]]:
 
 
 def is_entropy_coded(codecs: Codecs) -> bool:
-    """Return whether these are codes of one step with a compressor, as those of `entropy_codecs`."""
+    """Return whether these codecs have one step and a compressor, like those of `entropy_codecs`."""
     is_compressed = isinstance(codecs, list | tuple) and len(codecs) > 1
     if not is_compressed or not is_exmy(codecs):
         return False
@@ -116,7 +116,7 @@ def entropy_points(
         count = _SAMPLE_BYTES * 8 // min(8, format.bits)
         values = _runs(sample, count)
         weights = None if importance is None else _runs(importance, count)
-        unit = 2.0 ** (1 - format.bias - format.mantissa_bits)  # between the smallest values of the format
+        unit = 2.0 ** (1 - format.bias - format.mantissa_bits)  # the step between the smallest values
         octaves: list[float] = []
         sizes: list[float] = []
         errors: list[float] = []
@@ -144,7 +144,7 @@ def entropy_points(
 
 
 def _studied_octaves(bits: tuple[float, float]) -> tuple[float, float]:
-    """Return the finest and the coarsest step, in octaves, with which normal values take bits of this range."""
+    """Return the finest and the coarsest step, in octaves, at which normal values take bits in this range."""
     low, high = (min(max(_NORMAL_BITS - b, _FINEST), _COARSEST) for b in bits)
     return math.floor(high * _MEASURED) / _MEASURED, math.ceil(low * _MEASURED) / _MEASURED
 
@@ -152,9 +152,9 @@ def _studied_octaves(bits: tuple[float, float]) -> tuple[float, float]:
 def _interpolated_octaves(
     octaves: list[float], sizes: list[float], errors: list[float]
 ) -> npt.NDArray[np.float64]:
-    """Return the measured octaves and those between them, except where sizes jump, as those of two values do.
+    """Interpolate between the measured octaves, except where sizes jump, as for an array of two values.
 
-    Nothing is interpolated beside an octave without error either: steps close to an exact one are not exact.
+    Nor is there interpolation next to an octave without error: steps close to an exact one are not exact.
     """
     step, parts = 1 / _INTERPOLATED, []
     pairs = zip(*map(itertools.pairwise, (octaves, sizes, errors)), strict=True)
@@ -165,10 +165,10 @@ def _interpolated_octaves(
 
 
 def _with_midpoints(values: list[float]) -> list[float]:
-    """Return equidistant values of a function and those halfway between, by cubic interpolation.
+    """Insert the values halfway between equidistant values of a function, by cubic interpolation.
 
-    The values between lie between their neighbours: at a jump, such as that of the size of an array of two values,
-    the cubic polynomial would leave their range, and estimate negative sizes.
+    Inserted values are clipped to the range of their neighbors: at a jump, as in the size of an array of two
+    values, the cubic polynomial would leave their range, and estimate negative sizes.
     """
     if len(values) < 4:
         return values
@@ -179,7 +179,7 @@ def _with_midpoints(values: list[float]) -> list[float]:
 
 
 def _runs(values: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """Return about `count` of the values, flat: runs of neighbours, evenly distributed."""
+    """Return about `count` of the values, flat: runs of consecutive values, evenly distributed."""
     flat = values.reshape(-1)
     if flat.size <= count:
         return flat

@@ -1,4 +1,4 @@
-"""Plans: the codecs that each array of a version gets, from a rule or, for a target, from the array's values."""
+"""Plans: the codecs of each array of a version, from a rule or, for a target, from the array's values."""
 
 from __future__ import annotations
 

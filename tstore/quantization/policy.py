@@ -1,4 +1,4 @@
-"""Policies: which codecs the arrays of a checkpoint get, by path pattern or by a target for size or error.
+"""Policies: the codecs of the arrays of a checkpoint, by path pattern or by a target for size or error.
 
 Pure, no I/O.
 """
@@ -38,15 +38,15 @@ __all__ = [
 
 
 _MAX_COMPARED = 5  # patterns without a match; comparing one with 4,000 paths takes 50 ms
-_MAX_DECIBELS = 1000  # far beyond float64, whose own rounding is 320 dB below its values
+_MAX_DECIBELS = 1000  # far beyond float64, whose rounding error is 320 dB below the values
 
 
 Coding = Literal["entropy", "packed"]
 """How eXmY codes are stored: compressed to about their entropy, or packed in the width of their format.
 
 Entropy-coded arrays have far less error at the same size (`examples/minilm.py --defaults`), and their size can be
-any fraction of a bit. Packed ones are read faster, a part of a chunk without the rest, and `restore(packed=True)`
-returns them as they are stored.
+any fraction of a bit. Packed arrays are read faster, in parts of chunks too, and `restore(packed=True)`
+returns their stored codes.
 """
 
 
@@ -126,7 +126,7 @@ CodecRules = Codecs | Mapping[str, Codecs]
 """Codecs for all arrays, or codecs by path pattern; the first pattern that matches an array applies."""
 
 QuantizeRules = CodecRules | Mapping[str, Codecs | Target]
-"""`CodecRules`, or such rules with targets, each for all the arrays together to which its pattern applies."""
+"""`CodecRules`, or such rules with targets; a target applies to all arrays of its pattern together."""
 
 
 class Match(NamedTuple):
@@ -203,7 +203,7 @@ class Rules:
 
     @functools.cached_property
     def _has_codecs(self) -> bool:
-        """Whether any rule has codecs, as in most saves none has."""
+        """Whether any rule has codecs; in most saves, none has."""
         return any(rule.codecs is not None for rule in self._rules)
 
     def match(self, path: str, dtype: np.dtype[Any], ndim: int) -> Match | None:
@@ -323,7 +323,7 @@ def parse_policy(text: bytes, file: str) -> dict[str, Any]:
             raise InvalidArgument(f"{file} has the key {twice[0]!r:.200} twice in one object; remove one of them")
 
     try:
-        document = msgspec.json.decode(text)  # which keeps the last of equal keys
+        document = msgspec.json.decode(text)  # it keeps the last of duplicate keys
         json.loads(text, object_pairs_hook=check_keys, parse_int=float)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{file} is not JSON: {error}") from None

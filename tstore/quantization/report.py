@@ -21,12 +21,12 @@ __all__ = ["QuantizeReport", "QuantizedArray", "check_plot", "plot_report", "rea
 T = TypeVar("T")
 
 _STORED_HISTOGRAMS = 8
-"""The number of arrays, those with the lowest SQNR, whose exponent histograms are stored in the commit."""
+"""The number of arrays whose exponent histograms are stored in the commit: those with the lowest SQNR."""
 
 _DRAWN_HISTOGRAMS = 6
 
 NONFINITE = "values are NaN or infinite"
-"""The end of the reason why an array that is not finite stays exact."""
+"""The ending of the reason for keeping an array with NaN or infinity exact."""
 
 _SHOWN = 3  # paths in one line
 

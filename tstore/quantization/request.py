@@ -30,12 +30,12 @@ _MAX_NAMES = 4
 
 
 class Request(NamedTuple):
-    """The rules by which arrays get their codecs, and the target for the arrays without a rule.
+    """The codec rules, and the target for the arrays without a rule.
 
     `defaults` are the default granularity and scale of packed eXmY codecs. With `auto_block`, a packed array whose
     format is chosen from its values has an exponent offset per block of 128, 64 or 32 values: the first of these
-    sizes that divides its last axis and chunks. If none does, the array has one offset. `is_default` says that the
-    caller has asked for nothing, so that the target counts only the arrays that can be encoded.
+    sizes that divides its last axis and chunks. If none does, the array has one offset. `is_default` means that
+    the caller passed no rules or targets, so that the target counts only the arrays that can be encoded.
     """
 
     rules: Rules | None = None

@@ -1,4 +1,4 @@
-"""How much the error of each array matters to a budget: weights by path, or a loss that measures them.
+"""The weight of each array's error in a budget: weights by path, or a loss that measures them.
 
 1. The weight of an array is that of its relative squared error, Σ(x−y)²/Σx² of values x and stored values y. To
    first order, the loss of a model grows by the sum of weight times error over its arrays.
@@ -36,11 +36,11 @@ Sensitivity = Mapping[str, float | npt.ArrayLike] | Loss
 """Weights by path: a number for an array, or for each of its rows or columns; or a loss that measures them."""
 
 _NOISE = 0.1  # the root mean square of the noise in an array, divided by that of its values
-_LEAST = 0.01  # the least weight, as a fraction of the median: if a loss falls with noise, that is chance
+_LEAST = 0.01  # the least weight, as a fraction of the median: a loss that falls with noise does so by chance
 
 
 class Importance(NamedTuple):
-    """The weight of an array's error, and that of each value's squared error (as an array that broadcasts)."""
+    """The weight of an array's error, and the weights of its values' squared errors (an array that broadcasts)."""
 
     weight: float = 1.0
     of_values: npt.NDArray[np.float32] | None = None

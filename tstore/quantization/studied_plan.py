@@ -1,7 +1,7 @@
-"""The codecs that arrays with a target get, by studies of the formats that each is likely to get.
+"""Choose the codecs of arrays with a target by studying the formats that each is likely to get.
 
 An array that gets none of the studied formats, or one at an end of their range, is studied again in all formats.
-The result is that of studying all arrays in all formats, only sooner.
+The result equals that of studying all arrays in all formats, in less time.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tstore.quantization.values import Values, in_threads
 __all__ = ["StudiedPlan", "rules_for"]
 
 _DECIBELS_PER_BIT = 20 * math.log10(2)
-_STAIRCASE = 4  # corrections, after which the sizes of an array are taken to be a staircase
-_UNCORRECTED_SHARE = 0.99  # of a budget that estimated sizes may fill where no stored sizes correct them
-_MIN_WEIGHT = 1e-9  # smaller weights count as this
+_STAIRCASE = 4  # corrections, after which the size of an array is treated as a step function
+_UNCORRECTED_SHARE = 0.99  # the share of a budget for estimated sizes that no stored sizes correct
+_MIN_WEIGHT = 1e-9  # smaller weights are raised to this
 _MARGINS = {
     (True, "entropy"): (-0.8, 1.2),
     (True, "packed"): (-2.5, 2.5),
     (False, "entropy"): (-0.5, 1.1),
     (False, "packed"): (-0.5, 5.0),
 }
-"""The bits to study beside those expected: for budgets and for SQNRs, by coding."""
+"""The bits to study in addition to those expected: for budgets and for SQNRs, by coding."""
 
 
 class StudiedPlan:
@@ -49,7 +49,7 @@ class StudiedPlan:
         self._plan = _with_expected_bits(plan, arrays)
         self._arrays, self._study = arrays, study
         self._studies: dict[str, Study] = {}
-        self._ratios: dict[str, list[float]] = {}  # of the stored to the estimated size of arrays, by correction
+        self._ratios: dict[str, list[float]] = {}  # stored / estimated size of arrays, by correction
 
     @property
     def profiles(self) -> dict[str, Profile]:
@@ -57,7 +57,7 @@ class StudiedPlan:
         return {path: each.profile for path, each in self._studies.items()}
 
     async def decide(self, share: float) -> Plan:
-        """Return the plan with codecs for each undecided array, as `plan.decide` does; study what that takes."""
+        """Return the plan with codecs for each undecided array, as `plan.decide` does; study arrays as needed."""
         paths: Collection[str] = self._plan.undecided.keys() - self._studies.keys()
         while True:
             unstudied = {path: each for path, each in self._plan.undecided.items() if path in paths}
@@ -93,8 +93,8 @@ class StudiedPlan:
     def _corrected(self, study: Study) -> Study:
         """Return a study with corrected sizes.
 
-        If several corrections did not suffice, the sizes are a staircase. Interpolation misses its stairs, and the
-        later ratios hold for one stair only, so the study is left with measured sizes and the first ratio.
+        If several corrections did not suffice, the size is a step function. Interpolation misses its steps, and
+        the later ratios hold for one step only, so the study keeps only measured sizes and the first ratio.
         """
         if study.path not in self._ratios:
             return study

@@ -51,11 +51,11 @@ Configuration = Mapping[str, Any]
 _WIDTHS = range(2, 17)  # the widths, in bits, of the formats that packed arrays may get
 
 ALL_BITS = (-math.inf, math.inf)
-"""The range of bits of a study that leaves nothing out."""
+"""The range of bits of a complete study."""
 
 _SHORT = 4096  # values up to which entropy coding may take more bytes than packed codes of the same error
-_HEADER_BITS = 64  # of a chunk of packed codes with one offset
-_ALWAYS_IN_RANGE = 123  # exponents below this one are in the range of every format with every scale
+_HEADER_BITS = 64  # header of a chunk of packed codes with one offset
+_ALWAYS_IN_RANGE = 123  # every format with every scale has room for exponents below this
 _MIN_SQUARED, _MAX_SQUARED = -450, 511  # the exponents of values whose squares and errors float64 can represent
 
 
@@ -232,7 +232,7 @@ def _whole_blocks(sample: npt.NDArray[Any], settings: Configuration) -> npt.NDAr
 
 
 def profile(values: Values, format: str | None, importance: npt.NDArray[np.float32] | None = None) -> Profile:
-    """Return the profile of an array that was not studied, with the fit of a format that can represent it."""
+    """Return the profile of an array that was not studied, with the fit of a suitable format."""
     if format is None:
         histograms = (exmy.exponents(slab, nonfinite="saturate") for _, slab in values.slabs())
         return Profile(sum(histograms, _no_exponents(values.meta)), {})
@@ -359,7 +359,7 @@ def obstacle_to(values: Values, exponents: exmy.Exponents, configurations: Seque
 
 
 def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
-    """Return whether the format surely has room for the largest value; true for scales that may clip."""
+    """Return whether the format certainly has room for the largest value; true for scales that may clip."""
     scale = configuration.get("scale", "search")
     if not isinstance(scale, str) or scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
         return True

@@ -30,7 +30,7 @@ SLAB = 16 << 20
 MEMORY = 256_000_000
 """Bytes of values that a quantization caches by default, so as not to read them again."""
 
-_STREAMS = 4  # arrays that are read slab by slab at the same time
+_STREAMS = 4  # arrays read slab by slab at the same time
 
 _SAMPLE_BYTES = 4 << 20
 """Bytes of values in a sample of an array, which suffice for the sizes and errors of all formats."""
@@ -75,7 +75,7 @@ class Sample:
         shape = list(meta.shape)
         group_axis = -1 if axis is None and block is not None else axis  # a block alone divides the last axis
         group_axis = group_axis % len(shape) if group_axis is not None and shape else None
-        axes = [k for k in range(len(shape)) if block is not None or k != group_axis]  # that may be sampled
+        axes = [k for k in range(len(shape)) if block is not None or k != group_axis]  # axes to sample along
         self._along = max(axes, key=lambda k: shape[k], default=0)
         self._unit = block if block is not None and self._along == group_axis else 1  # indices that stay together
         is_sampled = axes and meta.nbytes > _SAMPLE_BYTES
@@ -97,7 +97,7 @@ class Sample:
         indices = indices[(indices >= start) & (indices < stop)]
         if indices.size:
             sampled = slab.take(indices - start, axis=axis)
-            position = indices[0] // unit // step * unit + indices[0] % unit  # of the first index, in the sample
+            position = indices[0] // unit // step * unit + indices[0] % unit  # the first index within the sample
             along = slice(position, position + sampled.shape[axis])
             self.values[(*region[:axis], along, *region[axis + 1 :])] = sampled
 
@@ -114,7 +114,7 @@ class ValueCache:
         self._limit = limit
         self._size = 0  # bytes of the arrays that are in use or cached
         self._arrays: dict[str, npt.NDArray[Any]] = {}
-        self._slabs: list[ReusedMemory] = []  # that are not in use
+        self._slabs: list[ReusedMemory] = []  # unused slabs
         self._free: list[npt.NDArray[np.uint8]] = []  # memory of large arrays that were dropped
 
     @contextlib.asynccontextmanager

@@ -45,8 +45,8 @@ A large array is read by one thread at a time; with as many batches as cores, co
 _MIN_TASK_BYTES = 64 << 20
 """The minimum bytes of values in each task but the last; with less, opening the store would cost too much."""
 
-_MAX_UNUSED = 16  # packs are replaced if a larger part of them than one of so many is unused
-_MOVED_BYTES = 16 << 20  # of chunks that are moved at once
+_MAX_UNUSED = 16  # packs are replaced if more than 1/16 of them is unused
+_MOVED_BYTES = 16 << 20  # bytes of chunks moved at once
 
 ProgressCallback = Callable[[int, int], None]
 """A function called with the bytes of values that are done and with the total."""

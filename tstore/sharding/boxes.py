@@ -22,7 +22,7 @@ Index: TypeAlias = tuple[slice, ...]
 
 
 def common_shard_shape(shape: Sequence[int], indices: Iterable[Index]) -> tuple[int, ...]:
-    """Return the largest chunk shape with which no chunk crosses the edge of a shard.
+    """Return the largest chunk shape such that no chunk crosses the edge of a shard.
 
     For a layout of `Mesh` this is its `shard_shape`. For the nested shards of a DTensor it may be smaller, because
     their lengths may differ. Pass the indices of all devices, so that every host gets the same result. Raise

@@ -61,7 +61,7 @@ class Placements(tuple[Any, ...]):
         layout = spec.layout(sizes, shape)
         for dimension, axes in enumerate(layout.axes):
             for number, (axis, _) in enumerate(axes):
-                outer = [size for other, size in axes[:number] if other > axis]  # their placements apply later
+                outer = [size for other, size in axes[:number] if other > axis]  # axes that apply later
                 strided = ("strided_shard", dimension, math.prod(outer))
                 by_axis[axis] = strided if outer else ("shard", dimension)
         placements = Placements(*by_axis)
@@ -217,7 +217,7 @@ def _chunk(runs: Runs, count: int, number: int) -> Runs:
 
 
 def _joined(runs: Sequence[tuple[int, int]]) -> Runs:
-    """Return the runs with neighbours joined."""
+    """Join adjacent runs."""
     joined: list[tuple[int, int]] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:

@@ -7,7 +7,7 @@ waits for the calls that its threads have started.
 
 The types are in a stub, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
 Python's type system can't express "the same parameters, with a blocking store in place of an async one". `facade`
-makes the blocking names. What is not defined here is made when it is first used: functions are blocking, types are
+makes the blocking names. Names that are not defined here are made on first use: functions are blocking, types are
 those of `tstore`, and so is `zarr`; `Checkpointer` is that of `checkpointer`; `jax` and `torch` are packages of
 blocking names.
 """
@@ -97,7 +97,7 @@ class Array(BlockingWrapper):
 
     @property
     def oindex(self) -> Indexer[Array]:
-        """Index each axis on its own: `array.oindex[[0, 5], [1, 2, 7]]` has the shape (2, 3), as in Zarr."""
+        """Index each axis independently: `array.oindex[[0, 5], [1, 2, 7]]` has the shape (2, 3), as in Zarr."""
         return Indexer(lambda index: Array(self._wrapped.oindex[index]))
 
     @property

@@ -273,7 +273,7 @@ class Array:
 
     @property
     def oindex(self) -> Indexer[Array]:
-        """Index each axis on its own: `array.oindex[[0, 5], [1, 2, 7]]` has the shape (2, 3), as in Zarr."""
+        """Index each axis independently: `array.oindex[[0, 5], [1, 2, 7]]` has the shape (2, 3), as in Zarr."""
 
     @property
     def vindex(self) -> Indexer[Array]:
@@ -791,10 +791,10 @@ class Transaction:
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None: ...
 
 def baseline(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> int:
-    """Return the version with which to compare another, by default the head.
+    """Return the version to compare another with (by default the head).
 
-    It is the source of a copy, the step before a step, and the living version before any other, not a copy. If the
-    source has expired, its number is returned all the same. Raise `NotFound` if there is no version before."""
+    It is the source of a copy, the step before a step, or else the living version before, except copies. If the
+    source has expired, its number is returned anyway. Raise `NotFound` if there is no earlier version."""
 
 def copy(
     source: str | os.PathLike[str] | Store,
@@ -850,7 +850,7 @@ def heat_map(view: Array, *, cells: tuple[int, int] = ..., budget: int | None = 
         An array or a view of at most two axes. A vector is one row.
     cells
         The number of rows and columns of cells, at most 1,024 each. There are fewer if the view is smaller, or if
-        a sample has no values for some of them: then neighbouring cells are joined until each has some.
+        a sample has no values for some of them: then adjacent cells are joined until each has some.
     budget
         Bytes of values to read, by default 64 MiB; None reads all.
 
@@ -1229,7 +1229,7 @@ def save_async(
     overwrite: bool = False,
     priority: Literal["normal", "low"] | None = None,
 ) -> BackgroundSave:
-    """Begin a save in the background; return its `BackgroundSave` once the arrays may be changed.
+    """Start a save in the background; return its `BackgroundSave` once the arrays may be changed.
 
     A process that ends normally finishes its saves first, wherever they began. If a save fails, `wait` of the
     `BackgroundSave` raises its error, and so does an `await` of its `committed`. If nobody waits for either, the
@@ -1328,7 +1328,7 @@ def summarize(
         Bytes of values to read, by default 8 MiB: tiles of chunks that are spread over the array, always the same
         ones. None reads all values. `Summary.coverage` tells what was read.
     rows, columns
-        The axes whose norms to return, by default the last two. They come in at most 256 strips of neighbours.
+        The axes whose norms to return, by default the last two, in at most 256 strips of adjacent indices each.
     bins
         The number of bins of the histogram of values, at most 4,096. Integers between close bounds have a bin
         each.

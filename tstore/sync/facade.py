@@ -80,7 +80,7 @@ def iterated(items: AsyncGenerator[T, None]) -> Iterator[T]:
 
 
 def wraps(call: Any) -> Callable[[Any], Any]:
-    """Decorate the blocking version of a function as `functools.wraps` does; its signature has what it returns."""
+    """Decorate the blocking version of a function as `functools.wraps` does; its signature has its result."""
 
     def decorate(wrapper: Any) -> Any:
         functools.update_wrapper(wrapper, call)

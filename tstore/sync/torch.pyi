@@ -59,7 +59,7 @@ class Checkpointer(sync.Checkpointer):
         overwrite: bool = False,
         priority: Literal["normal", "low"] | None = None,
     ) -> BackgroundSave:
-        """Begin to save a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
+        """Start saving a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
 
         Raise what `save_async` raises. If an earlier save has failed in a process, all of them raise an error, but
         only once this one has begun."""
@@ -231,7 +231,7 @@ def save_async(
     overwrite: bool = False,
     priority: Literal["normal", "low"] | None = None,
 ) -> BackgroundSave:
-    """Begin a save in the background; return its `BackgroundSave` once the tensors may be changed.
+    """Start a save in the background; return its `BackgroundSave` once the tensors may be changed.
 
     The arguments are those of `save`, and `staging` and `in_flight` those of `tstore.save_async`. Tensors of a GPU
     are copied to the host in a separate stream. If all tensors are on GPUs, nothing is copied twice.

@@ -69,7 +69,7 @@ class Checkpointer(checkpointer.Checkpointer):
         tree: Any,
         **options: Unpack[CommitOptions],
     ) -> Coroutine[Any, Any, BackgroundSave]:
-        """Begin to save a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
+        """Start saving a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
 
         Raise what `save_async` raises. If an earlier save has failed in a process, all of them raise an error, but
         only once this one has begun.

@@ -16,7 +16,7 @@ __all__ = ["Layout", "is_dtensor", "layout_of", "local_tensor"]
 
 
 class Layout(NamedTuple):
-    """What this process holds of a distributed tensor.
+    """The part of a distributed tensor that this process holds.
 
     `parts` has, for each region, the index in the whole tensor and the index in the local one. `shard_shape` is
     the same in every process. `writes` says whether this process writes the values; of the processes of the mesh
@@ -39,13 +39,13 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """Return the part of a tensor that this process holds, all of it if it is no DTensor; a view of its memory."""
+    """Return a view of the part of a tensor that this process holds: all of it unless it is a DTensor."""
     local: torch.Tensor = tensor.detach()
     return local.to_local() if is_dtensor(local) else local  # type: ignore[attr-defined]
 
 
 def layout_of(path: str, tensor: Any) -> Layout:
-    """Return what this process holds of a DTensor.
+    """Return the part of a DTensor that this process holds.
 
     Raise `InvalidArgument`, naming the path, for a partial tensor or a local part that does not fit its layout.
     """
@@ -71,6 +71,6 @@ def layout_of(path: str, tensor: Any) -> Layout:
     replica, replicas = 0, math.prod(mesh.size(axis) for axis in layout.replica_axes)
     for axis in layout.replica_axes:
         replica = replica * mesh.size(axis) + position[axis]
-    writer = xxhash.xxh3_64_intdigest(path.encode()) % replicas  # so that the replicas share the work
+    writer = xxhash.xxh3_64_intdigest(path.encode()) % replicas  # spreads the work over the replicas
     is_replica = replicas > 1 and local_shape == tuple(layout.shape)
     return Layout(layout.shape, layout.shard_shape, layout.parts(position), replica == writer, is_replica, team)

@@ -34,7 +34,7 @@ def stored_form(value: Any) -> Any:
 
 
 def original_form(value: Any, form: Any) -> Any:
-    """Return what a form stands for, like `value`: the value itself if its own memory has the values."""
+    """Return the value that a form represents, like `value`: the value itself if its memory has the values."""
     if isinstance(value, io.BytesIO):
         return io.BytesIO(form.numpy().tobytes())
     names, context = value.__tensor_flatten__()

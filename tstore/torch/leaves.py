@@ -43,7 +43,7 @@ class TreeValues(NamedTuple):
 
 
 def to_values(tree: Any) -> TreeValues:
-    """Return what this process saves of a tree; arrays share the memory of the tensors that are on the CPU.
+    """Return the part of a tree that this process saves; arrays share the memory of tensors on the CPU.
 
     Raise `InvalidArgument`, naming the path, for a tensor whose values can't be stored.
     """
@@ -108,8 +108,8 @@ class Target:
         }
         self._per_host = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, PerHost)}
         self._copies: dict[str, torch.Tensor] = {}  # destinations on the host, to copy from afterwards
-        self._owners: dict[Any, str] = {}  # by memory: the first path of a tensor in it
-        self._tied: dict[str, str] = {}  # by every other path of a memory: its first path
+        self._owners: dict[Any, str] = {}  # the first path of a tensor, by memory
+        self._tied: dict[str, str] = {}  # the first path of the same memory, by every other path
         locals_ = {path: self._checked_local(path, tensor) for path, tensor in self._tensors.items()}
         self._overlapping = overlapping({p: local for p, local in locals_.items() if p not in self._tied})
         destinations = {path: self._destination(path, local) for path, local in locals_.items()}

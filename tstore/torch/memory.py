@@ -1,4 +1,4 @@
-"""Memory to read a stored state into: the tensors of the object that has such a state, or new ones like them."""
+"""Memory to read a stored state into: the tensors of the object's own state, or new ones like them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def with_memory(value: Any, parameter: torch.Tensor | None, own: Any, used: list
         items = {key: with_memory(item, parameter, child_at(own, key), used) for key, item in value.items()}
         if not isinstance(own, dict) or type(own) is dict:
             return items
-        typed = copy.copy(own)  # a Counter, as the milestones of a MultiStepLR are
+        typed = copy.copy(own)  # a Counter, for example the milestones of MultiStepLR
         typed.clear()
         for key, item in items.items():
             typed[key] = item

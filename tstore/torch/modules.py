@@ -1,4 +1,4 @@
-"""Modules inside their wrappers: their states by names that do not depend on the wrappers."""
+"""States of wrapped modules, by names that do not depend on the wrappers."""
 
 from __future__ import annotations
 

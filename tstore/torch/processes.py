@@ -1,4 +1,4 @@
-"""The processes of a job that save or restore together, as a torch process group has them."""
+"""The processes of a torch process group that save or restore together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restoring checkpoints as tensors, into tensors, and into modules and optimizers."""
+"""Restore checkpoints as tensors, into tensors, and into modules and optimizers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tstore.torch.tensors import numpy_dtype, torch_dtype
 __all__ = ["pickled_paths", "restore", "restore_among"]
 
 _ATTEMPTS = 8
-"""How many times to read if garbage collection removes the newest step meanwhile."""
+"""The number of attempts if garbage collection removes the newest step meanwhile."""
 
 
 def restore(
@@ -146,7 +146,7 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
                 stored = _nested_like(state_tree(target), stored)
         tree = state_tree(target, stored, _kept_tree(target, request)) if stateful else target
         destination = Target(tree, request.matches)
-    except Exception as error:  # the others must learn of it
+    except Exception as error:  # reported to the others
         failure = error
     all_paths = await pool.run(_exchanged_paths, destination, failure, processes)
     assert destination is not None
@@ -190,12 +190,12 @@ def _exchanged_paths(destination: Target | None, failure: Exception | None, proc
     digests = processes.exchange(xxhash.xxh3_128_digest("\0".join(paths).encode()), failure)
     if len(set(digests)) == 1:
         return set()
-    is_first = digests.index(digests[processes.host]) == processes.host  # of the processes with the same paths
+    is_first = digests.index(digests[processes.host]) == processes.host  # first with the same paths
     return {path for other in processes.gather(paths if is_first else []) for path in other}
 
 
 def _stored_tree(source: Source, request: Request) -> Any:
-    """Return the tree of what is restored, with `Stored` for each array, in the dtype in which it is restored."""
+    """Return the tree to restore, with a `Stored` for each array in its restored dtype."""
     arrays: dict[str, Any] = {}
     pickled = pickled_paths(source.snapshot)
     for path, stored_path in source.stored.items():
@@ -246,7 +246,7 @@ def _nested_like(tree: Any, stored: Any) -> Any:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return whether a value is None, or a container of nothing else."""
+    """Return whether a value is None, or a container with only None."""
     if isinstance(value, Mapping | list | tuple):
         return all(map(_is_empty, value.values() if isinstance(value, Mapping) else value))
     return value is None

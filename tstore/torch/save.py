@@ -1,4 +1,4 @@
-"""Saving trees of tensors, modules and optimizers, by the processes of a process group together."""
+"""Save trees of tensors, modules and optimizers from all processes of a process group."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def save_async(
     in_flight: InFlight = "queue",
     **options: Unpack[SharedOptions],
 ) -> Coroutine[Any, Any, BackgroundSave]:
-    """Begin a save in the background; return its `BackgroundSave` once the tensors may be changed.
+    """Start a save in the background; return its `BackgroundSave` once the tensors may be changed.
 
     The arguments are those of `save`, and `staging` and `in_flight` those of `tstore.save_async`. Tensors of a GPU
     are copied to the host in a separate stream. If all tensors are on GPUs, nothing is copied twice.
@@ -123,7 +123,7 @@ def save_async(
 
 
 class Plan(NamedTuple):
-    """What a process passes to the core's `save`; `copied` says whether its tensors may be changed already.
+    """The input of one process for the core's `save`; `copied` says whether its tensors may be changed already.
 
     `failures` has for each process why an earlier save failed, or "".
     """
@@ -149,7 +149,7 @@ def plan_save(tree: Any, processes: Processes, attempt: str | None, failure: str
     try:
         values = to_values(state_tree(tree))
         outline = Outline.of(values.tree, values.teams)
-    except Exception as raised:  # the others must learn of it
+    except Exception as raised:  # reported to the others
         error = raised
     token = world.token(12) if attempt is None else attempt
     proposals = processes.exchange((b"" if outline is None else outline.digest(), token, failure), error)

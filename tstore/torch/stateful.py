@@ -366,7 +366,7 @@ def _without_cast(loaded: Any, saved: Any) -> Any:
     A tensor that the class of the optimizer has changed otherwise stays as loaded.
     """
     if isinstance(loaded, dict) and isinstance(saved, dict):
-        for key in loaded.keys() & saved.keys() - {"step"}:  # which fused kernels need as float32
+        for key in loaded.keys() & saved.keys() - {"step"}:  # fused kernels need a float32 step
             loaded[key] = _without_cast(loaded[key], saved[key])
     elif isinstance(loaded, list | tuple) and isinstance(saved, list | tuple):
         return type(loaded)(_without_cast(value, child_at(saved, i)) for i, value in enumerate(loaded))

@@ -42,7 +42,7 @@ _BITS = {
 }
 """For each dtype that NumPy lacks, the integers of the same width."""
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # which every device can index
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # every device can index these
 
 
 def numpy_dtype(path: str, dtype: torch.dtype) -> np.dtype[Any]:
@@ -111,7 +111,7 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _copied_from_cuda(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors of a GPU into pinned memory, in a stream beside that of the computation."""
+    """Copy tensors of a GPU into pinned memory, in a stream separate from the computation."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))  # for the kernels that still write the tensors
     copies: dict[str, torch.Tensor] = {}
@@ -158,7 +158,7 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return the number of elements from the first one of a tensor in memory to the last, both included."""
+    """Return the span of a tensor in memory: the number of elements from the first to the last, inclusive."""
     return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Snapshots and transactions as stores of zarr-python, for zarr, xarray and Dask as they are.
+"""Snapshots and transactions as stores of zarr-python, for unmodified zarr, xarray and Dask.
 
 >>> import tstore.sync as tstore, zarr
 >>> store = tstore.open("memory://of-zarr")

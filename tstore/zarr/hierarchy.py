@@ -28,7 +28,7 @@ class Hierarchy(Protocol):
 
     @property
     def location(self) -> str:
-        """Where it is, for messages."""
+        """The location, for messages."""
 
     async def unplaced(self) -> dict[str, bytes]:
         """Return the bytes by key that are not part of the tree."""
@@ -67,7 +67,7 @@ class SnapshotHierarchy:
         return self.snapshot.location
 
     async def unplaced(self) -> dict[str, bytes]:
-        """Return {}: a version has nothing else."""
+        """Return {}: a version has no other objects."""
         return {}
 
     async def node(self, path: str) -> Node | None:
@@ -132,7 +132,7 @@ class SnapshotHierarchy:
 async def listed_nodes(hierarchy: Hierarchy, prefix: str, unlisted: set[str]) -> tuple[list[Node], set[str]]:
     """Return the nodes to list whose paths begin with a prefix, and the groups above those that are not listed.
 
-    Not listed are arrays of a dtype that zarr-python lacks, which are added to `unlisted`, with a warning.
+    Arrays of a dtype that zarr-python lacks are not listed, but added to `unlisted`, with a warning.
     """
     nodes = await hierarchy.nodes_starting(prefix)
     others = {node.path for node in nodes if node.is_array and has_ml_dtype(node.meta.dtype)}

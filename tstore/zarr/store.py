@@ -6,7 +6,7 @@
 3. A group that exists only as part of paths has metadata here, without attributes.
 4. Arrays of a dtype that zarr-python lacks, such as bfloat16, are read by their keys, but not listed, since zarr
    would list none of the others. A warning names them.
-5. zarr's blocking functions run on an event loop of their own. A snapshot can be read on any loop. Calls on the
+5. zarr's blocking functions run on a separate event loop. A snapshot can be read on any loop. Calls on the
    loop on which the `ZarrStore` of a transaction was made run there, all others on that of `tstore.sync`, blocking
    ones (`get_sync`) too: a transaction is used by one of them at a time, since a blocking call on the first loop
    keeps that from running.
@@ -70,7 +70,7 @@ class ZarrStore(Store):
         super().__init__(read_only=isinstance(source, Snapshot) if read_only is None else read_only)
         self._source = source
         self._loop = _running_loop()
-        self._unlisted: set[str] = set()  # the arrays of which a warning was given
+        self._unlisted: set[str] = set()  # arrays for which a warning was given
         self._staged = None if isinstance(source, Snapshot) else EncodedStaging(source.staging)
         self._hierarchy: Hierarchy = SnapshotHierarchy(source) if isinstance(source, Snapshot) else self._staging
 
@@ -121,7 +121,7 @@ class ZarrStore(Store):
 
     @property
     def supports_consolidated_metadata(self) -> bool:
-        """False: the metadata of all nodes is in one place anyway, so reading it takes no request for each."""
+        """False: the metadata of all nodes is in one place, so consolidating it would save no requests."""
         return False
 
     # ---- reading
@@ -136,7 +136,7 @@ class ZarrStore(Store):
     def get_sync(
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Return what `get` returns, blocking the calling thread."""
+        """See `get`; blocks the calling thread."""
         return BACKGROUND.run(self.get(key, prototype or default_buffer_prototype(), byte_range))
 
     async def _get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
@@ -212,7 +212,7 @@ class ZarrStore(Store):
             yield key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """Yield the names of what is in a folder."""
+        """Yield the names of the entries of a folder."""
         await self._ensure_open()
         for name in await self._here(self._names(prefix.strip("/"))):
             yield name
@@ -241,7 +241,7 @@ class ZarrStore(Store):
         return await run(lambda: [key for _, key in keys.below(numbers, inside)])
 
     async def _names(self, folder: str) -> Sequence[str]:
-        """Return the sorted names of what is in a folder; of arrays in it, no chunk is looked up."""
+        """Return the sorted names of the entries of a folder; chunks of arrays in it are not looked up."""
         within = f"{folder}/" if folder else ""
         if await self._hierarchy.first_array(enclosing_folders(within)) is not None:
             keys = await self._keys(within)
@@ -269,7 +269,7 @@ class ZarrStore(Store):
         await self._here(self._set(key, value.to_bytes()))
 
     def set_sync(self, key: str, value: Buffer) -> None:
-        """Do what `set` does, blocking the calling thread."""
+        """See `set`; blocks the calling thread."""
         BACKGROUND.run(self.set(key, value))
 
     async def _set(self, key: str, data: bytes) -> None:
@@ -296,7 +296,7 @@ class ZarrStore(Store):
                 f"{self}: tstore stores no array at the root; name it: zarr.create_array(store, name='x', …), "
                 "zarr.save(store, x=values), or component='x' for to_zarr of Dask"
             )
-        ChunkNames.parse(fields.get("chunk_key_encoding"))  # which only names chunks elsewhere
+        ChunkNames.parse(fields.get("chunk_key_encoding"))  # only checked: it affects exports alone
         await self._staging.set_array(path, fields)
         unplaced = await self._staging.unplaced()
         for key in [key for key in unplaced if key.startswith(f"{path}/")]:
@@ -313,7 +313,7 @@ class ZarrStore(Store):
         await self._here(self._delete(key))
 
     def delete_sync(self, key: str) -> None:
-        """Do what `delete` does, blocking the calling thread."""
+        """See `delete`; blocks the calling thread."""
         BACKGROUND.run(self.delete(key))
 
     async def _delete(self, key: str) -> None:
@@ -351,7 +351,7 @@ class ZarrStore(Store):
         await self._staging.remove_chunks(array.path, within_folder)
 
     async def _here(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run an operation on the loop where it may run."""
+        """Run an operation on the event loop that may use the transaction."""
         if self._staged is None or (self._loop is not None and self._loop is asyncio.get_running_loop()):
             return await work
         call = BACKGROUND.start(work)
@@ -385,7 +385,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _extent(byte_range: ByteRequest | None) -> Extent:
-    """Return where the bytes of a request begin and end."""
+    """Return the start and end of the bytes of a request."""
     match byte_range:
         case None:
             return lambda length: (0, length)
@@ -395,4 +395,6 @@ def _extent(byte_range: ByteRequest | None) -> Extent:
             return lambda length: (min(offset, length), length)
         case SuffixByteRequest(suffix):
             return lambda length: (max(0, length - suffix), length)
-    raise TypeError(f"Unexpected byte_range, got {byte_range!r}; expected a byte request of zarr")  # its words
+    raise TypeError(
+        f"Unexpected byte_range, got {byte_range!r}; expected a byte request of zarr"
+    )  # as zarr words it

@@ -357,7 +357,7 @@ class Staging:
         staged = await self._staged_tree()
         if self._checks_tags:
             self.tags.check(staged.base.tags, self.log.storage.url)
-        self._checks_tags = False  # the base stays
+        self._checks_tags = False  # once: the base never changes
         return staged
 
     async def _staged_tree(self) -> StagedTree:

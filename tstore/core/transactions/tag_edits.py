@@ -13,7 +13,7 @@ __all__ = ["TagEdits"]
 
 
 class TagEdits(NamedTuple):
-    """The tags that a transaction sets (`assigned`), which of them may exist before (`moved`), and those it drops.
+    """The tags that a transaction sets (`assigned`), which of these may exist (`moved`), and those it drops.
 
     Assigned tags name the version `target`, by default the version that the transaction becomes.
     """

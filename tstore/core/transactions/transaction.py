@@ -8,7 +8,7 @@
 4. The write set is validated against all newer commits. If one wrote a chunk of which this transaction changed
    only a part, the patches are applied to that chunk once more, on top of the newest commit; any other overlap is
    a `Conflict`. What a serializable transaction has read must be unchanged too.
-5. In a cooperative transaction each host delivers a fragment in place of the record, and the host that finds all
+5. In a cooperative transaction each host delivers a fragment instead of the record, and the host that finds all
    fragments commits (`cooperative`).
 
 The id of a transaction of one process is never used again, so what an aborted one leaves under `txn/<id>/` is
@@ -51,7 +51,7 @@ from tstore.errors import (
     TStoreError,
 )
 
-if TYPE_CHECKING:  # what few transactions use is imported when it is used
+if TYPE_CHECKING:  # rarely used modules are imported on first use
     from tstore.core.transactions.cooperative import CooperativeCommit
 
 __all__ = ["Isolation", "Transaction", "check_undelivered", "withdraw"]
@@ -264,7 +264,7 @@ class Transaction:
         try:
             await self._commit_sealed(record, deliver, repeated)
         except (Conflict, Inconsistent, SnapshotExpired, DeadlineExceeded):
-            in_doubt = False  # these follow from what is stored
+            in_doubt = False  # these errors follow from the stored data
             raise
         except CommitOutcomeUnknown:
             in_doubt = True

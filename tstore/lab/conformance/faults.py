@@ -7,8 +7,8 @@
     gate = faults.hold("create", "commits/*")        # waits: `await gate.reached()`, then `gate.release()`
 
 A rule affects the n-th (by default the first) request of its operation whose key matches the `fnmatch` pattern.
-With `times` it affects that many matching requests, from the n-th on. Operations are those of `Request`, and the
-blocking calls "writer", "reader", "upload", "append", "finish", "discard" and "read_into". `calls` lists all
+With `times` it affects that many matching requests, starting at the n-th. Operations are those of `Request`, and
+the blocking calls "writer", "reader", "upload", "append", "finish", "discard" and "read_into". `calls` lists all
 requests.
 
 `Chances` draw at most one fault for each awaited request to which no rule applies:
@@ -91,10 +91,10 @@ class _Rule:
     action: Literal["fail", "lose", "postpone", "hold"]
     operation: str
     pattern: str
-    numbers: range  # of the matching calls it affects, counted from 1
+    numbers: range  # which of the matching calls it affects, counted from 1
     error: Callable[[str], TStoreError] = Unavailable
     gate: Gate = field(default_factory=Gate)
-    seen: int = 0  # matching calls so far
+    seen: int = 0  # the number of matching calls so far
 
     def hits(self, call: Call) -> bool:
         """Count a call that matches; return whether the rule takes effect."""

@@ -22,7 +22,7 @@ __all__ = ["CHECKS"]
 
 _NONE, _FSYNC = Durability.NONE, Durability.FSYNC
 _RACERS, _ROUNDS = 8, 12
-_KEY_COUNT = 1005  # more than a page of most servers
+_KEY_COUNT = 1005  # more keys than most servers list in a page
 _LARGE_OBJECT = 24 << 20  # bytes: more than one pack of a remote storage
 _REFUSED_OBJECT = 16 << 20  # bytes: more than the buffers of sockets take, so that a part is never received
 
@@ -83,7 +83,7 @@ async def one_winner(scratch: Scratch) -> None:
 async def one_winner_among_processes(scratch: Scratch) -> None:
     if scratch.subject.url is None:
         raise unittest.SkipTest("the storage has no URL that other processes can use")
-    await scratch.one.create(scratch.key("here"), b"", _NONE)  # raises if nothing can be created
+    await scratch.one.create(scratch.key("here"), b"", _NONE)  # raises if creates are impossible
     url, options = scratch.subject.url, scratch.subject.storage_options
     keys = [scratch.key(number) for number in range(_ROUNDS)]
     for key, winners in (await race_processes(url, options, keys, _RACERS)).items():
@@ -212,7 +212,7 @@ async def odd_names(scratch: Scratch) -> None:
     try:
         await scratch.one.create(keys[0], keys[0].encode(), _NONE)
     except (Denied, InvalidArgument) as error:
-        await scratch.one.create(scratch.key("plain"), b"", _NONE)  # raises if nothing can be created
+        await scratch.one.create(scratch.key("plain"), b"", _NONE)  # raises if creates are impossible
         raise unittest.SkipTest("the server accepts only the keys of a store") from error
     for key in keys[1:]:
         await scratch.one.create(key, key.encode(), _NONE)
@@ -348,7 +348,7 @@ def _read(client: Storage, key: str, offset: int, sizes: Sequence[int]) -> bytes
 
 
 def _write_packs(client: Storage, key: str, pieces: Sequence[bytes]) -> list[tuple[str, int]]:
-    """Write the pieces to packs, the first of which is `key`; return the keys and the number of pieces of each."""
+    """Write the pieces to packs, starting with `key`; return the keys and the number of pieces in each."""
     packs: list[tuple[str, int]] = []
     writer, count = client.writer(key, _FSYNC), 0
     for piece in pieces:

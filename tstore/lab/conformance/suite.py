@@ -153,7 +153,7 @@ class Finding(NamedTuple):
 async def run_checks(
     subject: Subject, checks: Iterable[Check] | None = None, progress: Callable[[str], None] = lambda name: None
 ) -> list[Finding]:
-    """Run the checks (by default all) one after the other; call `progress` with each name before the check."""
+    """Run the checks (by default all) sequentially; call `progress` with each name before the check."""
     findings = []
     for check in CHECKS if checks is None else checks:
         progress(check.name)

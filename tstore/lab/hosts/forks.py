@@ -38,7 +38,7 @@ _NUMBER = struct.Struct("i")
 
 
 class Child:
-    """A forked process as the driver sees it."""
+    """The driver's view of a forked process."""
 
     def __init__(
         self, pid: int, channel: tuple[asyncio.StreamReader, asyncio.StreamWriter], log: IO[bytes]

@@ -19,7 +19,7 @@
                    hosts had delivered before it (checked by `tstore.lab.simulation.judge`)
     tagged         a version is alive when a commit tags it, and a gc based on a version before that commit does
                    not expire it
-    in place       no host reads a record that was put at the number of another
+    in place       no host reads a record that was stored under the number of another
     consistent     `Store.outcome` agrees with the log, and `Store.history` with the message and metadata of each
                    transaction
 
@@ -100,7 +100,7 @@ def _versions_by_attempt(
 
 
 def _check_bases(log: Mapping[int, CommittedVersion], history: History, repaired: Repaired) -> Iterator[str]:
-    """Check that nothing was committed after the repair that may depend on what it voided, or be that."""
+    """Check that no commit after the repair depends on the voided versions, or is one of them."""
     for version, commit in log.items():
         for attempt in history.committed_by(commit.record) if version > repaired.version else ():
             if any(map(repaired.rests, attempt.bases.values())):
@@ -127,7 +127,7 @@ def _check_outcomes(
             if attempt in was:
                 undecided += (Conflict, TimelineChanged)
             failed = isinstance(outcome, BaseException) and not isinstance(outcome, undecided)
-            # a host that runs again is told what its step became, which may be damaged, or removed since
+            # a host that runs again gets the version of its step, which may be damaged, or removed since
             if failed and version is not None and f"as version {version}," not in str(outcome):
                 yield f"{name} failed, but is version {version}: {type(outcome).__name__}: {outcome}"
     for name, attempt in history.attempts.items():
@@ -173,7 +173,7 @@ def _check_isolation(
 
 
 def _changing(ops: Sequence[Op], state: State) -> Iterator[Op]:
-    """Yield the operations without writes of the values that are there: two of these do not conflict."""
+    """Yield the operations except writes of existing values, since two of these do not conflict."""
     for op in ops:
         after = apply(state, [op])
         if after != state or not isinstance(op, Put):

@@ -81,7 +81,7 @@ class Client:
         """
         self.history.acknowledged.append((self.loop.time(), version, transaction))
         if durable:
-            # what a stalled host creates beside an archive is no commit
+            # an object that a stalled host creates next to an archive is not a commit
             archives = self.storage.objects.keys() - self.storage.volatile
             records = sorted(
                 k for k in self.storage.volatile if k.startswith("commits/") and int(k[8:]) <= version

@@ -106,7 +106,7 @@ class Clear(NamedTuple):
 
 
 class CopyVersion(NamedTuple):
-    """Become a copy of an earlier version, which leaves the head as it is."""
+    """Become a copy of an earlier version, which leaves the head unchanged."""
 
     version: int
 
@@ -153,7 +153,7 @@ def apply(state: State, ops: Iterable[Op], earlier: Mapping[int, State] | None =
 
 
 class TransactionRead(NamedTuple):
-    """What a transaction read after its operations `own_ops`: an array, or all paths if `path` is None."""
+    """A read of a transaction after its operations `own_ops`: an array, or all paths if `path` is None."""
 
     own_ops: tuple[Op, ...]
     path: str | None
@@ -161,9 +161,9 @@ class TransactionRead(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a look of a transaction showed as absent after its operations `own_ops`.
+    """A lookup by a transaction that found nothing, after its operations `own_ops`.
 
-    It is chunks of an array, by number, or the array itself if `chunks` is None.
+    It was for chunks of an array, by number, or for the array itself if `chunks` is None.
     """
 
     own_ops: tuple[Op, ...]
@@ -171,7 +171,7 @@ class Look(NamedTuple):
     chunks: frozenset[int] | None
 
     def agrees(self, state: State) -> bool:
-        """Return whether that may be absent in a state: a chunk with values other than zeros exists."""
+        """Return whether these may be absent in a state: a chunk with values other than zeros exists."""
         cells = apply(state, self.own_ops).get(self.path)
         if cells is None or self.chunks is None:
             return cells is None or self.chunks is not None
@@ -272,7 +272,7 @@ class Repaired(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What a run makes possible that no store does by itself."""
+    """Effects that only the interference of a run can cause."""
 
     lagging: bool
     """An older version may be returned as the newest."""
@@ -293,7 +293,7 @@ class History:
         self.gcs: list[CompletedGc] = []
         self.violations: list[str] = []
         self.listings: list[Listing] = []
-        self.looks: list[tuple[str, int, Look]] = []  # the host, its base, what it saw
+        self.looks: list[tuple[str, int, Look]] = []  # the host, its base, the lookup
         self.start = start  # the version from which the run began
         self.attempts_by_message: dict[str, Attempt] = {}  # those whose ids are not known, or were used before
         self.traits = traits
@@ -308,7 +308,7 @@ class History:
         return self._values
 
     def skip_values(self) -> None:
-        """Continue with values beyond those of the run's other history, so that no value is in both."""
+        """Continue with values above those of the run's other history, so that the two share none."""
         self._values = 500_000
 
     def add_violation(self, violation: str) -> None:

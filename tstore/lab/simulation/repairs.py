@@ -1,4 +1,4 @@
-"""A repair beside the other work of a run, and what it changes in the history that the checker expects.
+"""A repair during the other work of a run, and its effect on the history that the checker expects.
 
 A repair voids one version of the run while others write, collect and copy; if later versions depend on it, it is
 refused. Its host may crash at any moment; then another one begins it again. Later versions may have taken over
@@ -38,8 +38,8 @@ class Repair:
         self._random = rng
         self._tries = _TRIES
         self._wanted: list[int] = []  # to be voided, or being voided when the last host crashed
-        self._former: dict[int, Record] = {}  # the records of these versions before
-        self._void_first: list[int] = []  # those that became void in a repair that crashed, in order
+        self._former: dict[int, Record] = {}  # the former records of these versions
+        self._void_first: list[int] = []  # the versions voided by a repair that crashed, in order
         self._voided: dict[int, Record] = {}
 
     async def run(self, storage: HostStorage) -> None:
@@ -53,7 +53,7 @@ class Repair:
         if self._wanted and self._random.random() < 0.3:
             other = self._random.randint(history.start + 1, max(shared.records()))
             self._note_ended(_decoded(shared))
-            if not self._voided:  # what is to end is the first repair
+            if not self._voided:  # the first repair is to be completed
                 self._wanted = [other]
         try:
             while self._choose(shared):
@@ -72,7 +72,7 @@ class Repair:
         return bool(self._wanted)
 
     async def _void(self, storage: HostStorage) -> None:
-        """Void the wanted versions, and note what else has to be voided with them."""
+        """Void the wanted versions, and record what else has to be voided with them."""
         history, shared, wanted = self._history, storage.storage, self._wanted
         records = _decoded(shared)
         self._void_first += [v for v in self._begun(shared) if v not in self._void_first]
@@ -93,7 +93,7 @@ class Repair:
         self._wanted = [damage.version for damage in report.damaged if damage.version not in self._voided]
 
     def _note_ended(self, records: Mapping[int, Record]) -> None:
-        """Note what repairs have voided whose commits are among these records."""
+        """Record the versions voided by repairs whose commits are among these records."""
         for version, record in records.items():
             if record.voids:
                 in_order = dict.fromkeys(v for v in (*self._void_first, *record.voids) if v in record.voids)
@@ -101,7 +101,7 @@ class Repair:
                 self._history.repaired = Repaired(self._voided, version)
 
     def _begun(self, shared: SharedObjects) -> list[int]:
-        """Return the versions that are void although no repair has ended that voided them."""
+        """Return the void versions whose repair has not ended."""
         records = shared.records()
         begun = {v for v, former in self._former.items() if not former.void and decode(records[v], Record).void}
         return sorted(begun.difference(self._voided))

@@ -1,4 +1,4 @@
-"""The states that the versions of a run must have: the log replayed on the model, also across a repair.
+"""The states that the versions of a run must have: the log replayed on the model, even across a repair.
 
 What a repair voided has no effect afterwards, with one exception. A later version that was committed before the
 repair, and wrote a part of a chunk, has the whole chunk as it was then; one that resized an array or
@@ -44,7 +44,7 @@ class CommittedVersion(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The expected state of a version, and what else it may have because of a repair.
+    """The expected state of a version, and the alternatives that a repair permits.
 
     `before` are its states at earlier times: before the repair, and between two of the versions that it voided. It
     may have their chunks `taken`, by path, and if these are all, their number of cells. If the version `existed`
@@ -99,7 +99,7 @@ class Expected(NamedTuple):
                     chunks = op.touched_chunks if isinstance(op, Put) else {end // PER_CHUNK}
                     taken[path] = taken.get(path, frozenset()) | chunks
                     beside = [o for o in ops if getattr(o, "path", "") == path]
-                    appends = any(isinstance(o, Append) for o in beside)  # beside other changes, it is a resize
+                    appends = any(isinstance(o, Append) for o in beside)  # with other changes, it is a resize
                     if self.compacting or isinstance(op, Resize) or (appends and len(beside) > 1):
                         whole.add(path)
                     elif appends:
@@ -108,7 +108,7 @@ class Expected(NamedTuple):
         state, before = apply(self.state, ops), tuple(apply(world, ops) for world in self.before)
         for path in whole & before[0].keys():
             taken[path] = frozenset(range(len(before[0][path])))
-            if len(state.get(path, ())) != len(before[0][path]):  # the metadata is that of then, too
+            if len(state.get(path, ())) != len(before[0][path]):  # the metadata is the former one too
                 state[path] = before[0][path]
         for path, first in extended.items():
             if path in before[0] and len(state[path]) != len(before[0][path]):  # so it is here
@@ -131,7 +131,7 @@ class Expected(NamedTuple):
 
 
 class Replay:
-    """The expected states and the tags of all versions of a run, and what is wrong with them (`violations`)."""
+    """The expected states and the tags of all versions of a run, and their faults (`violations`)."""
 
     def __init__(self, initial: CommittedVersion, log: Mapping[int, CommittedVersion], history: History) -> None:
         self._history = history

@@ -58,7 +58,7 @@ _REPAIRED = 0.25  # the share of runs with a repair; before `_FIRST_WITH_MORE`, 
 _MISPLACED = 0.3  # the share of repaired runs in which a record is misplaced
 _REPAIR_CRASHES = (0, 0.005, 0.02)
 _REPEATED = 0.3  # the share of cooperative checkpoints whose hosts begin again
-_BESIDE = 12  # operations of a host that archives while another one stands still
+_BESIDE = 12  # operations of a host that archives while another one is stalled
 _DRAIN = 60.0  # virtual seconds after which all late requests have arrived
 
 
@@ -185,7 +185,7 @@ class _Run:
             await asyncio.sleep(host.random.uniform(0, 20))
 
     async def _run_beside(self, name: str, mix: str, rounds: int, rates: FaultRates) -> None:
-        """Run a host of a run in which one host often stands still, and another archives records meanwhile."""
+        """Run a host of a run in which one host often stalls, and another archives records meanwhile."""
         with self._new_host(name) as host:
             host.rates = rates
             client = await self._open_client(host, self.primary)
@@ -263,7 +263,7 @@ class _Run:
             )
 
     async def _wait(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for the tasks of hosts to end, and note their errors as violations."""
+        """Wait for the tasks of hosts to end, and record their errors as violations."""
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 self.primary.history.add_violation(f"a host ended with {type(error).__name__}: {error}")
@@ -300,14 +300,14 @@ async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
 
 
 def _is_repaired(seed: int) -> bool:
-    """Return whether the run of a seed has a repair; drawn apart, like the layout."""
+    """Return whether the run of a seed has a repair; drawn separately, like the layout."""
     return seed >= _FIRST_REPAIRED and random.Random(f"repair {seed}").random() < _REPAIRED
 
 
 def simulate(seed: int) -> Outcome:
     """Simulate the run of a seed; its outcome is the same in any process."""
     rng = random.Random(f"run {seed}")
-    # drawn apart, so that the runs of seeds stay what they were before there were layouts and archives
+    # drawn separately, so that layouts and archives did not change the runs of existing seeds
     layout: Layout = random.Random(f"layout {seed}").choice(("usual", "usual", "cut"))
     archives = random.Random(f"archives {seed}")
     archive_every = (
@@ -360,7 +360,7 @@ def simulate_many(seeds: range, processes: int) -> Iterator[BatchResult]:
 
 
 def _start_process() -> None:
-    """Keep what all runs share out of Python's garbage collections, which took a sixth of the time."""
+    """Exclude the objects shared by all runs from Python's garbage collection, which took a sixth of the time."""
     prepare_initial_stores()
     gc.collect()
     gc.freeze()

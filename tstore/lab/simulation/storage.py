@@ -55,7 +55,7 @@ from tstore.lab.simulation.virtual import Host
 __all__ = ["HostStorage", "SharedObjects"]
 
 _CREATE_FAULTS = ("refused", "lost", "unanswered", "late", "repeated", "retried")
-_MAX_RECORDS = 256  # of a run
+_MAX_RECORDS = 256  # records in a run
 _WAIT = 2.0  # seconds that a host waits for a response
 _STALE = 2.0  # the maximum age of listings and sizes in seconds
 _CAPACITIES = (math.inf, math.inf, 6_000, 12_000)  # choices of the maximum size of a host's packs in bytes

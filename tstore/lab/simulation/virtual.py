@@ -19,7 +19,7 @@ from tstore.core.runtime.world import World
 __all__ = ["NO_FAULTS", "FaultFreeHost", "FaultRates", "Host", "Stuck", "VirtualLoop"]
 
 _INSTANT = 1e-9  # seconds within which timers count as simultaneous
-_JUMPS = (-7_200.0, -20.0, 20.0, 90_000.0)  # of a clock, in seconds
+_JUMPS = (-7_200.0, -20.0, 20.0, 90_000.0)  # jumps of a clock, in seconds
 
 
 class Stuck(Exception):
@@ -108,9 +108,9 @@ class FaultRates(NamedTuple):
     faults: float = 0
     """Requests fail, get no response, or take effect late or twice."""
     crashes: float = 0
-    """The host stops for ever."""
+    """The host stops forever."""
     pauses: float = 0
-    """The host stands still for up to a minute."""
+    """The host stalls for up to a minute."""
     stale_lists: float = 0
     """Listings lack new objects, or still contain deleted ones."""
     stale_heads: float = 0

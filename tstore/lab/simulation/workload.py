@@ -169,7 +169,7 @@ _OPERATIONS: dict[str, tuple[Callable[[Client], Awaitable[None]], float]] = {
     "roll_back": (_roll_back, 0),
     "write_with_zarr": (write_with_zarr, 0),
 }
-"""Each operation, and its relative frequency in the mix "all"; those that are 0 are in some runs (`more`)."""
+"""The operations, with their relative frequencies in the mix "all"; those with 0 occur only in `more`."""
 
 _ALL = {name: weight for name, (_, weight) in _OPERATIONS.items()}
 _MIXES: dict[str, Mapping[str, float]] = {

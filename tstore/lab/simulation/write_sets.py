@@ -1,4 +1,4 @@
-"""The write set of a transaction in the model, and what conflicts between two of them."""
+"""The write set of a transaction in the model, and the conflicts between two write sets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WriteSet(NamedTuple):
                     writes.partial_chunks.setdefault(path, set()).update(op.touched_chunks - op.whole_chunks)
                 case Append(path):
                     writes.appended.add(path)
-        # an append beside other changes of the array is a resize
+        # an append along with other changes of the array is a resize
         writes.reshaped.update(writes.appended & (writes.whole_chunks.keys() | writes.partial_chunks.keys()))
         return writes
 

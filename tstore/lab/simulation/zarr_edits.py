@@ -1,6 +1,6 @@
-"""Transactions of a simulated host through `ZarrStore`: writes of fill values, and looks at what exists.
+"""Transactions of a simulated host through `ZarrStore`: writes of fill values, and queries for chunks.
 
-zarr-python deletes a chunk in place of writing fill values to all of it, and asks whether chunks exist. So these
+zarr-python deletes a chunk instead of writing fill values to all of it, and asks whether chunks exist. So these
 are a write and a read like any other.
 """
 
@@ -58,7 +58,7 @@ async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt) ->
             listed = {int(key.rpartition("/")[2]) async for key in store.list_prefix(f"{path}/c/")}
             absent = set(range(count)) - listed
             _note_look(client, attempt, base.head, path, absent)
-            if absent and client.random.random() < 0.5:  # it will be written all the same
+            if absent and client.random.random() < 0.5:  # it will be written anyway
                 number, work = min(absent), "fill"
         if work in ("fill", "values"):
             value = 0 if work == "fill" else client.history.new_value()

@@ -5,8 +5,8 @@
 2. `views`: what a view is; `navigation`: the list of views. Each has a module: `run` (steps, metrics, retention),
    with `status` (is the run OK?) and `hosts` under way, from the `timeline` of steps; `tree` (groups and arrays);
    `tensor` (statistics of an array); `compare` (two versions); `health`, with the job `verification`.
-3. `rendering`: templates and the text in them. `plots`: the geometry of plots, which templates draw as SVG;
-   `distributions`: that of histograms and heat maps.
+3. `rendering`: templates and their text. `plots`: the geometry of plots, which templates draw as SVG;
+   `distributions`: the geometry of histograms and heat maps.
 4. `opening`: the store behind the server; the page's work runs on an event loop apart from the server's.
    `results`: what several requests need.
 

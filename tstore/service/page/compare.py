@@ -1,4 +1,4 @@
-"""The view Compare: which arrays of two versions differ, how far, and those that changed most first."""
+"""The view Compare: the arrays that differ between two versions, the largest changes first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BUDGET = 50_000_000  # bytes of values
 _MAX_READ = 1_000_000_000
 _BUDGETS = (_BUDGET, _MAX_READ)
 _ROWS = 100
-_MAX_DIFFS = 4  # kept in memory
+_MAX_DIFFS = 4  # differences kept in memory
 _MAX_GROUPS = 100
 _SORTS = ("change", "name", "largest", "chunks")
 _KINDS = ("", "changed", "added", "removed")
@@ -93,7 +93,7 @@ async def _empty(query: Query, names: Document, after: int, problem: str | None)
 
 
 def _relative_change(diff: Diff) -> float | None:
-    """Return the norm of all differences relative to that of the values before, None if that is not finite.
+    """Return the norm of all differences relative to the norm of the values before, None if that is not finite.
 
     Both are of the values in chunks that differ; of a sample, each array counts as much as all its values.
     """

@@ -12,10 +12,10 @@ from tstore.service.page.views import Document, Query, shell_command
 __all__ = ["load"]
 
 _SHORTEST_POLL, _LONGEST_POLL = 2.0, 60.0  # seconds between polls of a browser
-_SHARE = 20  # polls are at least this many times as far apart as one takes
+_SHARE = 20  # the minimum interval between polls, as a multiple of the duration of a poll
 _INTERVAL, _MAX_RATE = 10.0, 100.0
 """A host renews its heartbeat every ten seconds, or less often if the hosts would renew more than 100 a second."""
-_MAX_TRANSACTIONS = 32  # that are shown, first those with a heartbeat
+_MAX_TRANSACTIONS = 32  # transactions shown, those with a heartbeat first
 _MAX_SQUARES = 1024  # hosts that are drawn; of more, only the counts and the numbers of those missing are shown
 _MAX_LISTED = 100  # ranges of missing hosts, and silent hosts
 
@@ -26,7 +26,7 @@ async def load(query: Query) -> Document:
     A host has `delivered` its part, is `working` (its heartbeat is recent), `silent` for a number of seconds, or
     `missing`: it has neither written nor renewed a heartbeat.
     """
-    second = int(time.monotonic())  # browsers that poll within a second share one answer
+    second = int(time.monotonic())  # browsers that poll within a second share one result
     return await query.results.get("hosts", (query.store, second), lambda: _load(query), most=2)
 
 

@@ -21,7 +21,7 @@ __all__ = ["OpenStore", "start_apart", "wait_apart"]
 
 T = TypeVar("T")
 
-_LOOK = 0.25  # seconds between checks whether the client has left
+_LOOK = 0.25  # seconds between checks for a client that has left
 
 
 class OpenStore:

@@ -29,13 +29,13 @@ SIZE = 1000.0
 LARGEST, SMALLEST = 1e300, 1e-290
 """Beyond these, the numbers of an axis could overflow or underflow."""
 
-_MAX_POINTS = 600  # of a line; longer ones show the lowest and the highest value of each stretch
+_MAX_POINTS = 600  # points of a line; longer lines show the minimum and maximum of each stretch
 _LOG_RATIO = 100.0  # positive values that differ by more than this factor have a logarithmic axis
 _WIDEST_BAR = 60.0
-_BAR_SHARE = 0.72  # of the distance between the centres of bars, which a bar fills
+_BAR_SHARE = 0.72  # the width of a bar, relative to the distance between bars
 _MAX_GAPS = 100  # bars with gaps between them; gaps between more bars would be narrower than a pixel
 _MAX_DECADES = 5  # ticks of a logarithmic axis
-_ROUNDED = 100  # a middle of so many steps is labelled with the nearest whole one
+_ROUNDED = 100  # the middle of at least this many steps is labelled with the nearest whole step
 _FLAT = 1e-12  # values that differ by less, relative to their magnitude, are drawn as equal
 
 
@@ -96,7 +96,7 @@ def line(xs: Sequence[float], ys: Sequence[float | None]) -> Line:
 
 
 def bars(xs: Sequence[float], ys: Sequence[float | None]) -> Bars:
-    """Return a bar from zero for each positive, finite value; of many neighbours only the highest is drawn."""
+    """Return a bar from zero for each positive, finite value; of many adjacent ones, only the highest is drawn."""
     place = _places(xs)
     stretch = max(1, -(-len(xs) // _MAX_POINTS))
     highest: list[tuple[float, float]] = []

@@ -20,9 +20,9 @@ from tstore.service.page.plots import bars, line, treemap
 __all__ = ["asset", "load_templates", "render", "visible"]
 
 LONGEST = 160
-"""Characters of a text that a page shows; JSON has all."""
+"""The maximum characters of a text on a page; JSON has all."""
 
-_LONGEST_INTEGER = 10**12  # that is shown with all digits
+_LONGEST_INTEGER = 10**12  # larger integers are not shown with all digits
 
 _SEPARATORS = re.compile(r"([/._])(?=[^<>]*</bdi>)")  # in the text of an element, but not in its tags
 
@@ -88,7 +88,7 @@ def format_sides(lengths: Sequence[int]) -> str:
 
 
 def tile_label(name: str) -> tuple[str, str]:
-    """Return the end of a path, two names of it at most, and what is before; dots divide names as slashes do."""
+    """Return the end of a path, at most two names, and the rest; dots separate names as slashes do."""
     for separator in "/.":
         names = name.split(separator)
         if len(names) > 1:

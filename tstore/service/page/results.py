@@ -1,4 +1,4 @@
-"""Results that several requests need: each is computed once, kept for a while, and cancelled if nobody waits."""
+"""Shared results: each is computed once, cached for a while, and cancelled if no request waits for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Result:
 
 
 class Results:
-    """The results of each kind by key, those used last."""
+    """The most recently used results of each kind, by key."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, OrderedDict[Hashable, _Result]] = {}

@@ -21,8 +21,8 @@ from tstore.service.page.views import Document, Query, natural_order, shell_comm
 __all__ = ["load", "load_version"]
 
 _ROWS = 50
-_MAX_METRICS = 32  # in the series
-_MAX_VERSIONS = 512  # whose details are kept in memory
+_MAX_METRICS = 32  # metrics in the series
+_MAX_VERSIONS = 512  # versions whose details are kept in memory
 
 
 async def load(query: Query) -> Document:
@@ -67,7 +67,7 @@ async def load(query: Query) -> Document:
 
 
 async def load_version(query: Query) -> Document:
-    """Return what one version stores, and shares with earlier ones; for a quantized one also its error."""
+    """Return the bytes that a version stores and shares with earlier ones; for a quantized one, also its error."""
     version = query.number("at")
     if version is None:
         raise InvalidArgument("at: expected a version")

@@ -15,8 +15,8 @@ from collections import OrderedDict
 __all__ = ["Sessions"]
 
 _IDLE = 12 * 3600.0  # seconds
-_MAX_SESSIONS = 1000  # beyond these, the least recently used ends
-_MAX_OF_TOKEN = 100  # so that the holder of one token can't sign out the others
+_MAX_SESSIONS = 1000  # beyond these, the least recently used session ends
+_MAX_OF_TOKEN = 100  # sessions of one token, so that its holder can't sign out the others
 
 
 class Sessions:
@@ -26,7 +26,7 @@ class Sessions:
         self._secret = secrets.token_bytes(32)
         self._open: OrderedDict[bytes, tuple[bytes, float]] = (
             OrderedDict()
-        )  # by hash: digest of the token, last use
+        )  # by hash of the identifier: digest of the token, last use
         self._links: dict[bytes, tuple[bytes, float]] = {}  # by hash of a code: digest of the token, last moment
 
     def start(self, token_digest: bytes) -> str:
@@ -41,7 +41,7 @@ class Sessions:
         return identifier
 
     def token_digest(self, identifier: str) -> bytes | None:
-        """Return the digest of the token of a session, or None if the session has ended; note its use."""
+        """Return the digest of the token of a session, or None if the session has ended; record its use."""
         key, now = _hash(identifier), time.monotonic()
         digest, used = self._open.pop(key, (b"", 0.0))
         if not digest or now - used > _IDLE:
@@ -54,7 +54,7 @@ class Sessions:
         self._open.pop(_hash(identifier), None)
 
     def add_link(self, token_digest: bytes, seconds: float) -> str:
-        """Return a code with which one browser can start a session, within some seconds, without the token."""
+        """Return a one-time code that starts a session, within some seconds, without the token."""
         code = secrets.token_urlsafe(32)
         self._links[_hash(code)] = token_digest, time.monotonic() + seconds
         return code
@@ -65,7 +65,7 @@ class Sessions:
         return digest if digest and time.monotonic() < end else None
 
     def form_token(self, identifier: str) -> str:
-        """Return what the forms of a session (or of visitors without one, "") contain, and no other site knows."""
+        """Return the anti-CSRF token in the forms of a session (or of visitors without one, "")."""
         return hmac.new(self._secret, identifier.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
 

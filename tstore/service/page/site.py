@@ -56,7 +56,7 @@ _POLICY = "; ".join(
 _MAX_FORM = 8 << 10  # bytes
 _MAX_PARAMETERS = 50
 _FORM_TIMEOUT = 10.0  # seconds
-_MAX_VIEWS = 4  # computed at once
+_MAX_VIEWS = 4  # views computed at once
 _LEFT = 499  # the status in the access log of a request whose client left before the response
 _LONGEST_WAIT = 30.0  # seconds for a turn to be computed
 _LONG = 1 << 20  # bytes; longer responses are sent before their turn ends, so that few are in memory at once
@@ -68,7 +68,7 @@ _log = logging.getLogger("tstore.server")
 
 
 class Visitor(NamedTuple):
-    """The sender of a request: its session, "" if it has none, its scope, and what tells it from other clients."""
+    """The sender of a request: its session ("" if it has none), its scope, and its identity among clients."""
 
     session: str
     scope: Scope
@@ -77,7 +77,7 @@ class Visitor(NamedTuple):
 
     @property
     def may_start_jobs(self) -> bool:
-        """Whether the visitor may have the server read the whole store: with a token, or if anybody may write."""
+        """Whether the visitor may make the server read the whole store: with a token, or if anybody may write."""
         return self.has_token or self.scope >= Scope.WRITE
 
 

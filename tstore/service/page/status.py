@@ -1,7 +1,7 @@
-"""The view Status, also a part of Run: whether a run goes on as usual, from what is known without a search.
+"""The view Status, also a part of Run: whether a run proceeds as usual, judged by cheap checks.
 
-Four facts have a state, "good", "warn" or "bad", or "" if there is nothing to judge: how old the newest step is,
-what hosts under way do, whether its values are finite, and what the last verification found. The worst is the
+Four facts have a state, "good", "warn" or "bad", or "" if there is nothing to judge: the age of the newest step,
+the hosts under way, whether its values are finite, and the result of the last verification. The worst is the
 state of the run.
 """
 
@@ -21,7 +21,7 @@ from tstore.service.statistics.nonfinite import find_nonfinite
 
 __all__ = ["describe", "load"]
 
-_RECENT = 20  # steps of which the usual interval is the median
+_RECENT = 20  # the usual interval is the median over this many steps
 _LATE, _LEAST = 3.0, 60.0
 """A step is late after this many of the usual intervals, and after at least so many seconds."""
 _WORST = ("bad", "warn", "good", "")
@@ -54,10 +54,10 @@ async def load(query: Query) -> Document:
 
 
 async def _nonfinite(query: Query, version: int) -> Document:
-    """Return what a search of a version for NaN and infinity has found."""
+    """Search a version for NaN and infinity, and return the result."""
     try:
         found = await find_nonfinite(await query.store.snapshot(version))
-    except (Corrupt, NotFound, InvalidArgument) as error:  # these last
+    except (Corrupt, NotFound, InvalidArgument) as error:  # not temporary
         return {"version": version, "problem": query.message(error), "found": {}, "values_read": 0}
     return {"version": version, "problem": None, **found._asdict()}
 
@@ -121,7 +121,7 @@ def _hosts(newest: Row | None, pending: Document) -> Document:
 
 
 def _values(newest: Row, found: Document | None) -> Document:
-    """Return what is known of NaN and infinity in the metrics and in the arrays of the newest step."""
+    """Return whether the metrics and the arrays of the newest step have NaN or infinity, as far as known."""
     wrong = [name for name, value in newest.commit.entry.metrics.items() if not math.isfinite(value)]
     if found is not None and found["version"] != newest.version:
         found = None
@@ -135,7 +135,7 @@ def _values(newest: Row, found: Document | None) -> Document:
 
 
 def _verified(job: Document) -> Document:
-    """Return what the last verification since the start of the server found, and how long ago it ended."""
+    """Return the result of the last verification since the start of the server, and the time since its end."""
     report, ended = job["report"], job["ended"]
     age = None
     if ended is not None:

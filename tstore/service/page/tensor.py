@@ -1,4 +1,4 @@
-"""The view Tensor: statistics of one array, a heat map of a matrix of it, and what its quantization cost."""
+"""The view Tensor: statistics of one array, a heat map of one of its matrices, and its quantization error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BUDGETS = (SAMPLE_BYTES, 100_000_000, 1_000_000_000)
 _MAX_READ = 1_000_000_000  # bytes of values: the time of a view is bounded, whatever a store declares
 _HEAT_BUDGET = 4 * SAMPLE_BYTES
 _CELLS = (96, 128)
-_PARTS = 4  # into which each side of the heat map is divided for zooming
+_PARTS = 4  # parts per side of the heat map for zooming
 _WINDOW = re.compile(r"(\d{1,20}):(\d{1,20}),(\d{1,20}):(\d{1,20})", re.ASCII)
 _INDEX = re.compile(r"\d{1,20}(,\d{1,20})*", re.ASCII)
 
@@ -115,7 +115,7 @@ class _Matrix(NamedTuple):
 
     @staticmethod
     def of(array: Array, index: str, window: str) -> _Matrix:
-        """Return the part that parameters name; raise `InvalidArgument` for those that do not fit."""
+        """Return the part selected by parameters; raise `InvalidArgument` for those that do not fit."""
         others = max(0, array.ndim - 2)
         if index and not _INDEX.fullmatch(index):
             raise InvalidArgument(f"index={quote(index)}: expected positions such as 0,3")

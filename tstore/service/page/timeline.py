@@ -28,7 +28,7 @@ _MAX_NAMES = 1 << 14  # characters of the names of the metrics of one commit
 
 
 async def read_timeline(query: Query) -> Timeline:
-    """Return the timeline of the store; read only the commits that no request before has read."""
+    """Return the timeline of the store; read only the commits that no earlier request has read."""
     newest = await query.store.log.reader.newest()
     before: Timeline | None = query.results.newest("timeline")
     return await query.results.get(
@@ -65,7 +65,7 @@ class StepRow(CommitRow, kw_only=True):
 
 
 class Entry(NamedTuple):
-    """What is kept of a commit in memory."""
+    """The parts of a commit that are kept in memory."""
 
     entry: CommitRow
     time: datetime.datetime

@@ -26,14 +26,14 @@ __all__ = ["load"]
 
 _ROWS = 100
 _MAX_UNFOLDED = 40  # rows of a tree whose first levels are open
-_TILES = 120  # of the treemap
-_PARTS = 4  # groups that have colours of their own, at least
-_MAX_BYTES = 0.95  # the share of the bytes of the tiles by which names and colours are chosen
-_MAX_TREES = 4  # kept in memory
+_TILES = 120  # tiles of the treemap
+_PARTS = 4  # the minimum number of groups with distinct colours
+_MAX_BYTES = 0.95  # names and colours are chosen by tiles with this share of the bytes
+_MAX_TREES = 4  # trees kept in memory
 _SEPARATOR, _AFTER_SEPARATOR = "\0", "\1"  # no name has either
 _MAX_LISTED = 128  # groups of a version whose rows are kept in memory
 _LONGEST_FIND = 256  # characters
-_SEARCHED = 1 << 16  # characters of paths that are searched at a time
+_SEARCHED = 1 << 16  # characters of paths searched at a time
 _LONGEST_SEARCH = 10.0  # seconds
 _SORTS = ("name", "bytes", "values", "bits", "dtype", "codec")
 
@@ -109,7 +109,7 @@ class Total(Struct):
 
 
 class Tile(Struct):
-    """A rectangle of the treemap; `part` numbers the groups that have colours of their own."""
+    """A rectangle of the treemap; `part` numbers the groups with distinct colours."""
 
     name: str
     path: str
@@ -261,7 +261,7 @@ def _unfold(index: Index, rows: Sequence[TreeRow], sort: str, order: str) -> Non
     """Add to groups the rows directly in them, level by level, as long as there are few rows in all."""
     room, level = _MAX_UNFOLDED - len(rows), rows
     while groups := [row for row in level if row.kind == "group"]:
-        if len(groups) > room:  # each has a row at least, so none is looked up
+        if len(groups) > room:  # each has at least one row, so none fits
             return
         room -= sum(len(index.rows(row.path)) for row in groups)
         if room < 0:
@@ -277,7 +277,7 @@ def _array_row(array: ArrayInfo, name: str) -> Row:
 
 
 def _tiles(index: Index, rows: Sequence[Row]) -> list[Tile]:
-    """Return what the treemap shows: the rows, with the largest groups replaced by what they contain.
+    """Return the tiles of the treemap: the rows, with the largest groups replaced by their contents.
 
     Names begin below the group that the largest tiles share; `part` numbers the groups below it. The smallest rows
     are joined to one tile.

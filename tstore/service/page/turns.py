@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Hashable
 
 __all__ = ["Turns"]
 
-_MAX_WAITING = 16  # requests of one client, so that they do not fill up the requests that a server permits
+_MAX_WAITING = 16  # waiting requests of one client, so that they do not exhaust the server's limit
 _MAX_WAITING_OF_ALL = 64
 
 
@@ -47,7 +47,7 @@ class Turns:
         except BaseException:
             if request in self._waiting:
                 self._waiting.remove(request)
-            elif not request[1].cancelled():  # it was given a turn just now
+            elif not request[1].cancelled():  # it got a turn just now
                 self._release(client)
             raise
 

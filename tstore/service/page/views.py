@@ -1,4 +1,4 @@
-"""What a view is: a name, a template, and a function from a query to a document."""
+"""The class of views: a name, a template, and a function from a query to a document."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tstore.service.page.verification import Verification
 __all__ = ["Document", "Query", "View", "at_argument", "choices", "natural_order", "shell_command"]
 
 Document: TypeAlias = dict[str, Any]
-"""What a view shows, as plain JSON values."""
+"""The content of a view, as plain JSON values."""
 
-_MAX_CHOICES = 1000  # steps, and other tags, that a list offers
+_MAX_CHOICES = 1000  # steps, and other tags, in a list
 _MAX_DIGITS = 20
 _NUMBERS = re.compile(r"([0-9]+)")
-_MAX_NUMBERS = 8  # of a name by which it is sorted
+_MAX_NUMBERS = 8  # numbers in a name that count for its order
 
 
 class Query(NamedTuple):
@@ -36,7 +36,7 @@ class Query(NamedTuple):
     address: str
     parameters: Mapping[str, str]
     results: Results
-    """What other requests have computed."""
+    """The results of other requests."""
     verification: Verification
     """The job that verifies the store."""
 
@@ -115,7 +115,7 @@ def natural_order(name: str) -> list[tuple[int, str]]:
 
 
 def choices(tags: Mapping[str, int]) -> Document:
-    """Return the tags to choose a version by: the steps and the others, the newest first, with their versions.
+    """Return the tags for choosing a version: the steps and the others, the newest first, with their versions.
 
     Of more than a page can list, those are left out that lie between others, the older half thinned evenly.
     """

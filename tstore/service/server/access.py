@@ -39,7 +39,7 @@ _MIN_LENGTH = 16
 
 
 class Scope(enum.IntEnum):
-    """What a request may do; each scope includes those of lower values."""
+    """The permissions of a request; each scope includes those of lower values."""
 
     NONE = 0
     READ = 1

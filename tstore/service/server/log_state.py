@@ -35,12 +35,12 @@ __all__ = ["LoadedTree", "LogState", "manifest_memory", "tags_memory"]
 _RECENT_TRANSACTIONS = 1024
 _RECENT_COLLECTIONS = 8
 _MAX_CONDEMNED = 1 << 20  # names that the recent collections condemned together
-_TAG = 110  # bytes of a tag in memory, beside its text
-_NODE = 330  # bytes of a new node in memory, beside its path and its chunks
-_OVERLAY = 90  # bytes of a table of changed chunks in memory, beside its chunks
-_DOCUMENT = 100  # bytes of a document in memory, beside its text
+_TAG = 110  # bytes of a tag in memory, without its text
+_NODE = 330  # bytes of a new node in memory, without its path and its chunks
+_OVERLAY = 90  # bytes of a table of changed chunks in memory, without its chunks
+_DOCUMENT = 100  # bytes of a document in memory, without its text
 _SEGMENT = 400  # bytes of the reference to a segment in memory
-_CHUNK = 36  # bytes of a chunk in memory, beside its checksums
+_CHUNK = 36  # bytes of a chunk in memory, without its checksums
 
 
 class LoadedTree(NamedTuple):

@@ -39,7 +39,7 @@ LONGEST_IN_MEMORY = 192 << 20
 """The longest body that is received whole; `format.bounds.max_object_size` may permit less for its key."""
 
 SIZE_ADVICE = "choose larger chunks, or write to its storage directly"
-"""What to do if metadata is too large for a server."""
+"""The advice for metadata that is too large for a server."""
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ class Shares:
         while waiting := [waiter for waiter in self._waiting if not waiter.turn.done()]:
             waiter = min(waiting, key=self._order)  # the earliest of equals
             if waiter.size > self._available:
-                return  # it stays next, so that large claims are not starved
+                return  # it stays first in line, so that large claims are not starved
             self._waiting.remove(waiter)
             self._take(waiter.client, waiter.size)
             waiter.turn.set_result(None)

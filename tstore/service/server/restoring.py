@@ -1,4 +1,4 @@
-"""The bytes that committed versions need of a pack or a manifest, so that a damaged one can be replaced.
+"""Validate the replacement of a damaged pack or manifest by the bytes that committed versions need.
 
 A copy from an intact store replaces damaged objects. The new bytes are admitted if they have every checksum that
 the records of living versions, and the manifests of these, give for the object. So a replacement changes nothing
@@ -46,7 +46,7 @@ class PackRestoration:
 
 
 class Restoring:
-    """What the living versions of the store behind one server need."""
+    """The objects that the living versions of the store behind one server need."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage

@@ -1,4 +1,4 @@
-"""The version with which to compare another: a quantized copy's source, the step before, or the version before."""
+"""Choose the version to compare another with: a copy's source, the step before, or the version before."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["baseline"]
 
 
 async def baseline(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> int:
-    """Return the version with which to compare another, by default the head.
+    """Return the version to compare another with (by default the head).
 
-    It is the source of a copy, the step before a step, and the living version before any other, not a copy. If the
-    source has expired, its number is returned all the same. Raise `NotFound` if there is no version before.
+    It is the source of a copy, the step before a step, or else the living version before, except copies. If the
+    source has expired, its number is returned anyway. Raise `NotFound` if there is no earlier version.
     """
     async with opened(store, "r") as target:
         log, head = target.log.reader, await target.snapshot()

@@ -24,9 +24,9 @@ from tstore.service.statistics.strips import strip_bounds, strip_numbers
 __all__ = ["HEAT_MAP_BUDGET", "HeatMap", "heat_map"]
 
 HEAT_MAP_BUDGET = 64 << 20
-"""Bytes of values that are read for a heat map by default: more than for numbers, as each cell needs some."""
+"""The default bytes of values to read for a heat map: more than for statistics, as each cell needs some."""
 
-_MAX_CELLS = 1024  # along one axis
+_MAX_CELLS = 1024  # cells along one axis
 
 Grid = npt.NDArray[np.float64]
 
@@ -35,7 +35,7 @@ Grid = npt.NDArray[np.float64]
 class HeatMap:
     """The values of a matrix by cell: the result of `tstore.heat_map`.
 
-    Cells have finite values only; one without has NaN. Complex numbers count by their magnitude.
+    Cells count only finite values; a cell without any has NaN. Complex numbers count by their magnitude.
     """
 
     path: str
@@ -86,7 +86,7 @@ async def heat_map(
         An array or a view of at most two axes. A vector is one row.
     cells
         The number of rows and columns of cells, at most 1,024 each. There are fewer if the view is smaller, or if
-        a sample has no values for some of them: then neighbouring cells are joined until each has some.
+        a sample has no values for some of them: then adjacent cells are joined until each has some.
     budget
         Bytes of values to read, by default 64 MiB; None reads all.
 
@@ -163,7 +163,7 @@ class _Cells:
                 self._read[at] += _by_cell(np.ones(floats.shape, np.int64), rows, columns)
 
     def join(self) -> None:
-        """Join neighbouring cells until each has values that were read."""
+        """Join adjacent cells until each has values that were read."""
         while self._read.size > 1 and not self._read.all():
             halves = {axis: _joined(self._read, axis) for axis in (0, 1) if self._read.shape[axis] > 1}
             # the axis along which fewer cells stay without values; if none differs, the longer one
@@ -189,7 +189,7 @@ class _Cells:
 def _by_cell(
     values: npt.NDArray[Any], rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]
 ) -> npt.NDArray[Any]:
-    """Return the sums of values by the numbers of their rows and columns of cells, which ascend."""
+    """Return the sums of values per cell, given the ascending cell numbers of their rows and columns."""
     row_starts = np.flatnonzero(np.diff(rows, prepend=-1))
     column_starts = np.flatnonzero(np.diff(columns, prepend=-1))
     return np.asarray(np.add.reduceat(np.add.reduceat(values, column_starts, axis=1), row_starts, axis=0))

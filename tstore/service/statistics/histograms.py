@@ -17,11 +17,11 @@ from tstore.service.statistics.numbers import Floats
 __all__ = ["Histogram", "ValueBins", "value_bins"]
 
 _TAIL = 0.001  # the share of values on each side that may be outliers
-_MARGIN = 0.25  # of the distance between these quantiles, added on each side: a normal distribution fits
-_LARGEST_INTEGER = 2.0**51  # to which 0.5 can be added
-_RANKED = (1 << 18) - 1  # values whose quantiles are taken
+_MARGIN = 0.25  # margin on each side, relative to the distance of these quantiles; fits a normal distribution
+_LARGEST_INTEGER = 2.0**51  # 0.5 can be added exactly up to here
+_RANKED = (1 << 18) - 1  # values from which quantiles are computed
 _BELOW_ONE = math.nextafter(1, 0)
-_NARROWEST = 1e-12  # of the largest magnitude: a narrower histogram could not have distinct bounds
+_NARROWEST = 1e-12  # minimum width, relative to the largest magnitude, so that bounds are distinct
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ def value_bins(sample: Sequence[Floats], bins: int, steps: float | None) -> Valu
     if high - low <= narrowest:
         half = max(abs(low) / 2, narrowest) if low else 0.5
         low, high = low - half, high + half
-        if exponent == sys.float_info.max_exp:  # or a bound would be infinite
+        if exponent == sys.float_info.max_exp:  # otherwise a bound would be infinite
             low, high = max(low, -_BELOW_ONE), min(high, _BELOW_ONE)
     edges: npt.NDArray[np.float64] = np.linspace(low, high, bins + 1)
     return ValueBins(edges, exponent)

@@ -1,4 +1,4 @@
-"""The error of a quantized array against its source: where it is worst, and what other formats would do."""
+"""The error of a quantized array against its source: where it is worst, and the errors of other formats."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from tstore.service.statistics.strips import StripSums
 
 __all__ = ["OtherFormat", "QuantizationLoss", "StripLoss", "quantization_loss"]
 
-_REGION = 1 << 14  # values whose SQNR is compared with that of other regions
-_SURVEYED = 1 << 18  # values on which other formats are measured
+_REGION = 1 << 14  # values per region when searching for the worst SQNR
+_SURVEYED = 1 << 18  # values used to measure other formats
 _BLOCKS = (32, 16)  # values that share an offset in another format, if they divide the rows
 _MAX_OTHERS = 8
-_WIDTHS = range(2, 17)  # of eXmY formats
+_WIDTHS = range(2, 17)  # the widths of eXmY formats
 
 
 @dataclass(frozen=True, eq=False)
 class StripLoss:
-    """The SQNR of strips of neighbouring rows or columns in dB: NaN for a strip that was not read."""
+    """The SQNR of strips of adjacent rows or columns in dB: NaN for a strip that was not read."""
 
     axis: int
     bounds: npt.NDArray[np.int64]
@@ -120,7 +120,7 @@ class QuantizationLoss:
         )
 
     def table(self) -> str:
-        """Return the array's format and the others of its size as lines of text."""
+        """Return the array's format and other formats of its size as lines of text."""
         rows = [("format", "bits/value", "SQNR dB", "clipped")]
         own = self.quantized
         cells = (f"{own.bits_per_value:.2f}", f"{self.sqnr:.1f}", f"{own.clipped:.2%}")

@@ -1,4 +1,4 @@
-"""Where a version has values that are NaN or infinite: a search in a sample of its arrays of floats."""
+"""Search a sample of a version's float arrays for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["Nonfinite", "find_nonfinite"]
 _BUDGET = 32 << 20  # bytes of values
 _STORED = 2 * _BUDGET  # bytes to read from packs, about
 _MAX_ARRAYS = 1024
-_TILES = 256  # of all arrays together, at least one each
-_BATCH = 64  # arrays that are read together
-_LONGEST_CHUNK = 64 << 20  # bytes, decoded, of which a part is read
+_TILES = 256  # tiles of all arrays together, at least one each
+_BATCH = 64  # arrays read together
+_LONGEST_CHUNK = 64 << 20  # decoded bytes; arrays with longer chunks are skipped
 
 
 class Nonfinite(NamedTuple):
@@ -54,7 +54,7 @@ async def find_nonfinite(snapshot: Snapshot) -> Nonfinite:
     found: dict[str, int] = {}
     read = values = stored = 0
     batches = -(-len(chosen) // _BATCH)
-    for first in range(batches):  # each is spread over the tree
+    for first in range(batches):  # each batch is spread over the tree
         batch = chosen[first::batches]
         tiles = [(array, tile) for array in batch for tile in _tiles(array, len(chosen))]
         stored += sum(plan.bytes_read for plan in await asyncio.gather(*(tile.explain() for _, tile in tiles)))

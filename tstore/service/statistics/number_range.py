@@ -19,8 +19,8 @@ from tstore.core.snapshot import Snapshot
 
 __all__ = ["NumberRange", "dtype_range", "stored_range"]
 
-_CHUNKS = 4  # whose scales are read
-_CHUNK_BYTES = 8 << 20  # of encoded chunks that are read for their scales
+_CHUNKS = 4  # chunks whose scales are read
+_CHUNK_BYTES = 8 << 20  # encoded bytes read for scales
 
 
 class NumberRange(NamedTuple):

@@ -14,7 +14,7 @@ __all__ = ["Floats", "as_floats", "check_numbers", "is_number"]
 
 Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
-_EXACT_IN_FLOAT32 = 2  # bytes of an integer
+_EXACT_IN_FLOAT32 = 2  # bytes of the longest integers that float32 represents exactly
 
 
 def is_number(dtype: np.dtype[Any]) -> bool:

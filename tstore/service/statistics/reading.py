@@ -1,4 +1,4 @@
-"""Reading samples of arrays: which tiles, how many bytes that takes, and their values in batches."""
+"""Read samples of arrays: choose tiles, count the bytes to read, and yield the values in batches."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tstore.service.statistics.results import digest
 __all__ = ["SAMPLE_BYTES", "Batch", "Coverage", "Region", "Sample", "SampleCounts", "parts", "sample_of"]
 
 SAMPLE_BYTES = 8 << 20
-"""Bytes of values that are read of an array by default."""
+"""The default bytes of values to read from an array."""
 
-_BATCH_BYTES = 16 << 20  # of values that are read together
+_BATCH_BYTES = 16 << 20  # bytes of values read together
 _BATCH_TILES = 1024
-_PART_VALUES = 1 << 20  # that are processed together, so that temporary arrays of float64 stay small
+_PART_VALUES = 1 << 20  # values processed together, so that temporary float64 arrays stay small
 _MAX_PLANNED = 1024  # tiles whose chunks are looked up before they are read
-_LONGEST_CHUNK = 512 << 20  # bytes that are decoded to read a part of a chunk
+_LONGEST_CHUNK = 512 << 20  # bytes to decode for reading a part of a chunk
 
 Region = tuple[slice, ...]
 Batch = Sequence[tuple[Region, npt.NDArray[Any], npt.NDArray[Any]]]

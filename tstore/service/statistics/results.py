@@ -1,4 +1,4 @@
-"""Results by the checksums of the chunks from which they were computed, in a bounded number of bytes.
+"""A bounded cache of results, keyed by the checksums of the chunks from which they were computed.
 
 Equal chunks have equal statistics in any version, path or store. So every version that shares the chunks of an
 array shares its results, and no result is ever out of date.
@@ -25,7 +25,7 @@ def digest(parts: Iterable[bytes]) -> bytes:
 
 
 class ResultCache:
-    """At most `limit` bytes of results; the least recently used are dropped."""
+    """A cache of at most `limit` bytes of results; the least recently used are dropped."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -28,7 +28,7 @@ from tstore.service.statistics.strips import Strips, StripSums
 
 __all__ = ["Summary", "summarize"]
 
-_PREVIEW_BYTES = 8 << 20  # of values by which the bounds of a histogram are chosen
+_PREVIEW_BYTES = 8 << 20  # bytes of values used to choose the bounds of a histogram
 _MAX_BINS = 4096
 
 
@@ -136,7 +136,7 @@ async def summarize(
         Bytes of values to read, by default 8 MiB: tiles of chunks that are spread over the array, always the same
         ones. None reads all values. `Summary.coverage` tells what was read.
     rows, columns
-        The axes whose norms to return, by default the last two. They come in at most 256 strips of neighbours.
+        The axes whose norms to return, by default the last two, in at most 256 strips of adjacent indices each.
     bins
         The number of bins of the histogram of values, at most 4,096. Integers between close bounds have a bin
         each.
@@ -173,7 +173,7 @@ async def summarize(
 
 
 def _axis(array: Array, name: str, axis: int | None, default: int) -> int | None:
-    """Return an axis as a number from 0 on; by default the axis -`default`, if there is one."""
+    """Return an axis as a non-negative number; by default the axis -`default`, if there is one."""
     if axis is None:
         return array.ndim - default if array.ndim >= default else None
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -array.ndim <= axis < array.ndim:
@@ -193,7 +193,7 @@ def _size(summary: Summary) -> int:
 
 
 class _Summing:
-    """A summary under way."""
+    """A summary being computed."""
 
     def __init__(self, sample: Sample, axes: tuple[int | None, int | None], bins: int) -> None:
         self._sample = sample
@@ -203,7 +203,7 @@ class _Summing:
         self._strips = [None if axis is None else StripSums(axis, view.shape[axis]) for axis in axes]
         self._exponents = exmy.Exponents(0, np.zeros(0, np.int64), 0)
         self._integer = view.dtype.kind == "b" or is_integer(view.dtype)
-        self._extremes: list[int] = []  # of integers, exactly
+        self._extremes: list[int] = []  # exact extremes of integers
         self._histogram: ValueBins | None = None
 
     async def summary(self) -> Summary:

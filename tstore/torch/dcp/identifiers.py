@@ -1,4 +1,4 @@
-"""The `checkpoint_id` of DCP's functions as a step."""
+"""Convert the `checkpoint_id` of DCP's functions to a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator of a DCP save adds to the plans: paths, shapes of shards, and the structure of the tree."""
+"""The coordinator's additions to the plans of a DCP save: paths, shapes of shards, and the tree's structure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Assignment", "Entry", "index_of", "structure_and_entries", "with_ass
 
 
 class Assignment(NamedTuple):
-    """What the coordinator adds to the plan of a process, as `storage_data`.
+    """The coordinator's addition to the plan of a process, as `storage_data`.
 
     `arrays` has, by DCP's name of each item, the path of its array and the shape of a shard. `reserved` has the
     structure of the tree and the paths of the pickled objects; only host 0 gets them. `digest` is the checksum of

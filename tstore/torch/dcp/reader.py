@@ -253,14 +253,14 @@ def _tensor_metadata(tensor: torch.Tensor) -> TensorStorageMetadata:
 
 
 def _checked_value(name: str, value: Any) -> Any:
-    """Return a value that is no tensor; raise `InvalidArgument` for tensors in a tuple, which DCP can't load."""
+    """Return a non-tensor value; raise `InvalidArgument` for tensors in a tuple, which DCP can't load."""
     if isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
         raise InvalidArgument(f"{name}: DCP can't load tensors in a tuple; restore it with tstore.torch.restore")
     return value
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """Return a value that is no tensor as DCP pickles it."""
+    """Return a value that is not a tensor, as DCP pickles it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)
