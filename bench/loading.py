@@ -209,31 +209,37 @@ class LoadingRounds(Rounds):
         return figures
 
 
-def _proportional(folder: Path, ready: Any, gone: Any) -> None:
-    """Hand out and read everything, and wait while others do; for the memory of many processes."""
+def _load_and_wait(folder: Path, ready: Any, load: Any, gone: Any) -> None:
+    """Hand out and read everything when `load` is set, and stay until `gone` is."""
+    ready.release()
+    load.wait()
     arrays = [values for _, values in mapped(folder, {})]
     list(map(summed, arrays))
     ready.release()
     gone.wait()
 
 
-def memory(folder: Path, processes: int) -> float:
-    """Return the bytes that processes that have mapped a store take together, each page counted once."""
+def memory(folder: Path, processes: int) -> int:
+    """Return the bytes that processes take together to map and read a store; a shared page counts once."""
     context = multiprocessing.get_context("spawn")
-    ready, gone = context.Semaphore(0), context.Event()
-    started = [context.Process(target=_proportional, args=(folder, ready, gone)) for _ in range(processes)]
+    ready, load, gone = context.Semaphore(0), context.Event(), context.Event()
+    started = [context.Process(target=_load_and_wait, args=(folder, ready, load, gone)) for _ in range(processes)]
+    totals = []
     for process in started:
         process.start()
-    for _ in started:
-        ready.acquire()
-    total = 0
-    for process in started:
-        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text().split()
-        total += int(rollup[rollup.index("Pss:") + 1]) << 10
-    gone.set()
+    for event in (load, gone):
+        for _ in started:
+            ready.acquire()
+        totals.append(sum(_proportional_size(process.pid) for process in started))
+        event.set()
     for process in started:
         process.join()
-    return total
+    return totals[1] - totals[0]
+
+
+def _proportional_size(process: int | None) -> int:
+    rollup = Path(f"/proc/{process}/smaps_rollup").read_text().split()
+    return int(rollup[rollup.index("Pss:") + 1]) << 10
 
 
 @program.command(__doc__)
@@ -267,7 +273,7 @@ def main(run: program.Run, rounds: int, only: list[str], size: int, count: int) 
             bars.append(Bar(f"{work.name}: mapped, {measure}", 1e3 * most, 1e3 * found, most=True, unit=" ms"))
     folder = run.folder / only[0]
     shared = memory(folder, _PROCESSES) / memory(folder, 1)
-    bars.append(Bar(f"memory of {_PROCESSES} processes ÷ one's, with the interpreters'", 1.1, shared, most=True))
+    bars.append(Bar(f"memory that {_PROCESSES} processes map ÷ one's", 1.1, shared, most=True))
     run.finish(
         bars,
         unit="seconds",
