@@ -75,8 +75,8 @@ class Recorder:
 
     def _mkdir(self, call):  # type: ignore[no-untyped-def]
         def made(path, *more):  # type: ignore[no-untyped-def]
-            call(path, *more)
-            with self._lock:
+            with self._lock:  # whoever finds the folder must find it recorded too
+                call(path, *more)
                 self._add("mkdir", path)
 
         return made
@@ -122,8 +122,8 @@ class Recorder:
 
     def _link(self, call):  # type: ignore[no-untyped-def]
         def linked(source, target):  # type: ignore[no-untyped-def]
-            call(source, target)
-            with self._lock:
+            with self._lock:  # whoever finds the name must find it recorded too
+                call(source, target)
                 self._add("name", target, self._number(os.stat(target).st_ino))
 
         return linked
