@@ -1,7 +1,7 @@
 """An asynchronous, transactional store of chunked arrays for ML checkpoints.
 
 Functions and methods that do I/O are coroutines; `tstore.sync` has blocking ones with the same names.
-What a name needs is imported when it is first used: `import tstore` itself loads nothing else.
+Modules are imported when a name from them is first used: `import tstore` itself loads nothing else.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
-if not TYPE_CHECKING:  # a type checker that saw it would accept every name, also a misspelt one
+if not TYPE_CHECKING:  # a type checker would accept every name, even a misspelled one
 
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:

@@ -1,4 +1,4 @@
-"""Choosing a format for an array, given a number of bits or a minimum SQNR."""
+"""Choose a format for an array, given a number of bits or a minimum SQNR."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fitting the shared exponent offset of a tensor, expressed as the bias of a format.
+"""Fit the shared exponent offset of a tensor, expressed as the bias of a format.
 
 Formats that differ only in bias have the same values up to a power of two. So choosing the bias means choosing a
 power-of-two scale, at no cost in decoding.

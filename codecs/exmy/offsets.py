@@ -1,4 +1,4 @@
-"""Choosing the exponent offset, or the float scale, of each scale group of an array.
+"""Choose the exponent offset, or the float scale, of each scale group of an array.
 
 With offset k, an element x is encoded as x 2^k and decoded as value 2^-k, as if the bias were greater by k.
 All formats in this module have their standard bias.

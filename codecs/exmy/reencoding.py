@@ -42,7 +42,7 @@ def requantize(x: Any, former: Quantized) -> Quantized:
     group = groups.index(0, elements.size)
 
     def errors(candidate: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Return the squared error of each group, infinite if a value clips or one that must stay changes."""
+        """Return the squared error of each group, infinite if a value clips or an unchanged value would change."""
         after, _, _ = as_flat(_encoded(elements, kind, former, _exact(candidate, groups)).dequantize(former.dtype))
         error = reference.widen(after, kind) - reference.widen(elements, kind)
         error[is_kept & (_bits(after) != _bits(elements))] = np.inf

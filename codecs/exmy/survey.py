@@ -1,4 +1,4 @@
-"""Estimating the error of every format of given widths on an array, from a sample."""
+"""Estimate the error of every format of given widths on an array, from a sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fitting the bias of a tensor that is larger than memory, slab by slab."""
+"""Fit the bias of a tensor that is larger than memory, slab by slab."""
 
 from __future__ import annotations
 

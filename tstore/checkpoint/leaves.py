@@ -45,7 +45,7 @@ _MAX_REASON_LENGTH = 200
 class ShardLayout:
     """Where the parts of a `Shards` lie: an index and a shape for each.
 
-    Arrays that are sharded alike share one layout, so that what is derived from the layout is computed once.
+    Arrays with the same sharding share one layout, so that derived values are computed once.
     """
 
     shape: tuple[int, ...]

@@ -88,9 +88,8 @@ async def save(
     ----------
     tree
         Nested dicts, lists, tuples and dataclasses of arrays (of NumPy, or a library whose arrays NumPy can take),
-        `Shards`, scalars, and `PerHost` for what each host has for itself. All others must be equal on every host,
-        and one host writes each array.
-        Do not change the arrays before this returns.
+        `Shards`, scalars, and `PerHost` for values that differ between hosts. All others must be equal on every
+        host, and one host writes each array. Do not change the arrays before this returns.
     host, hosts, attempt
         The number of this host, the number of hosts, and a token that differs each time the job is started; by
         default it is detected under srun and under one agent of torchrun (see the guide on operation). To save
@@ -119,8 +118,8 @@ async def save(
     `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts), `NotFinite`, `InvalidArgument`,
     `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are unchanged. After an error the step is not saved, and
     never will be, with two exceptions: after `DeadlineExceeded`, absent hosts may still deliver their parts. After
-    `CommitOutcomeUnknown`, a repeated save tells: it raises `AlreadyExists` if the step is saved, or returns the
-    version if it has several hosts and the same attempt.
+    `CommitOutcomeUnknown`, repeat the save to find out: it raises `AlreadyExists` if the step is saved, or returns
+    the version if it has several hosts and the same attempt.
 
     Examples
     --------

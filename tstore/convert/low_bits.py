@@ -21,7 +21,7 @@ __all__ = ["ExportedArray", "LowBits", "quantized_arrays", "read_quantized"]
 
 
 class ExportedArray(NamedTuple):
-    """What an export did with a quantized array.
+    """How an export wrote a quantized array.
 
     `format` is its eXmY format, `written_as` the type in the file: that of a layout, such as "F8_E4M3", or the
     dtype of an array that was decoded. `changed` is the number of values that were rounded to a narrow type, or
@@ -52,8 +52,7 @@ def quantized_arrays(snapshot: Snapshot, arrays: Mapping[str, Array]) -> dict[st
 
 
 async def read_quantized(snapshot: Snapshot, array: Array) -> exmy.Quantized:
-    """Return the codes of an array; raise `NoCounterpart` if its chunks have too different offsets to be
-    joined."""
+    """Return the codes of an array; raise `NoCounterpart` if the offsets of its chunks can't be joined."""
     try:
         return await snapshot.read_packed(array.path)
     except InvalidArgument:
@@ -69,8 +68,7 @@ def _meta(snapshot: Snapshot, array: Array) -> ArrayMeta:
 
 
 class LowBits:
-    """The arrays that an export to safetensors keeps in low bits: planned first, and encoded when they are
-    written.
+    """The arrays that an export to safetensors keeps in low bits: planned first, encoded when written.
 
     An array is read and encoded twice, so that only one at a time is in memory.
     """
@@ -118,7 +116,7 @@ class LowBits:
 
         def encode_again() -> Encoded:
             encoded = encode(name, requantized(values), rounding)
-            return encoded._replace(changed=int(np.count_nonzero(values)))  # at most: some may be equal by chance
+            return encoded._replace(changed=int(np.count_nonzero(values)))  # an upper bound: some may stay equal
 
         return await run(encode_again)
 

@@ -160,7 +160,7 @@ class ZarrArray:
         await each(read, _projections(selection, meta), self._folder.workers)
 
     async def map_array(self, path: str) -> None:
-        """Return None: the chunks of a folder are files of their own."""
+        """Return None: each chunk of a folder is a separate file."""
 
     async def explain_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]

@@ -239,7 +239,7 @@ class Snapshot:
         return planned_bytes(self.log.storage, jobs)
 
     async def read_jobs(self, jobs: Iterable[ReadJob | StackJob], unfinished: set[str] | None = None) -> None:
-        """Read what the jobs ask for of arrays of this snapshot, in one call, as `read_chunks` does."""
+        """Run read jobs on arrays of this snapshot in one call, as `read_chunks` does."""
         await guard_expiry(self.log, self.version, read_chunks(self.log.storage, jobs, unfinished))
 
     async def read_packed(self, path: str, region: tuple[slice, ...] | None = None) -> exmy.Quantized:
@@ -290,7 +290,7 @@ class Snapshot:
     async def all_references(self, path: str, size: int) -> AsyncIterator[ChunkTable]:
         """Yield the references to all chunks of an array, at most `size` at a time, sorted by number.
 
-        Those of a sparse array take time for the chunks that exist, not for its grid. Raise `NotFound` if a chunk
+        For a sparse array, the time depends on the chunks that exist, not on its grid. Raise `NotFound` if a chunk
         was never written and the array is not sparse, and `Corrupt` if one is outside of the grid.
         """
         await self.read_nodes([path])

@@ -67,8 +67,8 @@ async def drop_tag(store: Store, tag: str) -> int:
 async def remove_step(store: Store, step: int) -> int:
     """Drop the tags of a step and return the version of this commit; raise `NotFound` if there is no such step.
 
-    These are its own and those of its copies (`step_tags`). The version of the step stays readable by its number
-    until garbage collection removes it.
+    These are the step's tag and the tags of its copies (`step_tags`). The version of the step stays readable by
+    number until garbage collection removes it.
     """
     tag = step_tag(step)
     while True:
@@ -85,7 +85,7 @@ async def remove_step(store: Store, step: int) -> int:
 async def remove_steps_after(store: Store, step: int) -> int | None:
     """Drop the tags of all steps after a step; return the version of this commit, or None without later steps.
 
-    Drop also the tags of their copies.
+    The tags of their copies are dropped too.
 
     A step that is saved meanwhile is removed too. Raise `NotFound` if there is no such step. The versions of the
     later steps stay readable, as after `remove_step`.

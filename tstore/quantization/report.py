@@ -47,9 +47,9 @@ class QuantizedArray(NamedTuple):
     "packed", and empty for an exact array. `sensitivity` is the weight of the array's error in a budget.
     `bytes_before` and `bytes_after` are encoded bytes with the codec's metadata. `signal` and `noise` are the sums
     of the squared values and errors. `clipped` is the fraction of values beyond the largest that their format and
-    scale can represent. `exponents` is (lowest, counts): how many values have floor(log2 |x|) = lowest,
-    lowest + 1, …; None if not stored. `weighted_sqnr` is the SQNR in dB of squares weighted by the importance of
-    rows or columns, by which codes were chosen; None without importance. All other errors are unweighted:
+    scale can represent. `exponents` is (lowest, counts): how many values have floor(log2 |x|) = lowest, lowest +
+    1, …; None if not stored. `weighted_sqnr` is the SQNR in dB with squares weighted by the importance of rows or
+    columns, which also guided the choice of codes; None without importance. All other errors are unweighted:
     `largest_error` is the largest |x − y|, and `largest_relative` the largest |x − y| / |x|.
     """
 

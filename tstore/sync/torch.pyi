@@ -185,8 +185,8 @@ def save(
         its parameters have in a module of the tree. Each region of a `DTensor` is written by one of the processes
         that hold it. A tensor subclass is saved as its inner tensors, as `__tensor_flatten__` names them, and a
         `BytesIO` as an array of bytes. Any other tensor must be equal in every process that has its path, and one
-        of these writes it; processes may have different paths, as pipeline stages do. What each process has for
-        itself, such as the state of a random number generator or a data loader, goes into a `tstore.PerHost`.
+        of these writes it; processes may have different paths, as pipeline stages do. State that differs between
+        processes, such as that of a random number generator or a data loader, goes into a `tstore.PerHost`.
         Do not change the tensors before this returns.
     group
         The process group whose processes save together, by default all.
@@ -199,7 +199,7 @@ def save(
     Raises
     ------
     As `tstore.save`, and `InvalidArgument`, with the path, for a tensor without values (`Partial`, meta device),
-    in another layout than strided, or of a dtype without whole bytes.
+    with a layout other than strided, or of a dtype without whole bytes.
 
     Examples
     --------

@@ -26,7 +26,7 @@ def _kind_has_form(kind: type) -> bool:
 
 
 def stored_form(value: Any) -> Any:
-    """Return a tensor of bytes, a copy, or a dict of the inner tensors, in their own memory."""
+    """Return a new tensor with the bytes, or a dict of the inner tensors, which are not copied."""
     if isinstance(value, io.BytesIO):
         return torch.tensor(bytearray(value.getvalue()), dtype=torch.uint8)
     inner = {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
@@ -46,7 +46,7 @@ def original_form(value: Any, form: Any) -> Any:
 
 
 def original_forms(state: Any, own: Any) -> Any:
-    """Return a state with values like those at the same places in `own` in place of their forms."""
+    """Replace the forms in a state by values like those at the same places in `own`."""
     if has_form(own):
         return original_form(own, state)
     if type(state) is not dict or not isinstance(own, Mapping):

@@ -19,7 +19,7 @@ from tstore.core.format.objects.segments import Segment
 
 __all__ = ["EncodedRun", "StagedChunks", "Values", "WriteJob", "joined_checks"]
 
-_MIN_PAGED = 128 << 10  # bytes of a run; up to a page before it is 3 % at most
+_MIN_PAGED = 128 << 10  # bytes of a run that is page-aligned; the padding is at most 3 % of it
 _ALIGNMENT = 64  # suits every dtype, and the vector instructions of processors
 
 Values = npt.NDArray[Any]
@@ -92,7 +92,7 @@ class EncodedRun(NamedTuple):
 
     @property
     def alignment(self) -> int:
-        """What the offset of the run in its pack is a multiple of, so that its values can be mapped."""
+        """The alignment of the run's offset in its pack, so that its values can be mapped."""
         if not self.jobs[0].meta.chain.identity:
             return 1
         return PAGE if len(self.data) >= _MIN_PAGED else _ALIGNMENT
@@ -133,5 +133,5 @@ class EncodedRun(NamedTuple):
 
 
 def joined_checks(checks: bytes, size: int) -> list[bytes]:
-    """Return the checksums of each chunk from those of many, if each chunk has `size` bytes of them."""
+    """Split joined checksums of many chunks, `size` bytes per chunk."""
     return [checks[i : i + size] for i in range(0, len(checks), size)]

@@ -55,15 +55,15 @@ import numpy.typing as npt
 from tstore.core.format.layout import HINT, MARKER
 
 __all__ = [
-    "ALIVE_VALUES",
     "ARCHIVE_BYTES",
     "COLLECTION_BYTES",
     "COLLECTION_VALUES",
     "HEAD_BYTES",
+    "LIVING_VALUES",
     "MANIFEST_BYTES",
     "MANIFEST_NODES",
     "MARKER_BYTES",
-    "MAX_ALIVE",
+    "MAX_LIVING",
     "MAX_METRICS",
     "MAX_NAMES",
     "MAX_TAGS_SET",
@@ -105,8 +105,8 @@ MAX_TAGS_SET, _MAX_TAGS, _TAG_BYTES = 1 << 16, 1 << 18, 8 << 20
 MAX_METRICS = 1 << 12
 RECORD_VALUES = 1 << 19
 COLLECTION_VALUES = 1 << 21
-ALIVE_VALUES = 5  # values in the entry of a living version, without the values in its lists
-MAX_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
+LIVING_VALUES = 5  # values in the entry of a living version, without the values in its lists
+MAX_LIVING = COLLECTION_VALUES // LIVING_VALUES
 
 HEAD_BYTES = 8
 """The length of a record's head, which shows whether a garbage collection wrote it."""

@@ -8,7 +8,7 @@ version        1 byte    the format version: 1; 2 for the record of a garbage co
                          for an object with a manifest of appended values, 8 for the record of a copy; an older
                          tstore must refuse these, not ignore what it does not know
 body           msgpack
-link           40 bytes  of a record only: the log to which it belongs and an earlier record (`Link`)
+link           40 bytes  only in a record: the log to which it belongs and an earlier record (`Link`)
 check          16 bytes  xxh3-128, big-endian, of all bytes before it
 """
 

@@ -38,7 +38,7 @@ _logger = logging.getLogger("tstore.log")
 _SHORTEST_PAUSE = 0.002  # seconds
 _LONGEST_PAUSE = 0.1
 _QUICK_ATTEMPTS = 20  # the longest pause is at most as long as this many attempts like the last one
-_ATTEMPTS = 12  # attempts of other writers, each as slow as the last one here, that the longest pause allows
+_ATTEMPTS = 12  # the longest pause also lasts at most as long as this many attempts by other writers
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 _PLAIN_BYTES = 1024  # an upper bound of a plain record without its manifests
 _MAX_VALUES = RECORD_VALUES - 1  # one value is the empty metadata of the shared record
@@ -145,7 +145,7 @@ class QueuedCommit:
             self._ended.set_result(None)
 
     def may_share(self) -> bool:
-        """Return whether the commit may share a record; if some of its data is not inline, it never may again."""
+        """Return whether the commit may share a record; once some of its data is not inline, it never may."""
         inline = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
         self.changes = self.changes if inline else None
         return self.changes is not None

@@ -71,8 +71,8 @@ class _NewerRecords(NamedTuple):
 class LogReader:
     """A reader of the commits of one store, which the event loops of several threads may share.
 
-    `hint` is the result of `read_hint`, if the caller already has it; `log_id` is the id that the records name as
-    that of their log (`Marker.log_id`), None for that of the first record read.
+    `hint` is the result of `read_hint`, if the caller already has it; `log_id` is the log id in the records
+    (`Marker.log_id`), None to take that of the first record read.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class LogReader:
         return self.trees.head(version)
 
     async def link(self, version: int) -> tuple[Link, bool]:
-        """Return the link of a record validated against all up to a version, and whether this one is durable."""
+        """Return the link for a record validated up to a version, and whether that version is durable."""
         log_id = self.records.chain.log_id or bytes(16)
         if not version:
             return Link(log_id), True
@@ -187,7 +187,7 @@ class LogReader:
         return await self._searches()
 
     async def newest_with_records(self) -> int:
-        """Do what `newest` does, and on a disk read the records of a log without a hint, which its tree needs."""
+        """Return what `newest` returns; on a disk, also read the records of a log without a hint, for its tree."""
         return await self._readings()
 
     async def _read_newest(self) -> int:

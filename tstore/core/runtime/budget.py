@@ -214,7 +214,7 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def page_aligned(size: int) -> npt.NDArray[np.uint8]:
-    """Return uninitialized memory that begins at a page.
+    """Return uninitialized memory that is page-aligned.
 
     A processor copies several times more slowly if the destination's offset within a page exceeds the source's by
     up to 32 bytes. malloc returns large memory at offset 16 of a page, and the bytes of files mostly begin at
@@ -255,7 +255,7 @@ def populate(memory: npt.NDArray[Any]) -> None:
     """Ask the system for the pages of contiguous memory that will be written at once, unless they are huge.
 
     One call takes a third of the time of a page fault for each. If the page in the middle is resident, the memory
-    was used before and is left as it is. Systems that can't do it ignore the call.
+    was used before, and the call does nothing. Systems without support ignore it.
     """
     if sys.platform == "linux" and _MIN_POPULATED <= memory.nbytes < _MIN_HUGE and memory.flags.c_contiguous:
         address = memory.__array_interface__["data"][0]

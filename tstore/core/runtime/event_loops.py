@@ -220,7 +220,7 @@ async def _no_pause() -> None:
 
 
 SIGNAL_CHECK = 0.5
-"""The longest that the main thread may wait at once, in seconds.
+"""The maximum uninterrupted wait of the main thread, in seconds.
 
 A signal does not end a wait if it comes just before the wait begins, after Python last looked for signals, or if
 another thread receives it. Python sees it when the wait ends.

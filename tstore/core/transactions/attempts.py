@@ -98,7 +98,7 @@ def needed_attempt(environment: Mapping[str, str], hosts: int) -> str:
 
 
 def detected_attempt(environment: Mapping[str, str], hosts: int) -> str | None:
-    """Return the token that the environment of each of the hosts has for this start of the job, or None."""
+    """Return the token for this start of the job that every host finds in its environment, or None."""
     if "TORCHELASTIC_RUN_ID" in environment:  # perhaps within a step of SLURM
         return _torchrun_start(environment, hosts)
     return _slurm_step(environment, hosts)
@@ -116,7 +116,7 @@ def _torchrun_start(environment: Mapping[str, str], hosts: int) -> str | None:
 
 @functools.cache  # something may delete the folder while the job runs
 def _start_in(folder: Path) -> str | None:
-    """Return a token for the start of workers for which an agent, the parent of this process, made a folder."""
+    """Return a token derived from the folder that torchrun's agent, the parent process, made for this start."""
     try:
         made = folder.stat().st_mtime_ns
     except OSError:

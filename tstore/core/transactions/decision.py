@@ -76,7 +76,7 @@ class Decision:
         self._check(claim)
 
     async def withdraw(self, absent: Sequence[int] = ()) -> bool:
-        """Decide that the transaction is never committed; return False if it is decided that it may be.
+        """Decide that the transaction is never committed; return False if the opposite has been decided.
 
         `absent` are the hosts that have not delivered their fragments.
         """

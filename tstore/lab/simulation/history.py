@@ -277,9 +277,9 @@ class Traits(NamedTuple):
     lagging: bool
     """An older version may be returned as the newest."""
     compacting: bool
-    """The references of a short array may be compacted, as otherwise those of a long one are."""
+    """The references of short arrays may be compacted too, not only those of long ones."""
     wrong_roots: bool
-    """Somebody damaged roots, or put there those of another store."""
+    """Roots were damaged, or replaced by those of another store."""
 
 
 class History:

@@ -2,7 +2,7 @@
 
 A repair voids one version of the run while others write, collect and copy; if later versions depend on it, it is
 refused. Its host may crash at any moment; then another one begins it again. Later versions may have taken over
-values that the voided one wrote: those of a chunk of which they wrote another part. Everything else must be as if
+values that the voided one wrote, if they wrote another part of the same chunk. Everything else must be as if
 the voided version had never been.
 
 In other runs somebody puts a record where the next one belongs, one of another version or of another store. Nobody
@@ -46,7 +46,7 @@ class Repair:
         """Void a version of the run, and those that a concurrent commit has based on it meanwhile.
 
         Try another version if others depend on the first, or if its record may be archived. If the last host
-        crashed, go on with what it began, or let the repair of another version end that.
+        crashed, continue its repair, or let the repair of another version complete it.
         """
         history, shared = self._history, storage.storage
         history.repairing = True

@@ -1,9 +1,9 @@
 """The states that the versions of a run must have: the log replayed on the model, even across a repair.
 
-What a repair voided has no effect afterwards, with one exception. A later version that was committed before the
+Voided versions have no effect after the repair, with one exception. A later version that was committed before the
 repair, and wrote a part of a chunk, has the whole chunk as it was then; one that resized an array or
 compacted its segments has all its chunks. So each version has an expected state, and the state that it had before
-the repair, from which come the chunks that it or an earlier version took over.
+the repair, which is the source of the chunks that it or an earlier version took over.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Expected(NamedTuple):
             if len(state.get(path, ())) != len(before[0][path]):  # the metadata is the former one too
                 state[path] = before[0][path]
         for path, first in extended.items():
-            if path in before[0] and len(state[path]) != len(before[0][path]):  # so it is here
+            if path in before[0] and len(state[path]) != len(before[0][path]):  # the same case
                 state[path] = (*state[path][:first], *before[0][path][first:])
         return self._replace(state=state, before=before, taken=taken)
 
@@ -138,7 +138,7 @@ class Replay:
         self._repaired = history.repaired
         state = initial.state or {}
         worlds = 1 if history.repaired is None else len(history.repaired.voided)
-        # of the newest version that is not a copy
+        # the tags of the newest version that is not a copy
         self._head = Expected(state, (state,) * worlds, {}, compacting=history.traits.compacting)
         self._expired: set[int] = set()
         self.states = {history.start: self._head}
@@ -179,7 +179,7 @@ class Replay:
             self._head = self._head if former is not None and former.source else expected
 
     def _at_first(self, expected: Expected, former: Record, voided_before: int) -> Expected:
-        """Return the expectation of a version that was voided after others: its former record changed worlds."""
+        """Return the expectation of a version voided after others: its record had changed the earlier states."""
         before = list(expected.before)
         for world in range(voided_before + 1):
             for attempt in self._history.committed_by(former):

@@ -70,5 +70,5 @@ class Sessions:
 
 
 def _hash(secret: str) -> bytes:
-    """Return the key for a secret, so that the time of a look-up reveals nothing of it."""
+    """Return the hash of a secret as a key, so that the time of a lookup does not reveal the secret."""
     return hashlib.sha256(secret.encode(errors="surrogateescape")).digest()

@@ -190,7 +190,7 @@ class Index:
 
 
 def _key(path: str) -> str:
-    """Return a sort key by which the arrays of a group are neighbours."""
+    """Return a sort key that keeps the arrays of a group together."""
     return path.replace("/", _SEPARATOR)
 
 
@@ -313,7 +313,7 @@ def _tiles(index: Index, rows: Sequence[Row]) -> list[Tile]:
 def _names_and_parts(rows: Sequence[Row]) -> tuple[list[str], list[int]]:
     """Return the names of tiles without the group that the largest share, and a number for the group of each.
 
-    The groups are as high in the tree as makes several of them.
+    The groups are at the highest level of the tree that has several.
     """
     room = _MAX_BYTES * sum(row.stored_bytes for row in rows)
     sizes = itertools.accumulate(row.stored_bytes for row in rows)
@@ -330,7 +330,7 @@ def _names_and_parts(rows: Sequence[Row]) -> tuple[list[str], list[int]]:
 
 
 def _inner(index: Index, row: Row) -> list[Row]:
-    """Return what a group contains directly, with names that begin with that of the row."""
+    """Return the direct members of a group, with names that begin with the row's name."""
     return [below._replace(name=f"{row.name}/{below.name}") for below in index.rows(row.path)]
 
 

@@ -19,7 +19,7 @@
    `{"entries": [{"key", "size", "age"}], "folders": […], "next": NAME or null}`; a folder ends in "/", and `next`
    is the `after` of the next page.
 5. `GET /-/health`: 200, or 503 while the server is shutting down.
-6. `/-/page/…`, if the server has a page (`browsers`): what the page responds. Browsers are redirected there from
+6. `/-/page/…`, if the server has a page (`browsers`): the response of the page. Browsers are redirected there from
    `/`.
 7. Other statuses: 400 for a malformed request, 401 without a known token, 403 for insufficient scope, 405 for
    other methods, 408 for a body that is too slow, 411 for one of unknown length, 413 for one too long, 415 for an

@@ -226,7 +226,7 @@ class LogState:
 
 
 def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
-    """Return the newest collections, which come first: at least one, and more while the limits permit."""
+    """Return the leading (newest) collections: at least one, and more while the limits permit."""
     recent = condemned[:_RECENT_COLLECTIONS]
     totals = itertools.accumulate(len(c.transactions) + len(c.objects) for c in recent)
     return [c for i, (c, total) in enumerate(zip(recent, totals, strict=True)) if not i or total <= _MAX_CONDEMNED]

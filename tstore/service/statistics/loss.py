@@ -32,7 +32,7 @@ from tstore.service.statistics.reading import (
     parts,
     sample_of,
 )
-from tstore.service.statistics.results import RESULTS, digest
+from tstore.service.statistics.results import RESULTS, result_key
 from tstore.service.statistics.strips import StripSums
 
 __all__ = ["OtherFormat", "QuantizationLoss", "StripLoss", "quantization_loss"]
@@ -218,7 +218,7 @@ async def quantization_loss(
             await sample.key("loss", tuple(row._replace(path=""))),
             await (await sample_of(before, budget)).key("loss"),
         ]
-        key = None if None in keys else digest([k for k in keys if k is not None])
+        key = None if None in keys else result_key([k for k in keys if k is not None])
         cached = None if key is None else RESULTS.get(key)
         if isinstance(cached, QuantizationLoss):
             return dataclasses.replace(

@@ -19,7 +19,7 @@ from tstore.core.format.tree.node import Node
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot, array_node
 from tstore.errors import InvalidArgument
-from tstore.service.statistics.results import digest
+from tstore.service.statistics.results import result_key
 
 __all__ = ["SAMPLE_BYTES", "Batch", "Coverage", "Region", "Sample", "SampleCounts", "parts", "sample_of"]
 
@@ -111,7 +111,7 @@ class Sample:
         selection = repr((view.shape, view.follows, self.tiling, arguments))
         positions = [p.tobytes() if isinstance(p, np.ndarray) else repr(p).encode() for p in view.positions]
         numbers, checks = references.number.tobytes(), references.checks.tobytes()
-        return digest([selection.encode(), node.document, *positions, numbers, checks])
+        return result_key([selection.encode(), node.document, *positions, numbers, checks])
 
     async def batches(self, counts: SampleCounts, other: Array | None = None) -> AsyncIterator[Batch]:
         """Yield the tiles in batches: the region, its values, and those of the same region of another array.

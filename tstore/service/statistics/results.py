@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["RESULTS", "ResultCache", "digest"]
+__all__ = ["RESULTS", "ResultCache", "result_key"]
 
 
-def digest(parts: Iterable[bytes]) -> bytes:
-    """Return a digest of the parts and of the boundaries between them."""
+def result_key(parts: Iterable[bytes]) -> bytes:
+    """Return a hash of the parts and of the boundaries between them."""
     hashed = hashlib.blake2b(digest_size=32)
     for part in parts:
         hashed.update(len(part).to_bytes(8, "little"))

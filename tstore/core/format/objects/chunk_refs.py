@@ -78,7 +78,7 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
 
     @staticmethod
     def concat(tables: Sequence[ChunkTable]) -> ChunkTable:
-        """Return the rows of all tables, one table after the other; each pack is named once."""
+        """Concatenate the rows of all tables; each pack is listed once."""
         if len(tables) == 1:
             return tables[0]
         if _have_few_objects(tables):
@@ -145,7 +145,7 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
             return int(self.length.sum())
         return (
             int(self.columns.length[self.start]) if count else 0
-        )  # of most arrays; a sum takes ten times as long
+        )  # a shortcut for most arrays; a sum takes ten times as long
 
     @property
     def checks(self) -> npt.NDArray[np.uint8]:
@@ -172,7 +172,7 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
         return [0] if follows.all() else [0, *(np.flatnonzero(~follows) + 1).tolist()]
 
     def is_run(self, length: int) -> bool:
-        """Return whether the chunks, at least one, have this length and follow each other in a pack."""
+        """Return whether the chunks, at least one, have this length and are contiguous in a pack."""
         columns = self.columns
         return bool(columns.follows[self.start + 1 : self.stop].all()) and columns.length[self.start] == length
 
@@ -199,7 +199,7 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
     def row(self, number: int) -> ChunkRow | None:
         """Return the row of a chunk, or None if there is none. The table must be sorted by number."""
         columns = self.columns
-        # many small arrays share columns; all their rows pay off once some have been looked up
+        # many small arrays share columns; making all rows pays off once some have been looked up
         if self.stop - self.start == 1 and len(columns) <= _CACHED_ROWS and columns.count_lookup():
             row = columns.rows[self.start]
             return row if row.number == number else None

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from tstore.core.format.bounds import MAX_ALIVE, MAX_NAMES
+from tstore.core.format.bounds import MAX_LIVING, MAX_NAMES
 from tstore.core.format.layout import is_collectable, is_transaction_object, owner_of
 from tstore.core.format.objects.references import Body, Names, Natural
 from tstore.core.format.objects.wellformed import (
@@ -50,7 +50,7 @@ class Collection(Body, dict=True, frozen=True):
     transaction that is condemned or reuses a condemned pack can no longer be committed.
     """
 
-    alive: Annotated[tuple[LivingVersion, ...], msgspec.Meta(max_length=MAX_ALIVE)]
+    alive: Annotated[tuple[LivingVersion, ...], msgspec.Meta(max_length=MAX_LIVING)]
     expired: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_NAMES)]
     tags: Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_NAMES)]
     transactions: Names

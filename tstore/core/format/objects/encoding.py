@@ -16,10 +16,10 @@ from uuid import UUID
 import msgspec
 
 from tstore.core.format.bounds import (
-    ALIVE_VALUES,
     COLLECTION_VALUES,
+    LIVING_VALUES,
     MANIFEST_NODES,
-    MAX_ALIVE,
+    MAX_LIVING,
     METADATA_BYTES,
     METADATA_LEVELS,
     METADATA_VALUES,
@@ -191,9 +191,9 @@ def collection_excess_message(packed: bytes | memoryview) -> str:
     collection = _COLLECTION.decode(packed)
     lists = (collection.expired, collection.tags, collection.transactions, collection.objects)
     alive = child_count(memoryview(collection.alive))
-    count = ALIVE_VALUES * alive + sum(child_count(memoryview(names)) for names in lists)
+    count = LIVING_VALUES * alive + sum(child_count(memoryview(names)) for names in lists)
     largest: list[str] = []
-    if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:  # with more, `count` exceeds COLLECTION_VALUES already
+    if alive <= MAX_LIVING and count <= COLLECTION_VALUES:  # with more, `count` exceeds COLLECTION_VALUES already
         values, largest = _count_within_living(collection.alive)
         count += values
     if count <= COLLECTION_VALUES:

@@ -1,7 +1,7 @@
 """Manifests, which contain the references to chunks; pure, no I/O.
 
-A manifest is columnar: it has a row for each chunk of the short arrays of one writer, so that they are five
-buffers, not as many objects, and a row for each segment of the references to the chunks of longer arrays
+A manifest is columnar: it has a row for each chunk of the short arrays of one writer, stored as five
+buffers instead of many objects, and a row for each segment of the references to the chunks of longer arrays
 (`segments`). Columns are little-endian.
 """
 

@@ -1,4 +1,4 @@
-"""A local file that appears whole or not at all, and replaces another only if it is told to.
+"""A local file that appears whole or not at all, and replaces an existing one only on request.
 
 1. Its bytes are written under a temporary name, `.<prefix>.<random>.tmp`, and made durable (fsync). The prefix
    is usually a digest of the file's name. If several names are tried, the bytes are written only once.
@@ -65,7 +65,7 @@ _RENAME_NOREPLACE = 1
 
 
 def give_name(fd: int, temporary: str, path: str) -> None:
-    """Give a file that is open under a temporary name its name; raise OSError only if it does not get it."""
+    """Give an open temporary file its final name; raise OSError only if it does not get that name."""
     try:
         try:
             os.link(temporary, path)
@@ -184,7 +184,7 @@ class StagedFile:
         """Close the file and remove its temporary name, if that is possible; may be called more than once."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
-            with contextlib.suppress(OSError):  # what was synced stays
+            with contextlib.suppress(OSError):  # synced bytes stay
                 try:
                     os.close(fd)
                 finally:

@@ -11,9 +11,9 @@ A create has exactly one winner among many writers:
    the server closed), so a HEAD decides: if the object has our token, this create succeeded.
 3. Status 409 means that another write of the key is in progress, so the outcome is unknown: `Unavailable`.
 
-Every PUT carries the CRC32 of the body in a header, and the body is sent as it is. By default botocore frames the
+Every PUT carries the CRC32 of the body in a header, and the body is sent unframed. By default botocore frames the
 body over https (`aws-chunked`, with the checksum at its end), and a server that does not know the framing stores
-it as part of the object. What the response tells of the stored bytes is compared (`checksums`).
+it as part of the object. The checksum of the stored bytes in the response is compared (`checksums`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, TSt
 __all__ = ["S3Storage", "split_url"]
 
 _NAME = r"[a-zA-Z0-9-]{1,63}"
-_ARN = re.compile(  # of an access point, which takes the place of a bucket
+_ARN = re.compile(  # an access point, which replaces the bucket
     rf"arn:[a-z-]+:s3[a-z-]*:[a-z0-9-]*:[0-9]*:(?:outpost[/:]{_NAME}[/:])?accesspoint[/:][a-zA-Z0-9.-]{{1,63}}"
 )
 _BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
