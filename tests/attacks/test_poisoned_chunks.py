@@ -151,7 +151,7 @@ async def test_a_chunk_of_other_bytes_is_refused(place: Place, name: str) -> Non
             assert "overlap" in said
         else:
             at, pack = (0, PACK) if "own" in name else (0, place.pack)
-            assert f"the {CHUNK} bytes at {at} of {pack} do not have the checksum" in said
+            assert f"the {CHUNK} bytes at {at} of {pack} do not match their checksum" in said
             assert "write these chunks again" in said
     await save(place.store, VALUES, 2)
     assert np.array_equal(await (await (await place.store.snapshot()).array("w")).read(), VALUES)
