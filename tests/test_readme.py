@@ -27,7 +27,7 @@ SHELL = [document for document in DOCUMENTS if document.of_language("sh")]
 PYTHON = [d for d in DOCUMENTS if d.of_language("python") and d not in SHELL]
 """The documents whose Python blocks run alone; those of the others run before their commands."""
 
-TRAINERS = ("keras", "lightning", "transformers")
+TRAINERS = ("keras", "lightning", "transformers", "ray", "torchtitan", "wandb")
 """The trainers of guides; whoever does not work on these need not install them."""
 
 MAX_LINES = 250

@@ -114,6 +114,7 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
             "tstore.trainers.huggingface": "TStoreCallback write_checkpoint",
             "tstore.trainers.keras": "BackupAndRestore ModelCheckpoint restore_model",
             "tstore.trainers.orbax": "CheckpointManager",
+            "tstore.trainers.torchtitan": "CheckpointManager",
         },
     ),
     "zarr": ("Zarr", "::: tstore.zarr", {"tstore.zarr": "ZarrStore"}),

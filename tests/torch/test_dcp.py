@@ -86,7 +86,7 @@ def test_a_load_of_a_part_casts_floats_if_asked(tmp_path: Path) -> None:
     dcp.load(
         part,
         storage_reader=stores.Reader(url, dtype="target"),
-        checkpoint_id="step/7",
+        checkpoint_id="outputs/checkpoint/step-7",
         planner=planners.DefaultLoadPlanner(allow_partial_load=True),
     )
     with pytest.raises(api.CheckpointException, match="Missing key in checkpoint state_dict: new"):
@@ -378,7 +378,10 @@ def test_wrong_use(tmp_path: Path) -> None:
     dcp.save(state(), storage_writer=stores.Writer(url, 1, overwrite=True))
     assert tstore.steps(url) == [1]
     assert stores.Writer.validate_checkpoint_id("100")
-    assert not stores.Reader.validate_checkpoint_id("/a/path")
+    assert all(
+        map(stores.Writer.validate_checkpoint_id, ("step/7", "step-7", "/run/step-7", "gs://b/run/step_7/"))
+    )
+    assert not any(map(stores.Reader.validate_checkpoint_id, ("/a/path", "run/7", "laststep-7", "step-7/part")))
 
 
 def test_a_load_of_few_tensors_reads_the_metadata_of_these(

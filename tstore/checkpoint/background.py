@@ -124,32 +124,27 @@ class SaveReport:
     """What the save of a step took, and what it wrote on this host.
 
     `dataclasses.asdict` gives the numbers by name.
-
-    Attributes
-    ----------
-    step, version
-        The step, and the version of its commit.
-    seconds_blocked
-        From the call of `Checkpointer.save` until the caller could go on: the time by which the save delayed it.
-        It is much longer than `seconds_staged` if the save waited for the one before it.
-    seconds_staged
-        How long the values were copied, or written with staging="turns".
-    seconds_committed
-        From the call until the commit.
-    bytes_new, bytes_shared
-        The bytes of the chunks that were written, and of those that did not change, which are not written again.
-    retries
-        The requests to the storage that failed meanwhile, and were repeated.
     """
 
     step: int
+    """The step."""
     version: int
+    """The version of its commit."""
     seconds_blocked: float
+    """From the call of `Checkpointer.save` until the caller could go on: by so much the save delayed it.
+
+    This is much longer than `seconds_staged` if the save waited for the one before it.
+    """
     seconds_staged: float
+    """How long the values were copied, or written with staging="turns"."""
     seconds_committed: float
+    """From the call until the commit."""
     bytes_new: int
+    """The bytes of the chunks that were written."""
     bytes_shared: int
+    """The bytes of the chunks that did not change, which are not written again."""
     retries: int
+    """The requests to the storage that failed meanwhile, and were repeated."""
 
     def __str__(self) -> str:
         return (

@@ -10,11 +10,11 @@ from tstore.errors import InvalidArgument
 
 __all__ = ["is_step", "step_from"]
 
-_STEP = re.compile(r"(?:step/)?(\d+)")
+_STEP = re.compile(r"(?:(?:.*/)?(?:step|checkpoint)[-_/])?(\d+)/?")
 
 
 def is_step(checkpoint_id: str | os.PathLike[str] | int) -> bool:
-    """Return whether an identifier is that of a step: 100, "100" or "step/100"."""
+    """Return whether an identifier is that of a step: 100, "step/100", or a path such as "run/step-100"."""
     return _STEP.fullmatch(str(checkpoint_id)) is not None
 
 
@@ -23,7 +23,7 @@ def step_from(checkpoint_id: str | os.PathLike[str] | int) -> int:
     match = _STEP.fullmatch(str(checkpoint_id))
     if match is None:
         raise InvalidArgument(
-            f"checkpoint_id={quote(str(checkpoint_id))}: expected a step, such as '100'; pass the store "
-            "to Writer or Reader"
+            f"checkpoint_id={quote(str(checkpoint_id))}: expected a step, such as '100' or 'step-100'; pass "
+            "the store to Writer or Reader"
         )
     return int(match[1])
