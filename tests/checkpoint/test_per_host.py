@@ -183,7 +183,7 @@ async def test_a_whole_tree_and_a_key_like_that_of_a_host(url: str) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (object(), "own, in the PerHost: the tree: an object of type object can't be stored"),
+        (object(), "own, in the PerHost: an object of type object can't be stored"),
         ({"x": [tstore.PerHost(1)]}, "own, in the PerHost: x/0: a PerHost is no value of one host alone"),
         (
             [tstore.Shards((1,), "f4", [((slice(0, 1),), np.zeros(1, "f4"))])],
@@ -323,6 +323,29 @@ async def test_what_could_not_be_read_again_is_not_saved(url: str, thresholds: T
     thresholds(NODE_METADATA_VALUES=1000)
     with pytest.raises(InvalidArgument, match=r"x: the PerHost has more than 1,000 values; use arrays"):
         await tstore.save(url, {"x": tstore.PerHost(list(range(1000)))}, 1)
+
+
+@pytest.mark.parametrize("package", ["", "torch", "jax"])
+@pytest.mark.parametrize(
+    ("generator", "state"),
+    [
+        (random.Random(), r"getstate\(\)"),
+        (np.random.default_rng(), r"bit_generator\.state"),
+        (np.random.RandomState(), r"get_state\(\)"),
+    ],
+)
+def test_a_generator_is_refused_with_its_path_and_how_to_get_its_state(
+    url: str, package: str, generator: Any, state: str
+) -> None:
+    save = (getattr(blocking, package) if package else blocking).save
+    places = {
+        "rng: ": generator,
+        "rng, in the PerHost: ": tstore.PerHost(generator),
+        "rng/a, in the PerHost: x: ": {"a": tstore.PerHost({"x": generator})},
+    }
+    for place, tree in places.items():
+        with pytest.raises(InvalidArgument, match=f"^{place}an object .* can't be stored; pass its {state}, in a"):
+            save(url, {"rng": tree}, step=1)
 
 
 async def test_arrays_beside_the_bytes_of_a_host_are_not_lost(url: str) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "Shards",
     "as_values",
     "dtype_of",
+    "state_advice",
 ]
 
 Bounds = tuple[tuple[int, int], ...]
@@ -215,6 +216,13 @@ class PerHost:
 
     def __repr__(self) -> str:
         return f"PerHost(a {type(self.value).__name__})"
+
+
+def state_advice(value: Any) -> str:
+    """Return what to pass in place of an object that has a state, such as a random number generator, or ""."""
+    states = {"bit_generator": "bit_generator.state", "get_state": "get_state()", "getstate": "getstate()"}
+    state = next((states[name] for name in states if hasattr(type(value), name)), "")
+    return state and f"pass its {state}, in a tstore.PerHost if each process has its own"
 
 
 class HostValues(list[Any]):

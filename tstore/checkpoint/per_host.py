@@ -7,8 +7,9 @@ shape, and the bytes in C order. So the values of hosts may differ in their stru
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +23,7 @@ from tstore.core.format.bounds import NODE_METADATA_LEVELS, NODE_METADATA_VALUES
 from tstore.core.format.tree_document import is_document, paths_in
 from tstore.errors import InvalidArgument, parsing
 
-__all__ = ["encoded", "with_values"]
+__all__ = ["encoded", "naming", "with_values"]
 
 
 _MAX_BYTES = 1 << 32
@@ -36,13 +37,20 @@ class _Stored(msgspec.Struct):
     arrays: dict[str, tuple[Any, _Shape, bytes]]
 
 
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Add the path of the `PerHost` to an `InvalidArgument` about its value."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}, in the PerHost: {str(error).removeprefix('the tree: ')}") from None
+
+
 def encoded(path: str, value: Any) -> npt.NDArray[np.uint8]:
     """Return a host's value as bytes; raise `InvalidArgument`, naming the path, if it can't be stored."""
-    try:
+    with naming(path):
         structure, leaves = flatten(value)
         arrays = {inner: _parts(inner, leaf) for inner, leaf in leaves.items()}
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{path}, in the PerHost: {error}") from None
     data = msgspec.msgpack.encode(_Stored(structure, arrays))
     if excess := _excess_message(data):
         raise InvalidArgument(f"{path}: the PerHost has {excess}; use arrays for long lists of numbers")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tstore.checkpoint.leaves import HostValues, PerHost
+from tstore.checkpoint.leaves import HostValues, PerHost, state_advice
 from tstore.core.format.bounds import PATH_LEVELS, path_excess_message
 from tstore.core.format.tree_document import (
     MAX_LEVELS,
@@ -193,7 +193,7 @@ class _Flattening:
             return node_type, tuple(self.node(v, join(path, str(i))) for i, v in enumerate(value))
         raise InvalidArgument(
             f"{_display(path)}: an object of type {type(value).__name__} can't be stored; "
-            f"{_advice(self._ancestors)}"
+            f"{state_advice(value) or _advice(self._ancestors)}"
         )
 
     def _add_all(self, mapping: Mapping[Any, Any], start: str) -> bool:

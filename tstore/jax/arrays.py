@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.checkpoint.leaves import HostValues, PerHost, Shards
+from tstore.checkpoint.leaves import HostValues, PerHost, Shards, state_advice
+from tstore.checkpoint.per_host import naming
 from tstore.checkpoint.replicated import REPLICA_WHOLE, array_checksum, sampled
 from tstore.checkpoint.structure import IMPL, flatten, unflatten_like
 from tstore.core.format.tree_document import SCALARS
@@ -97,7 +98,14 @@ def checked_leaf(path: str, leaf: Any, other: str = _NOT_STORED) -> Any:
         raise InvalidArgument(
             f"{path}: a gradient of dtype float0, that of integers, has no values; pass None in its place"
         )
+    if advice := state_advice(leaf):
+        other = f"can't be stored; {advice}"
     raise InvalidArgument(f"{path}: an object of type {type(leaf).__name__} {other}")
+
+
+def _is_iterator(value: Any) -> bool:
+    """Return whether a value is an iterator whose state can be set, such as those of Grain."""
+    return all(hasattr(type(value), name) for name in ("__next__", "get_state", "set_state"))
 
 
 def is_key(leaf: Any) -> bool:
@@ -150,9 +158,12 @@ def _decoded(key: str, values: Values) -> Any:
 
 
 def _plain_value(path: str, leaf: PerHost) -> PerHost:
-    """Return the value of a `PerHost` with NumPy arrays in place of arrays of JAX, as the core saves it."""
-    values = {inner: _plain(f"{path}/{inner}", array) for inner, array in flatten(leaf.value)[1].items()}
-    return PerHost(unflatten_like(leaf.value, values, {}))
+    """Return the value of a `PerHost` as the core saves it: NumPy arrays, and the state of an iterator."""
+    value = leaf.value.get_state() if _is_iterator(leaf.value) else leaf.value
+    with naming(path):
+        arrays = flatten(value)[1]
+    values = {inner: _plain(f"{path}/{inner}", array) for inner, array in arrays.items()}
+    return PerHost(unflatten_like(value, values, {}))
 
 
 def _plain(path: str, leaf: Any) -> Any:
@@ -170,11 +181,16 @@ def _plain(path: str, leaf: Any) -> Any:
     return dtype_node(values.dtype, values.view)
 
 
-def own_value(restored: Any, target: PerHost) -> Any:
-    """Return a restored `PerHost` with arrays of JAX where the target has them, or the list of all values."""
+def own_value(path: str, target: PerHost, restored: Any) -> Any:
+    """Return a restored `PerHost` with arrays of JAX where the target has them, or the list of all values.
+
+    If the target has an iterator, set its state and return the target.
+    """
     restored = decoded(restored)
     if not isinstance(restored, PerHost):
         return restored
+    if _is_iterator(target.value):
+        return _with_state(path, target, restored.value)
     wanted = {path: leaf for path, leaf in flatten(target.value)[1].items() if isinstance(leaf, jax.Array)}
     arrays = {
         path: jax.device_put(leaf, wanted[path].sharding if wanted[path].committed else None)
@@ -182,6 +198,18 @@ def own_value(restored: Any, target: PerHost) -> Any:
         if path in wanted
     }
     return PerHost(unflatten_like(restored.value, arrays, {}))
+
+
+def _with_state(path: str, target: PerHost, state: Any) -> PerHost:
+    """Set the state of the iterator in a target; raise `InvalidArgument` if it refuses the state."""
+    try:
+        target.value.set_state(state)
+    except Exception as error:  # code of the class may raise anything
+        raise InvalidArgument(
+            f"{path}: the {type(target.value).__name__} of the target can't take the state that the checkpoint "
+            f"has for it ({type(error).__name__}: {error!s:.300}); restore the other leaves with only=…"
+        ) from error
+    return target
 
 
 def begin_copy(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:

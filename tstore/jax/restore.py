@@ -56,10 +56,10 @@ def restore(
         The pytree to return, with arrays, or with what `jax.eval_shape` returns. An array gets the sharding,
         layout and weak type of its leaf, and each process reads what its devices need, once. Without a sharding it
         is whole on the default device; one over a mesh without devices, as `jax.eval_shape` returns, is over that
-        of `jax.set_mesh`. NumPy arrays are restored as such. The target must fit: one `StructureMismatch` lists
-        every path that is missing or unexpected, or has another shape or dtype. Without a target the result
-        consists of NumPy arrays in nested dicts, lists and tuples, and only typed PRNG keys are arrays of JAX;
-        named tuples and other classes become dicts.
+        of `jax.set_mesh`. NumPy arrays are restored as such, and the iterator of Grain in a `tstore.PerHost` in
+        place. The target must fit: one `StructureMismatch` lists every path that is missing or unexpected, or has
+        another shape or dtype. Without a target the result consists of NumPy arrays in nested dicts, lists and
+        tuples, and only typed PRNG keys are arrays of JAX; named tuples and other classes become dicts.
     only, rename, dtype, missing, per_host
         As in `tstore.restore`.
 

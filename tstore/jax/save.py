@@ -46,8 +46,8 @@ def save(
         Any pytree of arrays of JAX (in any sharding, of any dtype, typed PRNG keys too) and NumPy, and of Python
         scalars: states of optax, `TrainState`, states and modules of `flax.nnx`. An array that each process has on
         its own devices must be equal in all processes, and one of them writes it, unless it is in a
-        `tstore.PerHost`: then each process saves its own. Do not change the arrays of
-        NumPy before this returns.
+        `tstore.PerHost`: then each process saves its own. An iterator of Grain in a `PerHost` is saved by its
+        state. Do not change the arrays of NumPy before this returns.
     host, hosts, attempt
         By default from `jax.distributed`, with a new attempt for each save. With `hosts=1` this process saves
         alone.

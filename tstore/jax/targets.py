@@ -58,7 +58,7 @@ def target_leaf(path: str, leaf: Any, source: Source, mesh: Any) -> TargetLeaf:
         if meta.shape == () and meta.dtype.kind in _NUMBER_KINDS[type(leaf)]:
             return TargetLeaf(name, _shape_struct((), meta.dtype), lambda values: type(leaf)(values[()]))
     if isinstance(leaf, PerHost):
-        return TargetLeaf(name, leaf, functools.partial(own_value, target=leaf))
+        return TargetLeaf(name, leaf, functools.partial(own_value, name, leaf))
     if not hasattr(leaf, "dtype"):
         return TargetLeaf(path, leaf, lambda scalar: scalar)
     node, finish = _core_node(name, leaf, mesh)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tstore.checkpoint.leaves import Destination, HostValues, PerHost, Shards
+from tstore.checkpoint.per_host import naming
 from tstore.checkpoint.replicated import REPLICA_WHOLE, array_checksum
 from tstore.checkpoint.structure import flatten, unflatten_like
 from tstore.core.runtime.budget import prefer_huge_pages
@@ -65,7 +66,10 @@ def to_values(tree: Any) -> TreeValues:
     samples_by_path = {path: samples_of(local_tensor(leaves[path]), REPLICA_WHOLE) for path in replicas}
     for path, samples in host_values(samples_by_path).items():
         results[path].replica_checksum = array_checksum(samples)
-    results |= {p: PerHost(to_values(leaf.value).tree) for p, leaf in leaves.items() if isinstance(leaf, PerHost)}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, PerHost):
+            with naming(path):
+                results[path] = PerHost(to_values(leaf.value).tree)
     copied = all(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves.values())
     teams = {path: layout.team for path, layout in layouts.items()}
     return TreeValues(unflatten_like(tree, results, {}), teams, copied)
