@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 import os
 import re
@@ -21,6 +20,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support.documents import ROOT
+from tests.support.modules import module_at
 from tstore.core.storage.http.store import HttpStorage
 from tstore.core.storage.objects import Buffers
 from tstore.service.server import Server
@@ -52,12 +52,7 @@ def test_a_volume_is_sliced_over_http_for_a_part_of_its_bytes(tmp_path: Path) ->
 @pytest.fixture
 def volume() -> ModuleType:
     """The example as a module; its processes are threads here."""
-    spec = importlib.util.spec_from_file_location("volume", EXAMPLES["volume"])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(EXAMPLES["volume"])
 
 
 async def test_the_volume_prints_the_bytes_that_are_transferred(

@@ -22,6 +22,7 @@ import pytest
 from tests.support.browser import browser, missing
 from tests.support.documents import ROOT
 from tests.support.fileservers import python_files
+from tests.support.modules import module_at
 
 griffe = pytest.importorskip("griffe", reason="the site needs the extra docs")
 pytest.importorskip("material", reason="the site needs the extra docs")
@@ -48,12 +49,7 @@ NAMED_HOSTS = {
 @functools.cache
 def pages() -> ModuleType:
     """Return the module with the pages of the reference."""
-    spec = importlib.util.spec_from_file_location("pages", CONFIGURATION / "pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(CONFIGURATION / "pages.py")
 
 
 @pytest.fixture(scope="module")

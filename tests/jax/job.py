@@ -422,8 +422,8 @@ def series(folder: Path) -> None:
         saves.save(6, {"x": x + 1})
         same({"x": x + 1}, saves.restore_latest({"x": placed(np.zeros(8, "f4"), on, "x")}))
         lost = AsyncMock(side_effect=Unavailable("no network"))
-        latest = patch("tstore.checkpoint.checkpointer.Checkpointer.latest", lost)
-        with latest if jax.process_index() == 0 else nullcontext(), pytest.raises(Unavailable):
+        steps = patch("tstore.checkpoint.checkpointer.steps", lost)
+        with steps if jax.process_index() == 0 else nullcontext(), pytest.raises(Unavailable):
             saves.restore_latest({"x": x})  # raises in every process
 
 

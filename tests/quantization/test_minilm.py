@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.modules import module_at
 from tests.support.weights import real_weights
 from tstore.convert.safetensors import open_tensors
 
@@ -22,12 +22,7 @@ FIRST = [-0.027331, 0.056216, 0.082923, 0.025886, -0.013256, -0.074675, -0.05034
 
 @pytest.fixture(scope="module")
 def minilm() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("minilm", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(EXAMPLE)
 
 
 @pytest.fixture(scope="module")

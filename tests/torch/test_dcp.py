@@ -357,6 +357,15 @@ def test_saves_in_the_background_that_overlap(tmp_path: Path) -> None:
     assert [tstore.restore(tmp_path / "s", step)["x"].sum() for step in (1, 2)] == [3, 0]
 
 
+def test_a_list_of_the_values_of_all_hosts_is_refused(tmp_path: Path) -> None:
+    tstore.torch.save(tmp_path, {"w": torch.ones(2), "own": tstore.PerHost(3)}, 1)
+    values = tstore.torch.restore(tmp_path, per_host="all")
+    for tree in (values, {"deep": [values["own"]]}):
+        with pytest.raises(api.CheckpointException, match=r"(own|deep)\S*: DCP would save"):
+            dcp.save(tree, storage_writer=stores.Writer(tmp_path, 2))
+    assert tstore.steps(tmp_path) == [1]
+
+
 def test_wrong_use(tmp_path: Path) -> None:
     url = tmp_path / "s"
     with pytest.raises(InvalidArgument, match="a URL or a path"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 import types
@@ -15,6 +14,7 @@ import torch
 import tstore
 import tstore.sync
 from tests.support.documents import ROOT
+from tests.support.modules import module_at
 from tstore.errors import StructureMismatch
 
 torch.manual_seed(0)
@@ -151,10 +151,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 def test_the_loader_for_vllm_has_its_interface(saved: tuple[str, torch.nn.Module], vllm: Any) -> None:
     url, module = saved
-    spec = importlib.util.spec_from_file_location("vllm_loader", ROOT / "examples" / "vllm_loader.py")
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module_at(ROOT / "examples" / "vllm_loader.py")
 
     class Model(torch.nn.Module):
         def load_weights(self, weights: Any) -> set[str]:
