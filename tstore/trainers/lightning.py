@@ -206,7 +206,10 @@ class CheckpointFiles(fsspec.AbstractFileSystem):
     """
 
     protocol = "tstore"
+    """The scheme by which fsspec finds this class."""
+
     cachable = False
+    """Whether fsspec keeps an instance for later calls with the same arguments."""
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
