@@ -61,8 +61,8 @@ async def stream(
 
     Raises
     ------
-    As `tstore.restore`, when the array that can't be read would be next; `SnapshotExpired` if garbage collection
-    removes the version meanwhile.
+    As `tstore.restore`, before an array that can't be read, or the small arrays that are read together with it;
+    `SnapshotExpired` if garbage collection removes the version meanwhile.
 
     Examples
     --------
