@@ -13,7 +13,7 @@ from concurrent import futures
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, patch
+from unittest.mock import DEFAULT, AsyncMock, patch
 
 import numpy as np
 import pytest
@@ -32,7 +32,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tstore.sync as tstore
 from tstore import EverySeconds, EverySteps
-from tstore.errors import Inconsistent, InvalidArgument, StructureMismatch, TStoreError, Unavailable
+from tstore.checkpoint.source import Source
+from tstore.errors import Corrupt, Inconsistent, InvalidArgument, StructureMismatch, TStoreError, Unavailable
 
 
 class Net(nn.Module):
@@ -271,6 +272,11 @@ def series(folder: Path) -> None:
         assert checkpoints.restore_latest(target)["n"] == 4
         checkpoints.save(6, state, metrics={"loss": 2.0})
         assert checkpoints.restore_latest(target)["n"] == 7
+        # one process finds the newest step damaged, so all of them fall back to the one before
+        damaged = AsyncMock(wraps=Source.read, side_effect=[Corrupt("lost"), DEFAULT])
+        with patch.object(Source, "read", damaged) if dist.get_rank() == 1 else nullcontext():
+            assert checkpoints.restore_latest(target, fallback=True)["n"] == 4
+        assert checkpoints.latest() == 4
         lost = AsyncMock(side_effect=Unavailable("no network"))
         lookup = patch("tstore.checkpoint.checkpointer.steps", lost)
         with lookup if dist.get_rank() == 1 else nullcontext(), pytest.raises(TStoreError, match="no network"):
