@@ -27,7 +27,7 @@ from tstore.service.server import Server
 
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
 JOBS = ("pytorch_fsdp", "jax_resume")
-"""The examples that are killed and run again."""
+"""The examples that are killed and run again. That for vLLM has a test beside those of its loader."""
 
 SIDE = "144"
 """The argument that makes the example of a volume short."""
@@ -36,7 +36,7 @@ OPTIONS = ("--save-every", "5", "--steps", "14")
 FRUGAL = {"OMP_NUM_THREADS": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {*JOBS, "volume"}))
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {*JOBS, "volume", "vllm_loader"}))
 def test_examples(name: str, tmp_path: Path) -> None:
     assert run([sys.executable, "-W", "error", str(EXAMPLES[name])], tmp_path)
 
