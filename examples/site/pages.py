@@ -111,7 +111,7 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
         "Plugins for trainers. Each module is imported by its own name.",
         {
             "tstore.trainers.lightning": "CheckpointIO ModelParallelStrategy RandomStates CheckpointFiles",
-            "tstore.trainers.huggingface": "TStoreCallback write_checkpoint",
+            "tstore.trainers.huggingface": "TStoreCallback",
             "tstore.trainers.keras": "BackupAndRestore ModelCheckpoint restore_model",
             "tstore.trainers.orbax": "CheckpointManager",
             "tstore.trainers.torchtitan": "CheckpointManager",

@@ -103,6 +103,27 @@ async def test_a_model_that_fits_is_one_file(tmp_path: Path) -> None:
     assert report.files == 1  # a tensor is never split
 
 
+@pytest.mark.parametrize(("kind", "stem"), [("config.json", "model"), ("adapter_config.json", "adapter_model")])
+async def test_the_files_that_a_trainer_saved_beside_a_model_are_exported(
+    tmp_path: Path, kind: str, stem: str
+) -> None:
+    files = {kind: b'{"a": 1}', "tokenizer.json": b"[]"}
+    arrays = {name: np.frombuffer(data, np.uint8) for name, data in files.items()}
+    tree = {"model": {"w": np.ones((4, 32), np.float32)}, "files": arrays, "optimizer": np.ones(2)}
+    await tstore.save(tmp_path / "store", tree, 7)
+    await export_huggingface(tmp_path / "store", tmp_path / "out", subtree="model")
+    out = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert list(safetensors.numpy.load(out.pop(f"{stem}.safetensors"))) == ["w"]
+    assert out == files
+    await export_huggingface(tmp_path / "store", tmp_path / "bare", subtree="model", skip=["files"])
+    assert os.listdir(tmp_path / "bare") == ["model.safetensors"]
+    options = {"subtree": "model", "layout": "compressed-tensors"}
+    await export_huggingface(tmp_path / "store", tmp_path / "low", **options)
+    config = json.loads((tmp_path / "low" / "config.json").read_text())
+    assert "quantization_config" in config
+    assert config.get("a") == (1 if kind == "config.json" else None)
+
+
 async def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     store = tmp_path / "store"
     await tstore.save(store, {"a": np.ones(5000), "b": np.ones(5000) + 1, "c": np.zeros(5000)}, 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
+import resource
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,8 @@ import transformers
 
 import tstore.sync as tstore
 from tests.trainers.killing import losses
-from tstore.trainers.huggingface import TStoreCallback, write_checkpoint
+from tstore.cli import main
+from tstore.trainers.huggingface import TStoreCallback
 
 Report = Callable[[int, float], None]
 
@@ -85,7 +88,7 @@ def paths(url: str) -> list[str]:
 def pretrained(url: str, lora: bool = False) -> bool:
     """Return whether `from_pretrained` reads the folder made of a step as the model that was trained."""
     trainer, _ = fit(url, steps=3, lora=lora)
-    write_checkpoint(url, 3, "folder")
+    assert main(["export", url, "folder", "--step", "3", "--subtree", "model"]) == 0
     if lora:
         model = peft.PeftModel.from_pretrained(new_model(lora=False), "folder")
     else:
@@ -97,6 +100,25 @@ def pretrained(url: str, lora: bool = False) -> bool:
 def kept(url: str, **options: Any) -> list[int]:
     fit(url, **options)
     return tstore.steps(url)
+
+
+def without_numbers(url: str) -> list[int]:
+    """Train until the loss is NaN, keep the best step, and return the steps."""
+    keep = tstore.Keep(last=1, best=(1, "eval_loss"))
+    options = {"learning_rate": 1e30, "eval_strategy": "steps", "eval_steps": 3}
+    trainer, _ = fit(url, steps=9, keep=keep, **options)
+    assert math.isnan(trainer.state.log_history[-2]["eval_loss"]), trainer.state.log_history
+    return tstore.steps(url)
+
+
+def full_disk(url: str) -> None:
+    """Train with a disk that is full from step 7 on."""
+
+    def fill(step: int, loss: float) -> None:
+        if step == 7:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+    fit(url, fill, steps=12, width=64)
 
 
 def best(url: str) -> dict[str, Any]:

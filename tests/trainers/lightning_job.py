@@ -10,14 +10,18 @@ import os
 import pathlib
 import resource
 import signal
+import sys
+import threading
+import tomllib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import fsspec
 import lightning.pytorch as pl
 import torch
+from fsspec.registry import _registry, known_implementations
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.fsdp import fully_shard
@@ -87,6 +91,9 @@ class Net(pl.LightningModule):
         self.report(self.global_step, loss.item())
         return loss
 
+    def test_step(self, batch: Any, index: int) -> None:
+        pass
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
@@ -102,6 +109,7 @@ def fit(
     metric: Callable[[int], float] | None = None,
     strategy: Any = "auto",
     devices: int = 1,
+    callbacks: Sequence[pl.Callback] = (),
     **options: Any,
 ) -> tuple[pl.Trainer, Net, ModelCheckpoint]:
     torch.set_num_threads(1)
@@ -121,7 +129,7 @@ def fit(
     trainer = pl.Trainer(
         max_steps=steps,
         plugins=[CheckpointIO()],
-        callbacks=[checkpoints, RandomStates()],
+        callbacks=[checkpoints, RandomStates(), *callbacks],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -154,6 +162,56 @@ def names_of(url: str, **options: Any) -> list[str]:
 def without_numbers(url: str) -> list[str]:
     """Train with a metric that is NaN at every second step; return the names."""
     return names_of(url, steps=12, metric=lambda step: math.nan if step % 2 else float(step), save_top_k=2)
+
+
+def best(url: str) -> dict[str, Any]:
+    """Test the best checkpoint, and return its path and whether the test was of it, and of the last one."""
+    trainer, net, checkpoints = fit(url, steps=12, metric=lambda step: abs(step - 5))
+    last = {key: value.clone() for key, value in net.state_dict().items()}
+    trainer.test(net, Batches(0), ckpt_path="best", verbose=False)
+    saved = CheckpointIO().load_checkpoint(checkpoints.best_model_path)["state_dict"]
+    same = [
+        all(torch.equal(value, state[key]) for key, value in net.state_dict().items()) for state in (saved, last)
+    ]
+    return {"path": checkpoints.best_model_path, "tested": same}
+
+
+def slow_saves(url: str) -> dict[int, float]:
+    """Return the losses of a run whose first commit ends only when the next checkpoint is due."""
+    link, due = os.link, threading.Event()
+
+    def held(source: Any, target: Any, **options: Any) -> None:
+        if "/commits/" in str(target):
+            assert due.wait(60)
+        link(source, target, **options)
+
+    class Due(pl.Callback):
+        def on_save_checkpoint(self, trainer: Any, net: Any, checkpoint: dict[str, Any]) -> None:
+            if checkpoint["global_step"] == 6:
+                assert tstore.steps(url) == []
+                due.set()
+
+    def run(report: Report) -> None:
+        os.link = held
+        fit(url, report, steps=12, save_last=False, callbacks=[Due()])
+
+    return losses(run)
+
+
+def found_by_installation(url: str) -> bool:
+    """Return whether `load_from_checkpoint` has the entry point of the installed package open a checkpoint."""
+    _, net, checkpoints = fit(url, steps=3)
+    for registered in (known_implementations, _registry):
+        registered.pop("tstore", None)
+    project = tomllib.loads(pathlib.Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
+    installed = pathlib.Path("site", "tstore_of_tests-1.dist-info")
+    installed.mkdir(parents=True)
+    lines = [f"{name} = {value}" for name, value in project["project"]["entry-points"]["fsspec.specs"].items()]
+    installed.joinpath("entry_points.txt").write_text("\n".join(["[fsspec.specs]", *lines]))
+    sys.path.insert(0, str(installed.parent))
+    fsspec.process_entries()
+    model = Net.load_from_checkpoint(checkpoints.last_model_path)
+    return all(torch.equal(value, model.state_dict()[key]) for key, value in net.state_dict().items())
 
 
 def resumed_elsewhere(url: str, strategy: str, ranks: int) -> bool:

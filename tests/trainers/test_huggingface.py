@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,9 @@ def test_a_killed_run_has_the_losses_of_another_one(job: Jobs, tmp_path: Path, l
     assert all(("lora_" in path) == lora for path in job("paths", url=url))
     with tstore.open(url) as store:
         assert store.verify().ok
+        store.collect(tstore.Keep(last=2), abandoned=timedelta())
+        assert store.collect(tstore.Keep(last=2), abandoned=timedelta(), dry_run=True).objects == 0
+        assert store.pending() == []
 
 
 def test_a_run_goes_on_with_more_steps_and_another_number_of_ranks(job: Jobs, tmp_path: Path) -> None:
@@ -50,10 +54,11 @@ def test_steps_are_kept_by_their_number_or_their_metric(job: Jobs, tmp_path: Pat
     assert job("kept", url=str(tmp_path / "b"), steps=20, save_strategy="epoch") == [10, 20]
     kept = job("best", url=str(tmp_path / "c"))
     assert kept["steps"] == sorted({kept["best"], 12})
+    assert job("without_numbers", url=str(tmp_path / "nan")) == [9]
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_step_is_written_as_a_pretrained_folder(job: Jobs, tmp_path: Path, lora: bool) -> None:
+def test_a_step_is_exported_as_a_pretrained_folder(job: Jobs, tmp_path: Path, lora: bool) -> None:
     assert job("pretrained", url=str(tmp_path / "s"), lora=lora)
 
 
@@ -61,6 +66,7 @@ def test_a_step_is_written_as_a_pretrained_folder(job: Jobs, tmp_path: Path, lor
     ("name", "arguments", "error"),
     [
         ("damaged", {}, "Corrupt: "),
+        ("full_disk", {}, "StorageFull: "),
         ("without_resume", {}, "InvalidArgument: .*step 3 comes before step 9, the newest"),
         (
             "kept",

@@ -55,6 +55,17 @@ def test_top_k_and_last_are_tags(job: Jobs, tmp_path: Path) -> None:
         tags = store.tags()
     assert tags["last.ckpt"] == tags["epoch=1-step=12.ckpt"] == tags["step/12"]
     assert "last.ckpt" in job("without_numbers", url=str(tmp_path / "nan"))
+    best = str(tmp_path / "best")
+    assert job("best", url=best) == {"path": f"tstore::{best}/epoch=0-step=6.ckpt", "tested": [True, False]}
+
+
+def test_a_save_may_take_longer_than_the_interval(job: Jobs, tmp_path: Path) -> None:
+    whole = job("train", url=str(tmp_path / "whole"), steps=12)
+    assert job("slow_saves", url=str(tmp_path / "s")) == whole
+
+
+def test_a_checkpoint_is_loaded_without_an_import_of_the_plugin(job: Jobs, tmp_path: Path) -> None:
+    assert job("found_by_installation", url=str(tmp_path / "s"))
 
 
 @pytest.mark.parametrize(

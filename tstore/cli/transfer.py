@@ -165,7 +165,8 @@ def import_checkpoint(
     "--subtree",
     default="",
     metavar="PATH",
-    help="Export only this path and what is below it, such as model in a training step; names are relative to it.",
+    help="Export only this path and what is below it, such as model in a training step; names are relative to it. "
+    "A Hugging Face folder also gets the files of the configuration and tokenizer that a trainer saved beside it.",
 )
 @click.option(
     "--strip",

@@ -39,6 +39,7 @@ from tstore.core.store import Store, opened
 from tstore.errors import InvalidArgument
 
 __all__ = [
+    "FILES",
     "MAX_SHARD_SIZE",
     "ExportReport",
     "ExportedArray",
@@ -53,6 +54,9 @@ __all__ = [
 
 MAX_SHARD_SIZE = 5_000_000_000
 """The default limit on the bytes of tensors in one file of a folder, as in Hugging Face libraries."""
+
+FILES = "files"
+"""The group beside a model with the files of its configuration and tokenizer, as one-dimensional uint8 arrays."""
 
 _SLAB = 32 << 20  # bytes
 
@@ -237,34 +241,40 @@ async def export_huggingface(
 
     The files are named `model.safetensors`, or, if the tensors have more than `max_shard_size` bytes,
     `model-00001-of-00002.safetensors` and so on with the index `model.safetensors.index.json`, which is written
-    last. A tensor is never split. The other arguments are as in `export_safetensors`;
+    last. A tensor is never split. The other arguments are as in `export_safetensors`. If `subtree` has a sibling
+    group `files` with a configuration, as in the steps of a `TStoreCallback`, its files are written too, and
+    `from_pretrained` reads the folder. With an adapter_config.json, the file is `adapter_model.safetensors`.
     `layout="compressed-tensors"` writes the matrices NAME.weight that are quantized in the layout of that package
-    (`layouts`), with its quantization_config in config.json: merge that file into the model's own. Raise the
-    errors of `export_safetensors`.
+    (`layouts`), with its quantization_config in config.json: unless the model's own is among the files, merge it
+    into that. Raise the errors of `export_safetensors`.
     """
     checked_layout(layout, requantize)
     limit, path = checked_index("max_shard_size", max_shard_size), os.fspath(folder)
     async with opened(store, "r") as opened_store:
-        source = await _source(
-            *await snapshot_to_export(opened_store, at, step, skip), subtree, strip, layout, requantize
-        )
+        snapshot, skipped = await snapshot_to_export(opened_store, at, step, skip)
+        source = await _source(snapshot, skipped, subtree, strip, layout, requantize)
+        files = await _model_files(snapshot, subtree)
+        stem = "adapter_model" if "adapter_config.json" in files else "model"
         metadata = {"format": "pt"} if source.metadata is None else source.metadata
         shards = _shards(source.specs(), limit)
         counter = _Progress(source.bytes, progress)
         refuse_existing(path)
         async with in_thread(new_folder(path), path) as temporary:
-            names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+            names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
             if len(shards) == 1:
-                names = ["model.safetensors"]
+                names = [f"{stem}.safetensors"]
             for name, specs in zip(names, shards, strict=True):
                 await _write(f"{temporary}/{name}", sort_tensors(specs), metadata, source, counter)
             if layout == "compressed-tensors":
-                config = {"quantization_config": source.low_bits.config()}
-                await run(_write_json, f"{temporary}/config.json", config)
+                config = json.loads(files.get("config.json", b"{}"))
+                config["quantization_config"] = source.low_bits.config()
+                files["config.json"] = _json(config)
+            for name, data in files.items():
+                await run(_write_file, f"{temporary}/{name}", data)
             if len(shards) > 1:
                 index = {tensor: name for name, specs in zip(names, shards, strict=True) for tensor in specs}
                 document = {"metadata": {"total_size": source.bytes}, "weight_map": index}
-                await run(_write_json, f"{temporary}/model.safetensors.index.json", document)
+                await run(_write_file, f"{temporary}/{stem}.safetensors.index.json", _json(document))
     return source.report(len(shards))
 
 
@@ -287,10 +297,24 @@ def _size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     return math.prod(shape) * bits_of(dtype) // 8
 
 
-def _write_json(path: str, document: Mapping[str, Any]) -> None:
-    text = json.dumps(document, indent=2, sort_keys=True) + "\n"
+async def _model_files(snapshot: Snapshot, subtree: str) -> dict[str, bytes]:
+    """Return the files of the configuration and tokenizer of the model at a path, if they are saved beside it."""
+    parent = subtree.strip("/").rpartition("/")[0]
+    group = f"{parent}/{FILES}" if parent else FILES
+    paths = {path.rpartition("/")[2]: path for path in snapshot.paths() if path.rpartition("/")[0] == group}
+    if not subtree or paths.keys().isdisjoint(("config.json", "adapter_config.json")):
+        return {}
+    arrays = {name: await snapshot.array(path) for name, path in paths.items()}
+    return {name: (await a.read()).tobytes() for name, a in arrays.items() if a.dtype == np.uint8 and a.ndim == 1}
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _write_file(path: str, data: bytes) -> None:
     with mapped_errors("write", path), exported_file(path) as fd:
-        write_all(fd, [text.encode()], 0)
+        write_all(fd, [data], 0)
 
 
 async def _source(

@@ -25,11 +25,12 @@ from safetensors.torch import save_file
 
 import tstore
 import tstore.sync as blocking
+from tstore.convert.exporting import FILES
 from tstore.core.format.tree.retention import Keep
 from tstore.errors import InvalidArgument
 from tstore.quantization.policy import QuantizeRules, Target
 
-__all__ = ["TStoreCallback", "write_checkpoint"]
+__all__ = ["TStoreCallback"]
 
 _LONGEST_FILE = 64 << 20  # of a tokenizer, in bytes; longer files are no configuration
 
@@ -93,7 +94,7 @@ class TStoreCallback(transformers.TrainerCallback):
             self._folder = tempfile.TemporaryDirectory(prefix="tstore-")
             path = os.path.join(self._folder.name, f"checkpoint-{step}")
             try:
-                write_checkpoint(self._url, step, path)
+                _write_checkpoint(self._url, step, path)
             except tstore.errors.TStoreError as error:
                 if processes == 1:
                     raise
@@ -168,7 +169,7 @@ class TStoreCallback(transformers.TrainerCallback):
             "model": _adapter(model) or model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "scheduler": objects["lr_scheduler"].state_dict(),
-            "files": self._files,
+            FILES: self._files,
             "per_process": tstore.PerHost(own),
         }
         if (scaler := getattr(optimizer, "scaler", None)) is not None:
@@ -183,18 +184,18 @@ class TStoreCallback(transformers.TrainerCallback):
             folder.cleanup()
 
 
-def write_checkpoint(url: str | os.PathLike[str], step: int, folder: str | os.PathLike[str]) -> None:
-    """Write a step of `TStoreCallback` as a folder from which `Trainer` resumes and `from_pretrained` reads."""
+def _write_checkpoint(url: str | os.PathLike[str], step: int, folder: str | os.PathLike[str]) -> None:
+    """Write a step of `TStoreCallback` as a folder from which the `Trainer` resumes."""
     tree = blocking.torch.restore(url, step, hosts=1, per_host="all")
-    if not {"model", "optimizer", "scheduler", "files", "per_process"} <= tree.keys():
+    if not {"model", "optimizer", "scheduler", FILES, "per_process"} <= tree.keys():
         raise InvalidArgument(f"{os.fspath(url)}: step {step} is not of TStoreCallback; it has {', '.join(tree)}")
     target = Path(folder)
     target.mkdir(parents=True)
-    is_adapter = "adapter_config.json" in tree["files"]
+    is_adapter = "adapter_config.json" in tree[FILES]
     name = "adapter_model.safetensors" if is_adapter else "model.safetensors"
     tensors = {key: value.contiguous() for key, value in tree["model"].items()}
     save_file(tensors, target / name, metadata={"format": "pt"})
-    for file, data in tree["files"].items():
+    for file, data in tree[FILES].items():
         (target / file).write_bytes(data.numpy().tobytes())
     for key, file in (("optimizer", "optimizer.pt"), ("scheduler", "scheduler.pt"), ("scaler", "scaler.pt")):
         if key in tree:
