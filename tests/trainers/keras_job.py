@@ -103,6 +103,33 @@ def check(url: str) -> None:
     refusal(lambda: fit(model(), second, epochs=1), f"{url}/two", "step 5 ", "rollback")
     refusal(lambda: BackupAndRestore(f"{url}/b", 0), "save_freq=0", "'epoch' or a number of batches")
 
+    # names that would be equal without their numbers, a model without an optimizer, and equal names
+    def layers(*names: str) -> Any:
+        built = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(4, name=name) for name in names)])
+        built.compile("sgd", loss="mse")
+        return built
+
+    net, fresh = layers("x_1", "x_2_1", "x_3"), layers("x_1", "x_2_1", "x_3")
+    net.fit(X, X, verbose=0, callbacks=[ModelCheckpoint(f"{url}/numbers")])
+    restored = keras.Sequential(fresh.layers)
+    restored.build((None, 4))
+    restore_model(restored, f"{url}/numbers")
+    assert all(map(np.array_equal, net.get_weights(), restored.get_weights()))
+
+    class Twins(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name="twins")
+            self.twins = [keras.layers.Dense(4, name="twin") for _ in range(2)]
+
+        def call(self, x: Any) -> Any:
+            return self.twins[1](self.twins[0](x))
+
+    twins = Twins()
+    twins.compile("sgd", loss="mse")
+    twins(X)
+    saved = ModelCheckpoint(f"{url}/twins")
+    refusal(lambda: twins.fit(X, X, verbose=0, callbacks=[saved]), "twins/twin/kernel", "a name of its own")
+
     # a damaged step
     twice = BackupAndRestore(f"{url}/d", double_checkpoint=True, delete_checkpoint=False)
     fit(model(40_000), twice, epochs=2)

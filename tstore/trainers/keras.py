@@ -17,7 +17,7 @@ import operator
 import os
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -210,13 +210,12 @@ class ModelCheckpoint(_SavingCallback):
         super()._save(epoch, logs)
 
     def _items(self) -> dict[str, Any]:
-        items = super()._items()
-        return {"model": items["model"]} if self._weights_only else items
+        return _values({"model": _own_variables(self.model)}) if self._weights_only else super()._items()
 
 
 def restore_model(model: Any, url: str | os.PathLike[str], step: int | None = None) -> None:
     """Restore the variables of a built model, without its optimizer, from a step (by default the newest)."""
-    variables = {"model": _variables(model)["model"]}
+    variables = {"model": _own_variables(model)}
     _assign(variables, _library().restore(url, step, target=_values(variables), only="model/**"))
 
 
@@ -232,41 +231,67 @@ def _library() -> ModuleType:
     return tstore.sync.jax if keras.backend.backend() == "jax" else tstore.sync
 
 
+def _own_variables(model: Any) -> dict[str, Any]:
+    """Return the variables of a model by their paths in a step; raise `InvalidArgument` if two have one path."""
+    own: dict[str, Any] = {}
+    for variable in (*model.trainable_variables, *model.non_trainable_variables):
+        if own.setdefault(variable.path, variable) is not variable:
+            raise InvalidArgument(
+                f"the model {model.name!r} has two variables {variable.path!r}; give each layer a name of its own"
+            )
+    paths = _stable_paths(list(own))
+    return {paths[path]: variable for path, variable in own.items()}
+
+
 def _variables(model: Any) -> dict[str, dict[str, Any]]:
     """Return the variables of a model and of its optimizer by their paths in a step."""
-    own = {v.path: v for v in (*model.trainable_variables, *model.non_trainable_variables)}
-    paths = _stable_paths(list(own))
+    own = _own_variables(model)
+    paths = {variable.path: path for path, variable in own.items()}
     slots: dict[str, Any] = {}
     for variable in model.optimizer.variables if model.optimizer is not None else ():
         name = variable.path.rpartition("/")[2]
         # a slot has the path of its variable, with another separator, in its name
-        owner = max((p for p in own if name.startswith(p.replace("/", "_") + "_")), key=len, default=None)
+        owner = max((p for p in paths if name.startswith(p.replace("/", "_") + "_")), key=len, default=None)
         path = name if owner is None else f"{paths[owner]}/{name[len(owner) + 1 :]}"
-        slots[path if path not in slots else variable.path] = variable
-    return {"model": {paths[path]: variable for path, variable in own.items()}, "optimizer": slots}
+        path = path if path not in slots else variable.path
+        if path in slots:
+            raise InvalidArgument(
+                f"the optimizer of the model {model.name!r} has two variables {path!r}; give each layer a name of "
+                "its own"
+            )
+        slots[path] = variable
+    return {"model": own, "optimizer": slots}
 
 
 def _stable_paths(paths: Sequence[str]) -> dict[str, str]:
     """Return each path with the numbers at the ends of its names counted from the lowest beside it."""
-    lowest: dict[tuple[str, str], int] = {}
-
-    def numbered(path: str) -> Iterator[tuple[tuple[str, str], int]]:
-        above = ""
-        for name in path.split("/"):
-            match = _NUMBERED.fullmatch(name)
-            yield ((above, match[1]), int(match[2])) if match else ((above, name), 0)
-            above += f"/{name}"
-
+    beside: dict[str, set[str]] = {}  # the names in each group
     for path in paths:
-        for place, number in numbered(path):
-            lowest[place] = min(lowest.get(place, number), number)
-    return {
-        path: "/".join(
-            place[1] + (f"_{number - lowest[place]}" if number > lowest[place] else "")
-            for place, number in numbered(path)
-        )
-        for path in paths
+        for group, name in _places(path):
+            beside.setdefault(group, set()).add(name)
+    stable = {group: _stable_names(names) for group, names in beside.items()}
+    return {path: "/".join(stable[group][name] for group, name in _places(path)) for path in paths}
+
+
+def _places(path: str) -> Iterator[tuple[str, str]]:
+    """Yield each name of a path with the path above it."""
+    group = ""
+    for name in path.split("/"):
+        yield group, name
+        group += f"/{name}"
+
+
+def _stable_names(names: Iterable[str]) -> dict[str, str]:
+    """Return names with their numbers counted from the lowest, unless two would be equal: "x_2_1" and "x_3"."""
+    numbered = {name: (m[1], int(m[2])) if (m := _NUMBERED.fullmatch(name)) else (name, 0) for name in names}
+    lowest: dict[str, int] = {}
+    for base, number in numbered.values():
+        lowest[base] = min(lowest.get(base, number), number)
+    stable = {
+        name: base + (f"_{number - lowest[base]}" if number > lowest[base] else "")
+        for name, (base, number) in numbered.items()
     }
+    return stable if len(set(stable.values())) == len(stable) else {name: name for name in stable}
 
 
 def _values(variables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
