@@ -13,7 +13,8 @@ import pytest
 
 import tstore
 import tstore.sync
-from tstore.errors import Corrupt, InvalidArgument, StructureMismatch
+from tstore.errors import Corrupt, InvalidArgument, NotFound, SnapshotExpired, StructureMismatch
+from tstore.lab.conformance.faults import open_faulty
 
 rng = np.random.default_rng(0)
 
@@ -224,3 +225,23 @@ async def test_a_damaged_array_of_many_views_is_named(tmp_path: Path) -> None:
     with pytest.raises(Corrupt) as caught:
         await snapshot.read_many([await snapshot.array("a")], out=[np.zeros_like(values)])
     assert caught.value.__notes__[0].endswith("\n  a")
+
+
+@pytest.mark.parametrize("missing", ["error", "keep"])
+async def test_no_other_step_is_restored_over_values_to_keep(tmp_path: Path, missing: Any) -> None:
+    await tstore.save(tmp_path, {"w": np.ones(3000)}, 1)
+    store, faults = await open_faulty(tmp_path)
+
+    def collected(message: str) -> NotFound:
+        tstore.sync.save(tmp_path, {"w": np.full(3000, 2.0)}, 2)
+        with tstore.sync.open(tmp_path) as other:
+            other.collect(tstore.Keep(last=1))
+        return NotFound(message)
+
+    faults.fail("read_into", "txn/*", error=collected)
+    into = {"w": np.zeros(3000)}
+    if missing == "keep":
+        with pytest.raises(SnapshotExpired):
+            await tstore.restore(store, into=into, missing=missing)
+    else:
+        assert (await tstore.restore(store, into=into, missing=missing))["w"][0] == 2

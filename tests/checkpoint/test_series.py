@@ -150,6 +150,18 @@ def test_an_error_of_the_callback_is_told_at_the_next_call_and_costs_no_step(url
     assert blocking.steps(url) == [2]
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_callback_that_exits_does_not_end_the_saves(url: str, error: type[BaseException]) -> None:
+    def leave(_: SaveReport) -> None:
+        raise error
+
+    checkpoints = Checkpointer(url, on_saved=leave)
+    checkpoints.save(1, STATE)
+    with pytest.raises(Misuse, match=f"on_saved failed for step 1, which is saved: {error.__name__}"):
+        checkpoints.close()
+    assert blocking.steps(url) == [1]
+
+
 # ---- errors that do not stop the job
 
 
@@ -192,6 +204,21 @@ def test_closing_tells_which_steps_are_not_saved(url: str) -> None:
         checkpoints.close()
     checkpoints.close()
     assert blocking.steps(url) == [1]
+
+
+def test_a_rollback_gives_up_the_later_steps_that_are_not_saved(url: str) -> None:
+    store, faults = asyncio.run(open_faulty(url))
+    with Checkpointer(store, on_error="warn") as checkpoints:
+        checkpoints.save(1, STATE)
+        checkpoints.wait()
+        faults.fail("create", "commits/*", times=100, error=StorageFull)
+        checkpoints.save(9, STATE)
+        checkpoints.wait()
+        faults.clear_rules()
+        checkpoints.rollback(1)
+        checkpoints.save(5, STATE)
+        checkpoints.wait()
+        assert checkpoints.unsaved == {}
 
 
 def test_a_collection_or_callback_that_fails_does_not_stop_a_job_that_only_warns(
@@ -338,6 +365,24 @@ def test_only_damage_makes_a_job_fall_back(tmp_path: Path) -> None:
         with pytest.raises(NotFound, match="no array matches"):
             checkpoints.restore_latest(only="renamed", fallback=True)
         assert checkpoints.latest() == 1
+
+
+def test_a_step_that_is_mapped_is_verified_before_it_counts_as_undamaged(tmp_path: Path) -> None:
+    objects = saved(tmp_path / "s", range(1, 3))
+    flip(next(path for path in objects[2] if path.name.startswith("pack-")))
+    with Checkpointer(tmp_path / "s") as checkpoints:
+        mapped = checkpoints.restore_latest(fallback=True, map=True)
+        assert not mapped.copied
+        assert (mapped["w0"][0], checkpoints.latest()) == (1, 1)
+
+
+def test_a_fallback_does_not_keep_values_of_the_damaged_step(tmp_path: Path) -> None:
+    objects = saved(tmp_path / "s", range(1, 3))
+    flip(next(path for path in objects[2] if path.name.startswith("pack-")))
+    with Checkpointer(tmp_path / "s") as checkpoints:
+        with pytest.raises(InvalidArgument, match=r"missing='keep': .* could keep values of the damaged one"):
+            checkpoints.restore_latest(fallback=True, missing="keep")
+        assert checkpoints.latest() == 2
 
 
 def test_hosts_fall_back_together_if_one_of_them_finds_damage(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import tstore
 import tstore.sync
 from tests.support.documents import ROOT
 from tests.support.modules import module_at
-from tstore.errors import StructureMismatch
+from tstore.errors import Corrupt, InvalidArgument, StructureMismatch
 
 torch.manual_seed(0)
 
@@ -81,6 +82,44 @@ async def test_nothing_is_loaded_unless_everything_fits(saved: tuple[str, torch.
         with pytest.raises(StructureMismatch, match=mismatch):
             await tstore.torch.load_into(module, url, group="run/net")
         assert all(before[name].equal(tensor) for name, tensor in module.state_dict().items())
+
+
+class WithExtra(torch.nn.Linear):
+    def get_extra_state(self) -> Any:
+        return torch.ones(2)
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError(state)
+
+
+async def test_what_cannot_be_loaded_is_refused(url: str) -> None:
+    expanded = torch.nn.Linear(3, 2)
+    expanded.weight = torch.nn.Parameter(torch.zeros(2, 1).expand(2, 3))
+    for module, message in (
+        (torch.nn.Linear(3, 2, device="meta"), "weight is on the meta device .* pass assign=True"),
+        (WithExtra(3, 2), "_extra_state: load_into loads no extra state"),
+        (expanded, "weight: its elements share memory"),
+    ):
+        await tstore.torch.save(url, {"model": WithExtra(3, 2)}, 1, overwrite=True)
+        with pytest.raises(InvalidArgument, match=message):
+            await tstore.torch.load_into(module, url)
+
+
+async def test_a_failed_read_says_which_tensors_were_filled(tmp_path: Path) -> None:
+    module = torch.nn.ParameterDict({f"p{n}": torch.full((3 << 20,), n + 1.0) for n in range(3)})
+    await tstore.torch.save(tmp_path, {"model": module}, 1)
+    *_, (last, _) = [item async for item in tstore.torch.stream(tmp_path)]
+    for pack in tmp_path.glob("txn/*/pack-*"):
+        data = pack.read_bytes()
+        if (at := data.find(module[last].detach().numpy().tobytes())) >= 0:
+            pack.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    loaded = torch.nn.ParameterDict({name: torch.zeros(3 << 20) for name in module})
+    with pytest.raises(Corrupt) as caught:
+        await tstore.torch.load_into(loaded, tmp_path)
+    filled = [name for name, tensor in loaded.items() if tensor.any()]
+    assert filled
+    [note] = caught.value.__notes__
+    assert [line.strip() for line in note.splitlines()[1:]] == filled
 
 
 def test_a_state_dict_is_the_whole_tree(url: str) -> None:

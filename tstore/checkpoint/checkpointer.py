@@ -12,10 +12,11 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 from tstore.checkpoint.background import BackgroundSave, InFlight, SaveWork, StagingChoice, checked_choices
 from tstore.checkpoint.background_store import BackgroundStore
 from tstore.checkpoint.checkpoint import Checkpoint
+from tstore.checkpoint.mapped import Mapped
 from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
-from tstore.checkpoint.rollback import check_newest, check_order, is_damaged, roll_back
+from tstore.checkpoint.rollback import check_fallback, check_newest, check_order, is_damaged, roll_back
 from tstore.checkpoint.save import checked_order, checkpoint_to_save
 from tstore.checkpoint.series import OnError, OnSaved, SaveSeries, checked_on_error
 from tstore.checkpoint.staging import StagingMemory
@@ -280,7 +281,8 @@ class Checkpointer:
         `rollback` to go on from an older one. With `fallback` this does that by itself: it restores the newest
         step that is not damaged on any host, logs a warning for each that is, and makes the restored step the
         newest, as `rollback` does, so that `latest` returns it and the next step can be saved. The damaged steps
-        stay readable as versions until garbage collection. No other error makes it fall back. If the record or
+        stay readable as versions until garbage collection. No other error makes it fall back, and
+        `missing="keep"` is refused, because it could mix the values of two steps. If the record or
         manifest of the newest version is damaged, nothing can be saved: run `tstore repair` first.
 
         Each of several hosts looks up the newest step for itself. If another step may be committed meanwhile, call
@@ -295,7 +297,7 @@ class Checkpointer:
             except Corrupt as error:
                 raise Corrupt(f"step {step}, the newest: {error}; {await self._rollback_advice(step)}") from error
             except SnapshotExpired:  # another job may have saved a newer step, and collected this one
-                if self._hosts > 1 or await self.latest() == step:
+                if self._hosts > 1 or options.get("missing") == "keep" or await self.latest() == step:
                     raise
         return None
 
@@ -325,6 +327,7 @@ class Checkpointer:
             rollback = await roll_back(store, step, self._host, checked_commit_timeout(self._timeout))
         self._last_rollback = self._last_rollback if rollback.removal is None else rollback.removal
         self._last_step = step
+        self._series.forget_unsaved_after(step)
         return rollback.step_version if rollback.removal is None else rollback.removal
 
     async def wait(self, timeout: float | None = None) -> None:
@@ -368,16 +371,14 @@ class Checkpointer:
 
     async def _restore_undamaged(self, target: Any, options: dict[str, Any]) -> Any:
         """Restore the newest step that is not damaged on any host, and make it the newest."""
-        if self._hosts > 1 and self._agree is None:
-            raise InvalidArgument(
-                f"fallback=True: {self._hosts} hosts could restore different steps; pass agree=… to the "
-                "Checkpointer, a function that returns whether any host passed True"
-            )
+        check_fallback(self._hosts, self._agree is not None, options.get("missing"))
         newest = step = await self._agreed_latest()
         while step is not None:
             value, error = None, None
             try:
                 value = await self.restore(step, target, **options)
+                if isinstance(value, Mapped):
+                    await value.verified()
             except Exception as raised:  # the other hosts must learn whether the step is damaged
                 error = raised
             damaged = await is_damaged(self._store, step, error)

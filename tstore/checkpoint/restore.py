@@ -77,7 +77,7 @@ async def restore(
         path patterns. By default nothing is cast.
     missing
         With "keep", leaves of the target that the checkpoint lacks are returned unchanged; by default they are a
-        mismatch.
+        mismatch. With `into`, no other step is then restored if the newest is removed during the read.
     packed
         Return arrays in eXmY formats as `exmy.Quantized`, neither decoded nor cast, and those for which the
         target has `Shards` as `PackedShards`. Other arrays are returned as without `packed`, and so are 0-d ones.
@@ -122,8 +122,9 @@ async def restore(
         raise InvalidArgument("map=True maps arrays as they are stored; omit into=… and packed=…")
     tree = Into(target, {}, target) if into is None else Into.of(into, request.selects)
     expired: SnapshotExpired | None = None
+    mixes = into is not None and missing == "keep"  # what another step lacks would keep values of this one
     async with opened(store, "r") as opened_store:
-        for _ in range(1 if step is not None or at is not None else _ATTEMPTS):
+        for _ in range(1 if step is not None or at is not None or mixes else _ATTEMPTS):
             try:
                 snapshot = await chosen_snapshot(opened_store, step, at)
                 if map:

@@ -8,13 +8,14 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from tstore.checkpoint.request import Missing
 from tstore.core.steps import chosen_snapshot, step_tag, steps_of
 from tstore.core.storage.watch import Watch
 from tstore.core.store import Store, opened
 from tstore.core.tags import last_removal, later_steps, remove_steps_after
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, NotAStore, NotFound, Unavailable
 
-__all__ = ["Rollback", "check_newest", "check_order", "is_damaged", "roll_back"]
+__all__ = ["Rollback", "check_fallback", "check_newest", "check_order", "is_damaged", "roll_back"]
 
 _MIN_POLL, _MAX_POLL = 0.05, 2.0  # seconds between checks for the commit of host 0
 
@@ -38,6 +39,20 @@ async def roll_back(store: Store, step: int, host: int, timeout: float) -> Rollb
         await _wait_removed(store, step, timeout)
     step_version = (await chosen_snapshot(store, step, None)).version  # raises if a gc removed it meanwhile
     return Rollback(step_version, await last_removal(store, step, step_version))
+
+
+def check_fallback(hosts: int, is_agreed: bool, missing: Missing | None) -> None:
+    """Raise `InvalidArgument` if a restore that falls back could mix the values of two steps."""
+    if hosts > 1 and not is_agreed:
+        raise InvalidArgument(
+            f"fallback=True: {hosts} hosts could restore different steps; pass agree=… to the Checkpointer, a "
+            "function that returns whether any host passed True"
+        )
+    if missing == "keep":
+        raise InvalidArgument(
+            "fallback=True, missing='keep': arrays that an earlier step lacks could keep values of the damaged "
+            "one; omit either, and after a Corrupt call rollback and restore into new arrays"
+        )
 
 
 async def is_damaged(store: str | os.PathLike[str] | Store, step: int, error: BaseException | None) -> bool:

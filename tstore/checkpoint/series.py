@@ -82,10 +82,14 @@ class SaveSeries:
             if self._on_saved is not None:
                 try:
                     await run(self._on_saved, report)
-                except Exception as error:  # a caller's function may raise any
-                    self._fail_late(
-                        f"on_saved failed for step {save.step}, which is saved: {_named(error)}", error
-                    )
+                except (Exception, KeyboardInterrupt, SystemExit) as error:
+                    message = f"on_saved failed for step {save.step}, which is saved: {_named(error)}"
+                    if isinstance(error, Exception):
+                        self._fail_late(message, error)
+                    else:  # it would end the event loop of all saves, here and where it is raised
+                        self._fail_late(
+                            message, Misuse(f"{message}; raise an Exception, or end the job elsewhere")
+                        )
             if self._keep is not None:
                 await self._collect(report.version, self._keep, store)
 
@@ -116,6 +120,10 @@ class SaveSeries:
             error = self.unsaved[max(self.unsaved)]
             self.unsaved = {}
             raise Unavailable(f"{url}: step {steps} is not saved, nor any after it: {_named(error)}") from error
+
+    def forget_unsaved_after(self, step: int) -> None:
+        """Forget the failed saves of later steps, which a rollback to a step has given up."""
+        self.unsaved = {number: error for number, error in self.unsaved.items() if number <= step}
 
     def has_failed(self, step: int | None) -> bool:
         """Return whether the save of a step has failed, even if that has not yet been told."""

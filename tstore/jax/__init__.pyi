@@ -147,10 +147,10 @@ def restore(
         The pytree to return, with arrays, or with what `jax.eval_shape` returns. An array gets the sharding,
         layout and weak type of its leaf, and each process reads what its devices need, once. Without a sharding it
         is whole on the default device; one over a mesh without devices, as `jax.eval_shape` returns, is over that
-        of `jax.set_mesh`. NumPy arrays are restored as such. The target must fit: one `StructureMismatch` lists
-        every path that is missing or unexpected, or has another shape or dtype. Without a target the result
-        consists of NumPy arrays in nested dicts, lists and tuples, and only typed PRNG keys are arrays of JAX;
-        named tuples and other classes become dicts.
+        of `jax.set_mesh`. NumPy arrays are restored as such, and the iterator of Grain in a `tstore.PerHost` in
+        place. The target must fit: one `StructureMismatch` lists every path that is missing or unexpected, or has
+        another shape or dtype. Without a target the result consists of NumPy arrays in nested dicts, lists and
+        tuples, and only typed PRNG keys are arrays of JAX; named tuples and other classes become dicts.
     only, rename, dtype, missing, per_host
         As in `tstore.restore`.
 
@@ -196,8 +196,8 @@ def save(
         Any pytree of arrays of JAX (in any sharding, of any dtype, typed PRNG keys too) and NumPy, and of Python
         scalars: states of optax, `TrainState`, states and modules of `flax.nnx`. An array that each process has on
         its own devices must be equal in all processes, and one of them writes it, unless it is in a
-        `tstore.PerHost`: then each process saves its own. Do not change the arrays of
-        NumPy before this returns.
+        `tstore.PerHost`: then each process saves its own. An iterator of Grain in a `PerHost` is saved by its
+        state. Do not change the arrays of NumPy before this returns.
     host, hosts, attempt
         By default from `jax.distributed`, with a new attempt for each save. With `hosts=1` this process saves
         alone.

@@ -423,7 +423,8 @@ class Checkpointer:
         `rollback` to go on from an older one. With `fallback` this does that by itself: it restores the newest
         step that is not damaged on any host, logs a warning for each that is, and makes the restored step the
         newest, as `rollback` does, so that `latest` returns it and the next step can be saved. The damaged steps
-        stay readable as versions until garbage collection. No other error makes it fall back. If the record or
+        stay readable as versions until garbage collection. No other error makes it fall back, and
+        `missing="keep"` is refused, because it could mix the values of two steps. If the record or
         manifest of the newest version is damaged, nothing can be saved: run `tstore repair` first.
 
         Each of several hosts looks up the newest step for itself. If another step may be committed meanwhile, call
@@ -1104,7 +1105,7 @@ def restore(
         path patterns. By default nothing is cast.
     missing
         With "keep", leaves of the target that the checkpoint lacks are returned unchanged; by default they are a
-        mismatch.
+        mismatch. With `into`, no other step is then restored if the newest is removed during the read.
     packed
         Return arrays in eXmY formats as `exmy.Quantized`, neither decoded nor cast, and those for which the
         target has `Shards` as `PackedShards`. Other arrays are returned as without `packed`, and so are 0-d ones.

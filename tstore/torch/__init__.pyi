@@ -152,8 +152,9 @@ async def load_into(
 ) -> None:
     """Load the parameters and buffers of a module from a group of a checkpoint, while the next ones are read.
 
-    All names, shapes and dtypes are checked before anything is loaded; floats are cast. This process loads alone,
-    and needs little more memory than the module. `tstore.torch.restore` also restores optimizers and `DTensor`s.
+    All names, shapes and dtypes are checked before anything is loaded; floats are cast. If a read fails later, a
+    note of the error has the names of the tensors that were filled. This process loads alone, and needs little
+    more memory than the module. `tstore.torch.restore` also restores optimizers, `DTensor`s and extra state.
 
     Parameters
     ----------

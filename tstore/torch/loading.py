@@ -14,8 +14,9 @@ from tstore.checkpoint.stream import Order
 from tstore.checkpoint.stream import stream as stream_arrays
 from tstore.checkpoint.structure import flatten
 from tstore.core.store import Store
+from tstore.errors import InvalidArgument, bullet_list
 from tstore.torch.leaves import restored_value
-from tstore.torch.tensors import numpy_dtype
+from tstore.torch.tensors import numpy_dtype, shares_elements
 
 __all__ = ["load_into", "stream"]
 
@@ -63,8 +64,9 @@ async def load_into(
 ) -> None:
     """Load the parameters and buffers of a module from a group of a checkpoint, while the next ones are read.
 
-    All names, shapes and dtypes are checked before anything is loaded; floats are cast. This process loads alone,
-    and needs little more memory than the module. `tstore.torch.restore` also restores optimizers and `DTensor`s.
+    All names, shapes and dtypes are checked before anything is loaded; floats are cast. If a read fails later, a
+    note of the error has the names of the tensors that were filled. This process loads alone, and needs little
+    more memory than the module. `tstore.torch.restore` also restores optimizers, `DTensor`s and extra state.
 
     Parameters
     ----------
@@ -86,7 +88,7 @@ async def load_into(
     >>> model.weight.equal(saved.weight)
     True
     """
-    own = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    own = _tensors(module, assign)
     target: Any = {name: _Like(name, tensor) for name, tensor in own.items()}
     for part in reversed(group.split("/") if group else []):
         target = {part: target}
@@ -94,15 +96,41 @@ async def load_into(
     only = f"{group}/**" if group else None
     loaded: dict[str, torch.Tensor] = {}
     arrays = stream_arrays(store, step, at=at, target=target, only=only, dtype="target")
-    async with contextlib.aclosing(arrays):
-        async for path, values in arrays:
-            tensor = restored_value(path, values)
-            if assign:
-                loaded[names[path]] = tensor
-            else:
-                own[names[path]].copy_(tensor)
+    filled: list[str] = []
+    try:
+        async with contextlib.aclosing(arrays):
+            async for path, values in arrays:
+                tensor = restored_value(path, values)
+                if assign:
+                    loaded[names[path]] = tensor
+                else:
+                    own[names[path]].copy_(tensor)
+                    filled.append(names[path])
+    except BaseException as error:
+        if filled:
+            error.add_note(
+                "tensors of the module that have their new values, unlike the others:" + bullet_list(filled)
+            )
+        raise
     if assign:
         module.load_state_dict(loaded, strict=False, assign=True)
+
+
+def _tensors(module: torch.nn.Module, assign: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors to load by name; raise `InvalidArgument` if one of them can't be loaded."""
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in module.state_dict().items():
+        if name.rpartition(".")[2] == "_extra_state":
+            raise InvalidArgument(f"{name}: load_into loads no extra state; tstore.torch.restore(target=…) does")
+        if isinstance(tensor, torch.Tensor):
+            own[name] = tensor
+            if tensor.is_meta and not assign:
+                raise InvalidArgument(f"{name} is on the meta device and can't be filled; pass assign=True")
+            if shares_elements(tensor):
+                raise InvalidArgument(
+                    f"{name}: its elements share memory; pass assign=True, for memory of its own"
+                )
+    return own
 
 
 class _Like:

@@ -120,7 +120,9 @@ async def restore_among(
     check_one_version(step, at)
     request = Request(only, rename, _numpy_cast(dtype), missing, per_host, processes.host, processes.hosts)
     async with opened(store, "r") as opened_store:
-        attempts_left = _ATTEMPTS if step is None and at is None and processes.hosts == 1 else 1
+        mixes = missing == "keep"  # a tensor that another step lacks would keep values of this one
+        is_newest = step is None and at is None
+        attempts_left = _ATTEMPTS if is_newest and processes.hosts == 1 and not mixes else 1
         while True:
             snapshot = await _agreed_snapshot(opened_store, step, at, processes)
             try:
