@@ -27,7 +27,7 @@ SHELL = [document for document in DOCUMENTS if document.of_language("sh")]
 PYTHON = [d for d in DOCUMENTS if d.of_language("python") and d not in SHELL]
 """The documents whose Python blocks run alone; those of the others run before their commands."""
 
-TRAINERS = ("keras", "lightning", "transformers", "ray", "torchtitan", "wandb")
+TRAINERS = ("accelerate", "keras", "lightning", "transformers", "ray", "torchtitan", "wandb")
 """The trainers of guides; whoever does not work on these need not install them."""
 
 MAX_LINES = 250
@@ -66,6 +66,14 @@ def python_blocks(document: Document) -> list[tuple[str, str]]:
     return [("python", text) for text in document.of_language("python")]
 
 
+def skip_without_trainer(document: Document) -> None:
+    """Skip the test of a guide to a trainer that is not installed."""
+    for trainer in TRAINERS:
+        is_used = re.search(rf"^(import|from) {trainer}\b", document.text, re.M)
+        if is_used and importlib.util.find_spec(trainer) is None:
+            pytest.skip(f"{trainer} is not installed")
+
+
 def commands(document: Document) -> list[tuple[str, str]]:
     """Return the commands, without the installation."""
     blocks = [text for text in document.of_language("sh") if not text.startswith("pip install ")]
@@ -89,15 +97,14 @@ def test_every_code_block_has_a_tested_language(document: Document) -> None:
 
 @pytest.mark.parametrize("document", PYTHON, ids=name_of)
 def test_python_blocks_run_in_order(document: Document, tmp_path: Path) -> None:
-    for trainer in TRAINERS:
-        if re.search(rf"^import {trainer}\b", document.text, re.M) and importlib.util.find_spec(trainer) is None:
-            pytest.skip(f"{trainer} is not installed")
+    skip_without_trainer(document)
     run(python_blocks(document), tmp_path)
 
 
 @pytest.mark.parametrize("document", SHELL, ids=name_of)
 def test_commands_run_in_order(document: Document, tmp_path: Path) -> None:
     """They run after the Python blocks, whose stores they use."""
+    skip_without_trainer(document)
     run(python_blocks(document) + commands(document), tmp_path)
     if document is README:
         assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
