@@ -83,7 +83,7 @@ async def test_a_gc_during_the_validation_loses_no_update(url: str) -> None:
     await w[1].write(-1)
     await w[CHUNK + 1].write(-2)
     await write_both(store, (2, 3), new_arrays=400)
-    gate = faults.hold("get", "*/manifest")
+    gate = faults.hold("get", "*/manifest-1")
     commit = asyncio.create_task(tx.commit())
     await gate.reached()
     await overwrite(store, 0, 4)
