@@ -265,6 +265,28 @@ async def test_records_are_deleted_only_while_their_archive_can_be_read(url: str
     assert set(map(commit_key, range(1, 5))) <= set(await records(connect(url)))
 
 
+async def test_records_whose_archive_vanishes_during_a_collection_are_kept(url: str) -> None:
+    """An administrator deletes it after the collection has listed it."""
+    await (await fill(url, range(1, 20))).collect(None)
+    store, faults = await open_faulty(url)
+    gate = faults.hold("flush", "archives")
+    collection = asyncio.create_task(store.collect(None))
+    await gate.reached()
+    await connect(url).delete(archive_key(4))
+    gate.release()
+    await collection
+    await check(url, list(range(1, 20)))
+
+
+async def test_the_error_of_a_collection_that_committed_nothing_names_no_version(url: str) -> None:
+    """It only deletes the records that the one before has archived."""
+    await (await fill(url, range(1, 20))).collect(None)
+    store, faults = await open_faulty(url)
+    faults.fail("delete", "commits/*")
+    with pytest.raises(Unavailable, match=r"injected fault$"):
+        await store.collect(None)
+
+
 @pytest.mark.parametrize("operation", ["create", "delete"])
 async def test_archiving_that_was_killed_is_continued(operation: str, url: str) -> None:
     await fill(url, range(1, 30))
