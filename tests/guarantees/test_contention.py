@@ -196,6 +196,22 @@ async def test_conflicting_commits_do_not_share_a_record(url: str) -> None:
     assert await values(url) == [0, 1, *[-1] * 6]
 
 
+async def test_conflicting_changes_of_metadata_do_not_share_a_record(url: str) -> None:
+    await make(url, 8)
+    store, _faults = await open_faulty(url)
+    ready = [store.transaction() for _ in range(4)]
+    for i, tx in enumerate(ready[:2]):
+        await created(tx, "new", 4 + i)
+    await (await ready[2].array("w"))[7].write(7)
+    await (await ready[3].array("w")).resize((4,))
+    creation, other_creation, write, resize = await together(url, store, ready)
+    assert creation == write == 3
+    for conflict, path in ((other_creation, "new"), (resize, "w")):
+        assert isinstance(conflict, Conflict)
+        assert conflict.paths == [path]
+    assert await values(url) == [*[-1] * 7, 7]
+
+
 async def test_some_transactions_never_share_a_record(url: str) -> None:
     """Large and serializable transactions, and those that replace the whole tree."""
     await make(url, 4)
