@@ -41,7 +41,8 @@ class NamedSteps:
         self._ends: list[Any] = []  # futures of the calls
         self._error: BaseException | None = None
         self._pending: tuple[str, Any] | None = None  # the name and values of the save under way
-        self._newest = 0  # the newest version that was there when this job began, or that it saved
+        self._before = 0  # the newest step's version when this job began
+        self._saved: set[int] = set()  # the versions of the steps that this job saved
 
     def names(self) -> dict[str, int | None]:
         """Return the version of each checkpoint by name, None for one whose save is under way."""
@@ -84,9 +85,10 @@ class NamedSteps:
             tags = await store.tags()
             self._check_alone(tags)
             number = (steps_of(tags) or [-1])[-1] + 1 if step is None else step
-            self._newest = await save(
+            version = await save(
                 store, copies, number, hosts=1, overwrite=True, tags=[name], priority="low", **options
             )
+            self._saved.add(version)
             if self._pending is not None and self._pending[1] is copies:
                 self._pending = None
             if name in tags:
@@ -101,7 +103,7 @@ class NamedSteps:
         saving: tstore.BackgroundSave = BACKGROUND.run(begun)
 
         async def run() -> None:
-            self._newest = await saving.committed
+            self._saved.add(await saving.committed)
 
         self._pending = None
         self._start(name, True, run)
@@ -136,7 +138,7 @@ class NamedSteps:
         self._raise_error()
         if self._store is None:
             self._store = BACKGROUND.run(tstore.open(self.url))
-            self._newest = max(BACKGROUND.run(self._store.tags()).values(), default=0)
+            self._before = max(BACKGROUND.run(self._store.tags()).values(), default=0)
         return self._store
 
     def _start(self, name: str, is_set: bool, work: Callable[[], Awaitable[None]]) -> None:
@@ -170,7 +172,7 @@ class NamedSteps:
     def _check_alone(self, tags: dict[str, int]) -> None:
         """Raise `Conflict` if another job has saved a step since this one began."""
         for step in steps_of(tags):
-            if (version := tags[step_tag(step)]) > self._newest:
+            if (version := tags[step_tag(step)]) > self._before and version not in self._saved:
                 raise Conflict(
                     f"{self.url}: another job saved step {step}, as version {version}, while this one was "
                     "running; end one of them, or give each job a folder of its own",
