@@ -192,15 +192,22 @@ def test_the_modules_in_c_are_compiled(clone: Clone, module: str, folder: str) -
     assert Path(file).parent == clone.folder / "tstore" / folder
 
 
+UNTYPED = re.compile(
+    r"^\s*(import|from) (accelerate|dask|distributed|keras|lightning|mlflow|optax|ray|torchtitan|vllm|wandb|"
+    r"torch.distributed.checkpoint)\b",
+    re.MULTILINE,
+)
+"""Packages that have no types, wrong ones, or are not installed with the tests."""
+
+
 def scripts() -> dict[str, str]:
-    """Return the documents' Python blocks and the examples, by file name."""
+    """Return the documents' Python blocks and the examples with types, by file name."""
     texts = {}
     for document in DOCUMENTS:
         stem = document.name.removesuffix(".md").replace("/", "_")
         texts |= {f"{stem}_{number}.py": text for number, text in enumerate(document.of_language("python"))}
-    untyped = ("quantize_on_dask", "jax_resume")  # they use dask and optax, which have no types
-    examples = (path for path in (ROOT / "examples").glob("*.py") if path.stem not in untyped)
-    return texts | {path.name: path.read_text() for path in examples}
+    texts |= {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    return {name: text for name, text in texts.items() if not UNTYPED.search(text)}
 
 
 def write(clone: Clone, texts: dict[str, str]) -> list[str]:
