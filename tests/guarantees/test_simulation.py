@@ -171,8 +171,8 @@ MUTATIONS: dict[str, list[Edit]] = {
     "finisher does not scan from the base": [
         Edit(
             COOPERATIVE + "append",
-            "return await self.log.append(",
-            "record = replace(record, base=await self.log.reader.newest())\n    return await self.log.append(",
+            "version = await self.log.append(",
+            "record = replace(record, base=await self.log.reader.newest())\n    version = await self.log.append(",
         )
     ],
     "finisher scans from the highest base": [

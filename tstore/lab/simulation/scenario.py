@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import tstore
+import tstore.checkpoint
 import tstore.core
+import tstore.quantization
 from tstore.core.format.layout import is_record, root_key
 from tstore.core.runtime.pool import without_threads
 from tstore.core.runtime.world import use_world
@@ -210,10 +212,11 @@ def _initial_store(commits: int, root_every: int, layout: Layout, fork: int) -> 
 
 @functools.cache
 def import_core() -> None:
-    """Import all modules of `tstore.core`: one imported during `override_constants` would keep the override."""
-    for module in pkgutil.walk_packages(tstore.core.__path__, "tstore.core."):
-        with contextlib.suppress(ImportError):  # a storage backend whose packages are not installed
-            importlib.import_module(module.name)
+    """Import the modules with constants: one imported during `override_constants` would keep the override."""
+    for package in (tstore.core, tstore.checkpoint, tstore.quantization):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            with contextlib.suppress(ImportError):  # a storage backend whose packages are not installed
+                importlib.import_module(module.name)
 
 
 @contextlib.contextmanager
