@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -420,7 +421,7 @@ async def test_values_that_differ_between_blocks_of_hosts_are_named() -> None:
 @pytest.mark.parametrize(("known", "differ"), [([0, 3], True), ([1, 7], True), ([3, 5], True), ([3, 5], False)])
 async def test_values_that_some_hosts_lack_are_compared_between_blocks(known: list[int], differ: bool) -> None:
     """Eight hosts in blocks of two, which are merged at three levels; two of them know a checksum of "x"."""
-    store = await tstore.open(f"memory://between-blocks-{known}-{differ}", "x")
+    store = await tstore.open(f"memory://{uuid.uuid4()}", "x")
 
     async def host(number: int) -> int:
         tx = store.transaction(name="n", host=number, hosts=8, attempt="a")
