@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import enum
 import io
 import json
 import os
@@ -440,6 +441,38 @@ def with_metadata(folder: Path, out: Path, change: Any) -> str:
     change(metadata)
     (out / ".metadata").write_bytes(pickle.dumps(metadata))
     return str(out)
+
+
+class PicklerOf3112(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 does, and `Attribute` as it does them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Attribute):
+            return getattr, tuple(value)
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+class Attribute(list[Any]):
+    """An object and the name of an attribute."""
+
+
+def test_only_members_of_enums_are_named_by_getattr(folder: Path, tmp_path: Path) -> None:
+    def repickle(change: Any, name: str) -> str:
+        path = with_metadata(folder, tmp_path / name, lambda _: None)
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        change(metadata)
+        with open(tmp_path / name / ".metadata", "wb") as file:
+            PicklerOf3112(file).dump(metadata)
+        assert b"getattr" in (tmp_path / name / ".metadata").read_bytes()
+        return path
+
+    assert bits(open_dcp(repickle(lambda _: None, "enums"))[0]) == bits(open_dcp(str(folder))[0])
+    for i, evil in enumerate(
+        ([torch.Size, "numel"], ["text", "upper"], [getattr, "__self__"], [torch.float32, "x"])
+    ):
+        path = repickle(lambda m, evil=evil: setattr(m, "planner_data", Attribute(evil)), f"evil{i}")
+        with pytest.raises(UnsupportedFormat, match=r"refers to an attribute, by builtins.getattr"):
+            open_dcp(path)
 
 
 def test_metadata_that_lies(folder: Path, tmp_path: Path) -> None:

@@ -36,10 +36,13 @@ _MAX_NDIM = 64  # the limit of NumPy
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _OLD_CLASSES = "torch.distributed._shard.sharded_tensor.metadata"  # written by PyTorch 2.0 to 2.2
+_ENUMS = {(_OLD_CLASSES, "MEM_FORMAT_ENCODING"), (_CLASSES, "_MEM_FORMAT_ENCODING")}
 _ALLOWED = {
-    *((_OLD_CLASSES, n) for n in ("TensorProperties", "MEM_FORMAT_ENCODING")),
+    *_ENUMS,
+    ("builtins", "getattr"),  # of members of these enums
+    (_OLD_CLASSES, "TensorProperties"),
     *((_CLASSES, n) for n in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
-    *((_CLASSES, n) for n in ("BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((_CLASSES, n) for n in ("BytesStorageMetadata", "MetadataIndex", "StorageMeta")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
@@ -69,8 +72,9 @@ def open_dcp(folder: str) -> tuple[Any, set[str]]:
     subject = os.path.join(folder, METADATA)
     data = read_whole(subject, _MAX_METADATA)
     _check_length(folder, data)
-    fields = _fields(parse_pickle(data, _ALLOWED, subject, Visits(subject)), "Metadata", subject)
-    del data
+    metadata = parse_pickle(data, _ALLOWED, subject, Visits(subject), enums=_ENUMS)
+    fields = _fields(metadata, "Metadata", subject)
+    del data, metadata
     try:
         items, keys = _dict(fields["state_dict_metadata"]), _dict(fields.get("planner_data") or {})
         locations = list(_locations(fields["storage_data"]))

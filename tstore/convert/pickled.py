@@ -93,14 +93,18 @@ class Visits:
             )
 
 
-def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]] | None, subject: str, visits: Visits) -> Any:
+_Names = Collection[tuple[str, str]]
+
+
+def parse_pickle(data: bytes, allowed: _Names | None, subject: str, visits: Visits, *, enums: _Names = ()) -> Any:
     """Return the value of a pickle, which may refer only to the `allowed` names; count its opcodes in `visits`.
 
-    If `allowed` is None, it may refer to any. Raise `UnsupportedFormat` for any other name, and for opcodes that
-    are too many or not supported; raise `Corrupt` for bytes that are not a pickle. `subject` names the pickle in
-    errors.
+    If `allowed` is None, it may refer to any. If not, `builtins.getattr`, if allowed, may only be called for a
+    member of one of the `enums`, which Python 3.11.0 to 3.11.3 pickles so. Raise `UnsupportedFormat` for any other
+    name, and for opcodes that are too many or not supported; raise `Corrupt` for bytes that are not a pickle.
+    `subject` names the pickle in errors.
     """
-    machine = _Machine(allowed, subject, visits)
+    machine = _Machine(allowed, enums, subject, visits)
     visits.add_memory(-_MEMORY_PER_BYTE * len(data))
     try:
         for opcode, argument, _ in pickletools.genops(data):
@@ -141,12 +145,12 @@ def check_key(key: Any) -> None:
 class _Machine:
     """The stack and the memo of a pickle while it is read."""
 
-    def __init__(self, allowed: Collection[tuple[str, str]] | None, subject: str, visits: Visits) -> None:
+    def __init__(self, allowed: _Names | None, enums: _Names, subject: str, visits: Visits) -> None:
         self.stack: list[Any] = []
         self.outer_stacks: list[list[Any]] = []  # for each open mark, the stack before it
         self.memo: list[Any] = []
         self.result: Any = None
-        self._allowed, self._subject, self._visits = allowed, subject, visits
+        self._allowed, self._enums, self._subject, self._visits = allowed, enums, subject, visits
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -160,16 +164,23 @@ class _Machine:
 
     def push_name(self, module: str, name: str) -> None:
         if self._allowed is not None and (module, name) not in self._allowed:
-            raise UnsupportedFormat(
-                f"{self._subject} refers to {f'{module}.{name}'[:_MAX_SHOWN]}, which is neither a tensor nor a "
-                "plain container or number, so tstore does not load it; save the checkpoint without that object"
-            )
+            raise self._refused(f"{module}.{name}")
         self.push(Name(module, name))
+
+    def _refused(self, what: str) -> UnsupportedFormat:
+        return UnsupportedFormat(
+            f"{self._subject} refers to {what[:_MAX_SHOWN]}, which is neither a tensor nor a plain container or "
+            "number, so tstore does not load it; save the checkpoint without that object"
+        )
 
     def call(self) -> None:
         arguments, function = self.pop(), self.pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
             raise ValueError("a call of something that is not a name")
+        if self._allowed is not None and function == ("builtins", "getattr"):
+            owner, name = arguments
+            if not isinstance(owner, Name) or owner not in self._enums or not isinstance(name, str):
+                raise self._refused("an attribute, by builtins.getattr")
         self.push(Instance(function, arguments))
 
     def build(self) -> None:
