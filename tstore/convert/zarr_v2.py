@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tstore.core.format.arrays.dtypes import array_dtype, dtype_named, dtype_to_json, fill_to_json
-from tstore.core.format.arrays.variable import is_variable, variable_dtype
+from tstore.core.format.arrays.variable import variable_dtype
 from tstore.core.format.plain_text import with_json_numbers
 from tstore.errors import UnsupportedFormat
 
@@ -90,7 +90,7 @@ def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
     if value is None and dtype.kind in "mM":
         return fill_to_json(np.array("NaT", dtype)[()], dtype)  # as zarr-python reads it
     if value is None or (dtype.kind in "USVTO" and value in (0, "")):
-        return "" if is_variable(dtype) else fill_to_json(np.zeros((), dtype)[()], dtype)
+        return "" if dtype.hasobject else fill_to_json(np.zeros((), dtype)[()], dtype)
     if dtype.kind == "b":
         return bool(value)
     if dtype.kind in "iu" and isinstance(value, float) and value.is_integer():
@@ -119,7 +119,7 @@ def _codecs(fields: Mapping[str, Any], dtype: np.dtype[Any], ndim: int, transpos
     endian = "big" if stage.byteorder == ">" else "little"
     compressor = fields.get("compressor")
     rest = [*filters, *([] if compressor is None else [compressor])]
-    if is_variable(dtype):
+    if dtype.hasobject:
         codecs.append({"name": rest.pop(0)["id"]})
     elif not (rest and rest[0]["id"] in _ARRAY_COMPRESSORS):
         codecs.append({"name": "bytes", **({"configuration": {"endian": endian}} if stage.itemsize > 1 else {})})

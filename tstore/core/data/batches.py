@@ -19,7 +19,7 @@ from tstore.core.data.write_job import EncodedRun, StagedChunks, Values, WriteJo
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.gather import Source, copy_chunks, gather
 from tstore.core.format.arrays.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
-from tstore.core.format.arrays.variable import bytes_in, is_variable
+from tstore.core.format.arrays.variable import bytes_in
 from tstore.core.format.checksums import BLOCK
 from tstore.core.runtime.budget import aligned_offset, scratch
 from tstore.errors import InvalidArgument, NotFinite
@@ -269,7 +269,7 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values, batch_size: i
     counts = chunk_counts(values.shape, meta.chunks)
     size = meta.chunk_size * meta.dtype.itemsize
     # a chunk of values of variable length may be of any size
-    max_chunks = 1 if is_variable(meta.dtype) else max(1, min(_BATCH_CHUNKS, batch_size // max(1, size)))
+    max_chunks = 1 if meta.dtype.hasobject else max(1, min(_BATCH_CHUNKS, batch_size // max(1, size)))
     for box in boxes(counts, max_chunks):
         region = tuple(
             slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, meta.chunks, values.shape, strict=True)
@@ -282,7 +282,7 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values, batch_size: i
 
 def _scratch_size(meta: ArrayMeta, values: Values, chunk_count: int) -> int:
     """Return the bytes that a copy of the values needs; for variable-length values, a lower bound."""
-    variable = is_variable(meta.dtype)
+    variable = meta.dtype.hasobject
     return aligned_offset(bytes_in(values) if variable else chunk_count * meta.chunk_size * meta.dtype.itemsize)
 
 
@@ -336,7 +336,7 @@ def _moved(data: memoryview, chunk: Values) -> memoryview:
     several chunks were freed together, malloc would return them to the system, and mapping new pages takes a third
     of the time of zstd.
     """
-    if data.nbytes > min(chunk.nbytes, BLOCK) or is_variable(chunk.dtype):
+    if data.nbytes > min(chunk.nbytes, BLOCK) or chunk.dtype.hasobject:
         return data
     memory = chunk.reshape(-1).view(np.uint8)[: data.nbytes]
     memory[...] = data

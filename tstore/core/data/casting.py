@@ -23,7 +23,7 @@ from tstore.core.format.arrays.dtypes import (
     is_integer,
     is_ml_dtype,
 )
-from tstore.core.format.arrays.variable import as_variable, is_variable
+from tstore.core.format.arrays.variable import as_variable
 from tstore.errors import InvalidArgument
 
 __all__ = ["TORCH_DTYPES", "Casting", "as_castable", "can_cast", "tensor_values"]
@@ -112,7 +112,7 @@ def _values_of_tensor(path: str, tensor: Any) -> npt.NDArray[Any]:
 
 def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) -> npt.NDArray[Any] | None:
     """Return the values as an array that can be cast to `dtype`, or None if they must be refused."""
-    if is_variable(dtype):
+    if dtype.hasobject:
         return as_variable(values, dtype)
     array = np.asarray(values)
     if not array.size and _is_untyped(values):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.data.reader import pack_reader
+from tstore.core.data.reader import pack_reader, unreadable
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.core.format.objects.chunk_rows import ChunkRow
 from tstore.core.runtime.budget import scratch
 from tstore.core.runtime.pool import WORKERS, each
 from tstore.core.storage.base import Storage
-from tstore.errors import Corrupt
+from tstore.errors import Corrupt, NotFound
 
 __all__ = ["Deliver", "read_encoded", "read_part"]
 
@@ -31,8 +31,8 @@ async def read_encoded(storage: Storage, path: str, rows: Iterable[ChunkRow], de
             try:
                 if row.length:
                     pack_reader(storage, row.pack).read_into(row.offset, [data], row.length)
-            except Corrupt as error:
-                raise Corrupt(f"{label}: {error}") from error
+            except (Corrupt, NotFound) as error:
+                raise unreadable(label, row.pack, url, error) from error
             if (checks := block_checks(data.data)) != row.checks:
                 raise Corrupt(f"{label}: {row.mismatch(checks, url)}")
             deliver(row, data)
@@ -51,8 +51,8 @@ def read_part(storage: Storage, path: str, row: ChunkRow, start: int, stop: int)
     data = np.empty(min(last * BLOCK, row.length) - first * BLOCK, np.uint8)
     try:
         pack_reader(storage, row.pack).read_into(row.offset + first * BLOCK, [data], len(data))
-    except Corrupt as error:
-        raise Corrupt(f"{label}: {error}") from error
+    except (Corrupt, NotFound) as error:
+        raise unreadable(label, row.pack, storage.url, error) from error
     checks = block_checks(data.data)
     if checks != row.checks[first * CHECK_SIZE : last * CHECK_SIZE]:
         raise Corrupt(f"{label}: {row.mismatch(checks, storage.url, first)}")

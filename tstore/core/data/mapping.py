@@ -20,7 +20,6 @@ import numpy.typing as npt
 from tstore.core.data.reader import missing_message
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import chunk_coordinates
-from tstore.core.format.arrays.variable import is_variable
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.tree.node import Node
@@ -147,7 +146,7 @@ class Mapper:
     def _reason_not_to_map(self, meta: ArrayMeta) -> str:
         if not isinstance(self._storage, LocalStorage):
             return "the store is not in a local folder"
-        if not meta.chain.identity or is_variable(meta.dtype):
+        if not meta.chain.identity or meta.dtype.hasobject:
             return "its chunks are encoded"
         return "" if _follow_each_other(meta) else "its chunks are not parts of its first axis"
 

@@ -30,7 +30,6 @@ from tstore.core.format.arrays.grid import (
     whole,
 )
 from tstore.core.format.arrays.points import PointSelection
-from tstore.core.format.arrays.variable import is_variable
 from tstore.core.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.core.format.objects.chunk_refs import ChunkSource
 from tstore.core.format.objects.chunk_rows import ChunkRow
@@ -54,7 +53,7 @@ __all__ = [
 @contextlib.contextmanager
 def chunk_memory(meta: ArrayMeta) -> Iterator[npt.NDArray[Any]]:
     """Yield an array of the shape and dtype of a chunk; its memory is reused once the context ends."""
-    if is_variable(meta.dtype):
+    if meta.dtype.hasobject:
         yield np.empty(meta.chunks, meta.dtype)
         return
     with scratch(meta.chunk_size * meta.dtype.itemsize) as buffer:
@@ -235,7 +234,7 @@ class ChunkPiece(Piece):
 
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the bytes read; decode them and store the selected values, unless they were read into `out`."""
-        self._verify(data, url)
+        self.verify(data, url)
         if self.target is not None:
             return
         if self.job.meta.chain.identity:
@@ -246,10 +245,11 @@ class ChunkPiece(Piece):
         except Corrupt as error:
             raise Corrupt(f"{self.label}: {error}") from error
 
-    def _verify(self, data: Bytes, url: str) -> None:
+    def verify(self, data: Bytes, url: str, first: int = 0) -> None:
+        """Raise `Corrupt`, naming the chunk, if the bytes of its blocks from number `first` on are damaged."""
         checks = block_checks(data.data)
-        if checks != self.checks:
-            raise Corrupt(f"{self.label}: {self.row.mismatch(checks, url, self.skipped // BLOCK)}")
+        if checks != self.checks[first * CHECK_SIZE : first * CHECK_SIZE + len(checks)]:
+            raise Corrupt(f"{self.label}: {self.row.mismatch(checks, url, self.skipped // BLOCK + first)}")
 
     def _copy(self, data: Bytes) -> None:
         """Store the selected values of an unencoded chunk; `data` may be only some of its blocks."""
@@ -320,7 +320,7 @@ class SharedPiece(Piece):
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the bytes, and deliver them to each piece."""
         first, meta = self._pieces[0], self.job.meta
-        first._verify(data, url)
+        first.verify(data, url)
         if meta.chain.identity:
             for piece in self._pieces:
                 target = piece.destination()

@@ -41,7 +41,7 @@ __all__ = [
     "ReadPlan",
     "SmallArraysPiece",
     "batches_of",
-    "parts_of",
+    "direct_chunk",
     "pieces_of",
     "planned_bytes",
     "read_plan",
@@ -210,8 +210,8 @@ def planned_bytes(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> int:
     """
     pieces = [piece for job in jobs for piece in _pieces(job, storage.url, _leave_unchanged)]
     pieces.sort(key=_sort_key)
-    spans = (_span(batch) for batch in batches_of(pieces, storage.tuning) if isinstance(batch[0].pack, str))
-    return sum(stop - start for start, stop in spans)
+    batches = (b for b in batches_of(pieces, storage.tuning) if isinstance(b[0].pack, str))
+    return sum(stop - start for batch in batches for start, stop in _spans(batch, storage.tuning))
 
 
 def pieces_of(jobs: Sequence[ReadJob | StackJob], url: str) -> list[Piece]:
@@ -222,21 +222,19 @@ def pieces_of(jobs: Sequence[ReadJob | StackJob], url: str) -> list[Piece]:
     return with_shared_bytes(pieces)
 
 
-def parts_of(batch: Sequence[Piece], tuning: Tuning) -> Iterator[Piece] | None:
-    """Split the only piece of a batch into parts to read straight into the result; None if that is impossible."""
-    if len(batch) > 1 or batch[0].destination() is None:
+def direct_chunk(batch: Sequence[Piece]) -> tuple[ChunkPiece, Bytes] | None:
+    """Return the only piece of a batch and its destination, None if it is not a chunk that has one."""
+    piece = batch[0]
+    if len(batch) > 1 or not isinstance(piece, ChunkPiece) or (target := piece.destination()) is None:
         return None
-    return batch[0].split(tuning.piece)
+    return piece, target
 
 
 def _spans(batch: Sequence[Piece], tuning: Tuning) -> list[tuple[int, int]]:
     """Return the start and the stop of each call that reads a batch."""
-    parts = parts_of(batch, tuning)
-    return [_span(batch)] if parts is None else [(part.offset, part.offset + part.size) for part in parts]
-
-
-def _span(batch: Sequence[Piece]) -> tuple[int, int]:
-    return batch[0].offset, max(piece.offset + piece.size for piece in batch)
+    start, stop = batch[0].offset, max(piece.offset + piece.size for piece in batch)
+    size = stop - start if direct_chunk(batch) is None else tuning.piece
+    return [(at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 def _sort_key(piece: Piece) -> tuple[bool, str, int, int]:

@@ -33,9 +33,9 @@ from typing import Any
 import numpy as np
 
 from tstore.core.data.destinations import partly_read
-from tstore.core.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
-from tstore.core.data.planning import batches_of, parts_of, pieces_of
-from tstore.core.format.arrays.variable import is_variable
+from tstore.core.data.pieces import Bytes, ChunkPiece, Piece, ReadJob, StackJob, Values
+from tstore.core.data.planning import batches_of, direct_chunk, pieces_of
+from tstore.core.format.checksums import BLOCK
 from tstore.core.runtime.budget import aligned_offset, page_aligned, populate, scratch
 from tstore.core.runtime.concurrency import each_with_caller
 from tstore.core.runtime.event_loops import PerLoop
@@ -52,6 +52,7 @@ __all__ = [
     "pack_reader",
     "read_chunks",
     "read_local",
+    "unreadable",
     "values_to_plan",
 ]
 
@@ -63,7 +64,7 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
     """Return an uninitialized array to read into; raise `InvalidArgument` if it does not fit in memory."""
     size = math.prod(shape) * dtype.itemsize
     try:
-        if size < _MIN_ALIGNED or is_variable(dtype):
+        if size < _MIN_ALIGNED or dtype.hasobject:
             return np.empty(shape, dtype)
         return page_aligned(size).view(dtype).reshape(shape)
     except (MemoryError, ValueError, OverflowError) as error:  # the size exceeds any memory
@@ -73,7 +74,7 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
 def values_to_plan(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
     """Return a read-only array, possibly larger than memory, as the destination of a read that is only planned."""
     size = math.prod(shape) * dtype.itemsize
-    if size < _MIN_ALIGNED or is_variable(dtype):
+    if size < _MIN_ALIGNED or dtype.hasobject:
         return new_values(path, shape, dtype)
     try:
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
@@ -170,11 +171,10 @@ def _read_batch(storage: Storage, batch: list[Piece]) -> None:
     first = batch[0]
     try:
         reader = pack_reader(storage, first.pack)
-    except Corrupt as error:
-        raise Corrupt(f"{first.label}: {error}") from error
-    parts = parts_of(batch, storage.tuning)
-    if parts is not None:
-        _read_into(reader, parts, storage)
+    except NotFound as error:
+        raise unreadable(first.label, first.pack, storage.url, error) from error
+    if (direct := direct_chunk(batch)) is not None:
+        _read_into(reader, *direct, storage)
         return
     targets = [piece.destination() for piece in batch]
     if any(after.offset < before.offset + before.size for before, after in itertools.pairwise(batch)):
@@ -195,14 +195,19 @@ def _read_batch(storage: Storage, batch: list[Piece]) -> None:
             buffers.append(target)
             data.append(target)
             end = piece.offset + piece.size
-        try:
-            if end > first.offset:
-                reader.read_into(first.offset, buffers, end - first.offset)
-        except Corrupt as error:
-            others = f" (or one of the {len(batch) - 1} after it)" if len(batch) > 1 else ""
-            raise Corrupt(f"{first.label}{others}: {error}") from error
+        if end > first.offset:
+            _read(reader, batch, first.offset, buffers, end - first.offset, storage.url)
         for piece, buffer in zip(batch, data, strict=True):
             piece.deliver(buffer, storage.url)
+
+
+def _read(reader: PackReader, batch: list[Piece], offset: int, buffers: list[Any], size: int, url: str) -> None:
+    """Read bytes for a batch; raise `Corrupt`, naming its first chunk, if that fails."""
+    try:
+        reader.read_into(offset, buffers, size)
+    except (Corrupt, NotFound) as error:
+        others = f" (or one of the {len(batch) - 1} after it)" if len(batch) > 1 else ""
+        raise unreadable(batch[0].label + others, batch[0].pack, url, error) from error
 
 
 def _read_overlapping(
@@ -212,10 +217,7 @@ def _read_overlapping(
     begin, end = batch[0].offset, max(piece.offset + piece.size for piece in batch)
     with scratch(end - begin) as memory:
         read = memory[: end - begin]
-        try:
-            reader.read_into(begin, [read], end - begin)
-        except Corrupt as error:
-            raise Corrupt(f"{batch[0].label} (or one of the {len(batch) - 1} after it): {error}") from error
+        _read(reader, batch, begin, [read], end - begin, storage.url)
         for piece, target in zip(batch, targets, strict=True):
             data = read[piece.offset - begin : piece.offset - begin + piece.size]
             if target is not None:
@@ -224,29 +226,27 @@ def _read_overlapping(
             piece.deliver(data, storage.url)
 
 
-def _read_into(reader: PackReader, parts: Iterable[Piece], storage: Storage) -> None:
-    """Read parts of a piece straight into the result; each is verified while it is in the CPU's caches."""
-    for part in parts:
-        target = part.destination()
-        assert target is not None
+def _read_into(reader: PackReader, piece: ChunkPiece, target: Bytes, storage: Storage) -> None:
+    """Read a chunk straight into the result, in parts: each is verified while it is in the CPU's caches."""
+    size = storage.tuning.piece
+    for start in range(0, piece.size, size):
+        part = target[start : start + size]
         try:
-            reader.read_into(part.offset, [target], part.size)
-        except Corrupt as error:
-            raise Corrupt(f"{part.label}: {error}") from error
-        part.deliver(target, storage.url)
+            reader.read_into(piece.offset + start, [part], len(part))
+        except (Corrupt, NotFound) as error:
+            raise unreadable(piece.label, piece.pack, storage.url, error) from error
+        piece.verify(part, storage.url, start // BLOCK)
 
 
 def pack_reader(storage: Storage, pack: str | bytes) -> PackReader:
-    """Return the reader of a pack; raise `Corrupt` if the pack does not exist.
+    """Return the reader of a pack; it, or its first read, raises `NotFound` if the pack does not exist."""
+    return _InlinePack(pack) if isinstance(pack, bytes) else storage.reader(pack)
 
-    With some storages, the first read raises the error instead.
-    """
-    if isinstance(pack, bytes):
-        return _InlinePack(pack)
-    try:
-        return _RequiredPack(storage.reader(pack), pack, storage.url)
-    except NotFound as error:
-        raise Corrupt(missing_message(pack, storage.url)) from error
+
+def unreadable(label: str, pack: str | bytes, url: str, error: Corrupt | NotFound) -> Corrupt:
+    """Return the error for chunks whose pack could not be read."""
+    reason = missing_message(str(pack), url) if isinstance(error, NotFound) else error
+    return Corrupt(f"{label}: {reason}")
 
 
 def missing_message(pack: str, url: str) -> str:
@@ -268,21 +268,6 @@ class _InlinePack:
         for buffer in buffers:
             buffer[:] = np.frombuffer(self._data, np.uint8, len(buffer), offset)
             offset += len(buffer)
-
-
-class _RequiredPack:
-    """A pack to which chunks refer: if it is missing, reading raises `Corrupt`."""
-
-    def __init__(self, reader: PackReader, pack: str, url: str) -> None:
-        self._reader = reader
-        self._pack = pack
-        self._url = url
-
-    def read_into(self, offset: int, buffers: Sequence[Any], size: int) -> None:
-        try:
-            self._reader.read_into(offset, buffers, size)
-        except NotFound as error:
-            raise Corrupt(missing_message(self._pack, self._url)) from error
 
 
 _SMALL = 1 << 20  # bytes of values; larger reads are not shared

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.data.reader import pack_reader
+from tstore.core.data.reader import pack_reader, unreadable
 from tstore.core.format.checksums import BLOCK, block_checks, checks_in
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow
@@ -129,7 +129,7 @@ def _faults(storage: Storage, batch: _Batch) -> Iterator[_Fault]:
         try:
             checks_read = _checks_in_pack(storage, row)
         except (Corrupt, NotFound) as error:
-            yield _Fault(f"{label}: {error}", row.length)
+            yield _Fault(str(unreadable(label, row.pack, storage.url, error)), row.length)
         else:
             if checks_read != row.checks:
                 yield _Fault(f"{label}: {row.mismatch(checks_read, storage.url)}", None)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tstore.core.format.arrays.dtypes import is_ml_dtype
 from tstore.core.format.arrays.grid import chunk_number
 from tstore.core.format.arrays.numcodecs_classes import checked_int, new_codec, settings_of, unsupported
-from tstore.core.format.arrays.variable import MAX_ENCODED, bytes_in, is_variable
+from tstore.core.format.arrays.variable import MAX_ENCODED, bytes_in
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 
 if TYPE_CHECKING:  # imported with the first codec that compresses
@@ -71,7 +71,7 @@ class ArrayCodec:
 def as_array_codec(document: Document, dtype: np.dtype[Any], shape: Shape) -> ArrayCodec:
     """Return the array→bytes codec of a `zarr.json`; raise `UnsupportedFormat` for an unknown one."""
     name = document.get("name")
-    if is_variable(dtype) and name in ("bytes", "exmy", *_VARIABLE):
+    if dtype.hasobject and name in ("bytes", "exmy", *_VARIABLE):
         return _VariableCodec(document, dtype, shape)
     match name:
         case "bytes":

@@ -22,7 +22,7 @@ from tstore.core.format.arrays.dtypes import (
     stored_dtype,
 )
 from tstore.core.format.arrays.grid import chunk_counts, default_chunks
-from tstore.core.format.arrays.variable import NOMINAL_BYTES, is_variable
+from tstore.core.format.arrays.variable import NOMINAL_BYTES
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
 __all__ = ["SHORT_DOCUMENT", "ArrayMeta", "ChunkNames", "Codecs", "dtype_named", "short_meta"]
@@ -222,7 +222,7 @@ class ArrayMeta:
         dtype, shape = array_dtype(dtype), _lengths("shape", shape, 0)
         if len(shape) > _MAX_DIMENSIONS:
             raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MAX_DIMENSIONS}")
-        itemsize = NOMINAL_BYTES if is_variable(dtype) else dtype.itemsize
+        itemsize = NOMINAL_BYTES if dtype.hasobject else dtype.itemsize
         chunks = default_chunks(shape, itemsize) if chunks is None else _lengths("chunks", chunks, 1)
         _check_bytes("shape", shape, dtype)
         _check_bytes("chunks", chunks, dtype)
@@ -292,7 +292,7 @@ class ArrayMeta:
 
     def has_fill_value_of(self, other: ArrayMeta) -> bool:
         """Return whether two arrays have the same fill value; NaN equals NaN, and 0 equals 0.0."""
-        if self.dtype == other.dtype and not is_variable(self.dtype):
+        if self.dtype == other.dtype and not self.dtype.hasobject:
             mine, theirs = (np.asarray(meta.fill_value, meta.dtype).tobytes() for meta in (self, other))
             return mine == theirs
         try:

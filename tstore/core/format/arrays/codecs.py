@@ -20,7 +20,6 @@ import numpy.typing as npt
 from tstore.core.format.arguments import checked_attributes, quote
 from tstore.core.format.arrays.array_codecs import FLOATS, ArrayCodec, ExmyCodec, TileRange, Tiles, as_array_codec
 from tstore.core.format.arrays.numcodecs_classes import Filter, Transpose, as_filter, settings_of, unsupported
-from tstore.core.format.arrays.variable import is_variable
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
 if TYPE_CHECKING:  # imported on first use by a chain
@@ -246,7 +245,7 @@ def _sharded(
     index = Chain(np.dtype(np.uint64), (*counts, 2), index_codecs, max_nested=0)
     settings |= {"chunk_shape": list(inner_shape), "codecs": inner.documents, "index_codecs": index.documents}
     with np.errstate(all="ignore"):
-        fill = np.full((), fill_value, dtype) if is_variable(dtype) else np.asarray(fill_value).astype(dtype)
+        fill = np.full((), fill_value, dtype) if dtype.hasobject else np.asarray(fill_value).astype(dtype)
     return Sharded({"name": "sharding_indexed", "configuration": settings}, shape, counts, fill, inner, index)
 
 
@@ -312,11 +311,11 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
     uncompressed: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         uncompressed["configuration"] = {"endian": "little"}
-    if is_variable(dtype):
+    if dtype.hasobject:
         uncompressed = {"name": "vlen-utf8" if dtype.kind == "T" else "vlen-bytes"}
     if codecs is None:
         return [uncompressed]
-    if codecs == LOSSLESS and is_variable(dtype):
+    if codecs == LOSSLESS and dtype.hasobject:
         return [uncompressed, {"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
     if codecs == LOSSLESS:
         settings = {

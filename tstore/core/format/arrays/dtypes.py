@@ -19,7 +19,6 @@ import numpy as np
 
 from tstore.core.format.arguments import quote
 from tstore.core.format.arrays.variable import (
-    is_variable,
     variable_dtype,
     variable_fill,
     variable_fill_from_json,
@@ -172,7 +171,7 @@ def as_records(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
     """Return a short name for people, such as "float32", "U5" (5 characters), "S5" (5 bytes) or "{x: int8}"."""
-    if is_variable(dtype):
+    if dtype.hasobject:
         return "string" if dtype.kind == "T" else "bytes"
     if dtype.names is not None:
         assert dtype.fields is not None
@@ -182,7 +181,7 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
 
 def dtype_to_json(dtype: np.dtype[Any]) -> Any:
     """Return the data type of a `zarr.json`: a name, or an object with a name and a configuration."""
-    if is_variable(dtype):
+    if dtype.hasobject:
         return variable_name(dtype)
     if dtype.names is not None:
         assert dtype.fields is not None
@@ -266,7 +265,7 @@ def fill_from_argument(value: Any, dtype: np.dtype[Any]) -> Any:
 
     Zero stands for the zero of every dtype: an empty string, the first moment, a struct of zeros.
     """
-    if is_variable(dtype):
+    if dtype.hasobject:
         try:
             return variable_fill(value, dtype)
         except TypeError:
@@ -308,7 +307,7 @@ def _bytes_fill(value: Any, dtype: np.dtype[Any]) -> Any:
 
 def fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return the JSON form of a fill value in a `zarr.json`."""
-    if is_variable(dtype):
+    if dtype.hasobject:
         return variable_fill_to_json(value)
     if dtype.kind == "b":
         return bool(value)
@@ -336,7 +335,7 @@ def _float_to_json(number: float) -> Any:
 
 def fill_from_json(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return the fill value in a `zarr.json`; raise `TypeError`, `ValueError` or `OverflowError`."""
-    if is_variable(dtype):
+    if dtype.hasobject:
         return variable_fill_from_json(value, dtype)
     if dtype.kind == "c":
         real, imaginary = value

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import chunk_counts, view_as_chunks
-from tstore.core.format.arrays.variable import is_variable
 from tstore.core.format.checksums import BLOCK, block_checks
 
 try:
@@ -95,7 +94,7 @@ def copy_chunks(values: Values, meta: ArrayMeta, buffer: Bytes) -> Values:
     """
     chunks = meta.chunks
     counts = chunk_counts(values.shape, chunks)
-    if is_variable(meta.dtype):
+    if meta.dtype.hasobject:
         if values.shape == chunks:
             return np.array(values, meta.dtype)[np.newaxis]
         return _copy_padded(values, meta, np.empty((*counts, *chunks), meta.dtype)).reshape(-1, *chunks)

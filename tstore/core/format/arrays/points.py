@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.core.format.arrays.grid import AxisProjection, axis_projections, chunk_counts
-from tstore.core.format.arrays.variable import is_variable
 
 __all__ = [
     "NOTHING",
@@ -77,7 +76,7 @@ class Target(NamedTuple):
         """
         if not self.lengths:
             return elements, self.starts
-        if is_variable(elements.dtype):
+        if elements.dtype.hasobject:
             index = self.starts
             for n, stride in zip(self.lengths, self.strides, strict=True):
                 index = index[..., None] + np.arange(n) * stride

@@ -19,7 +19,7 @@ from tstore.core.format.arrays.array_codecs import ArrayCodec
 from tstore.core.format.arrays.compressors import Bytes
 from tstore.core.format.arrays.grid import AxisProjection, AxisRun, Projection, axis_runs, part_of
 from tstore.core.format.arrays.numcodecs_classes import unsupported
-from tstore.core.format.arrays.variable import MAX_ENCODED, is_variable
+from tstore.core.format.arrays.variable import MAX_ENCODED
 from tstore.errors import Corrupt, InvalidArgument
 
 __all__ = ["InnerChain", "Sharded", "inner_counts"]
@@ -100,7 +100,7 @@ class Sharded(ArrayCodec):
         self._fill = fill
         self.min_size = self._index_size
         self.max_size = self._index_size + math.prod(counts) * inner.max_length
-        if is_variable(fill.dtype):
+        if fill.dtype.hasobject:
             self.max_size = min(self.max_size, self._index_size + max(MAX_ENCODED, inner.max_length))
 
     def encode(self, chunk: Values, out: Bytes) -> Any:
@@ -209,7 +209,7 @@ def _product(per_axis: Sequence[Sequence[AxisRun]]) -> Iterator[tuple[AxisProjec
 
 def _is_filled(values: Values, fill: Values) -> bool:
     """Return whether all elements have the bits of the fill value."""
-    if is_variable(fill.dtype):
+    if fill.dtype.hasobject:
         return bool((values == fill).all())
     data, size = values.reshape(-1).view(np.uint8), fill.dtype.itemsize
     return data[:size].tobytes() == fill.tobytes() and bool((data[size:] == data[:-size]).all())

@@ -1,7 +1,8 @@
 """Variable-length strings and bytes: their dtypes, and the conversion of values that callers pass; pure, no I/O.
 
-As in zarr-python, strings have NumPy's `StringDType` and bytes have `object`. The memory of such an array only
-points to the values, so it is never read from or written to a file directly.
+As in zarr-python, strings have NumPy's `StringDType` and bytes have `object`. These are the dtypes
+with `hasobject`: the memory of such an array only points to the values, so it is never read from or written to a
+file directly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ __all__ = [
     "NOMINAL_BYTES",
     "as_variable",
     "bytes_in",
-    "is_variable",
     "variable_dtype",
     "variable_fill",
     "variable_fill_from_json",
@@ -40,11 +40,6 @@ MAX_ENCODED = 256 << 20
 
 NOMINAL_BYTES = 256
 """The assumed length of a value, from which default chunks are computed."""
-
-
-def is_variable(dtype: np.dtype[Any]) -> bool:
-    """Return whether values of this dtype are strings or bytes of variable length."""
-    return dtype.kind in "TO"
 
 
 def variable_dtype(name: Any) -> np.dtype[Any] | None:
