@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -44,6 +44,10 @@ GLOBS = st.lists(
     min_size=1,
     max_size=2,
 )
+
+
+class Empty(NamedTuple):
+    """A state without values, as `optax.EmptyState`."""
 
 
 @pytest.fixture
@@ -196,17 +200,32 @@ async def test_shards_read_the_segments_of_their_chunks(
         (["epoch", "w"], {"w": 1.0, "epoch": 3}),
         ("pair/**", {"pair": (2.0, 5)}),
         ("layers/1/*", {"layers": [None, {"n": 8, "w": 4.0}]}),
-        ("**", {"w": 1.0, "epoch": 3, "pair": (2.0, 5), "layers": [{"n": 7, "w": 3.0}, {"n": 8, "w": 4.0}]}),
+        (["state/**", "bias"], {"bias": None, "state": ({}, None, {"a": [], "w": 5.0})}),
+        ("state/0", {"state": ({}, None, None)}),
+        (["state/2/w", "*"], {"w": 1.0, "epoch": 3, "bias": None, "state": (None, None, {"w": 5.0})}),
+        (
+            "**",
+            {
+                "w": 1.0,
+                "epoch": 3,
+                "pair": (2.0, 5),
+                "layers": [{"n": 7, "w": 3.0}, {"n": 8, "w": 4.0}],
+                "bias": None,
+                "state": ({}, None, {"a": [], "w": 5.0}),
+            },
+        ),
     ],
 )
 @pytest.mark.parametrize("per_host", [{}, {"rng": tstore.PerHost({"seed": 1})}])
-async def test_python_scalars_are_selected_as_arrays_are(
+async def test_python_scalars_none_and_empty_containers_are_selected_as_arrays_are(
     only: Any, expected: Any, per_host: dict[str, Any]
 ) -> None:
     """Whatever else is in the tree, also a value of each host, which no array is."""
+    state = (Empty(), None, {"a": [], "w": np.array([5.0])})
     url = f"memory://{uuid.uuid4()}"
     layers = [{"n": 7, "w": np.array([3.0])}, {"n": 8, "w": np.array([4.0])}]
     tree = {"w": np.array([1.0]), "epoch": 3, "pair": (np.array([2.0]), 5), "layers": layers}
+    tree |= {"bias": None, "state": state}
     await tstore.save(url, tree | per_host, step=1)
     restored = await tstore.restore(url, only=only)
     restored.pop("rng", None)

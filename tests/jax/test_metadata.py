@@ -33,6 +33,7 @@ def store() -> str:
         "bit": jax.numpy.ones(3, "int1"),
         "long": np.arange(3),
         "text": np.array(["a", "bc"]),
+        "rows": np.zeros(2, [("x", "i4"), ("y", "f8")]),
         "data": tstore.PerHost({"next": 5}),
         "epoch": 2,
         "none": None,
@@ -49,6 +50,7 @@ def test_each_kind_of_value_is_described_and_restored(store: str) -> None:
     assert described["key"] == struct((2,), jax.random.key(1, impl="rbg").dtype)
     assert described["bit"] == struct((3,), "int1")
     assert (described["long"].dtype, described["long"].strides) == (np.int64, (0,))  # without jax_enable_x64
+    assert (described["rows"].dtype.names, described["rows"].strides) == (("x", "y"), (0,))
     assert (described["epoch"], described["none"], described["data"].value) == (2, None, None)
     restored = tstore.jax.restore(store, target=described)
     plain = tstore.jax.restore(store)

@@ -85,7 +85,7 @@ async def test_an_sqnr_is_kept_with_few_bits(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("chunks", [(1, 48), (4, 12), (64, 48)])
-@pytest.mark.parametrize("rows", [2, 8, 64])
+@pytest.mark.parametrize("rows", [2, 64, 512])
 async def test_a_short_array_is_no_worse_than_in_a_named_format(
     tmp_path: Path, rows: int, chunks: tuple[int, int]
 ) -> None:

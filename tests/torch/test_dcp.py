@@ -363,6 +363,9 @@ def test_a_list_of_the_values_of_all_hosts_is_refused(tmp_path: Path) -> None:
     for tree in (values, {"deep": [values["own"]]}):
         with pytest.raises(api.CheckpointException, match=r"(own|deep)\S*: DCP would save"):
             dcp.save(tree, storage_writer=stores.Writer(tmp_path, 2))
+    values["own"].append(torch.nn.Linear(1, 1))  # also if its objects have a state
+    with pytest.raises(InvalidArgument, match="own: a list of the values of 2 hosts"):
+        tstore.torch.save(tmp_path, values, 2)
     assert tstore.steps(tmp_path) == [1]
 
 

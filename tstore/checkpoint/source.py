@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tstore.checkpoint.leaves import PerHost, dtype_of
 from tstore.checkpoint.request import Request
-from tstore.checkpoint.structure import flatten, scalars_in, unflatten
+from tstore.checkpoint.structure import flatten, scalars_in, unflatten, values_in
 from tstore.core.format.arrays.dtypes import is_float
 from tstore.core.format.paths import parents
 from tstore.core.format.tree.node import Node
@@ -70,7 +70,7 @@ class Source:
         self.places = host_places(self.stored)
         self._hosts = Counter(self.places.values())
         self.scalars = {path: value for path, value in self._scalars.items() if request.matches(path)}
-        self._chosen_scalars = None if request.only is None else self.scalars
+        self._selects = None if request.only is None else request.matches
 
     @staticmethod
     async def read(snapshot: Snapshot, request: Request) -> Source:
@@ -88,7 +88,7 @@ class Source:
     def unflatten(self, arrays: Mapping[str, Any]) -> Any:
         """Do what `tree` does, without a thread."""
         with parsing(f"{self.snapshot.location}: its structure"):
-            return unflatten(self.document, arrays, self.is_part, self._chosen_scalars)
+            return unflatten(self.document, arrays, self.is_part, self._selects)
 
     def selects(self, path: str) -> bool:
         """Return whether the request selects a path at which there is an array."""
@@ -109,10 +109,14 @@ class Source:
 
         `elsewhere` are the paths that other processes restore; the target may lack them. `shared` has, for leaves
         in the same memory, its name; the checkpoint may lack all but one of these. Raise `NotFound` if `only`
-        matches neither an array nor a scalar. Raise `StructureMismatch` if the target does not fit.
+        matches nothing. Raise `StructureMismatch` if the target does not fit.
         """
         chosen = [path for path in self.stored if request.matches(path)]
-        if not chosen and request.only is not None and not self.scalars:
+        if (
+            not chosen
+            and request.only is not None
+            and not any(map(request.matches, dict(values_in(self.document))))
+        ):
             paths = [*self.stored, *self._scalars]
             raise NotFound(f"{self.snapshot.location}: {request.advice(paths)}")
         self._nodes = self.snapshot.tree.nodes.many(list(map(self.stored.__getitem__, chosen)))

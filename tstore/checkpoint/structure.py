@@ -11,7 +11,7 @@ import dataclasses
 import io
 import itertools
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ from tstore.core.format.tree_document import (
 from tstore.errors import InvalidArgument
 
 __all__ = [
-    "IMPL",
     "are_names",
     "flatten",
     "join",
@@ -43,6 +42,7 @@ __all__ = [
     "scalars_in",
     "unflatten",
     "unflatten_like",
+    "values_in",
 ]
 
 _ESCAPED = re.compile(r"[%/\x00-\x1f]")
@@ -91,9 +91,6 @@ def join(path: str, part: str) -> str:
     return f"{path}/{part}" if path else part
 
 
-IMPL = "impl="
-"""Typed PRNG keys of JAX are stored as a dict: their data, at this key with the name of their implementation."""
-
 _KEY_TYPES = (bool, int, float, str, bytes)
 _MAX_SHOWN_LENGTH = 200  # characters of a path in an error message
 _MAX_PATHS = 1 << 28  # characters in the paths of all containers and Python scalars of a tree
@@ -141,8 +138,6 @@ class _Flattening:
         """Return the document of a value at a path."""
         if type(value) is np.ndarray:  # the usual case
             return "array", self._add(path, value)
-        if value is None:
-            return ("none",)
         if isinstance(value, np.generic):
             return "scalar", self._add(path, np.asarray(value))
         if isinstance(value, np.ndarray) and hasattr(value, "mask"):
@@ -164,6 +159,8 @@ class _Flattening:
         if isinstance(value, HostValues):
             raise value.refusal(_display(path))
         _check_length(path, self._unstored.excess_message(path))
+        if value is None:
+            return ("none",)
         if type(value) in SCALARS:
             return _scalar(value, path)
         if any(value is container for container in self._ancestors):
@@ -285,21 +282,18 @@ def unflatten(
     document: TreeDocument,
     leaves: Mapping[str, Any],
     is_part: bool = False,
-    scalars: Container[str] | None = None,
+    selects: Callable[[str], bool] | None = None,
 ) -> Any:
-    """Return the tree of a document, or of a part of one, with these leaves and the Python scalars at these paths.
+    """Return the tree of a document, or of a part of one, with these leaves.
 
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
-    If leaves are left out, so are None and empty containers, and Python scalars unless `scalars` has their paths;
-    in lists, None stands in for each.
+    Python scalars, None and empty containers stay if `selects` returns True for their paths; by default they stay
+    if no leaf is left out. In lists, None stands in for what is left out.
     """
     paths = paths_in(document)
     places = host_places(paths)
     partial = is_part or not leaves.keys() >= {places.get(path, path) for path in paths}
-    if scalars is None:
-        chosen: Iterator[bool] = itertools.repeat(not partial)
-    else:
-        chosen = iter([path in scalars for path in scalars_in(document)])
+    chosen = map(selects, dict(values_in(document))) if selects else itertools.repeat(not partial)
     tree = _built(document, leaves, partial, chosen, NumberKeys())
     return {} if tree is _LEFT_OUT else tree
 
@@ -307,7 +301,7 @@ def unflatten(
 def _built(
     node: TreeDocument, leaves: Mapping[str, Any], partial: bool, chosen: Iterator[bool], keys: NumberKeys
 ) -> Any:
-    """Return the tree of a node: `partial` if leaves are left out, with the Python scalars that are `chosen`."""
+    """Return the tree of a node: `partial` if leaves are left out, with the `chosen` ones of `values_in`."""
     if node[0] != "array" and (path := per_host_path(node)) is not None:
         return leaves.get(path, _LEFT_OUT)
     match node:
@@ -318,7 +312,9 @@ def _built(
         case ["scalar", path]:
             return leaves[path][()] if path in leaves else _LEFT_OUT
         case ["none"]:
-            return _LEFT_OUT if partial else None
+            return None if next(chosen, False) else _LEFT_OUT
+        case [str(node_type), *_, []]:
+            return {"list": [], "tuple": ()}.get(node_type, {}) if next(chosen, False) else _LEFT_OUT
         case ["dict", items]:
             built = {}
             for key, item in items:
@@ -330,8 +326,7 @@ def _built(
             values = [_built(n, leaves, partial, chosen, keys) for n in items]
             if partial and all(v is _LEFT_OUT for v in values):
                 return _LEFT_OUT
-            values = [None if v is _LEFT_OUT else v for v in values]
-            return values if node_type == "list" else tuple(values)
+            return (list if node_type == "list" else tuple)(None if v is _LEFT_OUT else v for v in values)
         case [name, text]:  # a Python scalar; the default is for a forged dict that has a key twice
             return scalar_value([name, text]) if next(chosen, False) else _LEFT_OUT
         case _:
@@ -419,31 +414,36 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def scalars_in(document: TreeDocument) -> dict[str, Any]:
     """Return the Python scalars of a document by path; raise `ValueError` for paths that are too long."""
-    scalars: dict[str, Any] = {}
+    return {path: value for path, value in values_in(document) if value is not None}
+
+
+def values_in(document: TreeDocument) -> list[tuple[str, Any]]:
+    """Return the Python scalars by path, in order, with None for each None and empty container."""
+    values: list[tuple[str, Any]] = []
     unstored, keys = _UnstoredPaths(), NumberKeys()
 
     def walk(node: TreeDocument, path: str) -> None:
-        if node[0] in ("array", "scalar", "none"):
+        if node[0] in ("array", "scalar", "arrays"):
             return
         if excess := unstored.excess_message(path):
             raise ValueError(f"the path of a container or scalar has {excess}")
         match node:
+            case ["none"] | [*_, []]:
+                values.append((path, None))
+            case [_, str()]:
+                values.append((path, scalar_value(node)))
             case ["dict", items] if any(child[0] != "array" for _, child in items):
                 children: dict[Any, TreeDocument] = {}
                 for key, child in items:
                     keys.insert(children, scalar_value(key), child)
                 for _, child, part in named_items(children, ValueError):
                     walk(child, join(path, part))
-            case ["dict" | "arrays", *_]:
-                return
             case ["dataclass" | "namedtuple", _, items]:
                 for field, child in items:
                     walk(child, join(path, field))
             case ["list" | "tuple", items]:
                 for i, child in enumerate(items):
                     walk(child, join(path, str(i)))
-            case [name, text]:
-                scalars[path] = scalar_value((name, text))
 
     walk(document, "")
-    return scalars
+    return values

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.checkpoint.jobs import StreamedArray
-from tstore.checkpoint.structure import IMPL
 from tstore.convert.files import left_out_of, read_whole
 from tstore.convert.nesting import Keys, nested
 from tstore.core.format.arrays.array_metadata import dtype_named
+from tstore.core.format.tree_document import IMPL
 from tstore.core.storage.objects import mapped_errors
 from tstore.errors import Corrupt, InvalidArgument, NotFound, Unavailable, UnsupportedFormat
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from tstore.checkpoint.structure import IMPL, join, path_part
+from tstore.checkpoint.structure import join, path_part
 from tstore.convert.exporting import ExportReport, ProgressCallback, snapshot_to_export
 from tstore.convert.files import StrPath, fsync_files, refuse_existing
 from tstore.convert.names import attributes_in
 from tstore.convert.skipping import pruned
 from tstore.convert.tree_export import ArrayLeaf, ArrayReader, NumberLeaf, tree_to_export
+from tstore.core.format.tree_document import IMPL
 from tstore.core.runtime.pool import run
 from tstore.core.steps import saved_steps
 from tstore.core.storage.local.atomic_file import new_folder

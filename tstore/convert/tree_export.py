@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint.structure import scalars_in, unflatten
+from tstore.checkpoint.structure import unflatten
 from tstore.convert.exporting import ProgressCallback
 from tstore.convert.names import below, subtree_of
 from tstore.core.array import Array
@@ -58,7 +58,7 @@ async def tree_to_export(snapshot: Snapshot, subtree: str) -> tuple[Any, dict[st
     for path, place in host_places(leaves).items():
         leaves.setdefault(place, {})[path.rpartition("/")[2]] = leaves[path]
     with parsing(f"version {snapshot.version}: its structure"):
-        tree = unflatten(document, leaves, scalars=scalars_in(document))  # also if arrays are skipped
+        tree = unflatten(document, leaves, selects=lambda path: True)  # also if arrays are skipped
     if not isinstance(tree, dict):
         what = "one array" if isinstance(tree, ArrayLeaf) else f"a {type(tree).__name__}"
         raise InvalidArgument(

@@ -22,8 +22,8 @@ import xxhash
 from tstore.checkpoint.leaves import HostValues, PerHost, Shards, state_advice
 from tstore.checkpoint.per_host import naming
 from tstore.checkpoint.replicated import REPLICA_WHOLE, array_checksum, sampled
-from tstore.checkpoint.structure import IMPL, flatten, unflatten_like
-from tstore.core.format.tree_document import SCALARS
+from tstore.checkpoint.structure import flatten, unflatten_like
+from tstore.core.format.tree_document import IMPL, SCALARS
 from tstore.errors import InvalidArgument
 from tstore.sharding import Index, ReplicaSplit, common_shard_shape
 

@@ -99,4 +99,5 @@ def _abstract(tree: Any, path: str, sharding: Callable[[str, Any], Any] | jax.sh
 
 def _is_of_jax(dtype: np.dtype[Any]) -> bool:
     """Return whether arrays of JAX have a dtype, which may depend on `jax_enable_x64`."""
-    return dtype.kind not in "SUTOMm" and jax.dtypes.canonicalize_dtype(dtype) == dtype
+    is_numeric = dtype.kind == "b" or jax.numpy.issubdtype(dtype, np.number)
+    return is_numeric and jax.dtypes.canonicalize_dtype(dtype) == dtype

@@ -27,6 +27,7 @@ from tstore.core.format.bounds import ROOT_BYTES
 from tstore.core.format.paths import parents
 
 __all__ = [
+    "IMPL",
     "MAX_LEVELS",
     "SCALARS",
     "NumberKeys",
@@ -67,6 +68,9 @@ SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 _NAMES = {t.__name__: t for t in SCALARS}
 _HOST = "%host="
 
+IMPL = "impl="
+"""Typed PRNG keys of JAX are stored as a dict: their data, at this key with the name of their implementation."""
+
 
 def scalar_node(value: Any) -> tuple[str, str]:
     """Return the node of a Python scalar; raise `ValueError` if its text cannot be stored."""
@@ -105,7 +109,7 @@ def _is_node(node: Any, level: int) -> bool:
         case [_, [*_]] | [_, _, [*_]] if level == MAX_LEVELS:
             return False
         case ["arrays", str(), [*keys]]:
-            return set(map(type, keys)) == {str} and len(set(keys)) == len(keys)
+            return set(map(type, keys)) <= {str} and len(set(keys)) == len(keys)
         case ["dict", [*items]]:
             return all(_is_pair(i) and _is_python_scalar(i[0]) and _is_node(i[1], level + 1) for i in items)
         case ["list" | "tuple", [*items]]:

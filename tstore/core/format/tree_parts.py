@@ -24,15 +24,15 @@ _WITH_PATHS = b'["array', b'["scalar"'
 """Every node with paths contains one of these."""
 
 _STRING_KEY = b'[["str",'
-_ABSENT = ["none"]
+_ABSENT = ["arrays", "", []]
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def part_of(structure: bytes, extent: Extent) -> TreeDocument | None:
     """Return the part of a structure that has the arrays in an extent, and the scalars next to them.
 
-    In lists, `None` replaces other items. Return None if that is most of the structure, or has all arrays, if it
-    is not valid, or if it can't be cut out because strings have escapes, or because a dict has keys that are not
+    An empty dict replaces other nodes. Return None if that is most of the structure, or has all arrays, if it is
+    not valid, or if it can't be cut out because strings have escapes, or because a dict has keys that are not
     strings, since the paths of its scalars depend on all of these.
     """
     if b"\\" in structure:
