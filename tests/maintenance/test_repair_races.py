@@ -124,13 +124,42 @@ async def test_finish_during_a_repair_does_not_commit_again_what_was_voided(
     append = repair._append
 
     async def append_late(*arguments: Any) -> int:
-        with pytest.raises(Conflict, match="a repair voided version 2"):
+        with pytest.raises(CommitOutcomeUnknown, match="a repair that voided version 2 has not ended"):
             await (await tstore.open(store.url)).finish(tx.id)
         return await append(*arguments)
 
     monkeypatch.setattr(repair, "_append", append_late)
     await void(store, 2, damaged=True)
+    with pytest.raises(Conflict, match="a repair voided version 2"):
+        await (await tstore.open(store.url)).finish(tx.id)
     await check_voided(store)
+
+
+async def test_no_host_is_told_that_a_transaction_is_not_committed_because_an_earlier_version_was_voided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is committed by a host that has read the version before; another one asks before and after that."""
+    store, faults = await new_store()
+    job = {"name": "job", "hosts": 2, "attempt": "x"}
+    hosts = [await write(store, 2 * host, host=host, **job) for host in range(2)]
+    assert await hosts[1].deliver() is None
+    await (await create_group(store, "g")).commit()
+    other = await tstore.open(store.url)
+    append = repair._append
+
+    async def append_late(*arguments: Any) -> int:
+        assert await (await write(other, 2, host=1, **job)).deliver() is None
+        gate.release()
+        assert await committing == 3
+        assert await (await write(other, 2, host=1, **job)).deliver() == 3
+        return await append(*arguments)
+
+    monkeypatch.setattr(repair, "_append", append_late)
+    gate = faults.hold("create", commit_key(3))
+    committing = asyncio.create_task(hosts[0].commit())
+    await gate.reached()
+    await void(store, 2)
+    assert await (await write(other, 2, host=1, **job)).deliver() == 3
 
 
 async def test_a_commit_that_exists_is_not_denied_because_another_was_voided(

@@ -39,7 +39,7 @@ from tstore.core.transactions.membership import Membership
 from tstore.core.transactions.read_set import differing_chunks
 from tstore.core.transactions.staged_tree import StagedTree
 from tstore.core.transactions.tag_edits import TagEdits
-from tstore.errors import Conflict
+from tstore.errors import CommitOutcomeUnknown, Conflict
 
 __all__ = ["Exclusion", "check_reads", "overlap_of", "reapply", "revise_compactions"]
 
@@ -160,8 +160,16 @@ class Exclusion:
 
     async def check(self, changes: Changes, newer: Newer) -> None:
         """Compare newer commits with the changes of all hosts."""
+        for _, other in newer:
+            self._check_voided(other)
+        if voided := [version for version, other in newer if other.was_voided]:
+            raise CommitOutcomeUnknown(
+                f"{self._log.storage.url}: a repair that voided version {voided[0]} has not ended, so this host "
+                f"does not commit transaction {self._member.name!r}, but another one that has read version "
+                f"{voided[0]} before may; call store.outcome({self._member.transaction!r}) after the repair",
+                self._member.transaction,
+            )
         for version, other in newer:
-            self._check_voided(version, other)
             overlap = await overlap_of(changes, await self._log.trees.changes(version, other))
             self._check_conflicts(version, [*overlap.conflicts, *overlap.chunks, *overlap.extended])
 
@@ -171,7 +179,7 @@ class Exclusion:
         reused = tuple(pack for manifest in inline for pack in manifest.reused(self._member.transaction))
         record = replace(record_from_fragment(fragment, 0.0), reused=reused)
         await check_against_collection(self._log, record, version, newer)
-        self._check_voided(version, newer)
+        self._check_voided(newer)
         if newer.tags or newer.tagged or newer.dropped or newer.deleted or newer.replaces:
             changes = await run(Changes.from_record, record, inline)
             self._check_conflicts(version, changes.overlap(Changes.from_record(newer, [])).conflicts)
@@ -188,10 +196,11 @@ class Exclusion:
             owners = (*collection.transactions, *map(owner_of, collection.objects))
             refuse_condemned(self._log.storage.url, record, last, replace(collection, transactions=owners))
 
-    def _check_voided(self, version: int, newer: Record) -> None:
-        if newer.voids or newer.was_voided:
+    def _check_voided(self, newer: Record) -> None:
+        """Raise `Conflict` if a newer commit is that of a repair, below which the transaction is not committed."""
+        if newer.voids:
             raise Conflict(
-                f"{self._log.storage.url}: a repair voided version {min(newer.voids, default=version)} after "
+                f"{self._log.storage.url}: a repair voided version {min(newer.voids)} after "
                 f"transaction {self._member.name!r} began, so it is not committed; repeat it with another attempt",
                 [],
             )

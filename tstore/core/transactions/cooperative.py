@@ -246,6 +246,8 @@ class CooperativeCommit:
             if other.commits(self.member.transaction):
                 await self.log.make_durable(version, self.durability)
                 return version
+        # after all were searched: a repair may have voided an earlier one since the transaction was committed
+        for version, other in enumerate(newer, base + 1):
             await self.exclusion.check_record(fragment, version, other)
         await self.fragments.decision.check()
         return None
