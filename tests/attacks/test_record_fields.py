@@ -189,7 +189,7 @@ def test_metadata_with_keys_that_collide_is_refused_before_it_is_decoded(name: s
         data = forged(BODIES[name], parts=(Part("a", 1.0, "m", ("x",), 3, metadata), BODIES[name].parts[1]))
     else:
         data = forged(BODIES[name], metadata=metadata)
-    with bounded_time(1), pytest.raises(Corrupt, match="the metadata of a commit has a key that is no text"):
+    with bounded_time(1), pytest.raises(Corrupt, match="the metadata of a commit has a key that is not text"):
         decode(data, type(BODIES[name]))
 
 

@@ -304,7 +304,7 @@ def test_hostile_bytes_of_a_host_are_refused_at_once(url: str, thresholds: Thres
     many = b"\x82\xa6arrays\x80\xa9structure\xdd\x00\x00\x30\x00" + bytes(0x3000)
     hostile = {
         "length <= 64": stored(["array", "a"], {"a": ("uint8", [2**63] * 65, b"")}),
-        "a key that is no text": stored(dict.fromkeys(colliding, 1) | dict.fromkeys("abc" * 99, "x" * 999)),
+        "a key that is not text": stored(dict.fromkeys(colliding, 1) | dict.fromkeys("abc" * 99, "x" * 999)),
         "levels of nesting": b"\x82\xa6arrays\x80\xa9structure" + b"\x91" * 9_000 + b"\xc0",
         "more than 10,000 values": many,
         "do not match": stored(["arrays", "k" * (1 << 20), [str(i) for i in range(1025)]]),

@@ -99,7 +99,7 @@ class Reading:
 
         If that fails, a note of the error has the paths of the destinations that are no longer whole.
         """
-        snapshot, of_all_hosts = self._source.snapshot, self._request.per_host == "all"
+        snapshot = self._source.snapshot
         unfinished: set[str] = set()
         try:
             await snapshot.read_jobs(self._jobs, unfinished)
@@ -107,7 +107,9 @@ class Reading:
             into = [path for path, leaf in self._arrays.items() if isinstance(leaf, Destination)]
             note_partly_read(error, [path for path in into if self._source.stored[path] in unfinished])
             raise
-        return with_values(self._arrays, self._source.places, snapshot.location, of_all_hosts=of_all_hosts)
+        if not (places := self._source.places):
+            return self._arrays
+        return with_values(self._arrays, places, snapshot.location, of_all_hosts=self._request.per_host == "all")
 
     def plan(self) -> RestorePlan:
         """Return what `read` would read."""

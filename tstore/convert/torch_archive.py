@@ -69,7 +69,7 @@ def read_archive(
     bytes of the archive, because some tensors share their memory.
 
     An object that is neither a tensor nor a plain value becomes an `Unreadable`. Raise `Corrupt` for bytes that
-    are no archive, or tensors that reach beyond their bytes, and `UnsupportedFormat` for a compressed or
+    are not an archive, or tensors that reach beyond their bytes, and `UnsupportedFormat` for a compressed or
     big-endian archive, and for tensors and keys that tstore does not read.
     """
     return _Archive(data, subject, visits or Visits(subject), max_expansion).value()

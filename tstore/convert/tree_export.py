@@ -68,7 +68,7 @@ async def tree_to_export(snapshot: Snapshot, subtree: str) -> tuple[Any, dict[st
 
 
 class ArrayReader:
-    """Reads arrays for a writer in another thread, and calls a callback with the bytes read and in total."""
+    """Reads arrays for a writer in another thread, and reports the bytes read so far and the total."""
 
     def __init__(self, arrays: Mapping[str, Array], progress: ProgressCallback | None) -> None:
         self.total = sum(array.nbytes for array in arrays.values())

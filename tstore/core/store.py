@@ -24,7 +24,7 @@ from tstore.core.storage.base import Storage
 from tstore.core.storage.cache import Cache, CachedStorage, without_cache
 from tstore.core.storage.connect import Address, storage_at
 from tstore.core.storage.objects import Durability, Traffic, checked_durability
-from tstore.core.storage.wrapper import only_reading
+from tstore.core.storage.wrapper import ReadOnlyStorage
 from tstore.core.transactions.membership import membership
 from tstore.core.transactions.staging import Isolation
 from tstore.core.transactions.tag_edits import TagEdits
@@ -67,7 +67,8 @@ async def open(
     try:
         local = cache if cache is None or isinstance(cache, Cache) else Cache(cache)
         marker, writable = await marker_for(storage, mode, deferred=local is None)
-        used = storage if writable else only_reading(storage)
+        is_local = storage.capabilities.native_io
+        used = storage if writable or is_local else ReadOnlyStorage(storage)
         if local is not None and marker is not None:
             used = CachedStorage(used, local, str(marker.uuid))
         return Store(used, marker, mode, await hint, Address.of(url, storage_options, local))

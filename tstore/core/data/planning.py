@@ -266,12 +266,7 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Fill) -> Iterator[Piece]:
         yield from stacked_pieces(job, references)
         return
     selection = job.selection
-    if (
-        meta.chunk_count == 1
-        and meta.shape == meta.chunks
-        and job.out.shape == meta.shape
-        and isinstance(selection, Selection)
-    ):
+    if meta.shape == meta.chunks and job.out.shape == meta.shape and isinstance(selection, Selection):
         reference = source.row(0)
         direct = meta.chain.identity and can_decode_into(job.out, meta)
         direct = direct and all(r.step == 1 for r in selection.axes)

@@ -190,7 +190,7 @@ def msgpack_excess_message(data: bytes | memoryview, values: int, levels: int, c
             return f"more than {values:,} values"
         first = data[at]
         if remaining and in_map[-1] and not remaining[-1] % 2 and not (0xA0 <= first < 0xC0 or first in _TEXT):
-            return "a key that is no text"
+            return "a key that is not text"
         children, at = _value_at(data, at)
         if children:
             remaining.append(children)

@@ -7,7 +7,7 @@ implements the same interface.
 
 Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable, with three exceptions: hints
 and heartbeats are replaced, a repair replaces records, and a copy replaces damaged packs and manifests. A damaged
-object is never deleted and created again: a DELETE without a response may be repeated late, and remove the new.
+object is never deleted and created again, because a late repeat of the DELETE could remove the new object.
 `writer`, `reader`, `upload` and the methods of the objects that they return block. Callers run them in the threads
 of `runtime.pool`, so that a chunk does not cost a switch to the event loop and back.
 
@@ -23,8 +23,8 @@ Every implementation maps its failures to these errors:
     Unavailable     no response, an incomplete one, or one that means "not now"
 
 After `Unavailable` or `Throttled` the outcome of a write is unknown, and only a read can tell. After any other
-error the write has not taken effect, and never will. After `AlreadyExists` from a durable create, what exists is
-durable, even if its creator has died before it made it so (except for `StagedObject`).
+error the write has not taken effect, and never will. After `AlreadyExists` from a durable create, the existing
+object is durable, even if its creator died before making it durable (except for `StagedObject`).
 """
 
 from __future__ import annotations

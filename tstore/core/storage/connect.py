@@ -101,7 +101,7 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
             f"URL after {chain[1]}::, and cache=FOLDER to keep what is read (or ./{chain[1]}::… for a folder of "
             "that name)"
         )
-    options = {**options_for(text), **(storage_options or {})}
+    options = {**(options_for(text) if VARIABLE in os.environ else {}), **(storage_options or {})}
     seconds, policy = options.pop(_RETRY_TIMEOUT, None), None
     if seconds is not None:  # checked first, because a kind of storage may need a package that is not installed
         from tstore.core.storage.retry import RetryPolicy

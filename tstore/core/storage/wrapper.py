@@ -8,8 +8,8 @@ reader probes for objects that do not exist yet, so it could not read there.
    reader whose credentials have expired would forever take the version that it knows for the newest.
 2. Only a reader may assume this. A writer would commit on an old version, or collect what it takes for garbage. So
    every write through this class is refused, whatever the server would permit.
-3. What is forbidden although it exists (by the rights of single objects) looks absent too: then a reader sees the
-   newest version below it, or an object of a version is reported as missing. Such errors name both reasons.
+3. An existing object that is forbidden by its own permissions looks absent too: then a reader sees the newest
+   version before it, or an object of a version is reported as missing. Such errors name both reasons.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tstore.core.storage.objects import (
 )
 from tstore.errors import Denied, NotFound, TStoreError
 
-__all__ = ["ReadOnlyStorage", "Request", "Wrapper", "only_reading", "request_of_put"]
+__all__ = ["ReadOnlyStorage", "Request", "Wrapper", "request_of_put"]
 
 T = TypeVar("T")
 
@@ -158,13 +158,8 @@ class Wrapper(Storage):
 _READS = ("get", "read", "head")
 
 
-def only_reading(storage: Storage) -> Storage:
-    """Return a storage behind a network for reading only, and a local one unchanged."""
-    return storage if storage.capabilities.native_io else ReadOnlyStorage(storage)
-
-
 class ReadOnlyStorage(Wrapper):
-    """Reads by the rules at the top of this file, and refuses to write."""
+    """Reads from a server by the rules at the top of this file, and refuses to write."""
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
         """Make a read; take a forbidden object for absent by rule 1. Refuse a write."""

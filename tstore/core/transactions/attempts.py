@@ -3,9 +3,9 @@
 It contains a token that is new with each start of the job. If the token is not passed, it is detected only where
 the environment provides one:
 
-    SLURM       Job, step and restart count name one start if each host is a task of the step. A script that starts
-                the program again in its task changes no variable, so the task must be this process. The tasks of a
-                heterogeneous job have different job ids.
+    SLURM       Job, step and restart count name one start if each host is a task of the step. A script that
+                starts the program again in its task changes no variable, so this process must be the task itself.
+                The tasks of a heterogeneous job have different job ids.
     torchrun    Each agent counts the restarts of its own workers, but not those for a worker of another agent, and
                 a run id may be used again. So the workers of one agent have a token: the agent makes a folder with
                 a random name, and in it a new folder for each start. The parent of all of them is the agent, not a

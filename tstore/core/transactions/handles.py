@@ -38,7 +38,7 @@ async def array_of(staging: Staging, path: str) -> Array:
         path = checked_path(path)
         await staging.read_nodes(staged, [path])
         meta = staged.meta(path)
-        return Array(HandleSource(staging, staged.deletions.count), path, meta)
+        return Array(HandleSource(staging, staged.deletion_count), path, meta)
 
 
 async def create_array(staging: Staging, path: str, meta: ArrayMeta) -> Array:
@@ -46,7 +46,7 @@ async def create_array(staging: Staging, path: str, meta: ArrayMeta) -> Array:
     async with staging.operation() as staged:
         await staging.read_around(staged, [path])
         path = staged.create_array(path, meta)
-        return Array(HandleSource(staging, staged.deletions.count), path, meta)
+        return Array(HandleSource(staging, staged.deletion_count), path, meta)
 
 
 async def new_array(
@@ -203,11 +203,11 @@ class HandleSource:
             array = staged.array_to_change(path, current)
             base = staged.base_chunks(path)
             extension = await append(array, staging.packs, staging.segments, base, axis, values)
-            start, deletions = current.shape[axis], staged.deletions
+            start = current.shape[axis]
 
             def check() -> None:
                 staging.lifecycle.check_committed(path)
-                if deletions.include(path, self.taken):
+                if staged.was_deleted(path, self.taken):
                     raise Misuse(
                         f"{path}: the array was deleted after values were appended to it, so these have no region"
                     )

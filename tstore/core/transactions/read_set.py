@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,25 +20,23 @@ from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import Selection, chunk_coordinates, renumbered
 from tstore.core.format.arrays.points import PointSelection, touched_chunks
 from tstore.core.format.objects.chunk_refs import ChunkTable
-from tstore.core.format.paths import parents
 from tstore.core.format.tree.node import Node, same_metadata
 from tstore.core.format.tree.tree import Tree
 
-__all__ = ["Deletions", "ReadSet", "differing_chunks"]
+__all__ = ["ReadSet", "differing_chunks"]
 
 
-class ReadSet:
+class ReadSet(msgspec.Struct, eq=False):
     """The metadata, chunks and names that were read, by path."""
 
-    def __init__(self) -> None:
-        self._metadata_paths: set[str] = set()
-        self._kinds: set[str] = set()
-        self._presence: set[str] = set()
-        self._chunks: dict[str, set[int]] = {}
-        self._chunk_names: set[str] = set()
-        self._subtrees: set[str] = set()
-        self._prefixes: set[str] = set()
-        self._all_arrays = False
+    _metadata_paths: set[str] = set()
+    _kinds: set[str] = set()
+    _presence: set[str] = set()
+    _chunks: dict[str, set[int]] = {}
+    _chunk_names: set[str] = set()
+    _subtrees: set[str] = set()
+    _prefixes: set[str] = set()
+    _all_arrays: bool = False
 
     def add_metadata(self, paths: Iterable[str]) -> None:
         """Record that the metadata at these paths was read, or found to be absent."""
@@ -139,20 +138,3 @@ def differing_chunks(before: Node, after: Node | None, numbers: npt.NDArray[np.u
     newer = ChunkTable.from_rows([]) if after is None else after.select(numbers)
     differing = before.select(numbers).differing_numbers(newer).tolist()
     return [f"{before.path}, chunk {chunk_coordinates(number, before.meta.counts)}" for number in differing]
-
-
-class Deletions:
-    """The number of deletions so far, and that of the last one at each path."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._last: dict[str, int] = {}
-
-    def add(self, top: str) -> None:
-        """Record the deletion of everything at and below a path, "" for all."""
-        self.count += 1
-        self._last[top] = self.count
-
-    def include(self, path: str, after: int) -> bool:
-        """Return whether the node at a path was deleted after the first `taken` deletions."""
-        return any(self._last.get(p, 0) > after for p in ("", path, *parents(path)))

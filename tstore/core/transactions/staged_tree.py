@@ -23,7 +23,7 @@ from tstore.core.format.tree.changes import NO_NUMBERS, Changes, NodeChange, sam
 from tstore.core.format.tree.node import Node
 from tstore.core.format.tree.tree import Tree, group_document
 from tstore.core.snapshot import array_node
-from tstore.core.transactions.read_set import Deletions, ReadSet
+from tstore.core.transactions.read_set import ReadSet
 from tstore.core.transactions.staged_array import StagedArray
 from tstore.core.transactions.staged_manifest import any_segments, staged_manifest
 from tstore.core.transactions.tag_edits import TagEdits
@@ -52,7 +52,8 @@ class StagedTree:
         # nodes of the base whose metadata was set to the same value, with the documents of groups
         self._restated: dict[str, bytes | None] = {}
         self._base_metas: dict[str, ArrayMeta] = {}  # metadata of arrays looked up in the base
-        self.deletions = Deletions()
+        self.deletion_count = 0
+        self._last_deletions: dict[str, int] = {}  # the number of the last deletion at each path
         # maps a path to a staged node at or below it; None until that is needed
         self._occupied: dict[str, str] | None = None
 
@@ -96,7 +97,11 @@ class StagedTree:
         self._groups |= {path: document for path, document in self._restated.items() if document is not None}
         self._restated = {}
         self.replaces, self.source = True, source
-        self.deletions.add("")
+        self._count_deletion("")
+
+    def _count_deletion(self, top: str) -> None:
+        self.deletion_count += 1
+        self._last_deletions[top] = self.deletion_count
 
     def keep_array(self, path: str, meta: ArrayMeta, tables: tuple[Table, ...]) -> None:
         """Stage an array that consists of existing chunks; `tables` are as those of a `Node`."""
@@ -132,7 +137,7 @@ class StagedTree:
             self._occupied = None
         if stored:
             self.deleted[path] = None
-        self.deletions.add(path)
+        self._count_deletion(path)
         if self._restated:
             self._restated = {p: d for p, d in self._restated.items() if not is_at_or_below(p, path)}
         return bool(staged) or stored
@@ -157,12 +162,16 @@ class StagedTree:
         """
         current = self.meta(path)
         is_same = current is meta or current.document == meta.document
-        if not is_same or (self.deletions.count > taken and self.deletions.include(path, taken)):
+        if not is_same or (self.deletion_count > taken and self.was_deleted(path, taken)):
             raise Misuse(
                 f"{self.origin}: {path!r} was resized, or deleted and created again, in this transaction since "
                 "this handle or view of it was taken; take another one, from the transaction or from the handle "
                 "that was resized"
             )
+
+    def was_deleted(self, path: str, taken: int) -> bool:
+        """Return whether the node at a path was deleted after the first `taken` deletions."""
+        return any(self._last_deletions.get(p, 0) > taken for p in ("", path, *parents(path)))
 
     def array_to_change(self, path: str, meta: ArrayMeta) -> StagedArray:
         """Return the staged changes to an array, given its metadata as the transaction sees it."""

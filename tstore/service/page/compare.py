@@ -1,4 +1,4 @@
-"""The view Compare: the arrays that differ between two versions, the largest changes first."""
+"""The Compare view: the arrays that differ between two versions, the largest changes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view Health: the verification of the whole store, as a job that the page can start and stop."""
+"""The Health view: the verification of the whole store, as a job that the page can start and stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view Hosts, also a part of Run: cooperative transactions under way, and the states of their hosts."""
+"""The Hosts view, also a part of Run: cooperative transactions under way, and the states of their hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view Run: the steps of a store on a time line, their copies in low bits, and what retention would remove."""
+"""The Run view: the steps of a store on a time line, their copies in low bits, and what retention would remove."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view Status, also a part of Run: whether a run proceeds as usual, judged by cheap checks.
+"""The Status view, also a part of Run: whether a run proceeds as usual, judged by cheap checks.
 
 Four facts have a state, "good", "warn" or "bad", or "" if there is nothing to judge: the age of the newest step,
 the hosts under way, whether its values are finite, and the result of the last verification. The worst is the

@@ -1,4 +1,4 @@
-"""The view Tensor: statistics of one array, a heat map of one of its matrices, and its quantization error."""
+"""The Tensor view: statistics of one array, a heat map of one of its matrices, and its quantization error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view Tree: the groups and arrays of a version, folded, searched, sorted, and as a treemap of their bytes."""
+"""The Tree view: the groups and arrays of a version, folded, searched, sorted, and as a treemap of their bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROWS = 100
 _MAX_UNFOLDED = 40  # rows of a tree whose first levels are open
 _TILES = 120  # tiles of the treemap
 _PARTS = 4  # the minimum number of groups with distinct colours
-_MAX_BYTES = 0.95  # names and colours are chosen by tiles with this share of the bytes
+_LEADING_SHARE = 0.95  # of the bytes: the tiles that have it determine the names and colours of all
 _MAX_TREES = 4  # trees kept in memory
 _SEPARATOR, _AFTER_SEPARATOR = "\0", "\1"  # no name has either
 _MAX_LISTED = 128  # groups of a version whose rows are kept in memory
@@ -39,12 +39,12 @@ _SORTS = ("name", "bytes", "values", "bits", "dtype", "codec")
 
 
 async def load(query: Query) -> Document:
-    """Return the rows of one group of a version, those of one page in the order asked for.
+    """Return one page of the rows of a group of a version, in the requested order.
 
-    On the first page, groups are open down to the level at which there would be too many rows: they have `rows`.
+    On the first page, groups are expanded (they have `rows`), level by level, until there would be too many rows.
     `at` is a version or a tag, `group` a path, `find` a pattern as in `tstore ls`, or a part of a name (then the
-    rows are the arrays that match, below all groups), `sort` one of the columns, `order` "up" or "down", `first`
-    the number of the first row, and `level` how deep the page indents the rows.
+    rows are the matching arrays, at any depth), `sort` one of the columns, `order` "up" or "down", `first` the
+    number of the first row, and `level` how deep the page indents the rows.
     """
     snapshot = await query.store.snapshot(query.version("at"))
     index = await query.results.get(
@@ -184,7 +184,7 @@ class Index:
         return _by_name(groups) + _by_name(arrays)
 
     def _range(self, prefix: str, first: int) -> tuple[int, int]:
-        """Return where the keys with a prefix, which ends with a separator, begin and end."""
+        """Return the start and the stop of the keys with a prefix, which ends with a separator."""
         start = bisect.bisect_left(self._keys, prefix, first)
         return start, bisect.bisect_left(self._keys, f"{prefix[:-1]}{_AFTER_SEPARATOR}", start)
 
@@ -258,7 +258,7 @@ def _select(
 
 
 def _unfold(index: Index, rows: Sequence[TreeRow], sort: str, order: str) -> None:
-    """Add to groups the rows directly in them, level by level, as long as there are few rows in all."""
+    """Expand groups by the rows directly in them, level by level, while there are few rows in total."""
     room, level = _MAX_UNFOLDED - len(rows), rows
     while groups := [row for row in level if row.kind == "group"]:
         if len(groups) > room:  # each has at least one row, so none fits
@@ -280,7 +280,7 @@ def _tiles(index: Index, rows: Sequence[Row]) -> list[Tile]:
     """Return the tiles of the treemap: the rows, with the largest groups replaced by their contents.
 
     Names begin below the group that the largest tiles share; `part` numbers the groups below it. The smallest rows
-    are joined to one tile.
+    are merged into one tile.
     """
     heap = [(-row.stored_bytes, row.path, row) for row in rows if row.stored_bytes]
     if len(heap) > _TILES:
@@ -315,7 +315,7 @@ def _names_and_parts(rows: Sequence[Row]) -> tuple[list[str], list[int]]:
 
     The groups are at the highest level of the tree that has several.
     """
-    room = _MAX_BYTES * sum(row.stored_bytes for row in rows)
+    room = _LEADING_SHARE * sum(row.stored_bytes for row in rows)
     sizes = itertools.accumulate(row.stored_bytes for row in rows)
     large = 1 + sum(size < room for size in sizes)
     common = os.path.commonpath([row.name for row in rows[:large]]) + "/" if large > 1 else ""

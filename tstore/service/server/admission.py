@@ -12,7 +12,7 @@ creates of one version, exactly one succeeds.
 4. A record may tag, or be a copy of, living versions only; with the scope ADMIN, as in a copy of a history, it may
    also be a copy of a voided one.
 5. An archive needs the scope ADMIN, and must have exactly the server's own records, of versions old enough
-   (`maintenance.archiving`). So it hides none. Only then may the objects of these records be deleted.
+   (`maintenance.archiving`). So it hides no record. Only then may the objects of these records be deleted.
 6. A record names the log of the store, and a record of it, in its link (`log.chain`).
 7. A root must have exactly the bytes that the server derives from its log.
 
@@ -351,7 +351,9 @@ class Admission:
             if not complete:
                 is_complete = before.complete and record.source > 0
                 return LoadedTree(before.tree.after(version, record, []), is_complete, memory)
-            if sender.scope < Scope.ADMIN:  # who may copy compactions of what a repair has voided since
+            if (
+                sender.scope < Scope.ADMIN
+            ):  # an admin may copy compactions of versions that a repair has voided since
                 yield from check_compactions(record, manifests, before.tree.nodes)
             tree = yield from next_tree(version, record, manifests, before.tree)
             return before._replace(tree=tree, memory=memory) if record.source else within_memory(tree, memory)

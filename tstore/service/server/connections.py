@@ -1,6 +1,6 @@
 """The connections of a server: their limit, the order in which they are closed beyond it, and malformed HTTP.
 
-Connections are counted from when they are accepted. Beyond the limit one is closed, in the order of `Stage`: first
+A connection counts from the moment it is accepted. Beyond the limit one is closed, in the order of `Stage`: first
 those in their TLS handshake, then those without a request, those with only refused requests, and idle ones; among
 equals, the oldest. Connections with a request under way stay open; if all have one, the new connection is closed.
 So a client that keeps opening silent connections soon displaces only silent ones.

@@ -264,7 +264,7 @@ def _as_documents(codecs: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def checked_codecs(codecs: Any, where: str = "codecs=") -> Codecs:
-    """Parse codecs, converting those of a list to objects with names; the grammar of all `codecs=` and rules.
+    """Parse the codecs of a `codecs=` argument or a rule; those of a list become objects with names.
 
     Raise `InvalidArgument`, prefixed by `where`, for codecs that no array could have. A `Chain` checks
     whether they suit a particular array.
@@ -343,7 +343,7 @@ _OTHER_CODECS = (
 
 
 def codecs_text(codecs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the names of codecs for people: an eXmY codec by its format, and shards with the codecs inside."""
+    """Return the names of codecs for display: an eXmY codec by its format, and shards with the codecs inside."""
     names = []
     for document in codecs:
         name, settings = str(document["name"]), document.get("configuration") or {}

@@ -60,8 +60,7 @@ class Target(NamedTuple):
     """A strided gather from a chunk in C order: for each of `starts`, `lengths` elements at `strides`.
 
     Positions and strides count elements: starts [0, 8], lengths (3,), strides (2,) selects the elements 0, 2, 4
-    and 8, 10, 12. The index also works if only a 8, 10, 12. The index also works if only a part of the chunk is in
-    memory.
+    and 8, 10, 12. The index also works if only a part of the chunk is in memory.
     """
 
     starts: Numbers

@@ -37,8 +37,8 @@ class Tree:
     """All nodes by path, and all tags, as of `version`; immutable.
 
     The last `copies` versions up to this one are copies; the nodes are those of the head before them.
-    `resumes` is not 0 if a record before this version is lost: trees from version `resumes` have its changes
-    again, so they can't be made from this one (`Record.resumes`).
+    `resumes` is not 0 if a record before this version is lost. Trees from version `resumes` on include its changes
+    again, so they can't be derived from this tree (`Record.resumes`).
     """
 
     version: int
@@ -60,7 +60,7 @@ class Tree:
         """
         tags = self.tags  # of the record, `tags` name this version, and `tagged` earlier ones
         if record.tags or record.dropped or record.tagged:
-            tags = dict(tags)  # fast, since every commit that sets a tag copies all tags
+            tags = dict(tags)  # of the ways to copy, the fastest
             for tag in record.dropped:
                 tags.pop(tag, None)
             tags.update(dict.fromkeys(record.tags, version) | record.tagged)
@@ -83,7 +83,7 @@ class Tree:
         return Tree(version, nodes if version % ROOT_EVERY else nodes.sealed(version), tags, copies, resumes)
 
     def after_writes(self, version: int, manifests: Sequence[Manifest]) -> Tree:
-        """Return this tree after the commits up to `version`, which only wrote chunks; that one has no root."""
+        """Return this tree after the commits up to `version`, which only wrote chunks; `version` has no root."""
         if version == self.version:
             return self
         nodes = self.nodes.after(manifests) if manifests else self.nodes

@@ -33,7 +33,7 @@ from tstore.core.storage.objects import Buffers, overlong, read_limit, too_short
 
 __all__ = ["Response", "Sink", "fill"]
 
-_MIN_DIRECT = 64 << 10  # bytes per buffer, on average, for a receiver; about what a socket has at once
+_MIN_DIRECT = 64 << 10  # bytes per buffer, on average, for a receiver; about what a socket buffers
 _LOW_WATER = 1 << 20
 _QUIET_SECONDS = 0.1
 _MAX_REASON = 8 << 10
