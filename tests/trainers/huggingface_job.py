@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pathlib
 import resource
 import tempfile
@@ -10,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import peft
+import pytest
 import torch
 import transformers
 
 import tstore.sync as tstore
 from tests.trainers.killing import losses
 from tstore.cli import main
+from tstore.errors import InvalidArgument
 from tstore.trainers.huggingface import TStoreCallback
 
 Report = Callable[[int, float], None]
@@ -42,6 +45,10 @@ def new_model(lora: bool, width: int = 16) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.1)) if lora else model
 
 
+def _count_seen(model: Any, _: Any, inputs: Any) -> None:
+    model.seen += inputs["input_ids"].sum()
+
+
 def fit(
     url: str, report: Report = lambda step, loss: None, *, lora: bool = False, steps: int = 60, width: int = 16,
     keep: Any = None, **options: Any,
@@ -58,8 +65,12 @@ def fit(
         },
     )  # fmt: skip
     callback = TStoreCallback(url, keep=keep)
+    model = new_model(lora, width)
+    if "RANK" in os.environ:  # a buffer that differs between processes, as the statistics of BatchNorm do
+        model.register_buffer("seen", torch.zeros(1))
+        model.register_forward_pre_hook(_count_seen, with_kwargs=True)
     trainer = transformers.Trainer(
-        model=new_model(lora, width),
+        model=model,
         args=arguments,
         train_dataset=data,
         eval_dataset=data[:4],
@@ -71,7 +82,20 @@ def fit(
 
 
 def train(url: str, kills: int = 0, ranks: int = 1, lora: bool = False, steps: int = 60) -> dict[int, float]:
-    return losses(lambda report: fit(url, report, lora=lora, steps=steps), kills, ranks)
+    options = {"eval_strategy": "steps", "eval_steps": 3} if ranks > 1 else {}
+    return losses(lambda report: fit(url, report, lora=lora, steps=steps, **options), kills, ranks)
+
+
+def unwritable(url: str) -> None:
+    """Resume where one process can't write the folder, which is an error in both."""
+
+    def train(report: Report) -> None:
+        _, callback = fit(url, report, steps=3)
+        tempfile.tempdir = "absent" if os.environ["RANK"] == "0" else None
+        with pytest.raises((FileNotFoundError, InvalidArgument), match="absent"):
+            callback.latest()
+
+    losses(train, ranks=2)
 
 
 def history(url: str) -> list[int]:

@@ -13,9 +13,9 @@ import os
 import random
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -29,8 +29,11 @@ from tstore.convert.exporting import FILES
 from tstore.core.format.tree.retention import Keep
 from tstore.errors import InvalidArgument
 from tstore.quantization.policy import QuantizeRules, Target
+from tstore.torch.processes import Processes
 
 __all__ = ["TStoreCallback"]
+
+T = TypeVar("T")
 
 _LONGEST_FILE = 64 << 20  # of a tokenizer, in bytes; longer files are no configuration
 
@@ -77,38 +80,14 @@ class TStoreCallback(transformers.TrainerCallback):
         With several processes, each makes this call after the `Trainer` was made. The first of each node writes
         the folder, which is removed once training has begun.
         """
-        processes = dist.get_world_size() if dist.is_initialized() else 1
-        rank = dist.get_rank() if processes > 1 else 0
-        step: int | None = None
-        with contextlib.suppress(tstore.errors.NotAStore):
-            step = max(blocking.steps(self._url), default=None)
-        everywhere: list[Any] = [(step, socket.gethostname())]
-        if processes > 1:
-            everywhere *= processes
-            dist.all_gather_object(everywhere, (step, socket.gethostname()))
+        processes, here = Processes.of(None), socket.gethostname()
+        everywhere = _exchanged(processes, lambda: (_newest(self._url), here))
         step = everywhere[0][0]
         if step is None:
             return None
-        path, failure = "", ""
-        if socket.gethostname() not in [host for _, host in everywhere[:rank]]:
-            self._folder = tempfile.TemporaryDirectory(prefix="tstore-")
-            path = os.path.join(self._folder.name, f"checkpoint-{step}")
-            try:
-                _write_checkpoint(self._url, step, path)
-            except tstore.errors.TStoreError as error:
-                if processes == 1:
-                    raise
-                failure = str(error)
-        written: list[Any] = [(path, failure)]
-        if processes > 1:
-            written *= processes
-            dist.all_gather_object(written, (path, failure))
-        for _, reason in written:
-            if reason:
-                raise tstore.errors.Corrupt(reason)
-        here = socket.gethostname()
-        by_host = {host: path for (path, _), (_, host) in zip(written, everywhere, strict=True) if path}
-        return str(by_host[here])
+        writes = here not in [host for _, host in everywhere[: processes.host]]
+        paths = _exchanged(processes, lambda: self._written(step) if writes else "")
+        return next(path for path, (_, host) in zip(paths, everywhere, strict=True) if path and host == here)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check the arguments of the `Trainer`."""
@@ -166,7 +145,7 @@ class TStoreCallback(transformers.TrainerCallback):
             self._files = _files(objects["model"], objects["processing_class"])
         model, optimizer = objects["model"], objects["optimizer"]
         tree = {
-            "model": _adapter(model) or model.state_dict(),
+            "model": _model_state(model),
             "optimizer": optimizer.state_dict(),
             "scheduler": objects["lr_scheduler"].state_dict(),
             FILES: self._files,
@@ -176,12 +155,36 @@ class TStoreCallback(transformers.TrainerCallback):
             tree["scaler"] = scaler.state_dict()
         last = [entry for entry in state.log_history if entry.get("step") == state.global_step]
         numbers = {key: n for entry in last for key, n in entry.items() if isinstance(n, int | float)}
+        numbers = Processes.of(None).gather(numbers)[0]  # others measured other times, as of an evaluation
         self._checkpoints.save(state.global_step, tree, metrics=numbers)
+
+    def _written(self, step: int) -> str:
+        self._folder = tempfile.TemporaryDirectory(prefix="tstore-")
+        path = os.path.join(self._folder.name, f"checkpoint-{step}")
+        _write_checkpoint(self._url, step, path)
+        return path
 
     def _forget_folder(self) -> None:
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.cleanup()
+
+
+def _exchanged(processes: Processes, call: Callable[[], T]) -> list[T]:
+    """Return what the call returns in each process; if it fails in one of them, raise in all."""
+    value, failure = None, None
+    try:
+        value = call()
+    except Exception as error:  # the others wait for this process
+        failure = error
+    return processes.exchange(value, failure)
+
+
+def _newest(url: str | os.PathLike[str]) -> int | None:
+    """Return the newest step, None if there is no step or no store."""
+    with contextlib.suppress(tstore.errors.NotAStore):
+        return max(blocking.steps(url), default=None)
+    return None
 
 
 def _write_checkpoint(url: str | os.PathLike[str], step: int, folder: str | os.PathLike[str]) -> None:
@@ -224,6 +227,21 @@ def _state_text(state: Any) -> str:
 
 def _bytes(text: str | bytes) -> np.ndarray[Any, Any]:
     return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
+
+
+def _model_state(model: Any) -> dict[str, Any]:
+    """Return the state to save of a model, with the first process's buffers, such as the statistics of BatchNorm.
+
+    `DistributedDataParallel` copies these to all processes at the beginning of the next step.
+    """
+    state = _adapter(model) or model.state_dict()
+    if Processes.of(None).hosts > 1:
+        buffers = {buffer.data_ptr() for buffer in model.buffers()}
+        for name, values in state.items():
+            if isinstance(values, torch.Tensor) and values.data_ptr() in buffers:
+                state[name] = values.clone()
+                dist.broadcast(state[name], 0)
+    return state
 
 
 def _adapter(model: Any) -> dict[str, Any] | None:
