@@ -84,6 +84,18 @@ async def test_a_step_before_the_newest_is_refused(url: str, staging: Any, overw
     assert (await tstore.restore(url))["value"] == 4
 
 
+def test_a_job_saves_earlier_steps_once_the_later_ones_are_removed(tmp_path: Path) -> None:
+    """As the error advises, with another program or another object of this one."""
+    with blocking.Checkpointer(tmp_path / "s") as checkpoints:
+        for step in (1, 3):
+            checkpoints.save(step, state(step))
+        with pytest.raises(InvalidArgument, match="step 2 comes before step 3"):
+            checkpoints.save(2, state(-2))
+        assert main(["rm", str(tmp_path / "s"), "--step", "3"]) == 0
+        checkpoints.save(2, state(-2))
+        assert checkpoints.restore_latest()["value"] == -2
+
+
 async def test_a_step_before_one_that_another_job_saved_meanwhile_is_refused(url: str) -> None:
     """The job has saved before, so it looks at the steps of the store only as it saves."""
     [checkpoints] = job(url)

@@ -173,7 +173,7 @@ class Checkpointer:
         if not self._policy.due(Moment(step, math.inf, True, True)):  # not due, whatever differs between hosts
             self._raise_unseen_error()
             return False
-        busy = self._policy.waits_for_save and self._series.is_busy
+        busy = self._policy.waits_for_save and bool(self._series.pending)
         if self._policy.waits_for_save and self._agree is not None:
             busy = self._agree(busy)
         signaled, signals = self._signal.received, self._policy.signals
@@ -226,7 +226,7 @@ class Checkpointer:
                 **options,
             )
             self._forget_failed_step()
-            await check_order(self._store, step, self._last_step)
+            await check_order(self._store, step, self._last_step, self._series.pending)
         preempted = self._preemption_agreed if self._agree is not None else self._signal.received
         checkpoint = checkpoint._replace(
             attempt=attempt, check_tags=lambda tags: check_newest(store.url, step, tags), withdraws=True

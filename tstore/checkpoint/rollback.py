@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from tstore.checkpoint.request import Missing
@@ -88,15 +88,18 @@ async def _wait_removed(store: Store, step: int, timeout: float) -> None:
         ) from error
 
 
-async def check_order(store: str | os.PathLike[str] | Store, step: int, last: int | None) -> None:
+async def check_order(
+    store: str | os.PathLike[str] | Store, step: int, last: int | None, pending: Iterable[int]
+) -> None:
     """Raise what `check_newest` raises, before a step is saved; `last` is the step saved last, if any.
 
-    The steps of the store are read only before the first save, and for the error. The save reads them too, but
-    beside its caller, which would learn of the wrong order at its next call.
+    The steps of the store are read only before the first save, and for a step before the last, which may have been
+    removed since; `pending` are the steps whose saves are under way. The save reads them too, but beside its
+    caller, which would learn of the wrong order at its next call.
     """
     if last is not None and step >= last:
         return
-    tags = {} if last is None else {step_tag(last): 0}
+    tags = dict.fromkeys(map(step_tag, pending), 0)
     with contextlib.suppress(NotAStore, Unavailable):  # the save creates the store, or raises the error
         async with opened(store, "r") as source:
             tags = {**tags, **await source.tags()}

@@ -57,9 +57,9 @@ class SaveSeries:
         self._saves.append(save)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a save is under way."""
-        return not all(save.committed.done() for save in self._saves)
+    def pending(self) -> list[int]:
+        """The steps whose saves are under way."""
+        return [save.step for save in self._saves if not save.committed.done()]
 
     def tolerates(self, error: BaseException) -> bool:
         """Return whether an error of a save is logged in place of being raised."""
