@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 import tstore.sync as tstore
 from tests.support import ports
+from tests.support.held_saves import held_saves
 from tstore.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -425,6 +426,16 @@ def series(folder: Path) -> None:
         steps = patch("tstore.checkpoint.checkpointer.steps", lost)
         with steps if jax.process_index() == 0 else nullcontext(), pytest.raises(Unavailable):
             saves.restore_latest({"x": x})  # raises in every process
+    with held_saves(jax.process_index() == 1) as release:
+        with tstore.jax.Checkpointer(f"{url}-continuous", every=tstore.Continuous()) as saves:
+            assert saves.should_save(1)
+            save = saves.save(1, {"x": x})
+            if jax.process_index() != 1:
+                save.wait()
+            assert not saves.should_save(2)  # in no process while one of them is not done
+            release()
+            save.wait()
+            assert saves.should_save(3)
 
 
 def late(folder: Path) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tstore.sync as tstore
+from tests.support.held_saves import held_saves
 from tstore import EverySeconds, EverySteps
 from tstore.checkpoint.source import Source
 from tstore.errors import Corrupt, Inconsistent, InvalidArgument, StructureMismatch, TStoreError, Unavailable
@@ -288,6 +289,16 @@ def series(folder: Path) -> None:
         handle = tstore.torch.save_async(url, state, 9)
         state["w"] += 100
         handle.wait()
+    with held_saves(dist.get_rank() == 1) as release:
+        with tstore.torch.Checkpointer(folder / "continuous", every=tstore.Continuous()) as checkpoints:
+            assert checkpoints.should_save(1)
+            save = checkpoints.save(1, state)
+            if dist.get_rank() != 1:
+                save.wait()
+            assert not checkpoints.should_save(2)  # in no process while one of them is not done
+            release()
+            save.wait()
+            assert checkpoints.should_save(3)
     dist.barrier()
     assert torch.equal(tstore.torch.restore(url)["w"], torch.arange(24.0).reshape(6, 4) + 7)
 
