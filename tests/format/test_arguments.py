@@ -87,6 +87,21 @@ def group(*arguments: Any) -> Call:
     return call
 
 
+def streamed(order: Any) -> Call:
+    async def call(store: tstore.Store) -> None:
+        async for _ in tstore.stream(store, order=order):
+            pass
+
+    return call
+
+
+def attributes_at(path: Any) -> Call:
+    async def call(store: tstore.Store) -> None:
+        (await store.snapshot()).attributes(path)
+
+    return call
+
+
 REFUSED: list[tuple[Call, str]] = [
     (group("/".join("a" * 257)), "'a/a.* has 257 levels, more than 256; choose a shorter"),
     (transaction(message=None), r"message=None: expected text"),
@@ -143,7 +158,7 @@ REFUSED: list[tuple[Call, str]] = [
     (save(hosts=0), "hosts=0: expected at least 1"),
     (save(tree=object()), "an object of type object can't be stored"),
     (save(hosts=2, attempt=3), "attempt=3"),
-    (save(durability="always"), "durability 'always'"),
+    (save(durability="always"), "durability='always'"),
     (save(timeout="5"), "timeout='5'"),
     (save(metrics={str(i): i for i in range(200_000)}), "a commit has at most 4,096"),
     (array(path=3), "path=3"),
@@ -192,6 +207,16 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda store: store.finish(None), "transaction=None"),  # type: ignore[arg-type]
     (lambda store: tstore.restore(store, only=5), "only=5"),  # type: ignore[arg-type]
     (lambda store: tstore.restore(store, only=["w", 5]), "only="),  # type: ignore[list-item]
+    (lambda store: tstore.restore(store, only=LONE), "only: .*surrogates"),
+    (lambda store: tstore.restore(store, rename=np.ones(2)), "rename=array"),  # type: ignore[arg-type]
+    (lambda store: tstore.restore(store, missing=np.ones(2)), "expected 'error' or 'keep'"),  # type: ignore[arg-type]
+    (lambda store: tstore.restore(store, host=-1), "host=-1, hosts=1: expected a host from 0"),
+    (lambda store: tstore.open(LONE), "surrogates"),
+    (lambda store: tstore.open(store.url, storage_options=5), "storage_options of type int"),  # type: ignore[arg-type]
+    (lambda store: store.verify(5), "progress=5: expected a function"),  # type: ignore[arg-type]
+    (lambda store: tstore.Checkpointer(store).best(["loss"]), "metric="),  # type: ignore[arg-type]
+    (streamed(5), "order=5: expected 'storage', or a list of paths"),
+    (attributes_at(5), "path=5: expected text"),
     (lambda store: tstore.open(store.url, cache=tstore.Cache(None)), r"Cache\(None\)"),  # type: ignore[arg-type]
     (lambda store: tstore.open(store.url, cache=tstore.Cache("c", size="1")), "size='1'"),  # type: ignore[arg-type]
     (lambda store: store.snapshot(np.arange(9)), r"at=array\("),  # type: ignore[arg-type]
@@ -234,6 +259,12 @@ async def test_arguments_that_could_not_be_read_again_are_refused(call: Call, ma
         (lambda: tstore.Shards((4, 4), "f4", np.ones((4, 4))), "parts is a numpy.ndarray; expected a mapping"),
         (lambda: tstore.Shards((4, 4), "f4", None), "parts is a builtins.NoneType; expected a mapping"),  # type: ignore[arg-type]
         (lambda: Mesh([2, 2]), r"the shape of a mesh is \[2, 2\]; expected a mapping"),  # type: ignore[arg-type]
+        (lambda: tstore.Checkpointer("memory://", host=-1), "host=-1, hosts=1: expected a host from 0"),
+        (lambda: tstore.Checkpointer("memory://", timeout="5"), "timeout='5'"),  # type: ignore[arg-type]
+        (lambda: tstore.Checkpointer("memory://", agree=5), "agree=5: expected a function"),  # type: ignore[arg-type]
+        (lambda: tstore.Checkpointer("memory://", on_saved=5), "on_saved=5: expected"),  # type: ignore[arg-type]
+        (lambda: tstore.Checkpointer("memory://", on_error=[]), "'raise' or 'warn'"),  # type: ignore[arg-type]
+        (lambda: tstore.OnPreemption([]), r"OnPreemption\(\[\]\): expected a signal"),  # type: ignore[arg-type]
         (lambda: Access({}, anonymous="admin"), "anonymous='admin': expected 'none', 'read' or 'write'"),
         (lambda: Access({}, anonymous=3), "anonymous=3: expected"),  # type: ignore[arg-type]
     ],

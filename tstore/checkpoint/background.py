@@ -25,12 +25,12 @@ from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.checkpoint.options import SaveOptions, complete
 from tstore.checkpoint.save import checkpoint_to_save
 from tstore.checkpoint.staging import StagingMemory
-from tstore.core.format.arguments import quote
+from tstore.core.format.arguments import checked_choice
 from tstore.core.pickling import refusal
 from tstore.core.runtime.event_loops import BACKGROUND, SIGNAL_CHECK, LoopCall, PerLoop
 from tstore.core.runtime.pool import low_priority, wait_all
 from tstore.core.store import Store
-from tstore.errors import DeadlineExceeded, InvalidArgument, Misuse
+from tstore.errors import DeadlineExceeded, Misuse
 
 __all__ = [
     "BackgroundSave",
@@ -113,10 +113,8 @@ async def save_async(
 
 def checked_choices(staging: Any, in_flight: Any) -> None:
     """Raise `InvalidArgument` unless both are among their choices."""
-    for name, value, choices in (("staging", staging, StagingChoice), ("in_flight", in_flight, InFlight)):
-        if not isinstance(value, str) or value not in get_args(choices):
-            expected = " or ".join(map(repr, get_args(choices)))
-            raise InvalidArgument(f"{name}={quote(value)}: expected {expected}")
+    checked_choice("staging", staging, get_args(StagingChoice))
+    checked_choice("in_flight", in_flight, get_args(InFlight))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,16 @@ from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked
 from tstore.checkpoint.restore import restore
 from tstore.checkpoint.rollback import check_fallback, check_newest, check_order, is_damaged, roll_back
 from tstore.checkpoint.save import checked_order, checkpoint_to_save
-from tstore.checkpoint.series import OnError, OnSaved, SaveSeries, checked_on_error
+from tstore.checkpoint.series import OnError, OnSaved, SaveSeries
 from tstore.checkpoint.staging import StagingMemory
-from tstore.core.format.arguments import checked_commit_timeout, checked_index, checked_step, quote
+from tstore.core.format.arguments import (
+    checked_choice,
+    checked_commit_timeout,
+    checked_host,
+    checked_step,
+    checked_text,
+    quote,
+)
 from tstore.core.format.tree.retention import Keep, checked_keep
 from tstore.core.hints import hinting
 from tstore.core.pickling import refusal
@@ -28,7 +35,7 @@ from tstore.core.runtime import pool
 from tstore.core.steps import Step, saved_steps, steps
 from tstore.core.store import Store, opened
 from tstore.core.transactions.attempts import Attempt
-from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
+from tstore.errors import Corrupt, DeadlineExceeded, Misuse, NotAStore, SnapshotExpired
 from tstore.quantization.policy import QuantizeRules, Target
 
 __all__ = ["Checkpointer", "CheckpointerOptions"]
@@ -123,22 +130,16 @@ class Checkpointer:
     ) -> None:
         checked_choices(staging, in_flight)
         self._store = store
-        self._policy, kept = checked_policy(every), checked_keep(keep)
-        self._host, self._hosts = checked_index("host", host), checked_index("hosts", hosts)
-        self._attempt, self._codecs = attempt, codecs
-        self._timeout = timeout
+        self._host, self._hosts = checked_host(host, hosts)
+        self._policy, kept = checked_policy(every, self._hosts, agree), checked_keep(keep)
+        self._attempt, self._codecs, self._agree = attempt, codecs, agree
+        self._timeout = None if timeout is None else checked_commit_timeout(timeout)
         self._staging: StagingChoice = staging
         self._in_flight: InFlight = in_flight
-        self._agree = agree
-        if self._hosts > 1 and agree is None and self._policy.differs_by_host:
-            raise InvalidArgument(
-                f"every={quote(every)}: {self._hosts} hosts could decide differently; pass agree=…, a function "
-                "that returns whether any host passed True, or only EverySteps"
-            )
         self._process = os.getpid()
         self._background_store: BackgroundStore | None = None
         self._memory = StagingMemory()
-        self._series = SaveSeries(kept if self._host == 0 else None, checked_on_error(on_error), on_saved)
+        self._series = SaveSeries(kept if self._host == 0 else None, on_error, on_saved)
         self._last_rollback: int | None = None  # the version of its commit
         self._last_step: int | None = None
         self._last_time = time.monotonic()
@@ -261,8 +262,8 @@ class Checkpointer:
 
         Return None if no step has a finite value of the metric. Raise `InvalidArgument` for another order.
         """
-        if order not in ("min", "max"):
-            raise InvalidArgument(f"order={quote(order)}: expected 'min' or 'max'")
+        checked_choice("order", order, ("min", "max"))
+        metric = checked_text("metric", metric)
         sign = 1 if order == "min" else -1
         saved = [s for s in await self.steps() if math.isfinite(s.metrics.get(metric, math.nan))]
         return min(saved, key=lambda s: (sign * s.metrics[metric], -s.step)).step if saved else None

@@ -298,7 +298,7 @@ def _lengths(what: str, values: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(int(n.__index__()) for n in values)
     except (AttributeError, TypeError):
-        raise InvalidArgument(f"{what}={values!r}: expected a sequence of integers") from None
+        raise InvalidArgument(f"{what}={quote(values)}: expected a sequence of integers") from None
 
 
 def as_values(path: str, leaf: Any) -> npt.NDArray[Any]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from tstore.core.format.arguments import (
     checked_attributes,
+    checked_choice,
     checked_commit_timeout,
     checked_metadata,
     checked_metrics,
@@ -90,8 +91,7 @@ class CommitSettings:
         checked_durability(durability)
         self.durability = durability
         self.overwrite = overwrite
-        if priority not in (None, "normal", "low"):
-            raise InvalidArgument(f"priority={quote(priority)}: expected 'normal', 'low' or None")
+        checked_choice("priority", priority, ("normal", "low", None))
         self.priority = priority
 
     def metadata(self, step: int) -> dict[str, Any]:

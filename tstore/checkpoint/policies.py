@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-from tstore.core.format.arguments import quote
+from tstore.core.format.arguments import checked_function, quote
 from tstore.errors import InvalidArgument, Misuse
 
 __all__ = [
@@ -153,7 +153,7 @@ class OnPreemption(Policy):
     signal: int = signal.SIGTERM
 
     def __post_init__(self) -> None:
-        if self.signal not in signal.valid_signals():
+        if not isinstance(self.signal, int) or self.signal not in signal.valid_signals():
             raise InvalidArgument(f"OnPreemption({quote(self.signal)}): expected a signal, such as signal.SIGTERM")
 
     @property
@@ -205,18 +205,25 @@ class _Both(_Pair):
         return " & ".join(f"({p})" if isinstance(p, _Either) else f"{p}" for p in (self.one, self.other))
 
 
-def checked_policy(every: Any) -> Policy:
-    """Return the policy that `every` stands for; raise `InvalidArgument` if it stands for none."""
-    if every is None:
-        return EverySteps(1)
-    if isinstance(every, Policy):
-        return every
-    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
-        return EverySteps(every)
-    raise InvalidArgument(
-        f"every={quote(every)}: expected a number of steps, at least 1, or policies: EverySteps(100) | "
-        "EverySeconds(600)"
-    )
+def checked_policy(every: Any, hosts: int, agree: Any) -> Policy:
+    """Return the policy that `every` stands for.
+
+    Raise `InvalidArgument` if it stands for none, and if hosts could decide differently by it and do not agree.
+    """
+    checked_function("agree", agree)
+    is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
+    policy = EverySteps(1 if every is None else every) if every is None or is_number else every
+    if not isinstance(policy, Policy):
+        raise InvalidArgument(
+            f"every={quote(every)}: expected a number of steps, at least 1, or policies: EverySteps(100) | "
+            "EverySeconds(600)"
+        )
+    if hosts > 1 and agree is None and policy.differs_by_host:
+        raise InvalidArgument(
+            f"every={quote(every)}: {hosts} hosts could decide differently; pass agree=…, a function that returns "
+            "whether any host passed True, or only EverySteps"
+        )
+    return policy
 
 
 class PreemptionSignal:

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.format.arguments import checked_index, quote
+from tstore.core.format.arguments import checked_choice, checked_host, checked_text, quote
 from tstore.core.format.arrays.array_metadata import dtype_named
 from tstore.core.format.arrays.dtypes import has_nonfinite, is_float
 from tstore.core.format.patterns import Extent, compile_patterns, compile_renames, extent_of
@@ -48,15 +48,13 @@ class Request:
         hosts: int = 1,
         forms: Sequence[str] = (),
     ) -> None:
-        if only is not None and not _is_patterns(only):
+        if only is not None and not isinstance(only, str | list | tuple):
             raise InvalidArgument(f"only={quote(only)}: expected a pattern such as 'layers/**', or a list of them")
-        if missing not in get_args(Missing):
-            raise InvalidArgument(f"missing={quote(missing)}: expected 'error' or 'keep'")
-        if per_host not in get_args(PerHostRule):
-            raise InvalidArgument(f"per_host={quote(per_host)}: expected 'same', 'keep' or 'all'")
-        self.host, self.hosts = checked_index("host", host), checked_index("hosts", hosts)
-        if host >= hosts:
-            raise InvalidArgument(f"host={host}, hosts={hosts}: expected a host from 0 to hosts - 1")
+        for pattern in [only] if isinstance(only, str) else only or ():
+            checked_text("only", pattern)
+        checked_choice("missing", missing, get_args(Missing))
+        checked_choice("per_host", per_host, get_args(PerHostRule))
+        self.host, self.hosts = checked_host(host, hosts)
         self.per_host = per_host
         self.only = only
         self.keeps_missing = missing == "keep"
@@ -64,13 +62,13 @@ class Request:
         if only is not None:
             only = [form for p in ([only] if isinstance(only, str) else only) for form in self._with_forms(p)]
         self.matches: Callable[[str], bool] = (lambda path: True) if only is None else compile_patterns(only)
+        self._renamed = self._renames(rename)
         self.renames = bool(rename)
         self.extent: Extent | None = None
         """The range of stored paths that can contain the selected ones, None for all."""
         if only is not None and not rename and "" not in (extent := extent_of(only)).starts:
             self.extent = extent
         self._rules = rename or {}
-        self._renamed = self._renames(rename)
         self._casts = _casts(dtype)
 
     def _with_forms(self, pattern: str) -> list[str]:
@@ -172,10 +170,6 @@ def _similar(pattern: str, paths: Collection[str]) -> str:
 def _is_cast_target(dtype: np.dtype[Any]) -> bool:
     """Return whether arrays can be cast to a dtype: a float with NaN and a useful range."""
     return is_float(dtype) and has_nonfinite(dtype)
-
-
-def _is_patterns(only: object) -> bool:
-    return isinstance(only, str | list | tuple) and all(isinstance(pattern, str) for pattern in only)
 
 
 def _casts(dtype: Cast) -> list[tuple[Callable[[str], bool], np.dtype[Any] | None]]:

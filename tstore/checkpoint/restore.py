@@ -18,7 +18,7 @@ from tstore.checkpoint.structure import unflatten_like
 from tstore.core.array import Verify
 from tstore.core.data.exmy_chunks import is_packed
 from tstore.core.data.reader import new_values
-from tstore.core.format.arguments import quote
+from tstore.core.format.arguments import checked_choice
 from tstore.core.log.expiry import guard_expiry
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
@@ -116,8 +116,7 @@ async def restore(
     request = Request(only, rename, dtype, missing, per_host, host, hosts)
     if into is not None and (target is not None or packed):
         raise InvalidArgument("into=… takes the place of target=…, and can't be filled with packed codes")
-    if verify not in get_args(Verify):
-        raise InvalidArgument(f"verify={quote(verify)}: expected 'first' or 'never'")
+    checked_choice("verify", verify, get_args(Verify))
     if map and (into is not None or packed):
         raise InvalidArgument("map=True maps arrays as they are stored; omit into=… and packed=…")
     tree = Into(target, {}, target) if into is None else Into.of(into, request.selects)

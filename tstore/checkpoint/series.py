@@ -10,30 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from tstore.checkpoint.background import SaveReport, SaveWork
 from tstore.checkpoint.background_store import BackgroundStore
-from tstore.core.format.arguments import quote
+from tstore.core.format.arguments import checked_choice, checked_function
 from tstore.core.format.tree.retention import Keep
 from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.runtime.pool import run
 from tstore.errors import DeadlineExceeded, InvalidArgument, Misuse, Unavailable
 
-__all__ = ["OnError", "OnSaved", "SaveSeries", "checked_on_error"]
+__all__ = ["OnError", "OnSaved", "SaveSeries"]
 
 OnError = Literal["raise", "warn"]
 OnSaved = Callable[[SaveReport], object]
 
 _log = logging.getLogger("tstore.checkpoint")
-
-
-def checked_on_error(on_error: Any) -> OnError:
-    """Return `on_error`; raise `InvalidArgument` unless it is among its choices."""
-    if on_error not in get_args(OnError):
-        raise InvalidArgument(f"on_error={quote(on_error)}: expected 'raise' or 'warn'")
-    choice: OnError = on_error
-    return choice
 
 
 class SaveSeries:
@@ -44,6 +36,8 @@ class SaveSeries:
     """
 
     def __init__(self, keep: Keep | None, on_error: OnError, on_saved: OnSaved | None) -> None:
+        checked_choice("on_error", on_error, get_args(OnError))
+        checked_function("on_saved", on_saved)
         self.unsaved: dict[int, BaseException] = {}
         self._keep = keep
         self._on_error = on_error

@@ -124,8 +124,8 @@ async def _read(source: Source, request: Request, leaves: Mapping[str, Any]) -> 
 
 def _ordered(source: Source, paths: Sequence[str], order: Order) -> list[str]:
     """Return the paths in this order; the values of hosts, which are read together, come first."""
-    listed = [] if isinstance(order, str) else list(order)
-    if isinstance(order, str) and order != "storage":
+    listed = [] if isinstance(order, str) else order
+    if not isinstance(listed, Sequence) or (order is not listed and order != "storage"):
         raise InvalidArgument(f"order={quote(order)}: expected 'storage', or a list of paths")
     if unknown := [path for path in listed if path not in paths]:
         raise InvalidArgument(f"order=…: {quote(unknown[0])} is not one of the arrays that are streamed")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tstore.core.data.casting import Casting, as_castable, can_cast
 from tstore.core.data.planning import ReadPlan
 from tstore.core.data.reader import new_values, values_to_plan
-from tstore.core.format.arguments import quote
+from tstore.core.format.arguments import checked_choice, quote
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import Selection, may_overlap
 from tstore.core.format.arrays.indices import Index, Indexer, IndexItem
@@ -288,8 +288,7 @@ class Array:
 
         Raise what `read` raises.
         """
-        if verify not in get_args(Verify):
-            raise InvalidArgument(f"verify={quote(verify)}: expected 'first' or 'never'")
+        checked_choice("verify", verify, get_args(Verify))
         mapped = None if self._view.has_points else await self._source.map_array(self.path)
         if mapped is None:
             values = await self.read()

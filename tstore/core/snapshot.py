@@ -19,7 +19,7 @@ from tstore.core.data.destinations import check_distinct, note_partly_read
 from tstore.core.data.pieces import ReadJob, StackJob
 from tstore.core.data.planning import ReadPlan, planned_bytes, read_plan
 from tstore.core.data.reader import SharedReads, is_local, read_chunks, read_local
-from tstore.core.format.arguments import quote
+from tstore.core.format.arguments import checked_text, quote
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.grid import Selection, chunk_coordinates
 from tstore.core.format.arrays.points import PointSelection
@@ -78,7 +78,7 @@ class Snapshot:
     def attributes(self, path: str = "") -> dict[str, Any]:
         """Return the attributes of the array or group at a path, {} if it has none or nothing is there."""
         with self._noticing_expiry():
-            node = self.tree.nodes.get(path.strip("/"))
+            node = self.tree.nodes.get(checked_text("path", path).strip("/"))
         return {} if node is None else node.attributes
 
     @contextlib.contextmanager

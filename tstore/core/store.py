@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from tstore.core.format.arguments import checked_indices, checked_metadata, checked_text, quote
+from tstore.core.format.arguments import (
+    checked_choice,
+    checked_function,
+    checked_indices,
+    checked_metadata,
+    checked_text,
+    quote,
+)
 from tstore.core.format.tree.retention import ABANDONED_AFTER, Keep
 from tstore.core.log.expiry import check_tag_alive
 from tstore.core.log.log import Log
@@ -200,8 +207,7 @@ class Store:
         `Misuse` if this host already has the same transaction open in this `Store`.
         """
         self._check_writable()
-        if not isinstance(isolation, str) or isolation not in ("snapshot", "serializable"):
-            raise InvalidArgument(f"isolation={quote(isolation)}: expected 'snapshot' or 'serializable'")
+        checked_choice("isolation", isolation, ("snapshot", "serializable"))
         member = membership(name, host, hosts, attempt, isolation, drop_tag)
         if member is not None:
             earlier = self._cooperating.get((member.transaction, host))
@@ -337,6 +343,7 @@ class Store:
         """
         from tstore.core.maintenance.verify import verify_store
 
+        checked_function("progress", progress)
         return await verify_store(LogReader.strict(without_cache(self.log.storage), self._log_id), progress)
 
     async def repair(self, void: Sequence[int] = (), *, void_intact: Sequence[int] = ()) -> RepairReport:

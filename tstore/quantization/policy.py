@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 import numpy as np
 
+from tstore.core.format.arguments import checked_choice
 from tstore.core.format.arrays.codecs import FLOATS, Codecs, checked_codecs, is_exmy
 from tstore.core.format.patterns import compile_patterns
 from tstore.errors import InvalidArgument, bullet_list
@@ -32,7 +33,6 @@ __all__ = [
     "QuantizeRules",
     "Rules",
     "Target",
-    "check_coding",
     "parse_policy",
 ]
 
@@ -69,7 +69,7 @@ class MinSqnr:
     coding: Coding = "entropy"
 
     def __post_init__(self) -> None:
-        check_coding(self.coding)
+        checked_choice("coding", self.coding, get_args(Coding))
         object.__setattr__(self, "decibel", _number("min_sqnr", self.decibel))
         if not 0 <= self.decibel <= _MAX_DECIBELS:
             raise InvalidArgument(
@@ -102,12 +102,11 @@ class Bits:
     coding: Coding = "entropy"
 
     def __post_init__(self) -> None:
-        check_coding(self.coding)
+        checked_choice("coding", self.coding, get_args(Coding))
         object.__setattr__(self, "average", _number("bits", self.average))
         if not 0 < self.average < math.inf:
             raise InvalidArgument(f"bits={self.average:g}: expected a positive number of bits per value")
-        if self.error not in ("absolute", "relative"):
-            raise InvalidArgument(f"error={self.error!r}: expected 'absolute' or 'relative'")
+        checked_choice("error", self.error, ("absolute", "relative"))
 
     def weight(self, signal: float, values: int) -> float:
         """Return the weight of the squared error of an array, from its sum of squares and its number of values."""
@@ -138,12 +137,6 @@ class Match(NamedTuple):
     codecs: Codecs | Target
     reason: str = ""
     pattern: str = ""
-
-
-def check_coding(coding: Any) -> None:
-    """Raise `InvalidArgument` unless this is a coding."""
-    if not isinstance(coding, str) or coding not in get_args(Coding):
-        raise InvalidArgument(f"coding={coding!r:.100}: expected 'entropy' or 'packed'")
 
 
 def _number(argument: str, value: Any) -> float:

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import exmy
 import numpy as np
 
-from tstore.core.format.arguments import checked_index, checked_tag, checked_text, quote
+from tstore.core.format.arguments import checked_function, checked_index, checked_tag, checked_text, quote
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.paths import is_at_or_below
@@ -168,8 +168,7 @@ async def quantize(
         raise InvalidArgument(f"sensitivity={quote(sensitivity)}: expected weights by path, or a function")
     if executor is not None and not hasattr(executor, "submit"):
         raise InvalidArgument(f"executor={quote(executor)}: expected a concurrent.futures.Executor")
-    if progress is not None and not callable(progress):
-        raise InvalidArgument(f"progress={quote(progress)}: expected a function")
+    checked_function("progress", progress)
     subtree = checked_text("subtree", subtree)
     job = _Job(request, sensitivity, at, subtree, tag, message, executor, memory, progress)
     async with opened(store, "r+") as target:

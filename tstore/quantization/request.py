@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import exmy
 
+from tstore.core.format.arguments import checked_choice
 from tstore.core.format.arrays.codecs import Codecs, as_configuration, is_exmy
 from tstore.errors import InvalidArgument
 from tstore.quantization.policy import (
@@ -17,7 +18,6 @@ from tstore.quantization.policy import (
     QuantizeRules,
     Rules,
     Target,
-    check_coding,
 )
 
 __all__ = ["Request", "checked_request"]
@@ -100,7 +100,7 @@ def checked_request(
             "values; leave them out, or pass coding='packed'"
         )
     if coding is not None:
-        check_coding(coding)
+        checked_choice("coding", coding, get_args(Coding))
     chosen: Coding = coding or ("packed" if is_packed else "entropy")
     target = _checked_target(min_sqnr, bits, error, chosen)
     if target is None and formats is not None and coding is not None:

@@ -128,6 +128,27 @@ def checked_index(argument: str, value: Any) -> int:
         raise InvalidArgument(f"{argument}={quote(value)}: expected an integer") from None
 
 
+def checked_host(host: Any, hosts: Any) -> tuple[int, int]:
+    """Return the number of a host and of all hosts; raise `InvalidArgument` unless there is such a host."""
+    host, hosts = checked_index("host", host), checked_index("hosts", hosts)
+    if not 0 <= host < hosts:
+        raise InvalidArgument(f"host={host}, hosts={hosts}: expected a host from 0 to hosts - 1")
+    return host, hosts
+
+
+def checked_choice(argument: str, value: Any, choices: Sequence[str | None]) -> None:
+    """Raise `InvalidArgument` unless a value is among the choices."""
+    if not isinstance(value, str | None) or value not in choices:
+        *others, last = map(repr, choices)
+        raise InvalidArgument(f"{argument}={quote(value)}: expected {', '.join(others)} or {last}")
+
+
+def checked_function(argument: str, value: Any) -> None:
+    """Raise `InvalidArgument` unless a value is a function or None."""
+    if value is not None and not callable(value):
+        raise InvalidArgument(f"{argument}={quote(value)}: expected a function")
+
+
 def checked_budget(budget: Any) -> int | None:
     """Return a number of bytes to read, or None for all; raise `InvalidArgument` for anything else."""
     if budget is None:
@@ -150,7 +171,7 @@ def checked_commit_timeout(timeout: float | None) -> float:
     if timeout is None:
         return _DEFAULT_TIMEOUT
     if not (isinstance(timeout, numbers.Real) and timeout > 0):
-        raise InvalidArgument(f"timeout={timeout!r}: expected a number of seconds above 0, or None")
+        raise InvalidArgument(f"timeout={quote(timeout)}: expected a number of seconds above 0, or None")
     return timeout
 
 

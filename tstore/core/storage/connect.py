@@ -88,6 +88,16 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
         raise InvalidArgument(f"{shown} has {len(text):,} characters; expected at most {_MAX_URL_LENGTH:,}")
     if "\0" in (text if prefix is None else unquote(text)):
         raise InvalidArgument(f"{shown} has a null character; expected a path or URL without one")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{shown} is not valid Unicode: it has lone surrogates") from None
+    if not isinstance(storage_options, Mapping | None) or not all(
+        isinstance(k, str) for k in storage_options or ()
+    ):
+        raise InvalidArgument(
+            f"storage_options of type {type(storage_options).__name__}: expected a dict with the names of options"
+        )
     scheme = "file" if prefix is None else prefix[1].lower()
     if prefix is None and (match := _ONE_SLASH.match(text)):
         raise InvalidArgument(

@@ -7,6 +7,7 @@ import errno
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from tstore.core.format.arguments import quote
 from tstore.core.format.bounds import max_size_from_head
 from tstore.core.runtime.pool import WORKERS
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull, Unavailable
@@ -122,7 +123,7 @@ def checked_durability(value: Any) -> Durability:
     try:
         return Durability(value)
     except ValueError:
-        raise InvalidArgument(f"durability {value!r}: expected 'fsync' or 'none'") from None
+        raise InvalidArgument(f"durability={quote(value)}: expected 'fsync' or 'none'") from None
 
 
 class PutMode(enum.Enum):

@@ -128,7 +128,7 @@ def membership(
     """Return the membership of a host in a cooperative transaction, None for a transaction of one process."""
     if name is None:
         if hosts != 1:
-            raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
+            raise InvalidArgument(f"a transaction of {quote(hosts)} hosts needs a name that all of them share")
         if host:
             raise InvalidArgument(f"host={quote(host)} without a name; pass name and hosts to commit with others")
         return None

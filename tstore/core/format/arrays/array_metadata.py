@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from tstore.core.format.arguments import checked_attributes, checked_name
+from tstore.core.format.arguments import checked_attributes, checked_name, quote
 from tstore.core.format.arrays.codecs import Chain, Codecs, chain_documents
 from tstore.core.format.arrays.dtypes import (
     array_dtype,
@@ -232,8 +232,8 @@ class ArrayMeta:
             listed = isinstance(dimension_names, Sequence) and not isinstance(dimension_names, str)
             if not listed or len(dimension_names) != len(shape):
                 raise InvalidArgument(
-                    f"dimension_names={dimension_names!r}: expected a name or None for each of the {len(shape)} "
-                    "dimensions"
+                    f"dimension_names={quote(dimension_names)}: expected a name or None for each of the "
+                    f"{len(shape)} dimensions"
                 )
             dimension_names = [n if n is None else checked_name("dimension_names", n) for n in dimension_names]
         attributes = checked_attributes(attributes)

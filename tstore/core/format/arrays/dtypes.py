@@ -87,7 +87,7 @@ def dtype_named(name: Any) -> np.dtype[Any]:
             return dtype_named(str(name).removeprefix("torch."))
         custom = getattr(ml_dtypes, str(name), None)
         if not isinstance(custom, type):
-            raise InvalidArgument(f"dtype {name!r} is unknown to NumPy and ml_dtypes") from None
+            raise InvalidArgument(f"dtype {quote(name)} is unknown to NumPy and ml_dtypes") from None
         dtype = np.dtype(custom)
     return _storable(dtype, _MAX_NESTED)
 
