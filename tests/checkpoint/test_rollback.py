@@ -14,7 +14,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tstore.cli import main
-from tstore.core.tags import remove_step, remove_steps_after
+from tstore.core.tags import remove_step, remove_steps, remove_steps_after
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -213,6 +213,19 @@ async def test_a_removal_of_steps_meets_a_step_that_is_saved_meanwhile(url: str,
     gate.release()
     assert await removal == 4
     assert await tstore.steps(url) == ([10, 30] if remove else [10])
+
+
+async def test_every_process_of_a_job_may_remove_the_same_steps(url: str) -> None:
+    await save(job(url), [10, 20, 30])
+    store, faults = await open_faulty(url)
+    gate = faults.hold("create", "commits/*")
+    late = asyncio.create_task(remove_steps(store, [20, 30, 99]))
+    await gate.reached()
+    assert await remove_steps(await tstore.open(url), [20, 30, 99]) == 4
+    gate.release()
+    assert await late == 5
+    assert await remove_steps(store, [20, 30]) is None
+    assert await tstore.steps(url) == [10]
 
 
 @pytest.mark.parametrize("remove", [False, True], ids=["rollback", "remove"])

@@ -86,6 +86,10 @@ def check(url: str) -> None:
     assert len(fit(model(), BackupAndRestore(f"{url}/b", 3, delete_checkpoint=False), epochs=2)["loss"]) == 2
     assert tstore.steps(f"{url}/b") == [9]  # every third batch
 
+    # a callback that is used again begins anew
+    backup = BackupAndRestore(f"{url}/again")
+    assert [len(fit(model(), backup, epochs=epochs)["loss"]) for epochs in (3, 2)] == [3, 2]
+
     # a kill after a model was saved, and before its backup
     fit(model(), ModelCheckpoint(f"{url}/models"), epochs=3)
     fit(model(), BackupAndRestore(f"{url}/until 2", delete_checkpoint=False), epochs=2)

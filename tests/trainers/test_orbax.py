@@ -51,6 +51,20 @@ def test_a_program_runs_with_either_manager(manager: Any, tmp_path: Path) -> Non
         steps.delete(20)
         assert list(steps.all_steps()) == [30]
         assert [steps.should_save(step) for step in (31, 40)] == [False, True]
+        for step in (40, 50):
+            steps.save(step, args=ocp.args.StandardSave(state(step)))
+        steps.wait_until_finished()
+        for step in (50, 40):
+            steps.delete(step)
+            with pytest.raises(FileNotFoundError, match=str(step)):
+                steps.delete(step)
+        assert [steps.save(step, args=ocp.args.StandardSave(state(-step))) for step in (40, 45, 50)] == [
+            True,
+            False,
+            True,
+        ]
+        steps.wait_until_finished()
+        assert equal(steps.restore(40, args=ocp.args.StandardRestore(abstract)), state(-40))
 
 
 @pytest.mark.parametrize("manager", [ocp.CheckpointManager, CheckpointManager])
@@ -65,6 +79,8 @@ def test_items_with_names_and_the_best_step(manager: Any, tmp_path: Path) -> Non
         assert {1, 2} <= set(steps.all_steps())
         restored = steps.restore(1, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
         assert (list(restored), restored["config"]) == (["config"], CONFIG)
+        assert steps.restore(1)["config"] == CONFIG
+        assert steps.item_metadata(1)["config"] is None
         abstract = jax.eval_shape(lambda: state(0))
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         assert equal(steps.restore(2, args=args)["state"], state(2))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.core.format.arguments import checked_name, checked_tag
+from tstore.core.format.plain_text import pluralize
 from tstore.core.steps import chosen_snapshot, step_tag, step_tags, steps_of
 from tstore.core.store import Store
 from tstore.core.transactions.transaction import Transaction
@@ -23,6 +24,7 @@ __all__ = [
     "later_steps",
     "move_tag",
     "remove_step",
+    "remove_steps",
     "remove_steps_after",
     "set_tag",
 ]
@@ -80,6 +82,20 @@ async def remove_step(store: Store, step: int) -> int:
         except Conflict as conflict:  # repeat it if another step was saved meanwhile
             if f"tag {tag}" in conflict.paths:
                 raise
+
+
+async def remove_steps(store: Store, steps: Sequence[int]) -> int | None:
+    """Do what `remove_step` does for those of these steps that are saved, in one commit; return None without any.
+
+    Every process of a job may make this call, which is no error where another one has removed the steps.
+    """
+    while True:
+        with contextlib.suppress(Conflict):  # a step was saved meanwhile
+            return await _drop(
+                store,
+                f"remove {pluralize(len(steps), 'step')}, the last of them {max(steps)}",
+                lambda tags: [tag for step in steps_of(tags) if step in steps for tag in step_tags(tags, step)],
+            )
 
 
 async def remove_steps_after(store: Store, step: int) -> int | None:

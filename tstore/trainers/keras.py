@@ -25,7 +25,7 @@ import keras
 import numpy as np
 
 import tstore.sync
-from tstore.core.tags import remove_step
+from tstore.core.tags import remove_steps
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.sync.facade import blocking
 
@@ -33,7 +33,7 @@ __all__ = ["BackupAndRestore", "ModelCheckpoint", "restore_model"]
 
 _NUMBERED = re.compile("(.+)_([1-9][0-9]*)")
 
-_remove_step = blocking(remove_step, __name__)
+_remove_steps = blocking(remove_steps, __name__)
 
 
 class _SavingCallback(keras.callbacks.Callback):
@@ -141,7 +141,7 @@ class BackupAndRestore(_SavingCallback):
     def on_train_end(self, logs: Any = None) -> None:
         """Wait for saves under way, and remove the steps if that was asked for."""
         super().on_train_end(logs)
-        if self._deletes:  # the newest last, so that a kill meanwhile does not make training begin anew
+        if self._deletes:
             _remove(self._url, [saved.step for saved in self._checkpoints.steps()])
 
 
@@ -222,8 +222,7 @@ def restore_model(model: Any, url: str | os.PathLike[str], step: int | None = No
 def _remove(url: str | os.PathLike[str], steps: Sequence[int]) -> None:
     if steps:
         with tstore.sync.open(url, "r+") as store:
-            for step in steps:
-                _remove_step(store, step)
+            _remove_steps(store, steps)
 
 
 def _library() -> ModuleType:

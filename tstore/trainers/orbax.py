@@ -11,10 +11,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 import tstore.sync
-from tstore.core.tags import remove_step
+from tstore.core.tags import remove_steps
 from tstore.errors import InvalidArgument
 from tstore.sync.facade import blocking
 
@@ -32,7 +33,10 @@ _REFUSED = (
 _SCORE = "best_fn"
 """The name of the metric that has what `best_fn` returned."""
 
-_remove_step = blocking(remove_step, __name__)
+_JSON = "json_items"
+"""The attribute of a step that has the names of the items of `JsonSave`."""
+
+_remove_steps = blocking(remove_steps, __name__)
 
 
 class CheckpointManager:
@@ -67,10 +71,12 @@ class CheckpointManager:
                 directory, every=options.save_interval_steps, keep=keep
             )
         self._is_first = self._checkpoints.latest() is None
+        self._interval, self._deleted = options.save_interval_steps, -1
 
     def should_save(self, step: int) -> bool:
         """Return whether a step is due: the first one of the store, and then by `save_interval_steps`."""
-        return self._checkpoints.should_save(step) or self._is_first
+        is_due_again = step == self._deleted and step % self._interval == 0
+        return self._checkpoints.should_save(step) or self._is_first or is_due_again
 
     def save(
         self,
@@ -84,12 +90,14 @@ class CheckpointManager:
         """Begin to save a step if it is due, or with `force`; return whether it is saved."""
         if not force and not self.should_save(step):
             return False
-        tree = {name: _saved(argument) for name, argument in _named(args if args is not None else items).items()}
+        named = _named(args if args is not None else items)
+        tree = {name: _saved(argument) for name, argument in named.items()}
+        texts = [name for name, argument in named.items() if isinstance(argument, ocp.args.JsonSave)]
         metrics = dict(metrics or {})
         if self._best_fn is not None and metrics:
             metrics[_SCORE] = float(self._best_fn(metrics))
-        self._checkpoints.save(step, tree, metrics=metrics)
-        self._is_first = False
+        self._checkpoints.save(step, tree, metrics=metrics, attributes={_JSON: texts} if texts else None)
+        self._is_first, self._deleted = False, -1
         return True
 
     def restore(self, step: int | None = None, items: Any = None, *, args: Any = None) -> Any:
@@ -105,6 +113,7 @@ class CheckpointManager:
         restored = {name: self._item(step, name, argument) for name, argument in named.items()}
         if wanted is None:
             restored = self._checkpoints.restore(step)
+            restored |= {name: json.loads(restored[name]) for name in self._json_items(step)}
         return ocp.args.Composite(**restored) if list(restored) != [_DEFAULT] else restored[_DEFAULT]
 
     def _item(self, step: int, name: str, argument: Any) -> Any:
@@ -115,10 +124,15 @@ class CheckpointManager:
         target = None if abstract is None else {name: abstract}
         return self._checkpoints.restore(step, target, only=only)[name]
 
+    def _json_items(self, step: int) -> list[str]:
+        with tstore.sync.open(self._url, "r") as store:
+            names: list[str] = store.snapshot(f"step/{step}").attributes().get(_JSON, [])
+        return names
+
     def item_metadata(self, step: int) -> Any:
-        """Return the abstract trees of the items of a step."""
+        """Return the abstract trees of the items of a step, None for those of `JsonSave`."""
         self._checkpoints.wait()
-        tree = tstore.sync.jax.metadata(self._url, step)
+        tree = tstore.sync.jax.metadata(self._url, step) | dict.fromkeys(self._json_items(step))
         return ocp.args.Composite(**tree) if list(tree) != [_DEFAULT] else tree[_DEFAULT]
 
     def latest_step(self) -> int | None:
@@ -139,10 +153,16 @@ class CheckpointManager:
         return {name: value for name, value in saved.items() if name != _SCORE} or None
 
     def delete(self, step: int) -> None:
-        """Remove a step; its chunks are deleted by the next garbage collection."""
+        """Remove a step; its chunks are deleted by the next garbage collection.
+
+        Every process makes this call. Raise `FileNotFoundError` if there is no such step.
+        """
         self.wait_until_finished()
         with tstore.sync.open(self._url, "r+") as store:
-            _remove_step(store, step)
+            version = _remove_steps(store, [step])
+        if version is None and jax.process_count() == 1:  # else another process was first
+            raise FileNotFoundError(f"{os.fspath(self._url)} has no step {step} to delete")
+        self._deleted = step
 
     def wait_until_finished(self) -> None:
         """Wait for saves under way, and raise the error of any that failed."""
