@@ -70,7 +70,10 @@ def torch_dtype(path: str, dtype: np.dtype[Any]) -> torch.dtype:
 
 def values_of(path: str, tensor: torch.Tensor) -> Values:
     """Return the values of a CPU tensor: a view of its memory, or a copy if it is lazily conjugated or negated."""
-    dtype = checked_dtype(path, tensor)
+    return _checked_values(path, tensor, checked_dtype(path, tensor))
+
+
+def _checked_values(path: str, tensor: torch.Tensor, dtype: np.dtype[Any]) -> Values:
     try:
         return tensor_values(tensor, dtype)
     except (RuntimeError, TypeError, NotImplementedError) as error:  # a subclass without memory of its own
@@ -87,7 +90,8 @@ def tensor_from_values(path: str, values: Values) -> torch.Tensor:
 
 def host_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, Values]:
     """Return the values of tensors by path: those on the CPU in their own memory, others copied to the host."""
-    return {path: values_of(path, tensor) for path, tensor in _on_host(tensors).items()}
+    dtypes = {path: checked_dtype(path, tensor) for path, tensor in tensors.items()}
+    return {path: _checked_values(path, tensor, dtypes[path]) for path, tensor in _on_host(tensors).items()}
 
 
 def empty_on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,8 +101,6 @@ def empty_on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors on the CPU by path: those of other devices as copies."""
-    for path, tensor in tensors.items():
-        checked_dtype(path, tensor)
     results = {path: t if t.device.type == "cpu" else t.detach() for path, t in tensors.items()}
     for device in {t.device for t in tensors.values()} - {torch.device("cpu")}:
         on_device = {path: t for path, t in results.items() if t.device == device}
@@ -159,6 +161,8 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Return the span of a tensor in memory: the number of elements from the first to the last, inclusive."""
+    if tensor.is_contiguous():  # the usual case
+        return tensor.numel()
     return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
