@@ -21,10 +21,11 @@ lists all formats. Import the integrations explicitly: `jax`, `torch`, `zarr` an
 6. `kernels`: dispatch to the C kernels in `_kernels.c` (`_lanes.h` explains their loops) or to `blockwise`, which
    runs the reference in blocks. `threads`: parallel work on parts of an array. `emulation`: the constants that
    `jax` and `torch` use to round in integer arithmetic. `integers`: their other integer operations.
-7. `errors`: the exceptions. `user_warnings`: warnings at the line of the caller.
+7. `step`: an array as the difference to an earlier one, losslessly; `step_reference` specifies its bytes.
+8. `errors`: the exceptions. `user_warnings`: warnings at the line of the caller.
 """
 
-from exmy import kernels
+from exmy import kernels, step
 from exmy.choice import Choice, choose
 from exmy.chunk import ChunkCodec, ChunkSlice
 from exmy.codes import decode, decode_packed, encode, encode_packed, round
@@ -88,6 +89,7 @@ __all__ = [
     "round",
     "slice_bytes",
     "sqnr",
+    "step",
     "survey",
     "unpack",
 ]

@@ -290,6 +290,8 @@ static PyObject *py_supports(PyObject *self, PyObject *args)
 
 #include "_bindings.h"
 #include "_search_bindings.h"
+#include "_step.h"
+#include "_step_bindings.h"
 
 static PyMethodDef methods[] = {
     {"supports", py_supports, METH_VARARGS, "supports(level) -> bool: whether this machine runs the level."},
@@ -310,6 +312,7 @@ static PyMethodDef methods[] = {
      "decode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, packed, out, in_planes)."},
     SEARCH_METHODS,
     ARRAY_METHODS,
+    STEP_METHODS,
     {NULL, NULL, 0, NULL},
 };
 

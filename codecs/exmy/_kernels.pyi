@@ -164,3 +164,9 @@ def measure(
     src: Array,
     /,
 ) -> tuple[float, float, float, float, int]: ...
+def step_encode(
+    level: int, width: int, bits: int, mantissa_bits: int, old: Array, new: Array, out: Array, /
+) -> int: ...
+def step_decode(
+    level: int, width: int, bits: int, mantissa_bits: int, old: Array, data: Array, out: Array, /
+) -> bool: ...

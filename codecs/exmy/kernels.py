@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from exmy import blockwise
+from exmy import blockwise, step_reference
 from exmy.elements import Array, Kind, Layout
-from exmy.errors import KernelError, SlowPathWarning
+from exmy.errors import FormatError, KernelError, SlowPathWarning
 from exmy.groups import Groups
 from exmy.rounding import Dither
 from exmy.user_warnings import warn
@@ -52,6 +52,8 @@ __all__ = [
     "runs",
     "split_planes",
     "squared_errors",
+    "step_decode",
+    "step_encode",
     "unpack",
     "use",
 ]
@@ -408,3 +410,23 @@ def measure(
         length, inner = groups.length, groups.inner
         return _kernels.measure(_selection.index, kind, *layout, wide, length, inner, limit, scales, packed, x)
     return blockwise.measure(kind, layout, groups, scales, limit, packed, x)
+
+
+def step_encode(bits: int, mantissa_bits: int, old: Array, new: Array, out: Array) -> int:
+    """Write the step from old to new elements into out, of one byte more than these; return its size."""
+    if _selection.native(new.size):
+        return _kernels.step_encode(_selection.index, new.itemsize, bits, mantissa_bits, old, new, out)
+    data = step_reference.encode(bits, mantissa_bits, old, new)
+    out[: len(data)] = np.frombuffer(data, np.uint8)
+    return len(data)
+
+
+def step_decode(bits: int, mantissa_bits: int, old: Array, data: Array, out: Array) -> bool:
+    """Write the elements of a step into out; return whether its bytes are valid."""
+    if _selection.native(out.size):
+        return _kernels.step_decode(_selection.index, out.itemsize, bits, mantissa_bits, old, data, out)
+    try:
+        step_reference.decode(bits, mantissa_bits, old, data, out)
+    except FormatError:
+        return False
+    return True
