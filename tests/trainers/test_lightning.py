@@ -39,7 +39,9 @@ def test_a_killed_run_has_the_losses_of_one_that_is_not(
 def test_a_run_that_ends_early_goes_on_with_more_steps(job: Jobs, tmp_path: Path) -> None:
     url = str(tmp_path / "s")
     whole = job("train", url=str(tmp_path / "whole"), steps=24)
-    assert job("train", url=url, steps=12) | job("train", url=url, steps=24) == whole
+    first = job("train", url=url, steps=12)
+    tstore.quantize(url, {"state_dict/**": "e4m3"})  # whose tag, step/12/e4m3, is no file of Lightning's
+    assert first | job("train", url=url, steps=24) == whole
     resumed = job("dies_inside_a_save", url=str(tmp_path / "d"), steps=24)
     assert resumed.items() < whole.items()
     assert resumed["23"] == whole["23"]

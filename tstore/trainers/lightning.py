@@ -236,9 +236,9 @@ class CheckpointFiles(fsspec.AbstractFileSystem):
         return {"name": path, "size": None, "type": "file"}
 
     def ls(self, path: Any, detail: bool = True, **_: Any) -> list[Any]:
-        """Return the checkpoints of a folder."""
+        """Return the checkpoints of a folder, without other tags, such as those of quantized copies."""
         folder = str(path).rstrip("/")
-        names = sorted(_located(f"{folder}/.ckpt")[0].names())
+        names = sorted(n for n in _located(f"{folder}/.ckpt")[0].names() if n.endswith(".ckpt") and "/" not in n)
         return [self.info(f"{folder}/{name}") if detail else f"{folder}/{name}" for name in names]
 
     def modified(self, path: Any) -> datetime.datetime:
