@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import gc
 import math
 import uuid
@@ -735,6 +736,33 @@ async def test_targets_may_have_other_constructors(url: str) -> None:
     assert (type(back["a"]), back["a"].w.tolist(), back["a"].count) == (Counted, [1, 1, 1], 7)
     with pytest.raises(InvalidArgument, match=r"^b: the target's ReadOnly can't be copied .*read-only"):
         await tstore.restore(url, target={"a": counted, "b": ReadOnly(w=np.zeros(2))})
+
+
+@dataclasses.dataclass
+class Config:
+    hidden: int = 8
+
+    @functools.cached_property
+    def doubled(self) -> int:
+        return 2 * self.hidden
+
+
+async def test_attributes_beside_the_fields_of_a_dataclass_are_refused(url: str) -> None:
+    """A configuration of transformers, for instance, keeps some of its options so."""
+    config = Config()
+    assert config.doubled == 16
+    await tstore.save(url, {"config": config}, 1)
+    config.__dict__["extra"] = 3
+    with pytest.raises(InvalidArgument, match=r"^config: a Config has .* no fields .*: extra; pass a dict"):
+        await tstore.save(url, {"config": config}, 2)
+    with pytest.raises(InvalidArgument, match=r"^config: a Config has .* no fields"):
+        await tstore.restore(url, target={"config": config})
+    assert await tstore.steps(url) == [1]
+
+
+async def test_an_unknown_option_is_named(url: str) -> None:
+    with pytest.raises(TypeError, match="a save has no argument tag=; did you mean tags="):
+        await tstore.save(url, {"w": np.ones(3)}, 1, tag="best")  # type: ignore[call-arg]
 
 
 async def test_arrays_are_freed_without_the_cycle_collector() -> None:

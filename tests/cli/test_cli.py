@@ -636,7 +636,7 @@ def test_a_folder_of_other_files_is_not_made_a_store(tmp_path: Path, file: Path,
 def test_unknown_versions_tags_steps_and_paths(store: Path, tmp_path: Path, call: Call) -> None:
     failed(call("ls", store, "--at", "big"), "no tag 'big'", "step/4")
     failed(call("ls", store, "--at", 7), "no version 7", "newest is 1")
-    failed(call("ls", store, "layer"), "no array or group 'layer'", "layer.w")
+    failed(call("ls", store, "layer"), "no array or group 'layer'", "layer.w", "pass 'layer*'")
     failed(call("export", store, tmp_path / "out", "--step", 5), "no step 5; its steps are: 4")
     failed(call("export", store, tmp_path / "out", "--at", "big"), "no tag 'big'")
     failed(call("quantize", store, "--format", "e4m3", "--at", 9), "no version 9")
@@ -689,6 +689,8 @@ def test_errors_as_json(tmp_path: Path, call: Call) -> None:
     ("arguments", "words"),
     [
         (["nonsense"], ["No such command 'nonsense'; see tstore --help"]),
+        (["restore"], ["Did you mean 'export'? See tstore --help"]),
+        (["import", "a", "store", "0"], ["the last argument is the store; pass", "as --step 0"]),
         (["lss"], ["Did you mean 'ls'? See tstore --help"]),
         (["quantize", "a", "--min-sqnr", "30", "--error", "relative"], ["--error", "--bits"]),
         (["ls"], ["Missing argument 'STORE'", "tstore ls --help"]),

@@ -267,4 +267,4 @@ def test_an_export_to_gguf(quantized: Path, tmp_path: Path, call: Call) -> None:
     code, text, err = call("export", quantized, tmp_path / "b.gguf", "--at", "low", "--requantize", "q8_0")
     assert (code, err) == (0, "")
     assert "2 quantized arrays as Q8_0: c.weight, d.weight" in text.splitlines()
-    assert sum(line.startswith("rounded to Q8_0: ") for line in text.splitlines()) == 2
+    assert sum(line.startswith("rounded to Q8_0 (") for line in text.splitlines()) == 2

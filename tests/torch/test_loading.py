@@ -16,7 +16,7 @@ import tstore
 import tstore.sync
 from tests.support.documents import ROOT
 from tests.support.modules import module_at
-from tstore.errors import Corrupt, InvalidArgument, StructureMismatch
+from tstore.errors import Corrupt, InvalidArgument, NotFound, StructureMismatch
 
 torch.manual_seed(0)
 
@@ -126,6 +126,23 @@ def test_a_state_dict_is_the_whole_tree(url: str) -> None:
     module, loaded = network(), network()
     tstore.sync.torch.save(url, module.state_dict(), 1)
     tstore.sync.torch.load_into(loaded, url, group="")
+    assert same(loaded, module)
+    with pytest.raises(NotFound, match="group='model' is where the state_dict is saved, '' if"):
+        tstore.sync.torch.load_into(loaded, url)
+
+
+@pytest.mark.parametrize("group", ["", "model"])
+def test_only_names_the_tensors_to_load(url: str, group: str) -> None:
+    """As for a buffer that the module no longer has, though its checkpoint does."""
+    module, loaded = network(), network()
+    saved = {**module.state_dict(), "old": torch.zeros(2)}
+    tstore.sync.torch.save(url, {group: saved} if group else saved, 1)
+    with pytest.raises(StructureMismatch, match=r"unexpected, not in the target: .*old"):
+        tstore.sync.torch.load_into(loaded, url, group=group)
+    tstore.sync.torch.load_into(loaded, url, group=group, only="0.*")
+    assert loaded[0].weight.equal(module[0].weight)
+    assert not same(loaded, module)
+    tstore.sync.torch.load_into(loaded, url, group=group, only=list(module.state_dict()))
     assert same(loaded, module)
 
 

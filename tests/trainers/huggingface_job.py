@@ -117,6 +117,10 @@ def pretrained(url: str, lora: bool = False) -> bool:
         model = peft.PeftModel.from_pretrained(new_model(lora=False), "folder")
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained("folder")
+    assert main(["quantize", url, "--subtree", "model", "--min-sqnr", "30", "--tag", "small"]) == 0
+    assert main(["export", url, "small", "--at", "small", "--subtree", "model"]) == 0
+    files = [{p.name: p.read_bytes() for p in pathlib.Path(f).glob("*.json")} for f in ("folder", "small")]
+    assert files[0] == files[1] != {}
     state = model.state_dict()
     return all(torch.equal(value, state[key]) for key, value in trainer.model.state_dict().items())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -223,6 +225,19 @@ def state_advice(value: Any) -> str:
     states = {"bit_generator": "bit_generator.state", "get_state": "get_state()", "getstate": "getstate()"}
     state = next((states[name] for name in states if hasattr(type(value), name)), "")
     return state and f"pass its {state}, in a tstore.PerHost if each process has its own"
+
+
+def checked_fields(value: Any, path: str) -> list[tuple[str, Any]]:
+    """Return the fields of a dataclass; raise `InvalidArgument` if other attributes would be lost."""
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    added = [name for name in getattr(value, "__dict__", ()) if name not in fields]
+    if lost := [n for n in added if not isinstance(getattr(type(value), n, None), functools.cached_property)]:
+        advice = "its to_dict()" if hasattr(value, "to_dict") else "a dict, or make them fields"
+        raise InvalidArgument(
+            f"{path}: a {type(value).__name__} has attributes that are no fields of this dataclass and would be "
+            f"lost: {', '.join(lost)}; pass {advice}"
+        )
+    return list(fields.items())
 
 
 class HostValues(list[Any]):

@@ -56,6 +56,8 @@ class Mapped(Mapping[str, Any]):
 
     def __getitem__(self, path: str) -> Any:
         """Return the values at a path; with `verify="first"`, verify them first, in this thread."""
+        if path not in self._arrays:
+            raise KeyError(f"{path!r} is not the path of an array, such as 'net/w'; tree() has groups and scalars")
         values = self._arrays[path]
         if values is not None:
             return values

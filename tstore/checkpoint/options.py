@@ -8,6 +8,7 @@ option of the commit needs a line in `CommitOptions`, a default and check in `Co
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
@@ -73,7 +74,12 @@ class CommitSettings:
         timeout: float | None = None,
         overwrite: bool = False,
         priority: Literal["normal", "low"] | None = None,
+        **unknown: object,
     ) -> None:
+        for name in unknown:
+            similar = difflib.get_close_matches(name, SaveOptions.__annotations__, 1)
+            hint = f"; did you mean {similar[0]}=?" if similar else ""
+            raise TypeError(f"a save has no argument {name}={hint}")
         self.message = checked_text("message", message)
         self.metrics = checked_metrics(metrics)
         self.attributes = checked_attributes(attributes)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tstore.checkpoint.leaves import HostValues, PerHost, state_advice
+from tstore.checkpoint.leaves import HostValues, PerHost, checked_fields, state_advice
 from tstore.core.format.bounds import PATH_LEVELS, path_excess_message
 from tstore.core.format.tree_document import (
     MAX_LEVELS,
@@ -181,7 +181,7 @@ class _Flattening:
                 return "arrays", start, tuple(value)
             nodes = [self.node(item, start + part) for _, item, part in named_items(value)]
             return "dict", tuple(zip(keys, nodes, strict=True))
-        fields = _fields(value)
+        fields = _fields(value, path)
         if fields is not None:
             node_type = "namedtuple" if isinstance(value, tuple) else "dataclass"
             return node_type, type(value).__name__, tuple((f, self.node(v, join(path, f))) for f, v in fields)
@@ -265,10 +265,10 @@ def _scalar(value: Any, path: str) -> tuple[str, str]:
         ) from None
 
 
-def _fields(value: Any) -> list[tuple[str, Any]] | None:
+def _fields(value: Any, path: str) -> list[tuple[str, Any]] | None:
     """Return the fields of a dataclass or namedtuple with their names; None for other objects."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return checked_fields(value, _display(path))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     return None
@@ -363,7 +363,7 @@ class _Unflattening:
         if isinstance(value, Mapping):
             items = {k: self.built(v, join(path, p)) for k, v, p in named_items(value)}
             return _rebuilt(path, value, lambda: _mapping_like(value, items))
-        fields = _fields(value)
+        fields = _fields(value, path)
         if fields is not None:
             new_fields = {f: self.built(v, join(path, f)) for f, v in fields}
             return _rebuilt(path, value, lambda: _with_fields(value, new_fields))

@@ -50,6 +50,15 @@ _NUMBERS = {
     "float": "not a number; pass one such as 5.5",
 }
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("delete", "remove"), "rm"),
+    **dict.fromkeys(("history", "versions"), "log"),
+    **dict.fromkeys(("info", "inspect"), "show"),
+    **dict.fromkeys(("restore", "download"), "export"),
+    **dict.fromkeys(("convert", "init", "upload"), "import"),
+}
+"""Commands of other programs, with the nearest one here."""
+
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run the command of these arguments and return its exit code; print an error instead of raising it."""
@@ -63,6 +72,8 @@ def run_command(arguments: Sequence[str]) -> int:
         command = f"tstore {words[0]}" if words and words[0] in cli.commands else "tstore"
         name = context.command_path if context is not None else command
         message = _NOT_A_NUMBER.sub(lambda match: _NUMBERS[match[1]], error.format_message())
+        if message.startswith("No such command") and words[0] in _OTHER_NAMES:
+            message = f"No such command '{words[0]}'. Did you mean '{_OTHER_NAMES[words[0]]}'?"
         advice = f" See {name} --help" if message.endswith("?") else f"; see {name} --help"
         return fail("Misuse", message.rstrip(".") + advice, as_json, MISUSED)
     except TStoreError as error:  # from the validation of an argument

@@ -26,6 +26,7 @@ from tstore.cli.text import (
     print_rows,
     print_table,
 )
+from tstore.convert.low_bits import ExportedArray
 from tstore.convert.references import reader_options
 from tstore.core.format.layout import ARCHIVE_EVERY, archive_end, commit_key
 from tstore.core.format.plain_text import pluralize
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 _MAX_SUGGESTED_VERSIONS = 20
+_NUMBER = re.compile(r"\b\d[\d,]*\b")
 _RECORD = re.compile(r"commits/\d{20}")
 
 
@@ -220,6 +222,9 @@ def show_exported(exported: Exported) -> None:
         options = {"fo": exported.file, **reader_options(exported.store)}
         print(escape(f'to read it: zarr.open_group("reference://", mode="r", storage_options={options})'))
     _show_low_bits(exported)
+    if report.has_configuration is False:
+        needed = f"from_pretrained also needs the config.json and tokenizer in {exported.file}"
+        print(escape(f"no configuration: {needed}"))
     if report.left_out:
         print(escape(f"not exported: {abbreviate(report.left_out, 20)}"))
     if report.unlisted:
@@ -230,22 +235,24 @@ def show_exported(exported: Exported) -> None:
 def _show_low_bits(exported: Exported) -> None:
     """Print the types of the quantized arrays in the file, and which were decoded or rounded, and why."""
     kept: dict[str, list[str]] = {}
-    decoded: dict[str, list[str]] = {}
+    decoded: dict[str, list[ExportedArray]] = {}
+    rounded: dict[str, list[ExportedArray]] = {}
     quantized, keeps_low_bits = exported.report.quantized, exported.layout not in (None, "decoded")
     for a in quantized:
         if a.reason and a.changed == 0:
-            decoded.setdefault(a.reason, []).append(a.name)
+            decoded.setdefault(_NUMBER.sub("…", a.reason), []).append(a)
         elif exported.format == "gguf" or keeps_low_bits:
             kept.setdefault(a.written_as, []).append(a.name)
     for kind, names in kept.items():
         print(escape(f"{pluralize(len(names), 'quantized array')} as {kind}: {abbreviate(names, 3)}"))
     for a in quantized:
         if a.changed is None:
-            print(escape(f"rounded to {a.written_as}: {a.name} ({a.reason})"))
+            rounded.setdefault(f"{a.written_as} {_NUMBER.sub('…', a.reason)}", []).append(a)
         elif a.changed:
             print(escape(f"rounded to {a.written_as}: {a.changed:,} values of {a.name}"))
-    for reason, names in decoded.items():
-        print(escape(f"decoded ({reason}): {abbreviate(names, 3)}"))
+    for verb, groups in (("rounded to {}", rounded), ("decoded", decoded)):
+        for each in groups.values():
+            print(escape(f"{verb.format(each[0].written_as)} {_reasons(each)}"))
     if quantized and not kept and not decoded:
         count = pluralize(len(quantized), "quantized array")
         print(f"decoded {count}; --layout compressed-tensors or --layout fp8 keeps low bits")
@@ -254,6 +261,13 @@ def _show_low_bits(exported: Exported) -> None:
             f"version {exported.report.version} has no quantized arrays, so nothing is in low bits; pass the tag "
             "of a quantized copy as --at"
         )
+
+
+def _reasons(arrays: list[ExportedArray]) -> str:
+    """Return the reason that arrays have in common, with "…" for numbers that differ, and their names."""
+    reasons = {a.reason for a in arrays}
+    reason = _NUMBER.sub("…", arrays[0].reason) if len(reasons) > 1 else arrays[0].reason
+    return f"({reason}): {abbreviate([a.name for a in arrays], 3)}"
 
 
 def show_quantized(quantized: Quantized) -> None:

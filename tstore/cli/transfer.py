@@ -110,6 +110,9 @@ def import_checkpoint(
     one commit, without a step. Each chunk is decoded as a check, and its encoded bytes are stored unchanged.
     """
 
+    if step is None and store.isdecimal() and len(sources) > 1:
+        raise click.UsageError(f"the last argument is the store; pass the number of the step as --step {store}")
+
     async def work(progress: Progress) -> Imported:
         kind = recognize(sources)
         progress.doing(f"importing {sources[0]}, {kind.value}")

@@ -36,7 +36,7 @@ from tstore.core.steps import check_one_version, chosen_snapshot
 from tstore.core.storage.local.atomic_file import new_folder, write_all
 from tstore.core.storage.objects import mapped_errors
 from tstore.core.store import Store, opened
-from tstore.errors import InvalidArgument
+from tstore.errors import InvalidArgument, SnapshotExpired
 
 __all__ = [
     "FILES",
@@ -81,7 +81,7 @@ class ExportReport(NamedTuple):
     `left_out` names what was skipped, and what the files can't hold: values that are not arrays, and attributes.
     `quantized` describes, for safetensors and GGUF files, how each quantized array was written. `unlisted` names
     the arrays that are in a Zarr folder or reference file, but not among the members of their groups, because
-    zarr-python lacks their dtype.
+    zarr-python lacks their dtype. `has_configuration` tells of a Hugging Face folder whether it has the model's.
     """
 
     version: int
@@ -91,6 +91,7 @@ class ExportReport(NamedTuple):
     left_out: list[str]
     quantized: list[ExportedArray] = []  # noqa: RUF012 - the report of an export does not change
     unlisted: list[str] = []  # noqa: RUF012
+    has_configuration: bool | None = None
 
 
 class _Source(NamedTuple):
@@ -242,8 +243,9 @@ async def export_huggingface(
     The files are named `model.safetensors`, or, if the tensors have more than `max_shard_size` bytes,
     `model-00001-of-00002.safetensors` and so on with the index `model.safetensors.index.json`, which is written
     last. A tensor is never split. The other arguments are as in `export_safetensors`. If `subtree` has a sibling
-    group `files` with a configuration, as in the steps of a `TStoreCallback`, its files are written too, and
-    `from_pretrained` reads the folder. With an adapter_config.json, the file is `adapter_model.safetensors`.
+    group `files` with a configuration, as in the steps of a `TStoreCallback`, its files are written too, for a
+    quantized copy of `subtree` those of its source, and `from_pretrained` reads the folder. With an
+    adapter_config.json, the file is `adapter_model.safetensors`.
     `layout="compressed-tensors"` writes the matrices NAME.weight that are quantized in the layout of that package
     (`layouts`), with its quantization_config in config.json: unless the model's own is among the files, merge it
     into that. Raise the errors of `export_safetensors`.
@@ -254,6 +256,11 @@ async def export_huggingface(
         snapshot, skipped = await snapshot_to_export(opened_store, at, step, skip)
         source = await _source(snapshot, skipped, subtree, strip, layout, requantize)
         files = await _model_files(snapshot, subtree)
+        origin = (await opened_store.log.reader.record(snapshot.version)).source
+        if origin and not files and not skip:  # a copy of the model alone
+            with contextlib.suppress(SnapshotExpired):
+                files = await _model_files(await opened_store.snapshot(origin), subtree)
+        has_configuration = bool(files)
         stem = "adapter_model" if "adapter_config.json" in files else "model"
         metadata = {"format": "pt"} if source.metadata is None else source.metadata
         shards = _shards(source.specs(), limit)
@@ -275,7 +282,7 @@ async def export_huggingface(
                 index = {tensor: name for name, specs in zip(names, shards, strict=True) for tensor in specs}
                 document = {"metadata": {"total_size": source.bytes}, "weight_map": index}
                 await run(_write_file, f"{temporary}/{stem}.safetensors.index.json", _json(document))
-    return source.report(len(shards))
+    return source.report(len(shards))._replace(has_configuration=has_configuration)
 
 
 def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:

@@ -86,16 +86,17 @@ def entropy_points(
     importance: npt.NDArray[np.float64] | None,
     meta: ArrayMeta,
     exponents: exmy.Exponents,
+    largest: float,
     signal: float,
     bits: tuple[float, float] = (-math.inf, math.inf),
 ) -> Iterator[tuple[list[dict[str, Any]], int, float, bool, bool]]:
     """Yield the codecs, the expected size in bytes and the expected error of an array for each format and step.
 
     `sample`: some of the array's finite values. `importance`: the weight of the squared error of each of them, or
-    None if all weigh the same. `exponents`: of all values of the array. `signal`: their sum of squares. `bits`:
-    the steps to study, as the range of bits per value that normal values would take with them. The last elements
-    tell whether the step is at the edge of that range, with others beyond, and whether it was measured rather than
-    interpolated.
+    None if all weigh the same. `exponents`: of all values of the array. `largest`: their largest magnitude.
+    `signal`: their sum of squares. `bits`: the steps to study, as the range of bits per value that normal values
+    would take with them. The last elements tell whether the step is at the edge of that range, with others beyond,
+    and whether it was measured rather than interpolated.
     """
     rms = math.sqrt(signal / max(1, meta.size))
     overhead = _CHUNK_OVERHEAD * math.prod(
@@ -124,7 +125,7 @@ def entropy_points(
             scale = rms * 2 ** (i / _MEASURED) / unit
             if not _MIN_SCALE <= scale <= _MAX_SCALE:
                 continue
-            clipped = _clipped_error(format, scale, exponents)
+            clipped = _clipped_error(format, scale, exponents, largest)
             size, error = _measured(compressor, values, weights, name, scale)
             error *= meta.size / values.size
             if clipped <= _MAX_SHARE * error:
@@ -201,9 +202,9 @@ def _measured(
     return size, float(np.einsum("i,i,i", difference, difference, importance))
 
 
-def _clipped_error(format: exmy.Format, scale: float, exponents: exmy.Exponents) -> float:
-    """Return about the squared error of the values whose exponents are beyond the largest value of a format."""
-    largest = scale * 2.0 ** ((1 << format.exponent_bits) - 1 - format.bias) * (2 - 2.0**-format.mantissa_bits)
+def _clipped_error(format: exmy.Format, scale: float, exponents: exmy.Exponents, largest: float) -> float:
+    """Return about the squared error of the values beyond the limit of a format, at least that of the largest."""
+    limit = scale * 2.0 ** ((1 << format.exponent_bits) - 1 - format.bias) * (2 - 2.0**-format.mantissa_bits)
     powers = np.minimum(exponents.lowest + np.arange(len(exponents.counts)), 500)
-    excess = np.where(np.ldexp(1.0, powers) > largest, np.ldexp(1.5, powers) - largest, 0.0)
-    return float(np.sum(exponents.counts * np.square(excess)))
+    excess = np.where(np.ldexp(1.0, powers) > limit, np.ldexp(1.5, powers) - limit, 0.0)
+    return max(float(np.sum(exponents.counts * np.square(excess))), max(0.0, largest - limit) ** 2)

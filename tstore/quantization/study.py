@@ -125,7 +125,7 @@ def study(values: Values, undecided: Undecided) -> Study:
     axis, block = settings.get("axis"), settings.get("block")
     sample = Sample(meta, meta.dtype, axis, block)
     weights = None if undecided.importance is None else Sample(meta, undecided.importance.dtype, axis, block)
-    exponents, signal = _no_exponents(meta), 0.0
+    exponents, largest, signal = _no_exponents(meta), 0.0, 0.0
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
         sample.add(region, slab)
@@ -134,13 +134,25 @@ def study(values: Values, undecided: Undecided) -> Study:
             weights.add(region, weights_of_slab)
         if settings or undecided.coding == "entropy":  # else `fit_tensor` measures the signal
             signal += exmy.energy(slab)
+        if undecided.coding == "entropy":
+            largest = max(largest, _largest(slab))
     if reason := obstacle(meta, exponents):
         return _without_estimates(values, reason, exponents)
     # without any weight in the sample, unweighted errors are the best guess
     importance = None if weights is None or not weights.values.any() else weights.values
     if undecided.coding == "entropy":
-        return _entropy_study(values, signal, undecided, sample.values, importance, exponents)
+        return _entropy_study(values, signal, undecided, sample.values, importance, exponents, largest)
     return _packed_study(values, signal, undecided, sample.values, importance, exponents)
+
+
+def _largest(values: npt.NDArray[Any]) -> float:
+    """Return the largest magnitude, by the order of the bits as integers, since bfloat16 is slow to compare."""
+    if not values.size:
+        return 0.0
+    if values.itemsize == 1:
+        return float(np.abs(values).max())
+    extremes = [values.view(f"{kind}{values.itemsize}").max() for kind in "iu"]  # of positive, of negative values
+    return max(abs(float(extreme.view(values.dtype))) for extreme in extremes)
 
 
 def _without_estimates(values: Values, reason: str, exponents: exmy.Exponents) -> Study:
@@ -154,9 +166,10 @@ def _entropy_study(
     sample: npt.NDArray[Any],
     importance: npt.NDArray[Any] | None,
     exponents: exmy.Exponents,
+    largest: float,
 ) -> Study:
     """Return the estimates of entropy-coded eXmY; with importance, the signal and the errors are weighted."""
-    points = entropy_points(sample, importance, values.meta, exponents, signal, undecided.bits)
+    points = entropy_points(sample, importance, values.meta, exponents, largest, signal, undecided.bits)
     estimates = [Estimate(*point) for point in points]
     if not estimates:
         reason = f"values of 2^{exponents.highest} are beyond the steps of entropy coding"

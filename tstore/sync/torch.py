@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tstore import sync
 from tstore import torch as _async
+from tstore.core.hints import no_such_name
 from tstore.sync.facade import BlockingWrapper, blocking, call_unwrapped
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ stream = blocking(_async.stream, __name__)
 def __getattr__(name: str) -> Any:
     if name in ("Reader", "Writer"):  # these import torch.distributed.checkpoint
         return getattr(_async, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_such_name(__name__, name)
 
 
 def __dir__() -> list[str]:

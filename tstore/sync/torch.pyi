@@ -76,6 +76,7 @@ def load_into(
     *,
     at: int | str | None = None,
     group: str = "model",
+    only: str | list[str] | None = None,
     assign: bool = False,
 ) -> None:
     """Load the parameters and buffers of a module from a group of a checkpoint, while the next ones are read.
@@ -88,6 +89,9 @@ def load_into(
     ----------
     group
         The path of the module's `state_dict` in the saved tree, "" if it is the tree itself.
+    only
+        Names of tensors, or patterns of them, to load; other tensors stay, and saved ones are ignored. So
+        `list(module.state_dict())` leaves out buffers that only the checkpoint has.
     assign
         Whether to replace the module's tensors by new ones on the CPU rather than to fill them, as in
         `load_state_dict`: for a module on the meta device. They keep the dtypes of the module.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tstore.core.hints import no_such_name
 from tstore.torch.checkpointer import Checkpointer
 from tstore.torch.loading import load_into, stream
 from tstore.torch.restore import restore
@@ -30,4 +31,4 @@ __all__ = ["Checkpointer", "Reader", "Writer", "load_into", "restore", "save", "
 def __getattr__(name: str) -> Any:
     if name in ("Reader", "Writer"):  # DCP takes a second to import
         return getattr(importlib.import_module("tstore.torch.dcp"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_such_name(__name__, name)

@@ -14,7 +14,7 @@ from tstore.checkpoint.stream import Order
 from tstore.checkpoint.stream import stream as stream_arrays
 from tstore.checkpoint.structure import flatten
 from tstore.core.store import Store
-from tstore.errors import InvalidArgument, bullet_list
+from tstore.errors import InvalidArgument, NotFound, bullet_list
 from tstore.torch.leaves import restored_value
 from tstore.torch.tensors import numpy_dtype, shares_elements
 
@@ -44,11 +44,11 @@ async def stream(
     ['bias', 'weight']
     """
     cast = None if dtype is None else numpy_dtype("dtype=…", dtype)
-    start, only = (f"{group}/", f"{group}/**") if group else ("", None)
+    start = f"{group}/" if group else ""
     if not isinstance(order, str):
         order = [start + name for name in order]
-    arrays = stream_arrays(store, step, at=at, only=only, dtype=cast, order=order)
-    async with contextlib.aclosing(arrays):
+    arrays = stream_arrays(store, step, at=at, only=f"{start}**" if group else None, dtype=cast, order=order)
+    async with _of_group(group), contextlib.aclosing(arrays):
         async for path, values in arrays:
             yield path.removeprefix(start), restored_value(path, values)
 
@@ -60,6 +60,7 @@ async def load_into(
     *,
     at: int | str | None = None,
     group: str = "model",
+    only: str | list[str] | None = None,
     assign: bool = False,
 ) -> None:
     """Load the parameters and buffers of a module from a group of a checkpoint, while the next ones are read.
@@ -72,6 +73,9 @@ async def load_into(
     ----------
     group
         The path of the module's `state_dict` in the saved tree, "" if it is the tree itself.
+    only
+        Names of tensors, or patterns of them, to load; other tensors stay, and saved ones are ignored. So
+        `list(module.state_dict())` leaves out buffers that only the checkpoint has.
     assign
         Whether to replace the module's tensors by new ones on the CPU rather than to fill them, as in
         `load_state_dict`: for a module on the meta device. They keep the dtypes of the module.
@@ -93,12 +97,14 @@ async def load_into(
     for part in reversed(group.split("/") if group else []):
         target = {part: target}
     names = dict(zip(flatten(target)[1], own, strict=True))
-    only = f"{group}/**" if group else None
+    start = f"{group}/" if group else ""
+    patterns = [only] if isinstance(only, str) else only or ["**"]
+    chosen = [start + pattern for pattern in patterns] if group or only else None
     loaded: dict[str, torch.Tensor] = {}
-    arrays = stream_arrays(store, step, at=at, target=target, only=only, dtype="target")
+    arrays = stream_arrays(store, step, at=at, target=target, only=chosen, dtype="target")
     filled: list[str] = []
     try:
-        async with contextlib.aclosing(arrays):
+        async with _of_group(group), contextlib.aclosing(arrays):
             async for path, values in arrays:
                 tensor = restored_value(path, values)
                 if assign:
@@ -114,6 +120,18 @@ async def load_into(
         raise
     if assign:
         module.load_state_dict(loaded, strict=False, assign=True)
+
+
+@contextlib.asynccontextmanager
+async def _of_group(group: str) -> AsyncGenerator[None, None]:
+    """Name the argument `group` in the error for a checkpoint that has nothing there."""
+    try:
+        yield
+    except NotFound as error:
+        if not group or "no array matches" not in str(error):
+            raise
+        where = f"group={group!r} is where the state_dict is saved, '' if it is the whole tree"
+        raise NotFound(f"{error}; {where}") from None
 
 
 def _tensors(module: torch.nn.Module, assign: bool) -> dict[str, torch.Tensor]:

@@ -122,6 +122,8 @@ def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) 
         is_below = compile_patterns(f"{top}/**")
         if any(map(is_below, paths)):  # the pattern matches groups only
             hint = f"to select the arrays below, pass {top + '/**'!r}"
+        elif any(p.startswith(top) and "/" not in p[len(top) :] for p in paths):
+            hint += f"; to select those that begin so, pass {top + '*'!r}"
         raise NotFound(f"{snapshot.location} has no array or group {path!r}; {hint}")
     return arrays
 
