@@ -1,6 +1,7 @@
-"""A job that is killed inside two saves, and that torchrun starts again, by itself.
+"""A job that is killed inside two saves, and that the agent of torchrun starts again, by itself.
 
-It saves with `dcp.save`, and with `dcp.async_save` in a process of its own.
+It saves with `dcp.save`, and with `dcp.async_save` in a process of its own. Its processes are forked from that of
+the agent, which has imported torch.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import tstore.sync as tstore
 
 STEPS = 5
 IN_BACKGROUND = range(3, 5)
-"""The steps that are saved by a process in the background."""
+"""The steps that a process in the background saves, until it was killed."""
 
 
 def die_inside_saves(url: str) -> None:
@@ -42,7 +45,7 @@ def die_inside_saves(url: str) -> None:
     os.link = fatal
 
 
-def main(url: str) -> None:
+def train(url: str) -> None:
     dist.init_process_group("cpu:gloo")
     mesh = init_device_mesh("cpu", (2,))
     state = {"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)]), "step": 0}
@@ -54,7 +57,7 @@ def main(url: str) -> None:
         state["w"] += 1
         state["step"] = step
         writer = tstore.torch.Writer(url, step)
-        if step in IN_BACKGROUND:
+        if step in IN_BACKGROUND and not Path(f"{url}.killed-4").exists():
             saving: Any = dcp.async_save(
                 state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
             )
@@ -68,4 +71,14 @@ def main(url: str) -> None:
 torch.set_num_threads(1)
 die_inside_saves(sys.argv[1])  # also in a process of `async_save`, which imports this module too
 if __name__ == "__main__":
-    main(sys.argv[1])
+    launched = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        max_restarts=4,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+    )
+    elastic_launch(launched, train)(sys.argv[1])

@@ -27,9 +27,9 @@ def test_four_processes_save_and_two_restore(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_killed_inside_saves_resumes(tmp_path: Path) -> None:
-    url, command = tmp_path / "s", [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "--max-restarts=4", "-m", "tests.torch.restarted", str(url)]
-    # otherwise torchrun keeps one TCPStore, and processes that start again get the addresses of those before
+    url = tmp_path / "s"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.torch.restarted", str(url)]
+    # otherwise the agent keeps one TCPStore, and processes that start again get the addresses of those before
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     job = subprocess.run(command, check=False, cwd=ROOT, env=os.environ | fresh, capture_output=True, text=True)
     assert job.returncode == 0, job.stderr

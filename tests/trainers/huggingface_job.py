@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import tstore.sync as tstore
-from tests.trainers.killing import losses
+from tests.trainers.killing import STEPS, losses
 from tstore.cli import main
 from tstore.errors import InvalidArgument
 from tstore.trainers.huggingface import TStoreCallback
@@ -50,7 +50,7 @@ def _count_seen(model: Any, _: Any, inputs: Any) -> None:
 
 
 def fit(
-    url: str, report: Report = lambda step, loss: None, *, lora: bool = False, steps: int = 60, width: int = 16,
+    url: str, report: Report = lambda step, loss: None, *, lora: bool = False, steps: int = STEPS, width: int = 16,
     keep: Any = None, **options: Any,
 ) -> tuple[Any, TStoreCallback]:  # fmt: skip
     torch.set_num_threads(1)
@@ -81,7 +81,7 @@ def fit(
     return trainer, callback
 
 
-def train(url: str, kills: int = 0, ranks: int = 1, lora: bool = False, steps: int = 60) -> dict[int, float]:
+def train(url: str, kills: int = 0, ranks: int = 1, lora: bool = False, steps: int = STEPS) -> dict[int, float]:
     options = {"eval_strategy": "steps", "eval_steps": 3} if ranks > 1 else {}
     return losses(lambda report: fit(url, report, lora=lora, steps=steps, **options), kills, ranks)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tstore.sync as tstore
-from tests.trainers.killing import losses
+from tests.trainers.killing import STEPS, losses
 from tstore.errors import TStoreError
 from tstore.trainers.keras import BackupAndRestore, ModelCheckpoint, restore_model
 
@@ -62,7 +62,7 @@ def _train(url: str, report: Callable[[int, float], None]) -> None:
     backup = BackupAndRestore(url, double_checkpoint=True, delete_checkpoint=False)
     net = model()
     np.random.random(tstore.Checkpointer(url).latest() or 0)  # the state of the generator is restored with a step
-    fit(net, backup, Losses(report), epochs=12)
+    fit(net, backup, Losses(report), epochs=STEPS // BATCHES)
 
 
 def check(url: str) -> None:

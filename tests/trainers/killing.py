@@ -20,8 +20,11 @@ import pytest
 
 from tests.support.forks import forks
 
-KILLS = int(os.environ.get("TSTORE_KILLS", "3"))
+KILLS = int(os.environ.get("TSTORE_KILLS", "1"))
 """How often a run is killed."""
+
+STEPS = 10 + 10 * KILLS
+"""How many steps a run has."""
 
 Train = Callable[[Callable[[int, float], None]], None]
 """Trains, and reports the loss of each step."""
@@ -42,7 +45,7 @@ def losses(train: Train, kills: int = 0, ranks: int = 1, seed: int = 0) -> dict[
             for rank in range(ranks)
         ]
         os.close(writer)
-        left, is_killed = chance.randrange(4, 5 + 60 // kills) if kills else -1, False
+        left, is_killed = chance.randrange(4, STEPS // kills) if kills else -1, False
         with os.fdopen(reader) as lines:
             for line in lines:
                 step, loss = json.loads(line)

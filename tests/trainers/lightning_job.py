@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.fsdp import fully_shard
 
 import tstore.sync as tstore
-from tests.trainers.killing import losses
+from tests.trainers.killing import STEPS, losses
 from tstore.trainers.lightning import CheckpointIO, ModelParallelStrategy, RandomStates
 from tstore.trainers.named_steps import NamedSteps
 
@@ -103,7 +103,7 @@ def fit(
     url: str,
     report: Report = lambda step, loss: None,
     *,
-    steps: int = 60,
+    steps: int = STEPS,
     ckpt_path: Any = "last",
     model: dict[str, Any] | None = None,
     metric: Callable[[int], float] | None = None,
@@ -145,7 +145,9 @@ def chosen(strategy: str, ranks: int) -> Any:
     return ModelParallelStrategy(ranks, 1, process_group_backend="gloo") if strategy == "fsdp2" else strategy
 
 
-def train(url: str, kills: int = 0, ranks: int = 1, strategy: str = "auto", steps: int = 60) -> dict[int, float]:
+def train(
+    url: str, kills: int = 0, ranks: int = 1, strategy: str = "auto", steps: int = STEPS
+) -> dict[int, float]:
     def run(report: Report) -> None:
         fit(url, report, strategy=chosen(strategy, ranks), devices=ranks, steps=steps)
 

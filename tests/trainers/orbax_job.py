@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from tests.trainers.killing import losses
+from tests.trainers.killing import STEPS, losses
 from tstore.trainers.orbax import CheckpointManager
 
 
@@ -23,7 +23,7 @@ def _train(url: str, report: Callable[[int, float], None]) -> None:
         latest = steps.latest_step()
         if latest is not None:
             state = steps.restore(latest, args=ocp.args.StandardRestore(jax.eval_shape(lambda: state)))
-        for step in range((latest or 0) + 1, 61):
+        for step in range((latest or 0) + 1, STEPS + 1):
             key, noise = jax.random.split(state["key"])
             state = {"w": state["w"] * 0.9 + jax.random.normal(noise, (1000,)), "key": key}
             report(step, float(state["w"].sum()))

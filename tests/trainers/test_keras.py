@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tstore.sync as tstore
-from tests.trainers.killing import KILLS, Jobs, jobs
+from tests.trainers.killing import KILLS, STEPS, Jobs, jobs
 
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("keras", "jax", "torch"))),
@@ -32,9 +32,9 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_a_killed_run_has_the_losses_of_one_that_is_not(job: Jobs, tmp_path: Path) -> None:
     whole = job("train", url=str(tmp_path / "whole"))
-    assert len(whole) == 60
+    assert len(whole) == STEPS
     assert job("train", url=str(tmp_path / "killed"), kills=KILLS) == whole
-    assert tstore.steps(tmp_path / "killed") == tstore.steps(tmp_path / "whole") == [55, 60]
+    assert tstore.steps(tmp_path / "killed") == tstore.steps(tmp_path / "whole") == [STEPS - 5, STEPS]
     with tstore.open(tmp_path / "killed") as store:
         store.collect(tstore.Keep(last=2), abandoned=timedelta())
         assert store.verify().faults == []

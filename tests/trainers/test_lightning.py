@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tstore.sync as tstore
-from tests.trainers.killing import KILLS, Jobs, jobs
+from tests.trainers.killing import KILLS, STEPS, Jobs, jobs
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="Lightning is not installed")
 
@@ -28,7 +28,7 @@ def test_a_killed_run_has_the_losses_of_one_that_is_not(
     whole = job("train", url=str(tmp_path / "whole"), strategy=strategy, ranks=ranks)
     killed = job("train", url=str(tmp_path / "s"), strategy=strategy, ranks=ranks, kills=KILLS)
     assert killed == whole
-    assert len(whole) == 60
+    assert len(whole) == STEPS
     state = job("state_of", url=str(tmp_path / "s"))
     assert state["ok"]
     assert state["garbage"] == 0

@@ -6,7 +6,6 @@ Its `Trainer` needs a GPU, so a loop makes the calls of the `Trainer` to the man
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import uuid
@@ -22,12 +21,10 @@ from tstore.errors import InvalidArgument, StructureMismatch
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
+from tests.trainers.killing import KILLS  # noqa: E402
 from tests.trainers.torchtitan_job import STEPS, Job  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:To get the last learning rate", "ignore::DeprecationWarning")
-
-KILLS = int(os.environ.get("TSTORE_KILLS", "3"))
-"""How often a job is killed."""
 
 CODE = """
     import json, os, traceback, warnings
