@@ -55,8 +55,13 @@ RUN = """
 """Runs code blocks, each with its own names, and commands, whose modules are imported once for all of them."""
 
 
-def run(blocks: list[tuple[str, str]], folder: Path) -> None:
-    process = processes.start(RUN, cwd=folder)
+FRAMEWORKS = tuple(name for name in ("jax", "torch") if importlib.util.find_spec(name))
+
+
+def run(document: Document, blocks: list[tuple[str, str]], folder: Path) -> None:
+    """Run blocks of a document in a process, which need not import a framework: that takes seconds."""
+    needs = re.search(r"^ *(import|from) (jax|torch|lightning|transformers|keras)\b", document.text, re.M)
+    process = processes.start(RUN, cwd=folder, modules=FRAMEWORKS if needs else ())
     with processes.running(process):
         out, err = process.communicate(json.dumps(blocks), timeout=250)
     assert process.returncode == 0, f"{out}\n{err}"
@@ -98,14 +103,14 @@ def test_every_code_block_has_a_tested_language(document: Document) -> None:
 @pytest.mark.parametrize("document", PYTHON, ids=name_of)
 def test_python_blocks_run_in_order(document: Document, tmp_path: Path) -> None:
     skip_without_trainer(document)
-    run(python_blocks(document), tmp_path)
+    run(document, python_blocks(document), tmp_path)
 
 
 @pytest.mark.parametrize("document", SHELL, ids=name_of)
 def test_commands_run_in_order(document: Document, tmp_path: Path) -> None:
     """They run after the Python blocks, whose stores they use."""
     skip_without_trainer(document)
-    run(python_blocks(document) + commands(document), tmp_path)
+    run(document, python_blocks(document) + commands(document), tmp_path)
     if document is README:
         assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
 

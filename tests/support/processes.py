@@ -15,9 +15,11 @@ from tests.support.template import Forked
 DEADLINE = 250  # seconds, also on a busy machine
 
 
-def start(code: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
-    """Start a process that runs the code, with tstore imported, and with its output as text in pipes."""
-    return Forked(textwrap.dedent(code), *arguments, **_with_pipes(options))
+def start(
+    code: str, *arguments: object, modules: tuple[str, ...] = (), **options: object
+) -> subprocess.Popen[str]:
+    """Start a process that runs the code, with tstore and these modules imported, and its output in pipes."""
+    return Forked(textwrap.dedent(code), *arguments, modules=modules, **_with_pipes(options))
 
 
 def start_fresh(code: str, *arguments: object, **options: object) -> subprocess.Popen[str]:

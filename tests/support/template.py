@@ -20,7 +20,7 @@ import msgspec
 __all__ = ["Forked"]
 
 _LOOP = """
-import os, signal, socket, sys
+import importlib, os, signal, socket, sys
 import msgspec
 import numpy, tstore, tstore.sync, tstore.service.server, tstore.cli.commands
 import tstore.lab.demo, tstore.lab.conformance.faults
@@ -29,6 +29,8 @@ from tstore.lab.simulation.scenario import import_core
 for name in tstore.__all__:  # which are imported when they are first used
     getattr(tstore, name), getattr(tstore.sync, name)
 import_core()
+for name in sys.argv[2:]:
+    importlib.import_module(name)
 
 assert len(os.listdir("/proc/self/task")) == 1  # a fork keeps only the thread that forks
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -81,13 +83,13 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 class _Template:
     """The process that forks; a fork's parent ends at once, so that the fork becomes a child of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: tuple[str, ...]) -> None:
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
         self._prctl = ctypes.CDLL(None).prctl
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-c", _LOOP, str(theirs.fileno())],
+                [sys.executable, "-W", "error", "-c", _LOOP, str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -107,15 +109,18 @@ class _Template:
 
 
 @functools.cache
-def _template() -> _Template:
-    return _Template()
+def _template(modules: tuple[str, ...]) -> _Template:
+    return _Template(modules)
 
 
 class Forked(subprocess.Popen[Any]):
-    """A process that runs code as `python -W error -c` does, with tstore imported; `args` are its arguments."""
+    """A process that runs code as `python -W error -c` does, with tstore imported; `args` are its arguments.
 
-    def __init__(self, code: str, *arguments: object, **options: Any) -> None:
-        self._code = code
+    The template imports the `modules` too, once for all processes that name the same.
+    """
+
+    def __init__(self, code: str, *arguments: object, modules: tuple[str, ...] = (), **options: Any) -> None:
+        self._code, self._modules = code, modules
         super().__init__(list(map(str, arguments)), **options)
 
     def _execute_child(self, args: list[str], *options: Any) -> None:
@@ -124,7 +129,7 @@ class Forked(subprocess.Popen[Any]):
         request = (self._code, args, folder and os.fspath(folder), dict(environment))
         fds = [standard if fd == -1 else fd for standard, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
         try:
-            self.pid = _template().fork(msgspec.msgpack.encode(request), fds)
+            self.pid = _template(self._modules).fork(msgspec.msgpack.encode(request), fds)
             self._child_created = True
         finally:
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
