@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import trustme
 
@@ -82,49 +81,11 @@ async def test_an_emulator_that_ignores_conditions_is_refused(tmp_path: Path) ->
             await tstore.open(url, "r", storage_options=options)
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, (1 << 20) + 1, 5 << 20])
-@pytest.mark.parametrize("mode", PutMode)
-async def test_written_objects_are_read_back(objects: GcsStorage, size: int, mode: PutMode) -> None:
-    data = np.random.default_rng(size).bytes(size)
-    cuts = [data[:7], bytearray(data[7:100]), np.frombuffer(data[100:], np.uint8)]
-    await objects.put("a/b", cuts, mode)
-    assert await objects.get("a/b") == data
-    entry = await objects.head("a/b")
-    assert entry is not None
-    assert (entry.key, entry.size) == ("a/b", size)
-    buffers = [bytearray(min(size, 3)), bytearray(max(0, size - 3))]
-    await objects.read("a/b", 0, buffers, size)
-    assert b"".join(buffers) == data
-
-
-@pytest.mark.parametrize(("offset", "size"), [(2, 3), (0, 10), (9, 1), (5, 0)])
-async def test_ranges_are_slices(objects: GcsStorage, offset: int, size: int) -> None:
-    await objects.put("k", [b"0123456789"], CREATE)
-    buffer = bytearray(size)
-    await objects.read("k", offset, [buffer], size)
-    assert buffer == b"0123456789"[offset : offset + size]
-
-
 async def test_reads_beyond_the_end_are_corrupt(faulty: GcsStorage) -> None:
     await faulty.put("k", [b"0123456789"], CREATE)
     for offset, size in [(8, 3), (10, 1), (99, 1)]:
         with pytest.raises(Corrupt, match=rf"{faulty.url}: k: expected bytes {offset} to .* but the object"):
             await faulty.read("k", offset, [bytearray(size)], size)
-
-
-async def test_one_of_many_creators_wins(objects: GcsStorage) -> None:
-    async def create(number: int) -> int | None:
-        try:
-            await objects.put("commits/1", [b"%d" % number], CREATE)
-        except AlreadyExists:
-            return None
-        return number
-
-    winners = [n for n in await asyncio.gather(*map(create, range(16))) if n is not None]
-    assert len(winners) == 1
-    assert await objects.get("commits/1") == b"%d" % winners[0]
-    await objects.put("commits/1", [b"replaced"], REPLACE)
-    assert await objects.get("commits/1") == b"replaced"
 
 
 async def test_lists(objects: GcsStorage, server: str, thresholds: Thresholds) -> None:
@@ -148,28 +109,6 @@ async def test_lists(objects: GcsStorage, server: str, thresholds: Thresholds) -
         rest = sorted(name[len(prefix) :] for name in names if name.startswith(prefix))
         assert keys == [prefix + name for name in rest if "/" not in name]
         assert folders == sorted({f"{prefix}{name.partition('/')[0]}/" for name in rest if "/" in name})
-
-
-@pytest.mark.parametrize("key", ["ünïcödé/日本", "a%2fb", "*?[x]#1", "x" * 200, "a:b&c=d+e", "new\nline", 'q"\\'])
-async def test_odd_names(objects: GcsStorage, key: str) -> None:
-    await objects.put(key, [key.encode()], CREATE)
-    assert await objects.get(key) == key.encode()
-    assert [e.key for e in await entries(objects)] == [key]
-    await objects.delete(key)
-    await objects.delete(key)
-    assert await objects.head(key) is None
-
-
-async def test_missing_objects_are_not_found(objects: GcsStorage) -> None:
-    await objects.put("here", [b""], CREATE)
-    assert await objects.head("nothing") is None
-    await objects.delete("nothing")
-    for call in (objects.get("nothing"), objects.read("no", 0, [bytearray(1)], 1)):
-        with pytest.raises(NotFound, match=f"{objects.url}: "):
-            await call
-    for key in ("../x", "/x", "a//b", ".hidden", ""):
-        with pytest.raises(InvalidArgument, match="object name"):
-            await objects.get(key)
 
 
 async def test_a_missing_bucket_is_named_by_every_call(server: str) -> None:

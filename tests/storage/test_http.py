@@ -158,35 +158,7 @@ async def test_only_tstore_servers_are_written(files: tuple[HttpStorage, Path, s
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", ["", "/", "../x", "a/../b", "a//b", ".x", "a\0b"])
-async def test_names_that_lead_outside_are_not_requested(ours: HttpStorage, key: str) -> None:
-    for call in (
-        ours.get(key),
-        ours.head(key),
-        ours.read(key, 0, [bytearray(1)], 1),
-        ours.put(key, [b""], PutMode.CREATE),
-        ours.delete(key),
-    ):
-        with pytest.raises(InvalidArgument):
-            await call
-
-
 # ---- writing to tstore serve
-
-
-@pytest.mark.parametrize("pieces", [[], [b""], [DATA], [b"a", b"", DATA, memoryview(DATA)[:7]]])
-async def test_written_objects_are_read_back(ours: HttpStorage, pieces: list[Any]) -> None:
-    await ours.put("a/b", pieces, PutMode.CREATE)
-    assert await ours.get("a/b") == b"".join(pieces)
-
-
-async def test_a_create_never_replaces_and_a_replace_does(ours: HttpStorage) -> None:
-    await ours.put("k", [b"first"], PutMode.CREATE)
-    with pytest.raises(AlreadyExists, match="k"):
-        await ours.put("k", [b"second"], PutMode.CREATE)
-    assert await ours.get("k") == b"first"
-    await ours.put("k", [b"third"], PutMode.REPLACE)
-    assert await ours.get("k") == b"third"
 
 
 async def test_a_listing_has_pages_folders_and_ages(tmp_path: Path, ours: HttpStorage) -> None:
@@ -204,13 +176,6 @@ async def test_a_listing_has_pages_folders_and_ages(tmp_path: Path, ours: HttpSt
     assert [folder for page in split for folder in page.folders] == ["t/x/", "t/y/"]
     assert sum(len(page.entries) for page in split) == 1003
     assert [page async for page in ours.pages("nothing/") if page.entries or page.folders] == []
-
-
-async def test_deleted_is_gone(ours: HttpStorage) -> None:
-    await ours.put("a/b", [b"x"], PutMode.CREATE)
-    await ours.delete("a/b")
-    await ours.delete("a/b")
-    assert await ours.head("a/b") is None
 
 
 async def test_a_closed_session_reopens(ours: HttpStorage) -> None:

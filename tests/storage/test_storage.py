@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support import forks
 from tests.support.thresholds import Thresholds
 from tstore.core.storage.base import Leading, Storage
 from tstore.core.storage.connect import connect
@@ -21,11 +20,10 @@ from tstore.core.storage.local.store import LocalStorage
 from tstore.core.storage.memory import MemoryStorage
 from tstore.core.storage.objects import SHORT_OBJECT, Durability
 from tstore.core.storage.remote import RemoteStorage
-from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, StorageFull
 from tstore.lab.conformance.faults import Faults
 
 FSYNC, NONE = Durability.FSYNC, Durability.NONE
-MARKS = [b"", b"x", bytes(range(256)) * 100]
 
 
 @pytest.fixture(params=["local", "memory", "faulty", "remote"])
@@ -36,33 +34,6 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
         return RemoteStorage(MemoryStorage(str(uuid.uuid4())))
     memory = connect(f"memory://{uuid.uuid4()}")
     return memory if request.param == "memory" else Faults(memory)
-
-
-@pytest.mark.parametrize("data", MARKS, ids=len)
-@pytest.mark.parametrize("durability", Durability)
-async def test_created_objects_are_read(storage: Storage, data: bytes, durability: Durability) -> None:
-    await storage.create("a/b/c", data, durability)
-    assert await storage.get("a/b/c") == data
-    assert await storage.size("a/b/c") == len(data)
-
-
-async def test_create_never_replaces(storage: Storage) -> None:
-    await storage.create("k", b"first", FSYNC)
-    for data in (b"second", b"first", b""):
-        with pytest.raises(AlreadyExists, match="k"):
-            await storage.create("k", data, FSYNC)
-    assert await storage.get("k") == b"first"
-
-
-async def test_missing_objects_are_not_found(storage: Storage) -> None:
-    assert await storage.size("nothing/here") is None
-    with pytest.raises(NotFound, match="here"):
-        await storage.get("nothing/here")
-    with pytest.raises(NotFound, match="here"):
-        storage.reader("nothing/here").read_into(0, [bytearray(1)], 1)
-    await storage.delete("nothing/here")
-    assert await storage.list("nothing/") == []
-    assert await storage.list("") == []
 
 
 @pytest.mark.parametrize("quick", [5.0, 0.0], ids=["in one thread", "in several"])
@@ -82,59 +53,6 @@ async def test_a_storage_is_empty_until_the_first_create(storage: Storage) -> No
     assert await storage.empty()
     await storage.create("a", b"", FSYNC)
     assert not await storage.empty()
-
-
-async def test_list_gives_the_keys_with_a_prefix_in_order(storage: Storage) -> None:
-    keys = ["a/1", "a/10", "a/2", "ab", "b/a/1", "b/a/2/3", "a0/x"]
-    for key in keys:
-        await storage.create(key, key.encode(), NONE)
-    for prefix in ("", "a", "a/", "a/1", "b/a", "b/a/", "c", "c/d/"):
-        assert await storage.list(prefix) == sorted(k for k in keys if k.startswith(prefix)), prefix
-
-
-async def test_deleted_is_gone_and_can_be_created_again(storage: Storage) -> None:
-    await storage.create("a/b", b"1", FSYNC)
-    await storage.create("a/c", b"2", FSYNC)
-    await storage.delete("a/b")
-    await storage.delete("a/b")
-    assert await storage.size("a/b") is None
-    assert await storage.list("") == ["a/c"]
-    await storage.create("a/b", b"3", FSYNC)
-    assert await storage.get("a/b") == b"3"
-
-
-async def test_replace(storage: Storage) -> None:
-    await storage.create("any", b"", FSYNC)
-    for data in (b"1", b"22222", b"", b"3"):
-        await storage.replace("latest", data)
-        assert await storage.get("latest") == data
-    assert await storage.list("") == ["any", "latest"]
-
-
-@pytest.mark.parametrize(
-    "key", ["with space", "ünïcödé/日本", "a%2fb", "*?[x]", "x" * 200, "-", "~", "a:b", "new\nline"]
-)
-async def test_odd_names(storage: Storage, key: str) -> None:
-    await storage.create(key, key.encode(), FSYNC)
-    assert await storage.get(key) == key.encode()
-    assert await storage.list("") == [key]
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["", "/", "/etc/x", "..", "../x", "a/../../x", "a/..", "a//b", "a/", ".", "./a", "a/./b", "a/.tmp", "a\0b"],
-)
-async def test_names_that_lead_outside_or_have_two_spellings_are_refused(storage: Storage, key: str) -> None:
-    with pytest.raises(InvalidArgument):
-        await storage.create(key, b"x", FSYNC)
-    for call in (storage.get, storage.size, storage.delete):
-        with pytest.raises(InvalidArgument):
-            await call(key)
-    with pytest.raises(InvalidArgument):
-        storage.writer(key, FSYNC)
-    with pytest.raises(InvalidArgument):
-        storage.reader(key)
-    assert await storage.empty()
 
 
 @pytest.mark.parametrize("durability", Durability)
@@ -219,40 +137,6 @@ async def test_a_create_has_one_winner_among_threads(storage: Storage) -> None:
     for turn in range(25):
         winner = next(i for i, w in enumerate(won) if w[turn])
         assert await storage.get(f"r/{turn}") == bytes([winner])
-
-
-def test_a_create_has_one_winner_among_processes(tmp_path: Path) -> None:
-    code = """
-        import asyncio, os
-        from tstore.errors import AlreadyExists
-        from tstore.core.storage.connect import connect
-        from tstore.core.storage.objects import Durability
-        folder, me = arguments
-        async def main():
-            storage = connect(folder)
-            ready()
-            won = ""
-            for turn in range(100):
-                try:
-                    await storage.create(f"r/{turn}", str(me).encode() * 1000, Durability.NONE)
-                    won += "1"
-                except AlreadyExists:
-                    assert len(await storage.get(f"r/{turn}")) == 1000
-                    won += "0"
-            os.write(out, won.encode())
-        asyncio.run(main())
-    """
-    outs = [tmp_path / f"won-{me}" for me in range(8)]
-    with forks.forks(code) as server:
-        racers = [server.start(out, tmp_path / "s", me) for me, out in enumerate(outs)]
-        server.release(8)
-        assert [server.wait(pid) for pid in racers] == [0] * 8
-    won = [out.read_text() for out in outs]
-    assert [sum(int(w[i]) for w in won) for i in range(100)] == [1] * 100
-    for turn in range(100):
-        winner = next(i for i, w in enumerate(won) if w[turn] == "1")
-        assert (tmp_path / "s" / "r" / str(turn)).read_bytes() == str(winner).encode() * 1000
-    assert {p.name for p in (tmp_path / "s" / "r").iterdir()} == {str(i) for i in range(100)}  # no temporary files
 
 
 # ---- local files
