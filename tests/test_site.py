@@ -92,9 +92,10 @@ def test_the_site_takes_nothing_from_other_hosts_and_names_none(site: Path) -> N
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_pages_fit_a_phone_and_load_only_the_site(site: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.deep)])
+def test_pages_fit_a_phone_and_load_only_the_site(site: Path, tmp_path: Path, step: int) -> None:
     with python_files(site) as url, browser(tmp_path / "profile") as window:
-        for path in sorted(site.rglob("*.html")):
+        for path in sorted(site.rglob("*.html"))[::step]:
             window.show(f"{url}/{path.relative_to(site)}", width=390)
             assert window.overflow() == 0, path
             loaded = window.script("return performance.getEntriesByType('resource').map(entry => entry.name)")
