@@ -13,7 +13,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 

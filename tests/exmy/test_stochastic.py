@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-LAST = exmy.kernels.levels()[-1]
-
 
 def stochastic(x, f, seed=1, **more):
     return exmy.round(x, f, rounding="stochastic", seed=seed, **more)

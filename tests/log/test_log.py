@@ -469,21 +469,9 @@ async def test_a_storage_that_does_not_respond_is_unavailable(operation: str) ->
     assert (await store.verify()).ok
 
 
-@pytest.mark.parametrize("hole", range(1, 9))
-async def test_a_hole_in_the_log_is_reported(hole: int) -> None:
-    """Independently of the versions that the search for the newest one probes."""
-    url = anew()
-    await fill(url, 9)
-    store = await tstore.open(url)
-    await store.log.storage.delete(commit_key(hole))
-    report = await (await tstore.open(url)).verify()
-    assert len(report.faults) == 1
-    assert commit_key(hole) in report.faults[0]
-
-
 @pytest.mark.parametrize("where", ["memory", "folder"])
 @pytest.mark.parametrize("hole", [1, 4, 8])
-async def test_a_hole_is_told_by_the_history_and_by_gc(hole: int, where: str, tmp_path: Path) -> None:
+async def test_a_hole_is_told_by_the_history_a_verification_and_gc(hole: int, where: str, tmp_path: Path) -> None:
     """Also directly below the newest version, and a gc then deletes nothing."""
     url = anew() if where == "memory" else str(tmp_path / "store")
     await fill(url, 9)
@@ -493,6 +481,8 @@ async def test_a_hole_is_told_by_the_history_and_by_gc(hole: int, where: str, tm
     damaged = await tstore.open(url)
     with pytest.raises(tstore.errors.Corrupt, match=commit_key(hole)):
         _ = [commit async for commit in damaged.history()]
+    [fault] = (await damaged.verify()).faults
+    assert commit_key(hole) in fault
     with pytest.raises(tstore.errors.Corrupt, match=commit_key(hole)):
         await damaged.collect(tstore.Keep(last=1), abandoned=timedelta(0))
     assert sorted(await store.log.storage.list("")) == keys
@@ -651,20 +641,6 @@ async def test_a_conflict_is_final_though_replies_are_lost() -> None:
     with pytest.raises(Conflict) as caught:
         await second.commit()
     assert caught.value.paths == ["w, chunk (0,)"]
-
-
-async def test_a_hole_in_the_log_is_not_filled(tmp_path: Path) -> None:
-    url = str(tmp_path / "store")
-    for step in range(3):
-        await tstore.save(url, {"x": np.arange(3) + step}, step)
-    hole = tmp_path / "store" / "commits" / f"{2:020}"
-    record = hole.read_bytes()
-    hole.unlink()
-    with pytest.raises(tstore.errors.Corrupt, match=hole.name):
-        await tstore.save(url, {"x": np.arange(3)}, 9)
-    assert not hole.exists()
-    hole.write_bytes(record)
-    assert await tstore.save(url, {"x": np.arange(3)}, 9) == 4
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])

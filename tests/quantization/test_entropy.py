@@ -26,10 +26,6 @@ def laplace(*shape: int, scale: float = 1.0) -> Any:
     return RNG.laplace(0, scale, shape).astype("f4")
 
 
-def encoded_bits(report: tstore.QuantizeReport) -> float:
-    return 8 * sum(a.bytes_after for a in report.encoded) / sum(a.values for a in report.encoded)
-
-
 @pytest.mark.parametrize("bits", [1.5, 2.2, 3, 4, 5.7, 8, 9.3, 11, 13.5])
 async def test_a_budget_is_used_up_and_kept(tmp_path: Path, bits: float) -> None:
     tree = {f"w{i}": laplace(200 * (i + 1), 384, scale=10.0**-i) for i in range(4)}

@@ -56,12 +56,11 @@ async def store() -> tstore.Store:
     return store
 
 
-@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("again", CREATED_AGAIN)
 @pytest.mark.parametrize("deleted", ["g/a", "g"])
 @pytest.mark.parametrize("of_base", [True, False], ids=["of the base", "of the transaction"])
 async def test_a_handle_of_an_array_that_was_created_again_is_refused(
-    store: tstore.Store, verb: str, again: str, deleted: str, of_base: bool
+    store: tstore.Store, again: str, deleted: str, of_base: bool
 ) -> None:
     async with store.transaction() as tx:
         if not of_base:
@@ -70,8 +69,9 @@ async def test_a_handle_of_an_array_that_was_created_again_is_refused(
         handle = await tx.array("g/a")
         await tx.delete(deleted)
         current = await create(tx, **CREATED_AGAIN[again])
-        with pytest.raises(Misuse, match="deleted and created again"):
-            await VERBS[verb](tx, handle)
+        for verb in VERBS.values():
+            with pytest.raises(Misuse, match="deleted and created again"):
+                await verb(tx, handle)
         assert (await current.read()).tolist() == [1] * current.shape[0]
         assert await tx.paths() == ["g/a"]
 
@@ -83,13 +83,13 @@ async def test_a_copy_to_a_path_with_slashes_is_an_array_like_others(store: tsto
     assert (await store.snapshot()).paths() == ["copy", "g/a"]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-async def test_a_handle_of_a_deleted_array_is_refused(store: tstore.Store, verb: str) -> None:
+async def test_a_handle_of_a_deleted_array_is_refused(store: tstore.Store) -> None:
     async with store.transaction() as tx:
         handle = await tx.array("g/a")
         await tx.delete("g")
-        with pytest.raises(NotFound, match="deleted"):
-            await VERBS[verb](tx, handle)
+        for verb in VERBS.values():
+            with pytest.raises(NotFound, match="deleted"):
+                await verb(tx, handle)
         assert await tx.paths() == []
 
 

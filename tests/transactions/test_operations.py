@@ -17,7 +17,7 @@ from tstore.core.storage.memory import MemoryStorage
 from tstore.core.storage.objects import BufferStream, Durability
 from tstore.core.storage.remote import as_remote
 from tstore.core.transactions import staged_array
-from tstore.errors import Misuse, NotFound, StorageFull
+from tstore.errors import Misuse, StorageFull
 from tstore.lab.conformance.faults import Faults, open_faulty
 
 BIG = 200_000
@@ -490,33 +490,6 @@ async def test_an_array_without_axes_is_resized_to_its_shape(store: tstore.Store
         else:
             await scalar.resize(())
     assert await (await (await store.snapshot()).array("scalar")).read() == 2.5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["f4", "i8", "i2"])
-async def test_a_handle_of_a_recreated_array_is_misuse(eight: tstore.Store, kind: str, dtype: str) -> None:
-    async with eight.transaction() as tx:
-        old = (await handles(tx))[kind]
-        await tx.delete("a")
-        for call in (old.read, lambda: old.write(7)):
-            with pytest.raises(NotFound, match="deleted"):
-                await call()
-        await (await tx.create_array("a", (8,), dtype, (4,))).write(1)
-        for call in (old.read, lambda: old.write(7)):
-            with pytest.raises(Misuse, match="created again"):
-                await call()
-    assert (await read(eight, "a")).tolist() == [1] * 8
-
-
-async def test_a_handle_of_a_deleted_array_is_not_found(eight: tstore.Store) -> None:
-    async with eight.transaction() as tx:
-        b = await tx.create_array("b", (8,), "i4", (4,))
-        await b.write(1)
-        await tx.delete("b")
-        for call in (b.read, lambda: b.write(7), lambda: b.resize((3,))):
-            with pytest.raises(NotFound):
-                await call()
-    assert (await eight.snapshot()).paths() == ["a"]
 
 
 async def test_handles_of_snapshots_stay_valid(eight: tstore.Store) -> None:
