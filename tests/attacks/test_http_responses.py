@@ -26,7 +26,6 @@ from tstore.errors import (
     Denied,
     InvalidArgument,
     NotFound,
-    StorageFull,
     TemporaryFailure,
     Throttled,
     TStoreError,
@@ -428,31 +427,6 @@ async def test_closing_ends_a_pass() -> None:
 
 
 # ---- the server refuses
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, InvalidArgument),
-        (401, Denied),
-        (403, Denied),
-        (405, Denied),
-        (408, TemporaryFailure),
-        (409, TemporaryFailure),
-        (413, StorageFull),
-        (418, Corrupt),
-        (429, Throttled),
-        (500, TemporaryFailure),
-        (502, TemporaryFailure),
-        (503, TemporaryFailure),
-        (504, TemporaryFailure),
-        (507, StorageFull),
-    ],
-)
-@pytest.mark.parametrize("call", ALL)
-async def test_each_status_has_its_error(call: Call, status: int, kind: type[TStoreError]) -> None:
-    response = ok(b"", OURS, status=f"{status} What")
-    await fails(kind, call, *([] if call in READS else [ok(b"", OURS)]), response)
 
 
 @pytest.mark.parametrize("call", [read, get])
