@@ -18,9 +18,7 @@ import tstore.core.store
 from tests.support import processes
 from tstore.errors import (
     AlreadyExists,
-    DeadlineExceeded,
     Denied,
-    Inconsistent,
     InvalidArgument,
     Misuse,
     NotAStore,
@@ -52,17 +50,6 @@ async def intact(store: Path) -> None:
 
 
 # ---- no store
-
-
-async def test_a_missing_store_is_named(tmp_path: Path) -> None:
-    for call in (
-        tstore.open(tmp_path / "no", "r"),
-        tstore.restore(tmp_path / "no"),
-        tstore.steps(tmp_path / "no"),
-    ):
-        with pytest.raises(NotAStore, match="no"):
-            await call
-    assert not (tmp_path / "no").exists()
 
 
 async def test_an_empty_folder_becomes_a_store_only_when_asked(tmp_path: Path) -> None:
@@ -107,24 +94,6 @@ async def test_a_file_is_not_a_store(tmp_path: Path, mode: tstore.core.store.Mod
     with pytest.raises((NotAStore, NotFound), match=r"model\.bin"):
         await tstore.open(f"{path}{below}", mode)
     assert path.read_bytes() == b"mine"
-
-
-@pytest.mark.parametrize("mode", ["w", "", "rb", None])
-async def test_an_unknown_mode_is_refused(tmp_path: Path, mode: tstore.core.store.Mode) -> None:
-    with pytest.raises(InvalidArgument, match="mode"):
-        await tstore.open(tmp_path, mode)
-
-
-@pytest.mark.parametrize("url", ["", "s4://x", "file://host/x"])
-async def test_an_invalid_url_is_refused(url: str) -> None:
-    with pytest.raises(InvalidArgument):
-        await tstore.open(url)
-
-
-async def test_many_hosts_may_create_one_store(tmp_path: Path) -> None:
-    stores = await asyncio.gather(*[tstore.open(tmp_path / "new") for _ in range(16)])
-    await asyncio.gather(*[store.transaction().paths() for store in stores])
-    assert len({s.uuid for s in stores}) == 1
 
 
 # ---- a folder that cannot be written
@@ -346,41 +315,6 @@ async def filled(url: Path) -> tstore.Store:
     return store
 
 
-async def test_a_snapshot_can_t_be_changed(tmp_path: Path) -> None:
-    store = await filled(tmp_path)
-    array = await (await store.snapshot()).array("a")
-    for call in (array.write(2), array[1:2].write(2), array.resize((5,))):
-        with pytest.raises(Misuse, match=r"store\.transaction\(\)"):
-            await call
-    assert (await array.read()).tolist() == [1] * 4
-
-
-@pytest.mark.parametrize("end", ["commit", "abort"])
-async def test_an_ended_transaction_refuses_operations(tmp_path: Path, end: str) -> None:
-    store = await filled(tmp_path)
-    tx = store.transaction()
-    array = await tx.array("a")
-    await array.write(2)
-    assert not tx.ended
-    await getattr(tx, end)()
-    assert tx.ended
-    for call in (
-        array.write(3),
-        array.resize((9,)),
-        array.read(),
-        tx.array("a"),
-        tx.create_array("b", (1,), "int8"),
-        tx.create_group("g"),
-        tx.delete("a"),
-        tx.paths(),
-        tx.commit(),
-    ):
-        with pytest.raises(Misuse, match=r"open a new one"):
-            await call
-    await tx.abort()  # a second abort does nothing
-    assert (await (await (await store.snapshot()).array("a")).read()).tolist() == [2 if end == "commit" else 1] * 4
-
-
 async def test_one_host_can_t_have_one_transaction_open_twice(tmp_path: Path) -> None:
     store = await filled(tmp_path)
 
@@ -442,17 +376,3 @@ async def test_a_missing_tag_can_t_be_dropped(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="without a name"):
         store.transaction(drop_tag="good", name="n", host=0, hosts=2, attempt="a")
     assert await store.tags() == {"good": 1}
-
-
-async def test_another_number_of_hosts_under_one_name_is_refused(tmp_path: Path) -> None:
-    store = await filled(tmp_path)
-    tx = store.transaction(name="n", host=0, hosts=2, attempt="a")
-    with pytest.raises(DeadlineExceeded):
-        await tx.commit(0.01)
-    with pytest.raises(Inconsistent, match="has hosts=3 here, but another host passed hosts=2; pass the same"):
-        await store.transaction(name="n", host=1, hosts=3, attempt="a").commit(1)
-    for host, hosts in [(2, 2), (-1, 2), (0, 0), (0, 100_001)]:
-        with pytest.raises(InvalidArgument, match="hosts"):
-            store.transaction(name="n", host=host, hosts=hosts, attempt="b")
-    with pytest.raises(InvalidArgument, match="attempt"):
-        store.transaction(name="n", host=0, hosts=2)

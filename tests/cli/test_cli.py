@@ -35,8 +35,6 @@ from tstore.core.format.plain_text import pluralize
 from tstore.errors import NotFound
 from tstore.quantization.report import plot_report
 
-STORE = "STORE"
-
 MAIN = """
 import sys
 from tstore.cli import main
@@ -556,76 +554,6 @@ def test_a_damaged_marker(store: Path, call: Call) -> None:
 
 
 # ---- missing stores and objects
-
-
-COMMANDS = [
-    ["log", STORE],
-    ["view", STORE, "--no-browser"],
-    ["ls", STORE],
-    ["ls", STORE, "--pending"],
-    ["show", STORE],
-    ["tag", STORE],
-    ["tag", STORE, "best"],
-    ["tag", STORE, "best", "--drop"],
-    ["rm", STORE, "--step", "1"],
-    ["rm", STORE, "--step", "1", "--dry-run"],
-    ["rm", STORE, "--after", "1"],
-    ["verify", STORE],
-    ["repair", STORE],
-    ["quantize", STORE, "--format", "e4m3"],
-    ["report", STORE],
-    ["export", STORE, "OUT"],
-    ["diff", STORE, "1", "2"],
-    ["finish", STORE, "transaction"],
-    ["gc", STORE],
-    ["gc", STORE, "--dry-run"],
-    ["repair", STORE],
-    ["repair", STORE, "--void", "1"],
-    ["copy", STORE, "OUT"],
-    ["serve", STORE, "--port", "0"],
-    ["stats", STORE, "w"],
-]
-
-
-def filled(command: list[str], store: object, out: Path) -> list[object]:
-    places = {STORE: store, "OUT": out}
-    return [places.get(word, word) for word in command]
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_url_without_a_store_is_refused_and_left_as_it_was(
-    tmp_path: Path, call: Call, command: list[str]
-) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "file").write_text("x")
-    (tmp_path / "empty").mkdir()
-    for path in ("typo", "folder", "folder/file", "empty"):
-        failed(
-            call(*filled(command, tmp_path / path, tmp_path / "out")), str(tmp_path / path), "not a tstore store"
-        )
-    failed(call(*filled(command, "gopher://host/x", tmp_path / "out")), "gopher://", code=2)
-    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == [
-        "empty",
-        "folder",
-        "folder/file",
-    ]
-
-
-def test_every_command_that_takes_a_store_is_tried() -> None:
-    creating = {
-        "import",
-        "demo",
-        "bench",
-        "probe",
-    }  # `probe` is for places without a store; it has tests of its own
-    assert {command[0] for command in COMMANDS} == set(commands.cli.commands) - creating
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_newer_format(store: Path, tmp_path: Path, call: Call, command: list[str]) -> None:
-    marker = json.loads((store / "tstore.json").read_text())
-    (store / "tstore.json").write_text(json.dumps({**marker, "format": 99}))
-    failed(call(*filled(command, store, tmp_path / "out")), "format version 99", "install a newer")
 
 
 def test_a_folder_of_other_files_is_not_made_a_store(tmp_path: Path, file: Path, call: Call) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ OTHERS = {"import", "demo", "bench", "probe", "serve"}
 """Commands that create stores or test storage, and `serve`, which has its own test below."""
 
 KINDS = ["folder", "empty folder", "memory", "http"]
+TAKEN = {"folder of other files": "typo/notes.txt", "file": "typo"}
+"""Places where no store can be, and the file that is there."""
 
 
 @contextlib.asynccontextmanager
@@ -83,6 +86,13 @@ async def no_store(kind: str, folder: Path) -> AsyncIterator[str]:
     elif kind == "memory":
         yield f"memory://{place}"
         assert not MemoryStorage._objects_by_name.get(str(place))
+    elif kind in TAKEN:
+        file = folder / TAKEN[kind]
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+        yield str(place)
+        assert file.read_text() == "mine"
+        assert set(place.rglob("*")) <= {file}
     else:
         place.mkdir()
         if kind == "http":
@@ -94,7 +104,7 @@ async def no_store(kind: str, folder: Path) -> AsyncIterator[str]:
     assert {p.name for p in folder.iterdir()} <= {"typo"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *TAKEN])
 async def test_no_verb_makes_a_store_by_mistake(tmp_path: Path, kind: str) -> None:
     async with no_store(kind, tmp_path) as url:
         for name, call in VERBS.items():
@@ -109,7 +119,7 @@ def test_every_command_is_listed_here() -> None:
     assert set(cli.commands) == {words[0] for words in COMMANDS.values()} | OTHERS
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *TAKEN])
 async def test_no_command_makes_a_store_by_mistake(
     tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +130,18 @@ async def test_no_command_makes_a_store_by_mistake(
             document = json.loads(capfd.readouterr().out)
             assert (code, document["error"]["type"]) == (1, "NotAStore"), (name, document)
             assert not list(tmp_path.glob("*/tstore.json")), name
+
+
+def test_no_command_takes_a_store_of_a_newer_format(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tstore.sync.save(tmp_path / "s", {"w": [1.0]}, 1)
+    marker = tmp_path / "s" / "tstore.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format": 99}))
+    for words in (*COMMANDS.values(), ["serve", "URL", "--port", "0"]):
+        arguments = [word.replace("URL", str(tmp_path / "s")).replace("OUT", str(tmp_path)) for word in words]
+        code = main([*arguments, "--json"])
+        error = json.loads(capfd.readouterr().out)["error"]
+        assert (code, error["type"]) == (1, "UnsupportedFormat"), words
+        assert re.search("format version 99.*install a newer", error["message"]), words
 
 
 @pytest.mark.parametrize("options", [[], ["--read-only"]])
