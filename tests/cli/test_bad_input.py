@@ -96,64 +96,7 @@ async def test_a_file_is_not_a_store(tmp_path: Path, mode: tstore.core.store.Mod
     assert path.read_bytes() == b"mine"
 
 
-# ---- a folder that cannot be written
-
-AS_NOBODY = """
-    import json, os, sys
-    import numpy as np
-    import tstore.sync as tstore
-    many = np.random.default_rng(0).random(100_000)
-    tstore.save("memory://warm", {"x": many}, 0)  # lazy imports may be readable only for root
-    if os.geteuid() == 0:  # root may write anything
-        os.setgroups([]); os.setgid(65534); os.setuid(65534)
-    def outcome(call):
-        try:
-            call()
-        except tstore.errors.TStoreError as error:
-            return [type(error).__name__, str(error)]
-        return ["ok", ""]
-    url = sys.argv[1]
-    print(json.dumps({
-        "restore": outcome(lambda: tstore.restore(url, 0)),
-        "small": outcome(lambda: tstore.save(url, {"x": np.zeros(1)}, 1)),
-        "large": outcome(lambda: tstore.save(url, {"x": many}, 1)),
-        "new": outcome(lambda: tstore.open(url + "-beside/new/one", "x")),
-        "verify": outcome(lambda: tstore.open(url, "r").verify()),
-    }))
-"""
-
-
-@pytest.fixture
-def open_to_all(saved: Path) -> Iterator[Path]:
-    """The store in a folder that other users can read."""
-    folder = Path("/tmp") / f"tstore-test-{os.getpid()}-{saved.parent.name}"
-    beside = Path(f"{folder}-beside")
-    shutil.copytree(saved, folder)
-    beside.mkdir(0o555)
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    yield folder
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o755)
-    shutil.rmtree(folder)
-    beside.rmdir()
-
-
-def test_a_read_only_folder_can_be_read_and_refuses_the_rest(open_to_all: Path) -> None:
-    before = files(open_to_all)
-    outcomes = json.loads(processes.python(AS_NOBODY, open_to_all, cwd="/"))
-    assert {k: v[0] for k, v in outcomes.items()} == {
-        "restore": "ok",
-        "verify": "ok",
-        "small": "Denied",
-        "large": "Denied",
-        "new": "Denied",
-    }
-    for call in ("small", "large", "new"):
-        assert str(open_to_all) in outcomes[call][1]
-        assert "permissions" in outcomes[call][1]
-    assert files(open_to_all) == before
-    asyncio.run(intact(open_to_all))
+# ---- a disk that cannot be written
 
 
 async def test_a_read_only_file_system_is_denied(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
