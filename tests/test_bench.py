@@ -37,6 +37,7 @@ def not_measured(data: Any) -> set[str]:
     return {bar["what"] for bar in data["bars"] if bar["met"] is None}
 
 
+@pytest.mark.deep
 def test_jobs_measures_what_its_bars_need(tmp_path: Path) -> None:
     data = figures_of("jobs", tmp_path, "--only large --size 3 --contenders tstore")
     for measured in data["workloads"].values():
@@ -97,6 +98,7 @@ def test_arrays_measures_what_its_bars_need(codecs: str, only: str, tmp_path: Pa
     assert not_measured(data) >= {"16³ raw: read: tensorstore ÷ tstore"}
 
 
+@pytest.mark.deep
 def test_page_measures_what_its_bars_need(tmp_path: Path) -> None:
     data = figures_of("page", tmp_path, "--steps 3 --arrays 20 --many 20 --gets 10")
     assert len(data["views"]) == 7
@@ -136,6 +138,7 @@ def test_a_tenth_of_a_state_is_its_first_group() -> None:
     assert abs(large(2**31).nbytes - 2**31) < 2**24
 
 
+@pytest.mark.deep
 def test_loading_measures_what_its_bars_need(tmp_path: Path) -> None:
     data = figures_of("loading", tmp_path, "--size 2 --leaves 50")
     for measured in data["workloads"].values():

@@ -238,7 +238,7 @@ with override_constants(ROOT_EVERY=8, INLINE_MANIFEST_BYTES=1 << 10):
 """
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.deep)])
 def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path, kills: int) -> None:
     rng = random.Random(int(os.environ.get("TSTORE_CRASH_SEED", "0")))
     url = tmp_path / "s"

@@ -153,7 +153,12 @@ async def test_changes_over_segments_are_read_back(url: str) -> None:
 
 
 @pytest.mark.parametrize("dimensions", [1, 2])
-@pytest.mark.parametrize(("url", "seed"), [(("local", "memory")[n % 2], n) for n in range(6)], indirect=["url"])
+@pytest.mark.parametrize(
+    ("url", "seed"),
+    [("local", 0), ("memory", 1)]
+    + [pytest.param(("local", "memory")[n % 2], n, marks=pytest.mark.deep) for n in range(2, 12)],
+    indirect=["url"],
+)
 async def test_resizes_of_random_arrays(url: str, seed: int, dimensions: int, thresholds: Thresholds) -> None:
     """With a region grown in the transaction that shrank the array, before or after writes, over many runs."""
     make_small(thresholds)
