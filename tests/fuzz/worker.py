@@ -196,18 +196,18 @@ class Worker:
 
 @contextlib.contextmanager
 def _watched(verb: str) -> Iterator[None]:
-    """Raise `TimeoutError` if the block takes too long, even if it blocks the event loop."""
+    """Raise `TimeoutError` if the block takes too much time of the processor, even if it blocks the event loop."""
 
     def ring(_signal: int, _frame: object) -> None:
-        raise TimeoutError(f"{verb} did not end within {_PATIENCE} s")
+        raise TimeoutError(f"{verb} did not end within {_PATIENCE} s of the processor's time")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(_PATIENCE)
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, _PATIENCE)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
