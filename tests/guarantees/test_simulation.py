@@ -438,6 +438,14 @@ def test_a_fault_in_the_protocol_is_detected(name: str, monkeypatch: pytest.Monk
     assert detected, f"no run of {TRIED} detects it; run python -m tests.guarantees.search_seeds"
 
 
+def test_pauses_do_not_count_as_a_host_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this run a host is paused for 345 of 416 seconds."""
+    monkeypatch.setattr(runs, "_DEADLINE", 100.0)
+    assert simulate(2019).violations == []
+    monkeypatch.setattr(runs, "_DEADLINE", 1.0)
+    assert any("hosts had not ended after 1 s" in violation for violation in simulate(2019).violations)
+
+
 @pytest.mark.parametrize("seed", [1651, 2384, 1053, 3089])
 def test_a_repair_beside_everything(seed: int) -> None:
     assert simulate(seed).violations == []

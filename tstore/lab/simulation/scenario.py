@@ -227,8 +227,9 @@ def override_constants(**constants: float) -> Iterator[None]:
     """
     import_core()
     with contextlib.ExitStack() as originals:
+        modules = [module for key, module in list(sys.modules.items()) if key.startswith("tstore.")]
         for name, value in constants.items():
-            owners = [m for key, m in list(sys.modules.items()) if key.startswith("tstore.") and name in vars(m)]
+            owners = [module for module in modules if name in vars(module)]
             if not owners:
                 raise LookupError(f"no module of tstore has a constant {name}")
             for owner in owners:

@@ -170,7 +170,7 @@ class HostStorage(Storage):
         return self._tuning
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        if is_archive(key) and self.without_archives:
+        if self.without_archives and is_archive(key):
             raise NotFound(f"simulated: {key} does not exist")
         await self.host.step()
         data = self.storage.objects.get(key)
@@ -186,7 +186,7 @@ class HostStorage(Storage):
 
     async def head(self, key: str) -> Entry | None:
         """Return the entry of an object, which may be stale, or None if the object does not exist."""
-        if is_archive(key) and self.without_archives:
+        if self.without_archives and is_archive(key):
             return None
         await self.host.step()
         data = self.storage.objects.get(key)

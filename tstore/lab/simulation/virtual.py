@@ -10,13 +10,15 @@ import asyncio
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tstore.core.runtime.world import World
 
 __all__ = ["NO_FAULTS", "FaultFreeHost", "FaultRates", "Host", "Stuck", "VirtualLoop"]
+
+T = TypeVar("T")
 
 _INSTANT = 1e-9  # seconds within which timers count as simultaneous
 _JUMPS = (-7_200.0, -20.0, 20.0, 90_000.0)  # jumps of a clock, in seconds
@@ -28,6 +30,8 @@ class Stuck(Exception):
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """A loop whose `time()` starts at 0. Simultaneous timers run in the order of their creation."""
+
+    _stopping: bool  # set by `stop`
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +46,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> _Callback:  # type: ignore[override]
         """Schedule a callback for the next turn of the loop."""
-        handle = _Callback(callback, args, context)
+        handle = _Callback((callback, args, copy_context() if context is None else context))
         self._callbacks.append(handle)
         return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there are no threads
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -56,50 +62,57 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Callback:
         """Schedule a callback at a virtual time."""
-        handle = _Callback(callback, args, context)
+        handle = _Callback((callback, args, copy_context() if context is None else context))
         self._created += 1
         heapq.heappush(self._timers, (when, self._created, handle))
         return handle
 
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, T], *, name: object = None, context: Context | None = None
+    ) -> asyncio.Task[T]:
+        """Create a task as the loops of asyncio do, without a name of its own."""
+        return asyncio.Task(coro, loop=self, name="simulated" if name is None else str(name), context=context)
+
+    get_debug = staticmethod(bool)  # False, for each future anew
+
     def _run_once(self) -> None:
+        """Run callbacks and timers until the loop is stopped."""
         callbacks, timers = self._callbacks, self._timers
-        if not callbacks:
-            while timers and timers[0][2].cancelled():
-                heapq.heappop(timers)
-            if not timers:
-                raise Stuck("no timer is set and no callback is ready")
-            self._virtual_now = max(self._virtual_now, timers[0][0])
-        due = self._virtual_now + _INSTANT
-        while timers and timers[0][0] < due:
-            callbacks.append(heapq.heappop(timers)[2])
-        for _ in range(len(callbacks)):
-            handle = callbacks.popleft()
-            if handle.call is not None:
-                try:
-                    handle.context.run(handle.call, *handle.args)
-                except Exception as error:
-                    self.call_exception_handler({"message": f"an error in {handle.call!r}", "exception": error})
+        while not self._stopping:
+            if not callbacks:
+                while timers and timers[0][2].cancelled():
+                    heapq.heappop(timers)
+                if not timers:
+                    raise Stuck("no timer is set and no callback is ready")
+                self._virtual_now = max(self._virtual_now, timers[0][0])
+            due = self._virtual_now + _INSTANT
+            while timers and timers[0][0] < due:
+                callbacks.append(heapq.heappop(timers)[2])
+            for _ in range(len(callbacks)):
+                function, arguments, context = callbacks.popleft()
+                if function is not None:
+                    try:
+                        context.run(function, *arguments)
+                    except Exception as error:
+                        self.call_exception_handler({"message": f"an error in {function!r}", "exception": error})
 
     def _write_to_self(self) -> None:
         return None  # the loop never sleeps, so there is nothing to wake
 
 
-class _Callback:
-    """The handle of a callback: faster than asyncio's handles, which also support debugging and threads."""
+class _Callback(list[Any]):
+    """The function of a callback, or None once it is cancelled, its arguments and context: also its handle.
 
-    __slots__ = ("args", "call", "context")
+    A list is created several times as fast as the handles of asyncio, which also support debugging and threads.
+    """
 
-    def __init__(self, call: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> None:
-        self.call: Callable[..., object] | None = call
-        self.args = args
-        self.context = copy_context() if context is None else context
+    __slots__ = ()
 
     def cancel(self) -> None:
-        self.call = None
-        self.args = ()
+        self[:2] = None, ()
 
     def cancelled(self) -> bool:
-        return self.call is None
+        return self[0] is None
 
 
 class FaultRates(NamedTuple):
@@ -141,8 +154,10 @@ class Host(World):
         self._log = log
         self.cut_off_until = 0.0  # the time until which requests get no response
         self._paused_until = 0.0
+        self.paused = 0.0  # seconds that the host was paused, in total
         self._suspended: list[asyncio.Future[None]] = []
         self._loop = asyncio.get_running_loop()
+        self._context = copy_context()  # of all its timers
 
     def now(self) -> float:
         """Return the time by the host's clock, which is ahead of the virtual time by its skew."""
@@ -175,18 +190,10 @@ class Host(World):
         """Wait for half a round trip, in which the host may crash or pause; on a crashed host, never return."""
         if self.cancelled:
             raise asyncio.CancelledError
-        if not self.crashed.is_set() and self.chance(self.rates.crashes):
-            self.log("crashes")
-            self.crashed.set()
-        elif self.chance(self.rates.pauses):
-            pause = self.random.uniform(1, 60)
-            self.log(f"pauses for {pause:.1f} s")
-            self._paused_until = max(self._paused_until, self._loop.time() + pause)
-        if self.chance(self.rates.jumps):
-            self._skew += self.random.choice(_JUMPS)
-            self.log(f"has its clock set to {self._skew:+.0f} s")
+        if self.rates.crashes or self.rates.pauses or self.rates.jumps:
+            self._interfere()
         arrived = self._loop.create_future()  # cheaper than `asyncio.sleep`
-        self._loop.call_later(self.delay(), _arrive, arrived)
+        self._loop.call_later(self.delay(), _arrive, arrived, context=self._context)
         await arrived
         if (pause := self._paused_until - self._loop.time()) > 0:
             await asyncio.sleep(pause)
@@ -194,6 +201,21 @@ class Host(World):
             never = self._loop.create_future()
             self._suspended.append(never)  # else Python would garbage-collect the task and run its `finally`
             await never
+
+    def _interfere(self) -> None:
+        """Let the host crash or pause, or its clock jump, with the probabilities of its rates."""
+        if not self.crashed.is_set() and self.chance(self.rates.crashes):
+            self.log("crashes")
+            self.crashed.set()
+        elif self.chance(self.rates.pauses):
+            pause = self.random.uniform(1, 60)
+            self.log(f"pauses for {pause:.1f} s")
+            resumes = max(self._paused_until, self._loop.time() + pause)
+            self.paused += resumes - max(self._paused_until, self._loop.time())
+            self._paused_until = resumes
+        if self.chance(self.rates.jumps):
+            self._skew += self.random.choice(_JUMPS)
+            self.log(f"has its clock set to {self._skew:+.0f} s")
 
 
 def _arrive(future: asyncio.Future[None]) -> None:
