@@ -447,6 +447,18 @@ def test_injected_faults_are_reproducible_and_as_described() -> None:
     on_virtual_time(test)
 
 
+def test_a_gate_at_which_no_request_arrives_and_one_that_is_never_released_name_their_requests() -> None:
+    async def test() -> None:
+        objects = Faults(memory())
+        with pytest.raises(TimeoutError, match=r"'create commits/\*' arrived within 60 s"):
+            await objects.hold("create", "commits/*").reached()
+        objects.hold("get", "roots/*")
+        with pytest.raises(TimeoutError, match=r"'get roots/\*' was released within 60 s"):
+            await objects.get("roots/1")
+
+    on_virtual_time(test)
+
+
 def test_every_object_is_created_once_through_faults_and_retries() -> None:
     async def test() -> None:
         inner = memory()

@@ -43,6 +43,7 @@ from tstore.errors import Throttled, TStoreError, Unavailable
 __all__ = ["LATE", "Call", "Chances", "Faults", "Gate", "open_faulty"]
 
 LATE = 0.5  # seconds
+_MAX_HELD = 60.0  # seconds that a request, or a test that holds it, waits
 _RETRY_AFTER = 0.01  # seconds, in `Throttled`
 
 T = TypeVar("T")
@@ -66,15 +67,19 @@ class Chances(NamedTuple):
 
 
 class Gate:
-    """A point at which a request waits until the test releases it."""
+    """A point at which a request waits until the test releases it.
 
-    def __init__(self) -> None:
+    Both waits raise `TimeoutError` after a minute, which names the `requests` for which the gate is.
+    """
+
+    def __init__(self, requests: str) -> None:
+        self._requests = requests
         self._reached = asyncio.Event()
         self._released = asyncio.Event()
 
     async def reached(self) -> None:
         """Return once the request has arrived."""
-        await self._reached.wait()
+        await self._wait(self._reached, "arrived")
 
     def release(self) -> None:
         """Let the request proceed."""
@@ -83,7 +88,13 @@ class Gate:
     async def pass_through(self) -> None:
         """Wait until released; awaited by the request."""
         self._reached.set()
-        await self._released.wait()
+        await self._wait(self._released, "was released")
+
+    async def _wait(self, event: asyncio.Event, what: str) -> None:
+        try:
+            await asyncio.wait_for(event.wait(), _MAX_HELD)
+        except TimeoutError:
+            raise TimeoutError(f"no request held at {self._requests!r} {what} within {_MAX_HELD:g} s") from None
 
 
 @dataclass(eq=False)
@@ -93,8 +104,11 @@ class _Rule:
     pattern: str
     numbers: range  # which of the matching calls it affects, counted from 1
     error: Callable[[str], TStoreError] = Unavailable
-    gate: Gate = field(default_factory=Gate)
+    gate: Gate = field(init=False)
     seen: int = 0  # the number of matching calls so far
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(f"{self.operation} {self.pattern}")
 
     def hits(self, call: Call) -> bool:
         """Count a call that matches; return whether the rule takes effect."""
