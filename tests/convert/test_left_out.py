@@ -266,3 +266,12 @@ def test_an_export_tells_what_it_does_not_hold_and_takes_a_part(tmp_path: Path, 
         with pytest.raises(InvalidArgument, match="no name begins with 'x', which was to be stripped"):
             asyncio.run(export(store, tmp_path / "stripped" / f"2{name}", strip="x"))
         assert names_in(tmp_path / "stripped" / name) == ["b", "w"]
+
+
+def test_a_structure_that_has_an_array_twice_is_not_followed(tmp_path: Path) -> None:
+    items = [[["str", name], ["array", "a"]] for name in ("a", "b")]
+    with tstore.open(tmp_path / "s", "x").transaction() as tx:
+        tx.create_array("a", data=np.ones(2, "f4"))
+        tx.create_group("", {"tstore": {"structure": ["dict", items]}})
+    asyncio.run(export_safetensors(tmp_path / "s", tmp_path / "out.safetensors"))
+    assert names_in(tmp_path / "out.safetensors") == ["a"]

@@ -167,12 +167,12 @@ async def test_a_damaged_chunk_leaves_no_folder(tmp_path: Path) -> None:
 def test_options_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import tstore.sync as tstore
 
-    tstore.save(tmp_path / "store", {"w": X, "model": {"b": X}, "note": b"x"}, 1)
+    tstore.save(tmp_path / "store", {"w": X, "model": {"b": X, "c": X}, "note": b"x"}, 1)
     store, out = str(tmp_path / "store"), str(tmp_path / "out")
     assert main(["export", store, out, "--skip", "note"]) == 2
     assert "has no array at 'note', which skip names" in capsys.readouterr().err
     assert main(["export", store, out, "--to", "orbax", "--skip", "note"]) == 0
     assert "note" in capsys.readouterr().out
-    assert main(["export", store, f"{out}2", "--to", "orbax", "--subtree", "model"]) == 0
+    assert main(["export", store, f"{out}2", "--to", "orbax", "--subtree", "model", "--skip", "model/c"]) == 0
     with ocp.StandardCheckpointer() as checkpointer:
         assert bits(checkpointer.restore(Path(f"{out}2", "default"))) == bits({"b": X})
