@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
+import tstore.sync as blocking
 from tstore.checkpoint.leaves import Destination
 from tstore.core.data import batches, reader
 from tstore.core.format.patterns import compile_renames
@@ -417,3 +418,17 @@ async def test_an_array_in_place_of_a_number_is_one_mismatch_that_says_what_to_p
         with pytest.raises(StructureMismatch, match=text) as caught:
             await tstore.restore(store, target=target)
         assert (caught.value.missing, caught.value.unexpected) == ([], [])
+
+
+def test_an_object_in_a_target_is_refused_as_such(url: str) -> None:
+    blocking.save(url, {"a": np.ones(2), "b": np.ones(2)}, 7)
+    for restore, argument in (
+        (blocking.restore, "target"),
+        (blocking.restore, "into"),
+        (blocking.torch.restore, "target"),
+    ):
+        for placeholder in (..., len):
+            tree: dict[str, Any] = {argument: {"a": np.zeros(2), "b": placeholder}}
+            with pytest.raises(InvalidArgument, match=r"^b: .* stands for no array; put None there.* only="):
+                restore(url, only="a", **tree)
+    assert blocking.restore(url, only="a", target={"a": np.zeros(2), "b": None})["b"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tstore.cli import main
 from tstore.errors import InvalidArgument
 
 RNG = np.random.default_rng(5)
@@ -190,6 +192,10 @@ async def test_a_part_of_a_training_step_is_copied_alone(tmp_path: Path) -> None
     assert restored.keys() == {"model", "epoch"}
     assert exmy.sqnr(w, restored["model"]["w"]) > 30
     assert (await tstore.restore(tmp_path)).keys() == tree.keys()
+    assert not await asyncio.to_thread(
+        main, ["quantize", str(tmp_path), "--bits", "8", "--subtree", "model", "--tag", "command"]
+    )
+    assert (await tstore.restore(tmp_path, at="command")).keys() == {"model", "epoch"}
     store = await tstore.open(tmp_path)
     assert (await store.verify()).ok
     for options in ({"subtree": "mod"}, {"subtree": "optimizer", "formats": {"model/w": "e4m3"}}):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tstore.checkpoint.leaves import Destination, Shards
+from tstore.checkpoint.leaves import NO_LEAF, Destination, Shards
 from tstore.checkpoint.structure import flatten, unflatten_like
 from tstore.core.data.destinations import check_distinct
 from tstore.errors import InvalidArgument
@@ -35,9 +35,8 @@ class Into(NamedTuple):
         Raise `InvalidArgument`, naming the path, for a leaf that is not a NumPy array in the machine's byte order,
         for one that can't be written, and for two that share memory.
         """
-        leaves = {
-            path: leaf for path, leaf in flatten(tree)[1].items() if hasattr(leaf, "shape") and selects(path)
-        }
+        _, all_leaves = flatten(tree, refusal=NO_LEAF)
+        leaves = {path: leaf for path, leaf in all_leaves.items() if hasattr(leaf, "shape") and selects(path)}
         destinations = {path: _destination(path, leaf) for path, leaf in leaves.items()}
         check_distinct((path, values) for path, leaf in destinations.items() for _, values in leaf.parts)
         return Into(tree, leaves, unflatten_like(tree, destinations, {}))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # mesh arithmetic is imported on first use
     from tstore.sharding import Halo, Index
 
 __all__ = [
+    "NO_LEAF",
     "Destination",
     "HostValues",
     "PackedShards",
@@ -30,6 +31,9 @@ __all__ = [
     "dtype_of",
     "state_advice",
 ]
+
+NO_LEAF = "in the target stands for no array; put None there, and select the other leaves with only=…"
+"""Why an object in a target is refused."""
 
 Bounds = tuple[tuple[int, int], ...]
 """The start and stop of a region along each axis."""

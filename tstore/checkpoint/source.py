@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from tstore.checkpoint.leaves import PerHost, dtype_of
+from tstore.checkpoint.leaves import NO_LEAF, PerHost, dtype_of
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten, values_in
 from tstore.core.format.arrays.dtypes import is_float
@@ -125,7 +125,7 @@ class Source:
             if request.per_host == "keep":
                 raise InvalidArgument("per_host='keep' keeps the values in a target; pass target=…")
             return dict.fromkeys(_parts(reads, reads))
-        document, leaves = flatten(target)
+        document, leaves = flatten(target, refusal=NO_LEAF)
         leaves = {path: leaf for path, leaf in leaves.items() if request.selects(path)}
         in_target = leaves
         if request.keeps_missing:

@@ -96,14 +96,14 @@ _MAX_SHOWN_LENGTH = 200  # characters of a path in an error message
 _MAX_PATHS = 1 << 28  # characters in the paths of all containers and Python scalars of a tree
 
 
-def flatten(tree: Any, hosts: int = 1) -> tuple[TreeDocument, dict[str, Any]]:
+def flatten(tree: Any, hosts: int = 1, refusal: str = "") -> tuple[TreeDocument, dict[str, Any]]:
     """Return the document of a tree that `hosts` hosts save, and its leaves by path in the order of the tree.
 
     A leaf is a `PerHost`, or anything with `shape` and `dtype`; a NumPy scalar becomes a 0-d array. Raise
     `InvalidArgument`, naming the path, for any other object that is not a container or Python scalar, and for a
-    tree that contains itself or is too deep.
+    tree that contains itself or is too deep. `refusal` is the reason in a tree that is not to be saved.
     """
-    flattening = _Flattening(hosts)
+    flattening = _Flattening(hosts, refusal)
     return flattening.node(tree, ""), flattening.leaves
 
 
@@ -128,9 +128,9 @@ class _Flattening:
     reference cycle, and so keeps the arrays until Python's cycle collector frees it.
     """
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts: int, refusal: str) -> None:
         self.leaves: dict[str, Any] = {}
-        self._hosts = hosts
+        self._hosts, self._refusal = hosts, refusal
         self._ancestors: list[Any] = []  # the containers around the current node
         self._unstored = _UnstoredPaths()
 
@@ -188,10 +188,8 @@ class _Flattening:
         if isinstance(value, (list, tuple)):
             node_type = "list" if isinstance(value, list) else "tuple"
             return node_type, tuple(self.node(v, join(path, str(i))) for i, v in enumerate(value))
-        raise InvalidArgument(
-            f"{_display(path)}: an object of type {type(value).__name__} can't be stored; "
-            f"{state_advice(value) or _advice(self._ancestors)}"
-        )
+        reason = self._refusal or f"can't be stored; {state_advice(value) or _advice(self._ancestors)}"
+        raise InvalidArgument(f"{_display(path)}: an object of type {type(value).__name__} {reason}")
 
     def _add_all(self, mapping: Mapping[Any, Any], start: str) -> bool:
         """Add the leaves of a dict of arrays, and return True; or return False if it is another mapping."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tstore.checkpoint.leaves import Destination, HostValues, PerHost, Shards
+from tstore.checkpoint.leaves import NO_LEAF, Destination, HostValues, PerHost, Shards
 from tstore.checkpoint.per_host import naming
 from tstore.checkpoint.replicated import REPLICA_WHOLE, array_checksum
 from tstore.checkpoint.structure import flatten, unflatten_like
@@ -103,7 +103,7 @@ class Target:
     """
 
     def __init__(self, tree: Any, matches: Callable[[str], bool]) -> None:
-        _, leaves = flatten(tree)
+        _, leaves = flatten(tree, refusal=NO_LEAF)
         self._tree = tree
         self._tensors: dict[str, torch.Tensor] = {
             path: _materialized(leaf)
