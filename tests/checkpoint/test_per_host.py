@@ -184,10 +184,10 @@ async def test_a_whole_tree_and_a_key_like_that_of_a_host(url: str) -> None:
     ("value", "text"),
     [
         (object(), "own, in the PerHost: an object of type object can't be stored"),
-        ({"x": [tstore.PerHost(1)]}, "own, in the PerHost: x/0: a PerHost is no value of one host alone"),
+        ({"x": [tstore.PerHost(1)]}, "own, in the PerHost: x/0: a PerHost is not a value of one host alone"),
         (
             [tstore.Shards((1,), "f4", [((slice(0, 1),), np.zeros(1, "f4"))])],
-            "0: a Shards is no value of one host",
+            "0: a Shards is not a value of one host",
         ),
         (np.array([None]), "own, in the PerHost: dtype object can't be stored"),
     ],

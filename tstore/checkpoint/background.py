@@ -1,6 +1,6 @@
 """Saves in the background: the caller continues once its values are copied or written.
 
-All saves run on one event loop of the process (`runtime.background_loop.BACKGROUND`). So a save survives the end
+All saves run on one event loop of the process (`runtime.event_loops.BACKGROUND`). So a save survives the end
 of the loop or thread that started it, and the process waits for it before it exits. The error of a save is raised
 where the caller waits for the save, or else reported at exit.
 """

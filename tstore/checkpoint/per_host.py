@@ -1,4 +1,4 @@
-"""The value of one host as bytes, and the values of a restore from their bytes; pure, no I/O.
+"""Encode the value of one host as bytes, and decode such values in a restore; pure, no I/O.
 
 Each host stores its value as an array of bytes: a msgpack map with the `structure` of the value, as
 `tree_document` of the format describes it, and its `arrays`: for each path, the data type as in a `zarr.json`, the
@@ -64,7 +64,7 @@ def _excess_message(data: bytes | memoryview) -> str:
 def _parts(path: str, leaf: Any) -> tuple[Any, tuple[int, ...], bytes]:
     if isinstance(leaf, PerHost | Shards):
         raise InvalidArgument(
-            f"{path}: a {type(leaf).__name__} is no value of one host alone; move it out of the PerHost"
+            f"{path}: a {type(leaf).__name__} is not a value of one host alone; move it out of the PerHost"
         )
     values = as_values(path, leaf)
     dtype = dtype_named(values.dtype)

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Moment(NamedTuple):
-    """What a policy decides by.
+    """The inputs of a policy.
 
     These are the step, the seconds since the last save, whether the process is to stop, and whether no save is
     under way.
@@ -54,7 +54,7 @@ class Policy(abc.ABC):
 
     @property
     def waits_for_save(self) -> bool:
-        """Whether the decision depends on the end of the save before."""
+        """Whether the decision depends on the end of the previous save."""
         return False
 
     @property
@@ -133,7 +133,7 @@ class Continuous(Policy):
 
     @property
     def waits_for_save(self) -> bool:
-        """Whether the decision depends on the end of the save before."""
+        """Whether the decision depends on the end of the previous save."""
         return True
 
     def due(self, moment: Moment) -> bool:
@@ -178,7 +178,7 @@ class _Pair(Policy):
 
     @property
     def waits_for_save(self) -> bool:
-        """Whether either depends on the end of the save before."""
+        """Whether either depends on the end of the previous save."""
         return self.one.waits_for_save or self.other.waits_for_save
 
     @property

@@ -1,7 +1,7 @@
-"""The saves of a `Checkpointer`: those under way, and what becomes of each once it has ended.
+"""The saves of a `Checkpointer`: those under way, and the outcome of each that has ended.
 
 An error of a save or of what follows it (the report, garbage collection) is raised at the next call of the
-`Checkpointer`, or with `on_error="warn"` logged at once. The errors that say that a call was wrong
+`Checkpointer`, or with `on_error="warn"` logged at once. Errors of a wrong call
 (`InvalidArgument`, `Misuse`) are always raised.
 """
 
@@ -31,8 +31,8 @@ _log = logging.getLogger("tstore.checkpoint")
 class SaveSeries:
     """The saves of one `Checkpointer`, which adds each as it begins and learns here of their errors.
 
-    `keep` is what is kept when a save has been committed; None collects nothing. `unsaved` has the errors of the
-    saves that have failed since one succeeded, by step, if they are not raised.
+    `keep` says what to keep once a save is committed; None collects nothing. `unsaved` has the errors of the saves
+    that have failed since the last successful one, by step, if they are not raised.
     """
 
     def __init__(self, keep: Keep | None, on_error: OnError, on_saved: OnSaved | None) -> None:
@@ -90,7 +90,7 @@ class SaveSeries:
     def raise_error(self, returned: SaveWork | None = None) -> None:
         """Raise the error of a failed save, report or collection that nobody has seen yet.
 
-        `returned` is a save that the caller is about to get, which tells its error itself.
+        `returned` is a save that the caller is about to get, which reports its error itself.
         """
         for save in [save for save in self._saves if save is not returned and save.ended.done()]:
             self._saves.remove(save)
@@ -120,7 +120,7 @@ class SaveSeries:
         self.unsaved = {number: error for number, error in self.unsaved.items() if number <= step}
 
     def has_failed(self, step: int | None) -> bool:
-        """Return whether the save of a step has failed, even if that has not yet been told."""
+        """Return whether the save of a step has failed, even if that has not been reported yet."""
         return any(save.has_failed and save.step == step for save in self._saves)
 
     async def wait_ended(self, timeout: float | None) -> bool:

@@ -1,7 +1,7 @@
 """Checkpoints with names, such as the files of a trainer, as tagged steps of a store, saved in the background.
 
-A trainer that names its checkpoints also decides which to remove. What it asks for is done in its order: so a
-checkpoint is removed only after the one that replaces it was committed.
+A trainer that names its checkpoints also decides which to remove. Its calls are carried out in order, so a
+checkpoint is removed only after the one that replaces it is committed.
 """
 
 from __future__ import annotations

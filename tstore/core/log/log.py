@@ -10,13 +10,13 @@ The data that the record refers to is already durable. To append the record:
    - A repair may have voided a version up to the one that this record was validated against: `Conflict`, whatever
      the record changes, since it may depend on what was voided. So too if it was this commit that was voided: the
      void record names the transaction, or no response came for that number.
-   - A repair may have voided such a version, or a garbage collection that has already deleted data of this
-     transaction: `Conflict`.
+   - A repair may have voided a version that this record tags or copies, or a garbage collection that has already
+     deleted data of this transaction: `Conflict`.
    Otherwise the caller validates the transaction against all these records: it raises `Conflict`, or returns the
    record to continue with.
 2. Create the first absent number, then look whether an archive has it, so that it existed before (`commits`). (If
    a later number is found, the log has a hole: `Corrupt`.) If the creation succeeds: done. The bytes, with
-   a link to the newest record read (`chain`), are written and fsynced once, however many numbers are tried
+   a link to the newest record read (`records.Chain`), are written and fsynced once, however many numbers are tried
    (`Storage.stage`), except that numbers after a root need a newer link. A durable record requires a durable
    predecessor, so that all records below it are durable too: if the predecessor was created with
    `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes were durable before it

@@ -5,7 +5,7 @@ The tree of a copy has the nodes of its own record, so it needs no older manifes
 
 A root is used only if it contains the checksum of its version's record. Any other root, and one that cannot be
 read, is skipped in favor of older roots and the records. The checksum of one record vouches for all earlier
-records, because each record is written only once. Only replacing records by hand breaks this rule, which `chain`
+records, because each record is written only once. Only replacing records by hand breaks this rule, which `Chain`
 notices above the root; `tstore verify` compares every root with the records.
 
 A root refers to an earlier root for nodes that have not changed since (`layout.parent_root`), or to the manifest

@@ -6,7 +6,7 @@
    the object is read again.
 2. Records are never cached: if a backup is restored at the same URL, the same names belong to other records, and
    only the store can tell which. Everything cached is bound to a record, which contains a manifest's checksum and
-   the id of a pack's transaction. Nor are roots, which a repair writes anew, but for their pages, whose checksums
+   the id of a pack's transaction. Nor are roots, which a repair rewrites, except for their pages, whose checksums
    are in the root. The marker, hints, fragments, heartbeats and the absence of an object are not cached either.
 3. File names are derived from the store's URL, its uuid and the key, so that stores, and copies of a store, do not
    mix.
@@ -233,7 +233,7 @@ class _RangeReader:
         try:
             with os.scandir(self._folder) as entries:
                 for entry in entries:
-                    if match := _RANGE.fullmatch(entry.name):  # people put other files there too
+                    if match := _RANGE.fullmatch(entry.name):  # there may be other files too
                         yield _CachedRange(int(match[1]), int(match[2]), entry.path)
         except (FileNotFoundError, NotADirectoryError):
             return

@@ -24,7 +24,7 @@ _KINDS = ("", "changed", "added", "removed")
 
 
 async def load(query: Query) -> Document:
-    """Return the arrays that differ between two versions, those of one page in the order asked for.
+    """Return one page of the arrays that differ between two versions, in the requested order.
 
     `after` is a version or a tag, by default the head; `before` by default the source of a quantized copy, the
     step before a step, or the version before. `budget` is how many bytes of values to compare, `sort` one of the

@@ -28,8 +28,8 @@ _MAX_VERSIONS = 512  # versions whose details are kept in memory
 async def load(query: Query) -> Document:
     """Return the steps of the store, the other commits, and what rules for retention would remove.
 
-    A store without steps has its versions in their place. Rows and other commits are those of one page: the newest
-    by default, or those before the version `before`; series have all.
+    If the store has no steps, the rows are its versions. Rows and other commits are one page: the newest ones, or
+    those before the version `before`; series cover all.
     """
     current = await read_timeline(query)
     rows = current.rows

@@ -1,19 +1,19 @@
 """Admission control: the records, roots and deletions that a server accepts, validated against its own log.
 
-A record is accepted if it follows from the log before it (`format.validation`) and everything that it names
+A record is accepted if it follows from the log before it (`format.tree.validation`) and everything that it names
 exists: each manifest with the length and checksum in the record, and each chunk (`chunk_checks`). All this is
 checked before the record is created, in steps between which other clients have their `Turns`. Of concurrent
 creates of one version, exactly one succeeds.
 
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
-   (`format.retention`).
+   (`format.tree.retention`).
 2. A record that names missing objects needs the scope ADMIN: a copy of a history lacks those of expired versions.
 3. The record of a repair needs the scope ADMIN: readers forget the versions that a repair voids.
 4. A record may tag, or be a copy of, living versions only; with the scope ADMIN, as in a copy of a history, it may
    also be a copy of a voided one.
 5. An archive needs the scope ADMIN, and must have exactly the server's own records, of versions old enough
    (`maintenance.archiving`). So it hides no record. Only then may the objects of these records be deleted.
-6. A record names the log of the store, and a record of it, in its link (`log.chain`).
+6. A record names the log of the store, and a record of it, in its link (`log.records.Chain`).
 7. A root must have exactly the bytes that the server derives from its log.
 
 The manifests of one record, with their segments, have a bounded number of bytes (`manifests`). The manifests of
