@@ -118,14 +118,14 @@ def test_indexing_and_writing_equal_numpy(case: Any, codecs: Any, data: st.DataO
 
 
 @pytest.mark.parametrize("name", NUMPY + CUSTOM)
-@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (7,), (6, 9), (3, 4, 5)], ids=str)
-async def test_every_dtype_keeps_every_bit(name: str, shape: tuple[int, ...]) -> None:
-    values = sample(shape, name)
-    for chunks in (tuple(max(1, n // 2) for n in shape), tuple(n + 1 for n in shape), None):
-        array = await stored(values, chunks)
-        assert array.dtype == values.dtype
-        assert same(await array.read(), values)
-        assert same(await array[...].read(), values)
+async def test_every_dtype_keeps_every_bit(name: str) -> None:
+    for shape in ((), (0,), (0, 3), (7,), (6, 9), (3, 4, 5)):
+        values = sample(shape, name)
+        for chunks in (tuple(max(1, n // 2) for n in shape), tuple(n + 1 for n in shape), None):
+            array = await stored(values, chunks)
+            assert array.dtype == values.dtype
+            assert same(await array.read(), values)
+            assert same(await array[...].read(), values)
 
 
 @pytest.mark.parametrize("name", [n for n in NUMPY if np.dtype(n).itemsize > 1])

@@ -72,16 +72,16 @@ def test_torch_has_the_codes_of_numpy(seed):
         check(x, f, axis, block, q, q.dequantize().view(getattr(torch, f"int{8 * x.itemsize}")).numpy())
 
 
-@pytest.mark.parametrize("bits", range(2, 17))
 @pytest.mark.parametrize("count", [0, 1, 13, 256, 700])
-def test_pack_and_unpack_in_torch(bits, count):
-    codes = np.random.default_rng(bits).integers(0, 1 << bits, count).astype("u1" if bits <= 8 else "u2")
-    packed = exmy.pack(codes, bits)
-    array = torch.from_numpy(packed.copy())
-    assert np.array_equal(on_torch.pack(torch.from_numpy(codes.astype("i4")), bits).numpy(), packed)
-    assert np.array_equal(on_torch.unpack(array, bits, count).numpy(), codes)
-    with pytest.raises(exmy.SizeError, match="packed has shape"):
-        on_torch.unpack(array, bits, count + 8)
+def test_pack_and_unpack_in_torch(count):
+    for bits in range(2, 17):
+        codes = np.random.default_rng(bits).integers(0, 1 << bits, count).astype("u1" if bits <= 8 else "u2")
+        packed = exmy.pack(codes, bits)
+        array = torch.from_numpy(packed.copy())
+        assert np.array_equal(on_torch.pack(torch.from_numpy(codes.astype("i4")), bits).numpy(), packed)
+        assert np.array_equal(on_torch.unpack(array, bits, count).numpy(), codes)
+        with pytest.raises(exmy.SizeError, match="packed has shape"):
+            on_torch.unpack(array, bits, count + 8)
 
 
 # in JAX, which compiles each case: codes of a whole number of bytes and of others, and every length
