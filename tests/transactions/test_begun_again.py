@@ -17,7 +17,7 @@ import pytest
 
 import tstore
 from tstore.core.transactions.membership import Membership
-from tstore.errors import AlreadyExists, CommitOutcomeUnknown, Conflict
+from tstore.errors import AlreadyExists, CommitOutcomeUnknown, Conflict, DeadlineExceeded
 from tstore.lab.conformance.faults import open_faulty
 from tstore.lab.simulation.scenario import override_constants
 
@@ -160,6 +160,16 @@ async def test_an_older_collection_that_stands_still_removes_nothing_that_is_com
         assert await commit(url) == [8, 8]
         await go_on()
         await check(url, 8)
+
+
+async def test_what_a_host_is_told_that_waited_in_vain_is_not_committed_later() -> None:
+    """It is told to use another attempt, as if the others knew already that their version was removed."""
+    url, go_on = await expired()
+    await go_on()
+    with pytest.raises(Conflict, match=r"committed by transaction 'n' in this attempt; .*another attempt"):
+        await (await begin(await tstore.open(url), 1)).commit(0.01)
+    with pytest.raises(DeadlineExceeded, match="host 1 of 2 gave up waiting for hosts"):
+        await (await begin(await tstore.open(url), 0)).commit(60)
 
 
 async def test_a_host_of_the_first_use_that_wakes_up_is_told_its_version_and_the_others_are_not() -> None:

@@ -386,7 +386,7 @@ class _Waiter:
                 if now >= self._takeover:
                     return await run_to_end(self._commit.take_over(fragment.base))
                 if self._takeover == math.inf:
-                    await self._help(now)
+                    await self._help(fragment.base, now)
 
     async def _pause(self, watch: Watch, waited: float) -> None:
         pause = max(self._min_poll, min(_MAX_POLL, waited / 20))
@@ -395,7 +395,7 @@ class _Waiter:
         if watch.notified:
             self._min_poll = max(self._min_poll, _MIN_POLL_WATCHED)
 
-    async def _help(self, now: float) -> None:
+    async def _help(self, base: int, now: float) -> None:
         """Do the work of hosts that seem dead, if it is time, and plan the takeover if all have delivered."""
         if now >= min(self._next_decision, self._deadline):
             try:
@@ -405,7 +405,7 @@ class _Waiter:
                 raise
             self._next_decision = now + self._decision_interval * world.uniform(1, 2)
         if now >= self._deadline:
-            await self._check_delivered()
+            await self._check_delivered(base)
             self._takeover = now
         elif now >= self._next_help:
             await self._commit.number_of_hosts.check_while_waiting()
@@ -414,11 +414,11 @@ class _Waiter:
             self._help_interval *= 2
             self._next_help = now + self._help_interval * world.uniform(1, 2)
 
-    async def _check_delivered(self) -> None:
+    async def _check_delivered(self, base: int) -> None:
         await self._commit.number_of_hosts.check_while_waiting()
         absent = await self._commit.fragments.merge_available()
         if absent:
-            await self._check_not_removed()
+            await self._check_not_removed(base)
             member = self._commit.member
             raise DeadlineExceeded(
                 f"{self._commit.log.storage.url}: transaction {member.name!r} is not committed: hosts "
@@ -427,8 +427,11 @@ class _Waiter:
                 absent,
             )
 
-    async def _check_not_removed(self) -> None:
-        """Raise `Conflict` if the transaction was committed before this host began, and removed since."""
+    async def _check_not_removed(self, base: int) -> None:
+        """Raise `Conflict` if the transaction was committed before this host began, and removed since.
+
+        Then this host withdraws it first, since the others may begin it again too.
+        """
         log, member = self._commit.log.reader, self._commit.member
         if not await last_collection(log, await log.newest()):
             return
@@ -436,6 +439,8 @@ class _Waiter:
             try:
                 await check_alive(log, version)
             except SnapshotExpired as error:
+                if await self._commit.withdraw(base) is not None:
+                    return
                 raise Conflict(
                     f"{error}. It was committed by transaction {member.name!r} in this attempt; repeat the "
                     "transaction with another attempt",
