@@ -228,7 +228,8 @@ async def test_a_damaged_array_of_many_views_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["error", "keep"])
-async def test_no_other_step_is_restored_over_values_to_keep(tmp_path: Path, missing: Any) -> None:
+@pytest.mark.parametrize("package", ["numpy", "torch"])
+async def test_no_other_step_is_restored_over_values_to_keep(tmp_path: Path, package: str, missing: Any) -> None:
     await tstore.save(tmp_path, {"w": np.ones(3000)}, 1)
     store, faults = await open_faulty(tmp_path)
 
@@ -239,9 +240,13 @@ async def test_no_other_step_is_restored_over_values_to_keep(tmp_path: Path, mis
         return NotFound(message)
 
     faults.fail("read_into", "txn/*", error=collected)
-    into = {"w": np.zeros(3000)}
+    restoring = tstore.restore(store, into={"w": np.zeros(3000)}, missing=missing)
+    if package == "torch":
+        restoring.close()
+        target = {"w": pytest.importorskip("torch").from_numpy(np.zeros(3000))}
+        restoring = tstore.torch.restore(store, target=target, missing=missing)
     if missing == "keep":
         with pytest.raises(SnapshotExpired):
-            await tstore.restore(store, into=into, missing=missing)
+            await restoring
     else:
-        assert (await tstore.restore(store, into=into, missing=missing))["w"][0] == 2
+        assert (await restoring)["w"][0] == 2
