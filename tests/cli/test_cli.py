@@ -1022,7 +1022,7 @@ def test_copies_of_a_voided_version(call: Call, tmp_path: Path) -> None:
     assert "q (copy of 1, which is voided)" in rows
     assert "r (copy of 1, which is voided)" in rows
     assert "repair: voided version 1" in rows
-    with pytest.raises(NotFound, match=r"version 4, the newest that is no copy, is empty; pass at="):
+    with pytest.raises(NotFound, match=r"version 4, the newest that is not a copy, is empty; pass at="):
         blocking.restore(store)
-    failed(call("export", store, tmp_path / "out.safetensors"), "version 4, the newest that is no copy, is empty")
+    failed(call("export", store, tmp_path / "out.safetensors"), "the newest that is not a copy, is empty")
     assert set(blocking.restore(store, at="q")) == {"w"}

@@ -1112,7 +1112,7 @@ async def test_the_report_is_kept_with_the_commit(tmp_path: Path) -> None:
     assert 0 < report.largest_error < 1
     [commit, _] = [c async for c in (await tstore.open(tmp_path)).history()]
     assert 0 < commit.bytes_added < report.bytes_after
-    with pytest.raises(NotFound, match=r"at version 1 has no report, since it is no quantized copy"):
+    with pytest.raises(NotFound, match=r"at version 1 has no report, since it is not a quantized copy"):
         await tstore.quantize_report(tmp_path, "step/0")
 
 

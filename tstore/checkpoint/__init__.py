@@ -5,8 +5,8 @@
 2. `save`: save a tree as one commit, with `options`; `checkpoint`: its transaction. `jobs`: the write jobs of its
    arrays. `replicated`: checksums of the values that hosts must share. `union`: one tree from trees that differ
    between hosts.
-3. `background`: saves while the caller goes on, to a `background_store`, from the copies that `staging` makes.
-   `series`: those of a job, and what becomes of them. `checkpointer`: saves at the steps that `policies` choose.
+3. `background`: saves while the caller continues, to a `background_store`, from the copies that `staging` makes.
+   `series`: those of a job, and their outcomes. `checkpointer`: saves at the steps that `policies` choose.
    `rollback`: going on from an earlier step of a job.
 4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
    `into`: arrays of the caller to fill. `reading`: the regions that it reads. `mapped`: arrays in mapped packs.

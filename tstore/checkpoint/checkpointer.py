@@ -73,7 +73,7 @@ class Checkpointer:
     keep
         The steps to keep, as `Store.collect` takes them, or the number of the highest steps to keep. Host 0
         collects the other steps in the background after each commit. A rule whose metric or tag no step has yet
-        selects none, with one warning. By default all are kept. Call `rollback` before a job goes on from an
+        selects none, with one warning. By default all are kept. Call `rollback` before a job continues from an
         earlier step.
     host, hosts, attempt, codecs, timeout
         As `save` takes them.
@@ -200,7 +200,7 @@ class Checkpointer:
         """Start saving a tree as a step, as `save_async` does with these options, even if no policy asks for it.
 
         Raise what `save_async` raises, `InvalidArgument` for a step before the newest one (call `rollback` first),
-        and `Misuse` after `close`. Raise the error of an earlier save once this one has begun, which goes on.
+        and `Misuse` after `close`. Raise the error of an earlier save once this one has begun; it continues.
         """
         return await self._save_since(time.monotonic(), step, tree, **options)
 
@@ -314,8 +314,8 @@ class Checkpointer:
     async def rollback(self, step: int) -> int:
         """Make a step the newest: remove all later steps in one commit, and return the version of that commit.
 
-        Call it on every host before the job goes on from an earlier step: host 0 commits, and the others wait for
-        that. A repeated call finds no later steps, commits nothing and returns the same version. If no later steps
+        Call it on every host before the job continues from an earlier step: host 0 commits, and the others wait.
+        A repeated call finds no later steps, commits nothing and returns the same version. If no later steps
         were ever removed, the version of the step is returned. The removed steps stay readable as versions (`at=`)
         until garbage collection.
 

@@ -59,7 +59,7 @@ class StreamedArray:
 
 
 class StreamedRegions:
-    """The regions of a streamed array and their values, as `WriteJob` takes them; each iteration reads anew."""
+    """The regions of a streamed array and their values, as `WriteJob` takes them; each iteration reads again."""
 
     def __init__(self, path: str, source: StreamedArray, meta: ArrayMeta) -> None:
         self._path, self._source, self._meta = path, source, meta

@@ -238,7 +238,7 @@ def checked_fields(value: Any, path: str) -> list[tuple[str, Any]]:
     if lost := [n for n in added if not isinstance(getattr(type(value), n, None), functools.cached_property)]:
         advice = "its to_dict()" if hasattr(value, "to_dict") else "a dict, or make them fields"
         raise InvalidArgument(
-            f"{path}: a {type(value).__name__} has attributes that are no fields of this dataclass and would be "
+            f"{path}: a {type(value).__name__} has attributes that are not fields of this dataclass and would be "
             f"lost: {', '.join(lost)}; pass {advice}"
         )
     return list(fields.items())
@@ -247,7 +247,7 @@ def checked_fields(value: Any, path: str) -> list[tuple[str, Any]]:
 class HostValues(list[Any]):
     """The value of each host, as `per_host="all"` restores them in place of a `PerHost`.
 
-    It is a separate type because a save would take an ordinary list for one value of all hosts. To JAX it is a
+    It is a separate type because a save would treat an ordinary list as one value of all hosts. To JAX it is a
     leaf.
     """
 

@@ -81,7 +81,8 @@ class ExportReport(NamedTuple):
     `left_out` names what was skipped, and what the files can't hold: values that are not arrays, and attributes.
     `quantized` describes, for safetensors and GGUF files, how each quantized array was written. `unlisted` names
     the arrays that are in a Zarr folder or reference file, but not among the members of their groups, because
-    zarr-python lacks their dtype. `has_configuration` tells of a Hugging Face folder whether it has the model's.
+    zarr-python lacks their dtype. `has_configuration` says whether a Hugging Face folder has the model's
+    configuration.
     """
 
     version: int

@@ -63,7 +63,7 @@ class Folder:
                     if self._is_local:
                         with open_file(path) as file:  # does not block on a pipe
                             data = file.read(min(max_size, os.fstat(file.fileno()).st_size) + 1)
-                    elif self.is_http:  # a server may send more than it is asked for, without end
+                    elif self.is_http:  # a server may send more than was requested, without end
                         with self._fs.open(path, block_size=0, size=max_size) as file:
                             data = _read_up_to(file, max_size + 1)
                     else:

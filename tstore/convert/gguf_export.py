@@ -10,7 +10,7 @@ scale, or rows do, or blocks of a multiple of 32 along the last axis, whose leng
 | Q8_0: blocks of 32 integers of -127 to 127, a float16 scale | e0m4 to e0m7, e1m3 to e1m6, e2m1 to e2m4, e3m0 |
 
 Q8_0 represents other formats too if their largest value is at most 127 times the least step. A scale must be a
-float16 number: those of offsets are, from 2^-24 to 2^15; float scales seldom are. Other quantized arrays are
+float16 number: those of offsets are, from 2^-24 to 2^15; float scales rarely are. Other quantized arrays are
 decoded, or quantized again by the package on request. Names and values are those of the checkpoint: nothing is
 renamed or permuted, as llama.cpp's converters do, and the only metadata are the architecture's name and the
 version of quantization. An array without axes becomes one of a single element.

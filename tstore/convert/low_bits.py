@@ -25,7 +25,7 @@ class ExportedArray(NamedTuple):
 
     `format` is its eXmY format, `written_as` the type in the file: that of a layout, such as "F8_E4M3", or the
     dtype of an array that was decoded. `changed` is the number of values that were rounded to a narrow type, or
-    None if it was not counted. `reason` says why an array was decoded although low bits were asked for.
+    None if it was not counted. `reason` says why an array was decoded although low bits were requested.
     """
 
     name: str

@@ -287,7 +287,7 @@ def _write_record(out: str, source: _Source, name: str, numbers: range, rows: li
         urls[at], offsets[at], sizes[at] = keys[row.pack], row.offset, row.length
     columns = {"path": pd.Series(urls, dtype=object), "offset": offsets, "size": sizes}
     frame = pd.DataFrame({**columns, "raw": pd.Series(raws, dtype=object)})
-    # pandas 3 reads a null among texts as NaN, which fsspec takes for a URL, but one among JSON values as None
+    # pandas 3 reads a null among texts as NaN, which fsspec mistakes for a URL, but one among JSON values as None
     path_encoding = "utf8" if len(rows) == size else "json"
     with mapped_errors("write", out):
         os.makedirs(os.path.dirname(out), exist_ok=True)

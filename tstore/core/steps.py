@@ -107,7 +107,7 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
             raise NotFound(f"{store.url} has no commit yet; save one first")
         if not saved and not head.paths() and not head.attributes():
             raise NotFound(
-                f"{store.url}: version {head.version}, the newest that is no copy, is empty; pass at=… to read "
+                f"{store.url}: version {head.version}, the newest that is not a copy, is empty; pass at=… to read "
                 "another version or a copy (tstore log lists them)"
             )
         if not saved:

@@ -87,7 +87,7 @@ async def remove_step(store: Store, step: int) -> int:
 async def remove_steps(store: Store, steps: Sequence[int]) -> int | None:
     """Do what `remove_step` does for those of these steps that are saved, in one commit; return None without any.
 
-    Every process of a job may make this call, which is no error where another one has removed the steps.
+    Every process of a job may make this call, which is not an error if another one has removed the steps.
     """
     while True:
         with contextlib.suppress(Conflict):  # a step was saved meanwhile

@@ -42,7 +42,7 @@ _NO_DIFFERENCE = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
 class QuantizedArray(NamedTuple):
     """The format and error of the array at `path`, of `values` elements; the error is that of the decoded codes.
 
-    `format` is None if the array is exact; `reason` then says why, unless a rule asked for it. `granularity` says
+    `format` is None if the array is exact; `reason` then says why, unless a rule requested it. `granularity` says
     which values share an offset or scale: "tensor", "chunk", "row", or a "block of 32". `coding` is "entropy" or
     "packed", and empty for an exact array. `sensitivity` is the weight of the array's error in a budget.
     `bytes_before` and `bytes_after` are encoded bytes with the codec's metadata. `signal` and `noise` are the sums
@@ -222,8 +222,8 @@ def read_report(snapshot: Snapshot) -> QuantizeReport:
     document = snapshot.reserved_attributes().get("quantization")
     if not isinstance(document, Mapping):
         raise NotFound(
-            f"{snapshot.location} has no report, since it is no quantized copy; make one with tstore.quantize (in "
-            "a shell, tstore quantize) or pass the version or tag of one, as tstore log lists them"
+            f"{snapshot.location} has no report, since it is not a quantized copy; make one with tstore.quantize "
+            "(in a shell, tstore quantize) or pass the version or tag of one, as tstore log lists them"
         )
     with parsing(f"version {snapshot.version}: its report"):
         arrays = [_parse_row(row) for row in document["arrays"]]

@@ -171,7 +171,7 @@ def _search(value: Any, ancestors: list[Any], keys: list[Any]) -> bool:
     keys.append(None)
     has_stateful = False
     for keys[-1], child in value.items() if isinstance(value, Mapping) else enumerate(value):
-        has_stateful = _search(child, ancestors, keys) or has_stateful  # goes on, to find cycles
+        has_stateful = _search(child, ancestors, keys) or has_stateful  # continues, to find cycles
     ancestors.pop()
     keys.pop()
     return has_stateful
@@ -330,7 +330,7 @@ def _lacks_options(stored: Mapping[str, Any], group: Mapping[str, Any], defaults
 def _group_params(own: Any, stored: Any) -> Any:
     """Return the parameters of a group: None for each that the stored group has, and True for each that it lacks.
 
-    A True is no value of the checkpoint, so the restore reports the parameter as a mismatch. The stored group may
+    True is not a value of the checkpoint, so the restore reports a mismatch of the parameter. The stored group may
     be a list of the same names, as `torch.distributed.checkpoint.state_dict` makes.
     """
     if isinstance(own, Mapping) and isinstance(stored, list) and own.keys() == set(stored):

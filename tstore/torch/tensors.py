@@ -1,4 +1,4 @@
-"""Tensors as NumPy arrays that share their memory (see `format.arrays.views`), and the reverse."""
+"""Tensors as NumPy arrays that share their memory (see `data.casting`), and the reverse."""
 
 from __future__ import annotations
 

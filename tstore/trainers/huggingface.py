@@ -35,7 +35,7 @@ __all__ = ["TStoreCallback"]
 
 T = TypeVar("T")
 
-_LONGEST_FILE = 64 << 20  # of a tokenizer, in bytes; longer files are no configuration
+_LONGEST_FILE = 64 << 20  # of a tokenizer, in bytes; longer files are not configurations
 
 
 class _Options(TypedDict, total=False):

@@ -43,7 +43,7 @@ class _SavingCallback(keras.callbacks.Callback):
         super().__init__()
         if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
             raise InvalidArgument(f"save_freq={save_freq!r}: expected 'epoch' or a number of batches")
-        with tstore.sync.open(url):  # so that what is wrong with the URL is told before training
+        with tstore.sync.open(url):  # so that a wrong URL raises before training
             self._checkpoints = _library().Checkpointer(url, keep=keep)
         self._save_freq = save_freq
         self._unsaved = 0  # batches since the last save
@@ -98,7 +98,7 @@ class BackupAndRestore(_SavingCallback):
     double_checkpoint
         Keep the last two steps, and resume from the earlier one if the newest is damaged. Both share equal chunks.
     delete_checkpoint
-        Remove the steps when training ends without an error, so that the next `fit` begins anew.
+        Remove the steps when training ends without an error, so that the next `fit` starts from the beginning.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class BackupAndRestore(_SavingCallback):
             _set_random_states(restored["random"].value)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Wait for saves under way, and remove the steps if that was asked for."""
+        """Wait for saves under way, and remove the steps if requested."""
         super().on_train_end(logs)
         if self._deletes:
             _remove(self._url, [saved.step for saved in self._checkpoints.steps()])

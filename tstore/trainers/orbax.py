@@ -66,7 +66,7 @@ class CheckpointManager:
         if count is not None:
             best = {"best": (count, _SCORE, self._mode)} if self._best_fn else {"last": count}
             keep = tstore.sync.Keep(every=options.keep_period, **best)
-        with tstore.sync.open(directory):  # so that what is wrong with the URL is told before training
+        with tstore.sync.open(directory):  # so that a wrong URL raises before training
             self._checkpoints = tstore.sync.jax.Checkpointer(
                 directory, every=options.save_interval_steps, keep=keep
             )

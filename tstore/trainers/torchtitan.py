@@ -35,7 +35,7 @@ class CheckpointManager(BaseCheckpointManager):
 
     The state of the job has the keys `model`, `optimizer`, `lr_scheduler`, `dataloader` and `train_state`, so that
     `only="model/**"` selects the weights. The last step has all of these
-    too, whatever `last_save_model_only` says: what has not changed is not stored again, and a job with more steps
+    too, regardless of `last_save_model_only`: what has not changed is not stored again, and a job with more steps
     goes on from it. torchtitan itself reads `enable`, `save_future` and `keep_latest_k`.
 
     Parameters

@@ -21,7 +21,7 @@ _REGEX = {"**/": r"(?:[^/]+/)*", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*",
 
 
 def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[str], bool]:
-    """Return a function that tells whether any of the globs matches a path.
+    """Return a predicate: whether any of the globs matches a path.
 
     `*` matches within one name, `**` any number of names, `?` one character of a name.
     """

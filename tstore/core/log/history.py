@@ -45,7 +45,7 @@ class Commit(NamedTuple):
     tagged: Mapping[str, int] = {}
     """The tags that the transaction gave to earlier versions, with these versions."""
     source: int | None = None
-    """The version of which this one is a copy, such as a quantized checkpoint; None if it is no copy."""
+    """The version of which this one is a copy, such as a quantized checkpoint; None if it is not a copy."""
 
     def __repr__(self) -> str:
         message, tag = textwrap.shorten(self.message, 60, placeholder="…"), self.tag and self.tag[:60]

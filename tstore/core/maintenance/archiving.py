@@ -4,7 +4,7 @@
    versions that are not archived yet, or were archived by the last collection (step 2). So the cost follows these,
    not the whole history.
 2. Delete the objects of versions whose archive existed before this collection. The archive has all of these
-   records; an object that a stalled writer created next to it is no commit (`log.commits`). But keep them all if
+   records; an object that a stalled writer created next to it is not a commit (`log.commits`). But keep all if
    some are of another history than the archive, as in two copies that were merged (`foreign_archive`). First make
    the archives durable: a collection that was killed may have left one that is not.
 3. Create an archive for every other block of `ARCHIVE_EVERY` versions that ends at least `ROOT_EVERY` versions

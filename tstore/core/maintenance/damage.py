@@ -58,7 +58,7 @@ _MAX_MISSING = 1000
 class DamagedVersion(NamedTuple):
     """A version that is damaged, or written by a newer tstore.
 
-    `record_intact` tells whether its record is undamaged.
+    `record_intact` says whether its record is undamaged.
     """
 
     version: int

@@ -71,7 +71,7 @@ class RepairPlan:
     async def protect(self, resumed: int) -> None:
         """Protect the objects of lost records that the tree of version `resumed` needs.
 
-        No record names them any more, so a garbage collection would take them for abandoned. They become
+        No record names them any more, so a garbage collection would consider them abandoned. They become
         dependencies of a living version.
         """
         tree = await self._log.head(resumed)

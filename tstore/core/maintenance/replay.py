@@ -38,7 +38,7 @@ UNREADABLE = (Corrupt, NotFound, UnsupportedFormat)
 class Replay:
     """The tree built from records alone, up to the last version that was checked; versions are checked in order.
 
-    `living` tells whether a version is living. Versions in `voided` count as void; their records are not read. It
+    `living` says whether a version is living. Versions in `voided` count as void; their records are not read. It
     maps each to the version from which on its changes are known nevertheless, 0 for none (`Record.resumes`).
     """
 

@@ -248,7 +248,7 @@ class _Computation(Generic[T]):
         """Raise an exception in the call, now or when it begins, and again until it ends."""
         self._is_interrupted = self._is_setting = True
         if self._thread is not None:
-            import ctypes  # slow to import, and seldom needed
+            import ctypes  # slow to import, and rarely needed
 
             interrupted = ctypes.py_object(_Interrupted)
             if (thread := self._thread) is not None:

@@ -5,7 +5,7 @@
    `max_pause` (decorrelated jitter). If the server's `retry_after` is longer, it is the pause.
 3. The pauses, and the time for which the attempts wait for the server, share `deadline`. The time that their bytes
    take does not count, nor does waiting for a turn (`limits.CallTime`): an upload that breaks after an hour is
-   repeated like any other. Until the server has responded once, with whatever status, the deadline is
+   repeated like any other. Until the server has responded once, with any status, the deadline is
    `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. If the server
    asks for a pause that is longer than the rest of the deadline, but at most twice as long as the whole, it gets
    this pause and one more attempt; if it asks for more, the last attempt starts when the deadline ends.

@@ -6,8 +6,8 @@ reader probes for objects that do not exist yet, so it could not read there.
 
 1. A forbidden object counts as absent if the store's marker can be read after the refusal. Without this check, a
    reader whose credentials have expired would forever take the version that it knows for the newest.
-2. Only a reader may assume this. A writer would commit on an old version, or collect what it takes for garbage. So
-   every write through this class is refused, whatever the server would permit.
+2. Only a reader may assume this. A writer would commit on an old version, or collect what only looks like garbage.
+   So every write through this class is refused, even if the server would permit it.
 3. An existing object that is forbidden by its own permissions looks absent too: then a reader sees the newest
    version before it, or an object of a version is reported as missing. Such errors name both reasons.
 """
@@ -162,7 +162,7 @@ class ReadOnlyStorage(Wrapper):
     """Reads from a server by the rules at the top of this file, and refuses to write."""
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a read; take a forbidden object for absent by rule 1. Refuse a write."""
+        """Make a read; treat a forbidden object as absent by rule 1. Refuse a write."""
         if request.operation in ("create", "replace", "delete", "sweep"):
             raise Denied(
                 f"{self.url}: {request.key} can't be written: the store was opened for reading, with mode='r' or "

@@ -3,7 +3,7 @@
 Some commits exclude a cooperative transaction: once one is in the log, the transaction can never be committed.
 
 1. A garbage collection that condemned the transaction, or what it reuses. So does the last one before hosts began
-   again with the same attempt: each is told before it delivers.
+   again with the same attempt: each learns of it before it delivers.
 2. A repair: what it voided may be this very transaction, committed by another host.
 3. A commit that changed the same nodes, or removed steps while the transaction saves one.
 

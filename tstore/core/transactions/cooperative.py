@@ -13,7 +13,7 @@
    commit of the transaction and makes no second one; and one that meets a repair fails, since the version that was
    voided may have been this transaction. Objects are created once, and the fragments determine their
    contents, so several hosts may try each step.
-5. The other hosts poll for the record, seldom for the claim, and usually request nothing else; they poll less
+5. The other hosts poll for the record, rarely for the claim, and usually request nothing else; they poll less
    often if the system reports new files in the log (`watch`). Now and then, less often the more hosts there are,
    each does the work of hosts that died after they delivered: it merges complete blocks, and commits. Any process
    may do so later (`finish`). Each of them creates the claim, or reads it, before it appends the record.
@@ -22,7 +22,7 @@
    errors are `CommitOutcomeUnknown`, except for those that every host would get, and the deadline. It may deliver
    the same values again, even in other packs, and wait once more. An earlier error is `CommitOutcomeUnknown` too
    if the fragment exists, since an earlier run of the host with the same attempt may have delivered it. If a newer
-   commit excludes the transaction (`exclusion`), each host that delivers or waits is told at once.
+   commit excludes the transaction (`exclusion`), each host that delivers or waits learns of it at once.
 7. A host of a `Checkpointer` whose save fails, and which will save again as another transaction, withdraws this
    one (`withdraw`), so that a late host can't commit its fragment together with values of a later moment, and
    waiting hosts stop. It creates the claim to the top level with another content: "withdrawn by", its number, and
@@ -30,7 +30,7 @@
    - If it is the withdrawal, nobody appends the record, because everybody who would must create or read the claim
      first. Hosts that still wait, and late ones, fail as soon as they read it. The outcome is known to all.
    - If another host had claimed the level, all hosts had delivered while this one still waited, so all fragments
-     are of one moment. The commit goes on, and this host looks for its record once more; if there is none yet,
+     are of one moment. The commit continues, and this host looks for its record once more; if there is none yet,
      the outcome is unknown.
    - If a power failure (of a server, since the hosts themselves do not survive theirs) loses the claim of a host
      that commits, another host may withdraw the transaction, and yet it is committed. That is an error in place of
@@ -41,7 +41,7 @@
      so what was withdrawn is never committed.
 8. An attempt should be new with each start of a job. If hosts use it again, they continue the transaction while it
    has objects. Once a collection has removed these, they are refused until another collection is the last one
-   (`Exclusion.check_begun_again`). From then on the id is used anew, and may be committed once more. The bases of
+   (`Exclusion.check_begun_again`). From then on the id is used again, and may be committed once more. The bases of
    the fragments tell the two uses apart: those of the second are above the version, or the collection, that ended
    the first.
    - A fragment of the first use, of a host that was late, is merged with those of the second only by a host that
@@ -139,7 +139,7 @@ class CooperativeCommit:
         Raise `CommitOutcomeUnknown` if another host is about to commit it. `base` is a version before its commit.
         """
         absent: list[int] = []
-        with contextlib.suppress(TStoreError):  # they are only told to the other hosts
+        with contextlib.suppress(TStoreError):  # they are only reported to the other hosts
             absent = await self.fragments.absent()
         withdrawn = await self.fragments.decision.withdraw(absent)
         # also if it is withdrawn: a garbage collection may have deleted the claim of a commit

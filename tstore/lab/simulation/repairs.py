@@ -6,7 +6,7 @@ values that the voided one wrote, if they wrote another part of the same chunk. 
 the voided version had never been.
 
 In other runs somebody puts a record where the next one belongs, one of another version or of another store. Nobody
-may take it for a version, until it is voided.
+may mistake it for a version until it is voided.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def start_apart(work: Coroutine[Any, Any, T]) -> LoopCall[T]:
 async def wait_apart(call: LoopCall[T], request: web.BaseRequest) -> T:
     """Return the result of work for a request; cancel the work, and wait for its end, if the client leaves."""
     future = asyncio.wrap_future(call.future)
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or a log tells of it later
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs it later
     try:
         while not future.done():
             await asyncio.wait([future], timeout=_LOOK)

@@ -27,7 +27,7 @@ class Results:
         self._kinds: dict[str, OrderedDict[Hashable, _Result]] = {}
 
     def newest(self, kind: str) -> Any:
-        """Return the result of this kind that was asked for last, None if there is none or it is not ready."""
+        """Return the result of this kind that was requested last, None if there is none or it is not ready."""
         results = self._kinds.get(kind)
         task = next(reversed(results.values())).task if results else None
         return task.result() if task and task.done() and not task.cancelled() and not task.exception() else None

@@ -23,7 +23,7 @@ __all__ = ["describe", "load"]
 
 _RECENT = 20  # the usual interval is the median over this many steps
 _LATE, _LEAST = 3.0, 60.0
-"""A step is late after this many of the usual intervals, and after at least so many seconds."""
+"""A step is late after this many of the usual intervals, and after at least this many seconds."""
 _WORST = ("bad", "warn", "good", "")
 
 

@@ -155,7 +155,7 @@ class Row(NamedTuple):
 class Index:
     """The arrays of a version in the order of the tree; the totals of a group are differences of running totals.
 
-    Groups are found when they are asked for: all of them could take far more memory than the arrays.
+    Groups are found when requested: all of them could take far more memory than the arrays.
     """
 
     def __init__(self, arrays: Sequence[ArrayInfo]) -> None:

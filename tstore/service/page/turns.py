@@ -23,7 +23,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, client: Hashable, longest_wait: float) -> AsyncIterator[None]:
-        """Take a turn for the duration of the block; raise `TimeoutError` if none is free within some seconds.
+        """Take a turn for the duration of the block; raise `TimeoutError` if none is free within a few seconds.
 
         Turns are given in the order of requests, but to the clients that have the fewest first. If many requests
         wait, raise `TimeoutError` at once.

@@ -94,7 +94,7 @@ async def send(
             tally.sent = transfer.moved
     except (ConnectionError, EOFError, Refused):
         if request.transport is not None:
-            request.transport.abort()  # the client must not take a truncated body for complete
+            request.transport.abort()  # the client must not mistake a truncated body for a complete one
     return response
 
 

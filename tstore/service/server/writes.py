@@ -7,8 +7,8 @@
    follows from the log. A root or an archive is accepted only if it equals the one that follows from the log
    (`admission`). With the scope ADMIN, as in a copy, a root may also have the changes of a lost record.
 4. Before a server answers that an object already exists, or sends a record, it makes the object durable, unless it
-   is known to be: a client whose first request got no response reads it back, and takes it for its own. The server
-   that received that request may have been killed, or may be waiting for the disk.
+   is known to be: a client whose first request got no response reads it back, and believes that it is its own.
+   The server that received that request may have been killed, or may be waiting for the disk.
 5. A pack or a manifest is replaced only with the scope ADMIN, and only by bytes that have every checksum which
    living versions give for it (`restoring`). So a copy can repair it without deleting it first.
 6. A record is deleted only if its archive exists. Roots, and data and metadata of a transaction, are deleted only

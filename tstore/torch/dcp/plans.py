@@ -59,7 +59,7 @@ def with_assignments(plans: Sequence[SavePlan], attempt: str | None, coordinator
     """Return the plans with their assignments; plans that DCP left out because it caches them are added again.
 
     The process of rank `coordinator` becomes host 0, whose transaction `finish` commits, and others follow.
-    If DCP's cache leaves out all plans, every process still has its plan and its assignment from the save before.
+    If DCP's cache leaves out all plans, every process still has its plan and assignment from the previous save.
     """
     if not any(plan.usable for plan in plans):
         return list(plans)

@@ -302,7 +302,7 @@ def _flat(location: str, tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         planner.set_up_planner(tree)
     except (ValueError, AttributeError) as error:  # two values with one name, or no dict
         raise InvalidArgument(
-            f"{location} is no state dict that DCP can load ({error}); restore it with tstore.torch.restore"
+            f"{location} is not a state dict that DCP can load ({error}); restore it with tstore.torch.restore"
         ) from error
     return planner.state_dict, planner.mappings
 

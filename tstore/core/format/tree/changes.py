@@ -26,7 +26,7 @@ The outcomes for a transaction when another commit was added after its base:
     created a node                 created one elsewhere, even in a common group  both remain
     created a group                created it with the same attributes            both remain
     created or set a group         created a node below it                        both remain
-    set a group                    set it, to whatever attributes                 Conflict
+    set a group                    set it, to any attributes                      Conflict
     set metadata to what it was    changed the metadata of that node              Conflict
     set metadata to what it was    set it to what it was too, or wrote chunks     both remain
     changed metadata               set it to what it was                          both remain
@@ -78,7 +78,7 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
     `zarr.json` of a group that it wrote.
 
     Of a commit to come, `created` says that its base has no such node, and `restated` that its metadata was set to
-    what it is in the base. A record does not tell this of older commits.
+    what it is in the base. A record does not say this about older commits.
     """
 
     replaces_node: bool

@@ -290,7 +290,7 @@ class Nodes(Mapping[str, Node]):
         return default if node is None else node
 
     def many(self, paths: Collection[str]) -> Mapping[str, Node]:
-        """Return the nodes at these paths, and perhaps more: if most are asked for, all are read at once."""
+        """Return the nodes at these paths, and perhaps more: if most are requested, all are read at once."""
         level, *above = self._levels
         stored = level.stored
         is_changed = level.changed or any(later.changed or later.stored is not None for later in above)

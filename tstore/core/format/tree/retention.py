@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 ABANDONED_AFTER = datetime.timedelta(days=7)
-"""The default time without a write after which a garbage collection takes a transaction for abandoned."""
+"""The default time without a write after which a garbage collection considers a transaction abandoned."""
 
 Best = tuple[int, str] | tuple[int, str, Literal["min", "max"]]
 

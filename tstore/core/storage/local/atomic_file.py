@@ -6,7 +6,7 @@
    of the temporary file, the reply was lost (as on NFS), and the file was created. If links are not supported,
    renameat2(RENAME_NOREPLACE) replaces steps 2 and 3. So does rename(2) for a file that replaces another.
 3. The temporary name is removed. If that fails it stays, and costs only space (`Storage.sweep`).
-4. The folder is made durable (fsync). If that fails, for whatever reason, the file exists but may not survive a
+4. The folder is made durable (fsync). If that fails for any reason, the file exists but may not survive a
    power failure, so the error is `Unavailable`.
 
 If the name already exists, the process that created it may have been killed before step 4. So whoever finds it

@@ -1,4 +1,4 @@
-"""Checksums of uploads to S3, and what a response tells about the bytes that the server stored.
+"""Checksums of uploads to S3, and what a response says about the bytes that the server stored.
 
 1. Every PUT carries the CRC32 of the body in a header. A server that knows the header refuses other bytes, and
    returns the checksum of what it stored, which is compared.
@@ -29,7 +29,7 @@ Body = bytes | bytearray
 
 
 class StoredBytes:
-    """Compares what the server stored with what was sent, as far as the server tells."""
+    """Compares what the server stored with what was sent, as far as the response allows."""
 
     def __init__(self) -> None:
         self._etags_are_md5: bool | None = None  # not known yet
@@ -76,7 +76,7 @@ async def crc32(body: Body) -> str:
 
 
 def declare_checksum(params: dict[str, Any], **_: Any) -> None:
-    """Tell botocore of the checksum in the header, so that over https it need not sign a SHA-256 of the body."""
+    """Declare the checksum in the header to botocore, so that over https it signs no SHA-256 of the body."""
     algorithm = {"algorithm": "crc32", "in": "header", "name": _HEADER}
     params["context"]["checksum"] = {"request_algorithm": algorithm}
 

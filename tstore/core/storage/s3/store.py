@@ -204,7 +204,7 @@ class S3Storage(Storage):
         check = await crc32(body)
         try:
             async with self._request("write", key) as (connection, deadline):
-                deadline.extend(len(body))  # at once, since the HTTP client does not tell what it has sent
+                deadline.extend(len(body))  # at once, since the HTTP client does not report what it has sent
                 deadline.await_response()
                 options |= connection.file_system.s3_additional_kwargs | connection.file_system.req_kw
                 options["Metadata"] = {**options.get("Metadata", {}), _UPLOAD: upload_token}
