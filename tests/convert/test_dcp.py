@@ -457,16 +457,18 @@ class Attribute(list[Any]):
 
 
 def test_only_members_of_enums_are_named_by_getattr(folder: Path, tmp_path: Path) -> None:
-    def repickle(change: Any, name: str) -> str:
+    def repickle(change: Any, name: str, protocol: int = 4) -> str:
         path = with_metadata(folder, tmp_path / name, lambda _: None)
         metadata = pickle.loads((folder / ".metadata").read_bytes())
         change(metadata)
         with open(tmp_path / name / ".metadata", "wb") as file:
-            PicklerOf3112(file).dump(metadata)
+            PicklerOf3112(file, protocol).dump(metadata)
         assert b"getattr" in (tmp_path / name / ".metadata").read_bytes()
         return path
 
-    assert bits(open_dcp(repickle(lambda _: None, "enums"))[0]) == bits(open_dcp(str(folder))[0])
+    for protocol in (2, 4):  # in the older one, the module is `__builtin__`
+        path = repickle(lambda _: None, f"enums{protocol}", protocol)
+        assert bits(open_dcp(path)[0]) == bits(open_dcp(str(folder))[0])
     for i, evil in enumerate(
         ([torch.Size, "numel"], ["text", "upper"], [getattr, "__self__"], [torch.float32, "x"])
     ):

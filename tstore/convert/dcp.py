@@ -39,7 +39,7 @@ _OLD_CLASSES = "torch.distributed._shard.sharded_tensor.metadata"  # written by 
 _ENUMS = {(_OLD_CLASSES, "MEM_FORMAT_ENCODING"), (_CLASSES, "_MEM_FORMAT_ENCODING")}
 _ALLOWED = {
     *_ENUMS,
-    ("builtins", "getattr"),  # of members of these enums
+    *((module, "getattr") for module in ("builtins", "__builtin__")),  # of members of these enums
     (_OLD_CLASSES, "TensorProperties"),
     *((_CLASSES, n) for n in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
     *((_CLASSES, n) for n in ("BytesStorageMetadata", "MetadataIndex", "StorageMeta")),

@@ -99,10 +99,10 @@ _Names = Collection[tuple[str, str]]
 def parse_pickle(data: bytes, allowed: _Names | None, subject: str, visits: Visits, *, enums: _Names = ()) -> Any:
     """Return the value of a pickle, which may refer only to the `allowed` names; count its opcodes in `visits`.
 
-    If `allowed` is None, it may refer to any. If not, `builtins.getattr`, if allowed, may only be called for a
-    member of one of the `enums`, which Python 3.11.0 to 3.11.3 pickles so. Raise `UnsupportedFormat` for any other
-    name, and for opcodes that are too many or not supported; raise `Corrupt` for bytes that are not a pickle.
-    `subject` names the pickle in errors.
+    If `allowed` is None, it may refer to any. If not, a function named `getattr`, if allowed, may only be called
+    for a member of one of the `enums`, which Python 3.11.0 to 3.11.3 pickles so. Raise `UnsupportedFormat` for any
+    other name, and for opcodes that are too many or not supported; raise `Corrupt` for bytes that are not a
+    pickle. `subject` names the pickle in errors.
     """
     machine = _Machine(allowed, enums, subject, visits)
     visits.add_memory(-_MEMORY_PER_BYTE * len(data))
@@ -177,7 +177,7 @@ class _Machine:
         arguments, function = self.pop(), self.pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
             raise ValueError("a call of something that is not a name")
-        if self._allowed is not None and function == ("builtins", "getattr"):
+        if self._allowed is not None and function.name == "getattr":
             owner, name = arguments
             if not isinstance(owner, Name) or owner not in self._enums or not isinstance(name, str):
                 raise self._refused("an attribute, by builtins.getattr")
