@@ -304,9 +304,9 @@ async def test_a_checkpointer_returns_the_version_that_was_committed_when_it_gav
         part = Shards((4,), "f8", [((rows,), np.ones(2))], shard_shape=(2,))
         return await (await jobs[host].save(1, part)).committed
 
-    async def check_and_commit(waiter: cooperative._Waiter) -> None:
+    async def check_and_commit(waiter: cooperative._Waiter, base: int) -> None:
         try:
-            await check(waiter)
+            await check(waiter, base)
         finally:
             assert await save(1) == 1
 
