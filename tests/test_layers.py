@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("core.array",),
     ("core.calls",),
     ("core.snapshot",),
-    ("core.transactions", "core.maintenance"),
+    ("core.transactions", "core.maintenance", "core.following"),
     ("core.store",),
     ("core.copying", "core.pickling", "core.steps"),
     ("core.opening", "core.tags"),

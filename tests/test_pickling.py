@@ -152,6 +152,7 @@ BELONGS_TO_ITS_PROCESS = {
     "Checkpointer": "make one in the other process",
     "BackgroundSave": "wait for it here",
     "Mapped": "map the checkpoint in the other process",
+    "Follower": "follow it there",
 }
 """What can't be pickled, and what the error says to do."""
 
@@ -169,6 +170,7 @@ def objects(url: str) -> Iterator[Any]:
         with pytest.raises(Misuse, match="commit it first"):
             pickle.dumps(appended)
     yield from map(inspect.unwrap, (store, snapshot, array, tx))
+    yield from (follower := store.follow(), inspect.unwrap(follower), next(store.snapshot().patches(since=1)))
     yield (diff := store.diff(1, 2))
     yield diff.arrays[0]
     steps = f"{url}-steps"

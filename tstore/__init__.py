@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tstore.checkpoint.stream import stream
     from tstore.core.array import Appended, Array
     from tstore.core.copying.copy import CopyReport, copy
+    from tstore.core.data.changes import Patch
+    from tstore.core.following import Follower
     from tstore.core.format.tree.retention import Keep
     from tstore.core.log.group_commit import Retry
     from tstore.core.log.history import Commit
@@ -60,12 +62,14 @@ __all__ = [
     "Diff",
     "EverySeconds",
     "EverySteps",
+    "Follower",
     "HeatMap",
     "Keep",
     "Mapped",
     "MinSqnr",
     "OnPreemption",
     "PackedShards",
+    "Patch",
     "PendingTransaction",
     "PerHost",
     "QuantizationLoss",
@@ -113,6 +117,8 @@ _NAMES = {
     "checkpoint.save": "save",
     "checkpoint.stream": "stream",
     "core.copying.copy": "CopyReport copy",
+    "core.data.changes": "Patch",
+    "core.following": "Follower",
     "core.format.tree.retention": "Keep",
     "core.log.group_commit": "Retry",
     "core.log.history": "Commit",

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import exmy
@@ -35,7 +35,8 @@ from tstore.core.runtime.pool import run
 from tstore.core.storage.local.store import LocalStorage
 from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired, TStoreError
 
-if TYPE_CHECKING:  # imported for reads of encoded chunks, and for mapping
+if TYPE_CHECKING:  # imported for reads of encoded chunks, for mapping, and for patches
+    from tstore.core.data.changes import Patch
     from tstore.core.data.encoded_chunks import Deliver
     from tstore.core.data.mapping import MappedArray, NotMapped
 
@@ -166,6 +167,48 @@ class Snapshot:
             return read.finished()
         except TStoreError:
             return None
+
+    async def patches(self, since: int | str) -> AsyncGenerator[Patch, None]:
+        """Yield the values that differ from another version, a version number or a tag, array by array.
+
+        Chunks that both have are not read. Values are compared bit for bit, so NaN equals NaN, and -0 is
+        not 0. An array that is new, or has another shape or dtype, is yielded as a whole, as is one that is
+        smaller than its differences would be; one that only the other version has is not yielded. Raise `NotFound`
+        if there is no such version, and `SnapshotExpired` if garbage collection removed it: then read all arrays.
+
+        Examples
+        --------
+        >>> import tstore.sync as tstore
+        >>> for step in range(2):
+        ...     _ = tstore.save("memory://of-patches", {"w": np.arange(8.0) + (np.arange(8) == 5) * step}, step)
+        >>> for path, indices, values in tstore.open("memory://of-patches").snapshot().patches(since=1):
+        ...     print(path, indices, values)
+        w [5] [6.]
+        """
+        from tstore.core.data.changes import patches
+        from tstore.core.log.history import version_named
+
+        if isinstance(since, bool) or not isinstance(since, int | str | np.integer):
+            raise InvalidArgument(f"since={quote(since)}: expected a version or a tag")
+        newest = await self.log.newest()
+        number = await version_named(self.log, since if isinstance(since, str) else int(since), newest)
+        before = await snapshot_of(self.log, number, newest)
+        paths = await run(before.tree.nodes.apart, self.tree.nodes)
+        for snapshot in (before, self):
+            await snapshot.read_nodes(paths)
+        old, new = before.tree.nodes, self.tree.nodes
+        pairs = [
+            (earlier if earlier is not None and earlier.is_array else None, node)
+            for path in sorted(paths)
+            if (node := new.get(path)) is not None and node.is_array and node is not (earlier := old.get(path))
+        ]
+        found = patches(self.log.storage, pairs)
+
+        async def next_patch() -> Patch | None:
+            return await anext(found, None)
+
+        while patch := await guard_expiry(self.log, number, guard_expiry(self.log, self.version, next_patch())):
+            yield patch
 
     async def map_array(self, path: str) -> MappedArray | None:
         """Return an array in mapped memory, None if it can't be mapped."""

@@ -39,6 +39,7 @@ from tstore.core.transactions.transaction import Transaction
 from tstore.errors import Denied, InvalidArgument, Misuse, NotAStore, NotFound, TStoreError
 
 if TYPE_CHECKING:  # rarely used modules are imported on first use
+    from tstore.core.following import Follower, Versions
     from tstore.core.log.history import Commit
     from tstore.core.maintenance.diff import Diff
     from tstore.core.maintenance.gc import CollectReport
@@ -280,6 +281,47 @@ class Store:
 
         snapshots = await self.snapshot(before), await self.snapshot(after)
         return await diff_snapshots(self.log.reader, *snapshots, budget)
+
+    def follow(
+        self, since: int | None = None, tags: str | list[str] | None = None, versions: Versions = "each"
+    ) -> Follower:
+        """Return an endless iteration over new versions, which also keeps arrays in memory at the newest one.
+
+        It waits for each version: on a local disk until it is told of a commit, elsewhere by polling. Numbers
+        without a snapshot, of garbage collections or voided commits, are passed over. After an error, such as a
+        server that was away for longer than requests are retried, the iteration goes on when it is continued.
+
+        Parameters
+        ----------
+        since
+            The last version that is known: those after it are yielded. By default the newest one comes first.
+        tags
+            A pattern such as "step/*", or a list of patterns: only versions that were given a matching tag, when
+            they were committed or later. By default every version that is not a copy.
+        versions
+            "each" yields all of them in order, "newest" only the newest whenever it is asked.
+
+        Raises
+        ------
+        `InvalidArgument` for bad values. The iteration raises `SnapshotExpired` if a version was collected before
+        it was yielded, unless only the newest is asked for, and `TimelineChanged` after a repair.
+
+        Examples
+        --------
+        >>> import tstore.sync as tstore
+        >>> store = tstore.open("memory://of-follow")
+        >>> _ = tstore.save(store, {"w": np.zeros(3)}, step=1)
+        >>> held = {"w": np.empty(3)}
+        >>> follower = store.follow(tags="step/*")
+        >>> follower.update(into=held).version, held["w"].tolist()
+        (1, [0.0, 0.0, 0.0])
+        >>> _ = tstore.save(store, {"w": np.ones(3)}, step=2)
+        >>> follower.update(into=held).version, held["w"].tolist()
+        (2, [1.0, 1.0, 1.0])
+        """
+        from tstore.core.following import Follower
+
+        return Follower(self.log.reader, since, tags, versions)
 
     def history(self) -> AsyncIterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.

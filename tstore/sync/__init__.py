@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -144,6 +145,7 @@ class Snapshot(BlockingWrapper):
     __contains__ = blocking(_async.Snapshot.__contains__)
     __iter__ = blocking(_async.Snapshot.__iter__)
     read_packed = blocking(_async.Snapshot.read_packed)
+    patches = blocking(_async.Snapshot.patches)
 
     @wraps(_async.Snapshot.read_many)
     def read_many(
@@ -151,6 +153,22 @@ class Snapshot(BlockingWrapper):
     ) -> list[np.ndarray[Any, Any]]:
         values: list[np.ndarray[Any, Any]] = BACKGROUND.run(self._wrapped.read_many(map(unwrapped, views), out))
         return values
+
+
+class Follower(BlockingWrapper):
+    """The new versions of a store, from `Store.follow`: an iterator of snapshots that never ends."""
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Held by `update` while it changes arrays: a thread that reads them under it sees one version."""
+        return self._wrapped.lock
+
+    held = blocking(_async.Follower.held)
+    update = blocking(_async.Follower.update)
+    __next__ = blocking(_async.Follower.__anext__)
+
+    def __iter__(self) -> Follower:
+        return self
 
 
 class Mapped(BlockingWrapper, Mapping[str, Any]):
@@ -235,6 +253,7 @@ class Store(BlockingWrapper):
     verify = blocking(_async.Store.verify)
     repair = blocking(_async.Store.repair)
     collect = blocking(_async.Store.collect)
+    follow = blocking(_async.Store.follow)
     close = blocking(_async.Store.close)
 
     @wraps(_async.Store.history)
@@ -250,6 +269,7 @@ class Store(BlockingWrapper):
 BLOCKING_TYPES.update(
     {
         _async.Array: Array,
+        _async.Follower: Follower,
         _async.Mapped: Mapped,
         _async.Snapshot: Snapshot,
         _async.Store: Store,

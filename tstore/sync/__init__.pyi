@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Literal, overload
@@ -28,6 +29,7 @@ from tstore import (
     MinSqnr,
     OnPreemption,
     PackedShards,
+    Patch,
     PendingTransaction,
     PerHost,
     QuantizationLoss,
@@ -52,6 +54,7 @@ from tstore.core.array import Verify
 from tstore.core.copying.copy import At
 from tstore.core.data.casting import Casting
 from tstore.core.data.planning import ReadPlan
+from tstore.core.following import Versions
 from tstore.core.format.arrays.codecs import Codecs
 from tstore.core.format.arrays.indices import Index, Indexer, IndexItem
 from tstore.core.maintenance.repair import RepairReport
@@ -81,12 +84,14 @@ __all__ = [
     "Diff",
     "EverySeconds",
     "EverySteps",
+    "Follower",
     "HeatMap",
     "Keep",
     "Mapped",
     "MinSqnr",
     "OnPreemption",
     "PackedShards",
+    "Patch",
     "PendingTransaction",
     "PerHost",
     "QuantizationLoss",
@@ -461,6 +466,44 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer: ...
     def __exit__(self, *_: object) -> None: ...
 
+class Follower:
+    """The new versions of a store, from `Store.follow`: an iterator of snapshots that never ends."""
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Held by `update` while it changes arrays: a thread that reads them under it sees one version."""
+
+    @property
+    def held(self) -> int | None:
+        """The version that the arrays of the last update hold; None before the first one, or if they are mixed."""
+
+    def update(self, into: Any, timeout: float | None = None) -> Snapshot | None:
+        """Wait for the next version, bring arrays in memory to it, and return its snapshot.
+
+        The first call reads all arrays; later ones with the same arrays read only the chunks that differ. They are
+        read before anything changes and are copied in place while `lock` is held. So the arrays hold one version
+        before and after the call, also if reading it fails: then the next call tries the same version again. The
+        differences are in memory twice, the first time all arrays.
+
+        Parameters
+        ----------
+        into
+            Writable NumPy arrays with the shapes and dtypes of those in the store, in dicts, lists or tuples: the
+            array at "layers/0/w" is `into["layers"][0]["w"]`. Arrays that `into` lacks are not read, and Python
+            scalars in it stay as they are.
+        timeout
+            How many seconds to wait for a new version; None returned if there was none. By default wait for ever.
+
+        Raises
+        ------
+        `NotFound` if the version lacks one of the arrays, `InvalidArgument` if one has another shape or dtype, is
+        read-only or shares memory with another, and `SnapshotExpired` as the iteration does."""
+
+    def __next__(self) -> Snapshot:
+        """Wait for the next version. After an error, the next call goes on behind the version that it names."""
+
+    def __iter__(self) -> Follower: ...
+
 class Mapped:
     """The arrays of a checkpoint by path, in read-only memory that is the system's cache of its files.
 
@@ -532,6 +575,23 @@ class Snapshot:
 
         A region of an array with offsets per block must be cut at multiples of 16 along that axis. Raise
         `NotFound`, or `InvalidArgument` for other codecs and for regions that cut blocks."""
+
+    def patches(self, since: int | str) -> Iterator[Patch]:
+        """Yield the values that differ from another version, a version number or a tag, array by array.
+
+        Chunks that both have are not read. Values are compared bit for bit, so NaN equals NaN, and -0 is
+        not 0. An array that is new, or has another shape or dtype, is yielded as a whole, as is one that is
+        smaller than its differences would be; one that only the other version has is not yielded. Raise `NotFound`
+        if there is no such version, and `SnapshotExpired` if garbage collection removed it: then read all arrays.
+
+        Examples
+        --------
+        >>> import tstore.sync as tstore
+        >>> for step in range(2):
+        ...     _ = tstore.save("memory://of-patches", {"w": np.arange(8.0) + (np.arange(8) == 5) * step}, step)
+        >>> for path, indices, values in tstore.open("memory://of-patches").snapshot().patches(since=1):
+        ...     print(path, indices, values)
+        w [5] [6.]"""
 
     def read_many(
         self, views: Iterable[Array], out: Iterable[npt.NDArray[Any]] | None = None
@@ -672,6 +732,43 @@ class Store:
         nothing. A collection is safe while others write, read and collect. Raise `Denied` on a store opened with
         mode "r" (unless `dry_run`), `NotFound` if no living version has a tag or metric that `keep` names, and
         `InvalidArgument` for other bad values."""
+
+    def follow(
+        self, since: int | None = None, tags: str | list[str] | None = None, versions: Versions = "each"
+    ) -> Follower:
+        """Return an endless iteration over new versions, which also keeps arrays in memory at the newest one.
+
+        It waits for each version: on a local disk until it is told of a commit, elsewhere by polling. Numbers
+        without a snapshot, of garbage collections or voided commits, are passed over. After an error, such as a
+        server that was away for longer than requests are retried, the iteration goes on when it is continued.
+
+        Parameters
+        ----------
+        since
+            The last version that is known: those after it are yielded. By default the newest one comes first.
+        tags
+            A pattern such as "step/*", or a list of patterns: only versions that were given a matching tag, when
+            they were committed or later. By default every version that is not a copy.
+        versions
+            "each" yields all of them in order, "newest" only the newest whenever it is asked.
+
+        Raises
+        ------
+        `InvalidArgument` for bad values. The iteration raises `SnapshotExpired` if a version was collected before
+        it was yielded, unless only the newest is asked for, and `TimelineChanged` after a repair.
+
+        Examples
+        --------
+        >>> import tstore.sync as tstore
+        >>> store = tstore.open("memory://of-follow")
+        >>> _ = tstore.save(store, {"w": np.zeros(3)}, step=1)
+        >>> held = {"w": np.empty(3)}
+        >>> follower = store.follow(tags="step/*")
+        >>> follower.update(into=held).version, held["w"].tolist()
+        (1, [0.0, 0.0, 0.0])
+        >>> _ = tstore.save(store, {"w": np.ones(3)}, step=2)
+        >>> follower.update(into=held).version, held["w"].tolist()
+        (2, [1.0, 1.0, 1.0])"""
 
     def close(self) -> None:
         """Wait for saves in the background, and release open files and connections.

@@ -17,7 +17,7 @@ The objects that represent a chunk on its way from `save` to disk and back:
    `reader`: read these, verify, decode, store the values in the result; small reads of one loop turn together.
    `mapping`: arrays in mapped packs, without a copy.
    `destinations`: whether arrays of the caller share memory, and which of them a failed read leaves torn.
-3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value. `joined_codes`: the codes of a region of
-   an array. `casting`: values that a caller passes, also as tensors of PyTorch. `encoded_chunks`: the encoded
-   bytes of any chunks.
+3. `changes`: what changed between two versions. `exmy_chunks`: chunks in eXmY formats, read without decoding a
+   value. `joined_codes`: the codes of a region of an array. `casting`: values that a caller passes, also as
+   tensors of PyTorch. `encoded_chunks`: the encoded bytes of any chunks.
 """

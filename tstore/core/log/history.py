@@ -15,7 +15,7 @@ from tstore.core.log.expiry import living_versions
 from tstore.core.log.reader import LogReader
 from tstore.errors import InvalidArgument, NotFound, name_list
 
-__all__ = ["Commit", "history", "version_at", "version_named"]
+__all__ = ["Commit", "commits_of", "history", "version_at", "version_named"]
 
 
 class Commit(NamedTuple):
@@ -68,10 +68,10 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
         if record.void:
             continue
         if record.collection is not None:
-            collections += _commits(version, record)
+            collections += commits_of(version, record)
             continue
         expired = version <= last_collection and version not in alive
-        for commit in (*collections, *_commits(version, record)):
+        for commit in (*collections, *commits_of(version, record)):
             yield commit._replace(expired=True) if expired else commit
         collections.clear()
     for commit in collections:
@@ -115,7 +115,7 @@ async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
     raise NotFound(f"{log.storage.url} had no commit by {at.isoformat()}")
 
 
-def _commits(version: int, record: Record) -> list[Commit]:
+def commits_of(version: int, record: Record) -> list[Commit]:
     """Return the transactions that were committed as one version, the last first."""
     parts: Sequence[Part | Record] = record.parts or (record,)
     return [

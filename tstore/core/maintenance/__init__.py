@@ -7,5 +7,5 @@
    decides what else expires. `past_repairs` finds earlier repairs that have not ended.
 2. `gc` removes the versions that no retention rule keeps, and the data of transactions that never committed; it
    returns a `collect_report`. `archiving` moves the records of old versions into archives.
-3. `contents` lists the arrays of a version; `diff` compares two versions, with `differing_chunks`.
+3. `contents` lists the arrays of a version; `diff` compares two versions.
 """

@@ -28,11 +28,11 @@ from tstore.core.format.arrays.samples import Tiling, spread_indices
 from tstore.core.format.objects.documents import Document
 from tstore.core.format.objects.tables import last_number, numbers_of
 from tstore.core.format.plain_text import finite_or_none, pluralize, text_table
+from tstore.core.format.tree.differing_chunks import differing_numbers
 from tstore.core.format.tree.node import Node, check_in_grid, same_metadata
 from tstore.core.log.expiry import guard_expiry
 from tstore.core.log.reader import LogReader
 from tstore.core.maintenance.contents import ArrayInfo, array_info
-from tstore.core.maintenance.differing_chunks import differing_numbers
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
 from tstore.core.storage.base import Storage
