@@ -43,7 +43,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("convert", "jax", "torch"),
     ("service.server",),
     ("service.page",),
-    ("service",),
+    ("service", "tiers"),
     ("",),
     ("sync", "lab.conformance", "lab.hosts"),
     ("lab.demo", "lab.simulation", "trainers"),

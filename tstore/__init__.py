@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tstore import zarr as zarr
     from tstore.checkpoint.background import BackgroundSave, SaveReport, save_async
     from tstore.checkpoint.checkpointer import Checkpointer
+    from tstore.checkpoint.job_store import TierStep
     from tstore.checkpoint.leaves import PackedShards, PerHost, Shards
     from tstore.checkpoint.mapped import Mapped
     from tstore.checkpoint.policies import Continuous, EverySeconds, EverySteps, OnPreemption
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from tstore.service.statistics.heat_map import HeatMap, heat_map
     from tstore.service.statistics.loss import QuantizationLoss, quantization_loss
     from tstore.service.statistics.summary import Summary, summarize
+    from tstore.tiers.tiers import Tiers
 
 __all__ = [
     "Appended",
@@ -83,6 +85,8 @@ __all__ = [
     "Step",
     "Store",
     "Summary",
+    "TierStep",
+    "Tiers",
     "Transaction",
     "baseline",
     "copy",
@@ -109,6 +113,7 @@ _NAMES = {
     "core.array": "Appended Array",
     "checkpoint.background": "BackgroundSave SaveReport save_async",
     "checkpoint.checkpointer": "Checkpointer",
+    "checkpoint.job_store": "TierStep",
     "checkpoint.leaves": "PackedShards PerHost Shards",
     "checkpoint.mapped": "Mapped",
     "checkpoint.policies": "Continuous EverySeconds EverySteps OnPreemption",
@@ -136,6 +141,7 @@ _NAMES = {
     "service.statistics.summary": "Summary summarize",
     "core.storage.cache": "Cache",
     "core.store": "Store",
+    "tiers.tiers": "Tiers",
     "core.transactions.pending": "PendingTransaction",
     "core.transactions.transaction": "Transaction",
 }

@@ -423,7 +423,7 @@ def series(folder: Path) -> None:
         saves.save(6, {"x": x + 1})
         same({"x": x + 1}, saves.restore_latest({"x": placed(np.zeros(8, "f4"), on, "x")}))
         lost = AsyncMock(side_effect=Unavailable("no network"))
-        steps = patch("tstore.checkpoint.checkpointer.steps", lost)
+        steps = patch("tstore.checkpoint.job_store.steps", lost)
         with steps if jax.process_index() == 0 else nullcontext(), pytest.raises(Unavailable):
             saves.restore_latest({"x": x})  # raises in every process
     with held_saves(jax.process_index() == 1) as release:
@@ -436,6 +436,14 @@ def series(folder: Path) -> None:
             release()
             save.wait()
             assert saves.should_save(3)
+    local = folder / f"local-{jax.process_count()}-{jax.process_index()}"
+    tiers = tstore.Tiers(local, folder / f"tiered-{jax.process_count()}", address="127.0.0.1")
+    with suppress(KeyError), tstore.jax.Checkpointer(tiers) as saves:
+        assert saves.restore_latest({"x": x}) is None
+        saves.save(2, {"x": x})
+        raise KeyError  # so that nothing is pushed to the durable store
+    with tstore.jax.Checkpointer(tiers) as saves:
+        same({"x": x}, saves.restore_latest({"x": placed(np.zeros(8, "f4"), on, "x")}))
 
 
 def late(folder: Path) -> None:

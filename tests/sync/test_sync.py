@@ -28,7 +28,7 @@ import tstore.sync as blocking
 from tests.support import http_server, processes
 from tests.support.interrupts import AT_EVERY_MOMENT
 from tests.support.sync_stub import MODULES, stub_path, sync_stub
-from tstore.checkpoint.checkpointer import CheckpointerOptions
+from tstore.checkpoint.job_store import CheckpointerOptions
 from tstore.checkpoint.options import CommitOptions, CommitSettings, SaveOptions, SharedOptions
 from tstore.core.runtime.event_loops import BACKGROUND
 from tstore.core.storage.local.store import LocalStorage

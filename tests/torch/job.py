@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from concurrent import futures
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, AsyncMock, patch
@@ -279,7 +279,7 @@ def series(folder: Path) -> None:
             assert checkpoints.restore_latest(target, fallback=True)["n"] == 4
         assert checkpoints.latest() == 4
         lost = AsyncMock(side_effect=Unavailable("no network"))
-        lookup = patch("tstore.checkpoint.checkpointer.steps", lost)
+        lookup = patch("tstore.checkpoint.job_store.steps", lost)
         with lookup if dist.get_rank() == 1 else nullcontext(), pytest.raises(TStoreError, match="no network"):
             checkpoints.restore_latest(target)  # raises in every process
         with patch("tstore.core.store.Store.collect", lost):  # only the first process collects
@@ -301,6 +301,15 @@ def series(folder: Path) -> None:
             assert checkpoints.should_save(3)
     dist.barrier()
     assert torch.equal(tstore.torch.restore(url)["w"], torch.arange(24.0).reshape(6, 4) + 7)
+    tiers = tstore.Tiers(folder / f"local{dist.get_rank()}", folder / "tiered", address="127.0.0.1")
+    with suppress(KeyError), tstore.torch.Checkpointer(tiers) as checkpoints:
+        assert checkpoints.restore_latest(target) is None
+        checkpoints.save(2, state)
+        raise KeyError  # so that nothing is pushed to the durable store
+    with tstore.torch.Checkpointer(tiers) as checkpoints:
+        assert checkpoints.restore_latest(target)["n"] == 7
+        assert torch.equal(target["w"].full_tensor(), state["w"].full_tensor())
+        assert tstore.steps(folder / "tiered") == []
 
 
 def dcp_save(folder: Path) -> None:

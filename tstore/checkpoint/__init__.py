@@ -7,7 +7,7 @@
    between hosts.
 3. `background`: saves while the caller continues, to a `background_store`, from the copies that `staging` makes.
    `series`: those of a job, and their outcomes. `checkpointer`: saves at the steps that `policies` choose.
-   `rollback`: going on from an earlier step of a job.
+   `rollback`: going on from an earlier step of a job. `job_store`: the store of a job, or its tiers.
 4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
    `into`: arrays of the caller to fill. `reading`: the regions that it reads. `mapped`: arrays in mapped packs.
    `restore`: the restore itself, and the plan of its reads. `stream`: arrays one after the other.

@@ -70,7 +70,8 @@ class Checkpoint(NamedTuple):
     checksums of the values that must be equal on all hosts, by path. `check_tags` raises if the step must not be
     saved in a store with these tags; it is called before anything is written. If the checkpoint `withdraws`, a
     host whose save fails withdraws the transaction, so that the others need not wait for it. Otherwise hosts that
-    are late, or `tstore finish`, may commit what a host has delivered.
+    are late, or `tstore finish`, may commit what a host has delivered. The chunks of `copied`, a snapshot of
+    another store, are saved in place of those of the jobs.
     """
 
     step: int
@@ -85,6 +86,7 @@ class Checkpoint(NamedTuple):
     check_tags: Callable[[Mapping[str, int]], None] = _permit_all_tags
     withdraws: bool = False
     replicated: Mapping[str, bytes] = MappingProxyType({})
+    copied: Snapshot | None = None
 
     @staticmethod
     def for_withdrawal(step: int, host: int, hosts: int, attempt: Attempt | None, overwrite: bool) -> Checkpoint:
@@ -228,7 +230,7 @@ class Checkpoint(NamedTuple):
             # tags of copies; a cooperative transaction can't drop tags
             drop_tag=(step_tags(tags, self.step)[1:] or None) if tags and self.hosts == 1 else None,
             name=tag if self.hosts > 1 else None,
-            host=self.host,
+            host=self.host if self.hosts > 1 else 0,
             hosts=self.hosts,
             attempt=None if attempt is None else str(attempt),
             metadata=self.metadata,
@@ -253,6 +255,11 @@ class Checkpoint(NamedTuple):
 
     async def _write_arrays(self, staging: Staging, prior: Snapshot | None) -> None:
         """Write the arrays; raise `Corrupt` or `NotFound`, having staged none, if some of `prior` is lost."""
+        if self.copied is not None:
+            from tstore.core.transactions.copies import copy_stored_chunks
+
+            await copy_stored_chunks(staging, self.copied, prior)
+            return
         if prior is not None:
             await prior.read_nodes([job.path for job in self.jobs if job.has_values])
         _set_prior(self.jobs, prior)

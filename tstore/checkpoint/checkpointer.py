@@ -6,17 +6,17 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self, Unpack
 
 from tstore.checkpoint.background import BackgroundSave, InFlight, SaveWork, StagingChoice, checked_choices
-from tstore.checkpoint.background_store import BackgroundStore
 from tstore.checkpoint.checkpoint import Checkpoint
+from tstore.checkpoint.job_store import Job, JobStore, Tiered, TierStep
 from tstore.checkpoint.mapped import Mapped
 from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
-from tstore.checkpoint.rollback import check_fallback, check_newest, check_order, is_damaged, roll_back
+from tstore.checkpoint.rollback import check_fallback, check_newest, is_damaged
 from tstore.checkpoint.save import checked_order, checkpoint_to_save
 from tstore.checkpoint.series import OnError, OnSaved, SaveSeries
 from tstore.checkpoint.staging import StagingMemory
@@ -32,28 +32,15 @@ from tstore.core.format.tree.retention import Keep, checked_keep
 from tstore.core.hints import hinting
 from tstore.core.pickling import refusal
 from tstore.core.runtime import pool
-from tstore.core.steps import Step, saved_steps, steps
-from tstore.core.store import Store, opened
-from tstore.core.transactions.attempts import Attempt
-from tstore.errors import Corrupt, DeadlineExceeded, Misuse, NotAStore, SnapshotExpired
+from tstore.core.steps import Step
+from tstore.core.store import Store
+from tstore.core.transactions.attempts import Attempt, start_token
+from tstore.errors import Corrupt, DeadlineExceeded, Misuse, SnapshotExpired
 from tstore.quantization.policy import QuantizeRules, Target
 
-__all__ = ["Checkpointer", "CheckpointerOptions"]
-_T = TypeVar("_T")
+__all__ = ["Checkpointer"]
 
 _log = logging.getLogger("tstore.checkpoint")
-
-
-class CheckpointerOptions(TypedDict, total=False):
-    """The options of a `Checkpointer` that are the same for arrays of NumPy, PyTorch and JAX."""
-
-    every: int | Policy | None
-    keep: int | Keep | None
-    codecs: QuantizeRules | Target
-    timeout: float | None
-    in_flight: InFlight
-    on_error: OnError
-    on_saved: OnSaved | None
 
 
 class Checkpointer:
@@ -66,7 +53,7 @@ class Checkpointer:
     Parameters
     ----------
     store
-        A URL, a path or a `Store`. A store that does not exist is created by the first save.
+        A URL, a path, a `Store`, or `Tiers`. A store that does not exist is created by the first save.
     every
         When `should_save` returns True: a number of steps, or policies such as
         `EverySteps(1000) | EverySeconds(600) | OnPreemption()`, or `Continuous()`; by default at every step.
@@ -113,7 +100,7 @@ class Checkpointer:
     @hinting
     def __init__(
         self,
-        store: str | os.PathLike[str] | Store,
+        store: str | os.PathLike[str] | Store | Tiered,
         *,
         every: int | Policy | None = None,
         keep: int | Keep | None = None,
@@ -131,15 +118,17 @@ class Checkpointer:
         checked_choices(staging, in_flight)
         self._store = store
         self._host, self._hosts = checked_host(host, hosts)
+        every = store.every if isinstance(store, Tiered) and every is None else every
         self._policy, kept = checked_policy(every, self._hosts, agree), checked_keep(keep)
         self._attempt, self._codecs, self._agree = attempt, codecs, agree
         self._timeout = None if timeout is None else checked_commit_timeout(timeout)
         self._staging: StagingChoice = staging
         self._in_flight: InFlight = in_flight
         self._process = os.getpid()
-        self._background_store: BackgroundStore | None = None
         self._memory = StagingMemory()
-        self._series = SaveSeries(kept if self._host == 0 else None, on_error, on_saved)
+        kept = kept if self._host == 0 else None
+        self._saves = JobStore.of(store, Job(self._host, self._hosts, timeout, kept, self._start_token))
+        self._series = SaveSeries(kept if self._saves.collects else None, on_error, on_saved)
         self._last_rollback: int | None = None  # the version of its commit
         self._last_step: int | None = None
         self._last_time = time.monotonic()
@@ -211,7 +200,7 @@ class Checkpointer:
         step = checked_order(step, tree)
         if self._closed:
             raise Misuse(f"{quote(self._store)}: the Checkpointer is closed; make another one to save step {step}")
-        store = self._background_store = self._background_store or BackgroundStore(self._store)
+        store = self._saves.background()
         attempt = self._next_attempt(store.url, step)  # every host counts this call, even if it raises below
         self._check_process()
         empty = Checkpoint.for_withdrawal(step, self._host, self._hosts, attempt, options.get("overwrite", False))
@@ -227,7 +216,7 @@ class Checkpointer:
                 **options,
             )
             self._forget_failed_step()
-            await check_order(self._store, step, self._last_step, self._series.pending)
+            await self._saves.check_order(step, self._last_step, self._series.pending)
         preempted = self._preemption_agreed if self._agree is not None else self._signal.received
         checkpoint = checkpoint._replace(
             attempt=attempt, check_tags=lambda tags: check_newest(store.url, step, tags), withdraws=True
@@ -255,7 +244,7 @@ class Checkpointer:
 
     async def latest(self) -> int | None:
         """Wait for saves under way; return the newest step, None if there is no step or no store."""
-        return max(await self._saved(steps), default=None)
+        return max(await self._steps(), default=None)
 
     async def best(self, metric: str, order: Literal["min", "max"] = "min") -> int | None:
         """Return the step with the lowest or highest value of a metric, the newest of equal ones.
@@ -273,7 +262,12 @@ class Checkpointer:
 
         A `Step` has the number, version, time and metrics; `tstore.steps` returns only the numbers.
         """
-        return await self._saved(saved_steps)
+        await self.wait()
+        return await self._saves.saved_steps()
+
+    async def tiers(self) -> list[TierStep]:
+        """Return what each tier has of each step, as far as this host knows; see `Tiers`."""
+        return await self._saves.tiers()
 
     async def restore_latest(self, target: Any = None, *, fallback: bool = False, **options: Any) -> Any:
         """Restore the newest step as `restore` does; return None if there is no step or no store.
@@ -290,7 +284,9 @@ class Checkpointer:
         `latest` on one host, send its result to all hosts, and call `restore` with it; the classes of
         `tstore.torch` and `tstore.jax` do that.
         """
-        if fallback:
+        await self.wait()
+        await self._saves.resume()
+        if fallback and not self._saves.verifies:
             return await self._restore_undamaged(target, options)
         while (step := await self._agreed_latest()) is not None:
             try:
@@ -309,7 +305,8 @@ class Checkpointer:
         """
         await self.wait()
         options = {"host": self._host, "hosts": self._hosts, **options}
-        return await restore(self._store, checked_step(step), target=target, **options)
+        step = checked_step(step)
+        return await restore(await self._saves.source(step), step, target=target, **options)
 
     async def rollback(self, step: int) -> int:
         """Make a step the newest: remove all later steps in one commit, and return the version of that commit.
@@ -324,8 +321,7 @@ class Checkpointer:
         """
         step = checked_step(step)
         await self.wait()
-        async with opened(self._store, "r+") as store:
-            rollback = await roll_back(store, step, self._host, checked_commit_timeout(self._timeout))
+        rollback = await self._saves.roll_back(step, self._host, checked_commit_timeout(self._timeout))
         self._last_rollback = self._last_rollback if rollback.removal is None else rollback.removal
         self._last_step = step
         self._series.forget_unsaved_after(step)
@@ -349,6 +345,9 @@ class Checkpointer:
         A save that is under way after `timeout` seconds is abandoned, unless its commit has begun: the store does
         not change, and `DeadlineExceeded` is raised. Afterwards the `Checkpointer` restores, but saves no more.
         """
+        await self._close(timeout, completed=True)
+
+    async def _close(self, timeout: float | None, *, completed: bool) -> None:
         if os.getpid() != self._process:  # a forked child has none of the saves
             return
         self._closed = True
@@ -361,14 +360,13 @@ class Checkpointer:
         finally:
             self._signal.remove()
             self._memory = StagingMemory()
-            if self._background_store is not None:
-                await self._background_store.close()
+            await self._saves.close(completed=completed)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    async def __aexit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        await self._close(None, completed=error_type is None)
 
     async def _restore_undamaged(self, target: Any, options: dict[str, Any]) -> Any:
         """Restore the newest step that is not damaged on any host, and make it the newest."""
@@ -382,7 +380,7 @@ class Checkpointer:
                     await value.verified()
             except Exception as raised:  # the other hosts must learn whether the step is damaged
                 error = raised
-            damaged = await is_damaged(self._store, step, error)
+            damaged = await is_damaged(await self._saves.source(step), step, error)
             if self._agree is not None:
                 damaged = await pool.run(self._agree, damaged)
             if not damaged:
@@ -403,7 +401,7 @@ class Checkpointer:
         """Look up the newest step before another; `_agree_on_latest` returns it or raises the lookup's error."""
         latest, failure = None, None
         try:
-            latest = max((step for step in await self._saved(steps) if step < before), default=None)
+            latest = max((step for step in await self._steps() if step < before), default=None)
         except Exception as error:  # reported to the other hosts
             failure = error
         return await self._agree_on_latest(latest, failure)
@@ -420,18 +418,18 @@ class Checkpointer:
             return None
         return attempt._replace(rollback=self._last_rollback).next_save(url, self._host, step)
 
-    async def _saved(self, read: Callable[[Store], Awaitable[list[_T]]]) -> list[_T]:
-        """Wait for saves under way; return what `read` returns for the store, an empty list if there is none."""
+    async def _start_token(self) -> str:
+        """Return the token of this start of the job; a subclass for several processes agrees on one instead."""
+        return start_token(self._attempt, self._hosts)
+
+    async def _steps(self) -> list[int]:
+        """Wait for saves under way; return the steps that can be restored, in increasing order."""
         await self.wait()
-        try:
-            async with opened(self._store, "r") as source:
-                return await read(source)
-        except NotAStore:
-            return []
+        return await self._saves.steps()
 
     async def _rollback_advice(self, step: int) -> str:
         """Return advice on how to go on without a damaged step."""
-        earlier = [number for number in await self._saved(steps) if number < step]
+        earlier = [number for number in await self._steps() if number < step]
         return f"to go on from an earlier step, call rollback({earlier[-1]})" if earlier else "it is the only step"
 
     def _raise_unseen_error(self, returned: SaveWork | None = None) -> None:

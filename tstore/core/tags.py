@@ -19,6 +19,7 @@ from tstore.errors import Conflict, InvalidArgument
 
 __all__ = [
     "Tagged",
+    "drop_steps_after",
     "drop_tag",
     "last_removal",
     "later_steps",
@@ -109,11 +110,19 @@ async def remove_steps_after(store: Store, step: int) -> int | None:
     while True:
         await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
         with contextlib.suppress(Conflict):  # a step was saved meanwhile
-            return await _drop(
-                store,
-                f"remove the steps after {step}",
-                lambda tags: [tag for later in later_steps(tags, step) for tag in step_tags(tags, later)],
-            )
+            return await drop_steps_after(store, step)
+
+
+async def drop_steps_after(store: Store, step: int) -> int | None:
+    """Drop the tags as `remove_steps_after` does, also if there is no such step.
+
+    Raise `Conflict` if a step is saved meanwhile.
+    """
+    return await _drop(
+        store,
+        f"remove the steps after {step}",
+        lambda tags: [tag for later in later_steps(tags, step) for tag in step_tags(tags, later)],
+    )
 
 
 def later_steps(tags: Iterable[str], step: int) -> list[int]:

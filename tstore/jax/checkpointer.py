@@ -11,12 +11,13 @@ import jax
 
 from tstore.checkpoint import checkpointer
 from tstore.checkpoint.background import BackgroundSave
-from tstore.checkpoint.checkpointer import CheckpointerOptions
+from tstore.checkpoint.job_store import CheckpointerOptions, Tiered
 from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.core.format.arguments import checked_step
 from tstore.core.hints import hinting
+from tstore.core.runtime import pool
 from tstore.core.store import Store
-from tstore.jax.processes import Processes, agreed_number, any_process
+from tstore.jax.processes import Processes, agreed_number, any_process, job_token
 from tstore.jax.restore import PlacedTarget, restore
 from tstore.jax.save import unchanging_values
 
@@ -42,7 +43,7 @@ class Checkpointer(checkpointer.Checkpointer):
     @complete(CheckpointerOptions, checkpointer.Checkpointer.__init__)
     def __init__(
         self,
-        store: str | os.PathLike[str] | Store,
+        store: str | os.PathLike[str] | Store | Tiered,
         **options: Unpack[CheckpointerOptions],
     ) -> None:
         super().__init__(
@@ -67,7 +68,7 @@ class Checkpointer(checkpointer.Checkpointer):
         Raise what `save_async` raises, and the error of an earlier save once this one has begun.
         """
         called = time.monotonic()
-        processes = Processes.saving(self._store, step, None, None, None)
+        processes = Processes.saving(self._saves.store, step, None, None, None)
         begin = super()._save_since
 
         async def run() -> BackgroundSave:
@@ -96,14 +97,13 @@ class Checkpointer(checkpointer.Checkpointer):
 
         Raise what `tstore.jax.restore` raises, and the error of a save that failed.
         """
-        restored = restore(self._store, checked_step(step), target=target, **options)
+        step, here = checked_step(step), PlacedTarget.here(target)
 
         async def run() -> Any:
-            try:
-                await self.wait()
-            except BaseException:
-                restored.close()
-                raise
-            return await restored
+            await self.wait()
+            return await restore(await self._saves.source(step), step, target=here, **options)
 
         return run()
+
+    async def _start_token(self) -> str:
+        return await pool.run(job_token)

@@ -79,6 +79,12 @@ def _job_token(client: Any) -> str:
     return token
 
 
+def job_token() -> str:
+    """Return the token of this start of the job; a random one for a job of one process."""
+    token: str = _job_token(_client()) if jax.process_count() > 1 else secrets.token_hex(12)
+    return token
+
+
 @functools.cache
 def _numbers(client: Any, purpose: str) -> Iterator[int]:
     """Return the numbers of the exchanges for one purpose."""

@@ -41,11 +41,14 @@ from tstore import (
     Shards,
     Step,
     Summary,
+    Tiers,
+    TierStep,
     errors,
     sharding,
 )
 from tstore import zarr as zarr
 from tstore.checkpoint.background import InFlight, StagingChoice
+from tstore.checkpoint.job_store import Tiered
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
 from tstore.checkpoint.series import OnError, OnSaved
@@ -105,6 +108,8 @@ __all__ = [
     "Step",
     "Store",
     "Summary",
+    "TierStep",
+    "Tiers",
     "Transaction",
     "baseline",
     "copy",
@@ -314,7 +319,7 @@ class Checkpointer:
     Parameters
     ----------
     store
-        A URL, a path or a `Store`. A store that does not exist is created by the first save.
+        A URL, a path, a `Store`, or `Tiers`. A store that does not exist is created by the first save.
     every
         When `should_save` returns True: a number of steps, or policies such as
         `EverySteps(1000) | EverySeconds(600) | OnPreemption()`, or `Continuous()`; by default at every step.
@@ -359,7 +364,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        store: str | os.PathLike[str] | Store,
+        store: str | os.PathLike[str] | Store | Tiered,
         *,
         every: int | Policy | None = None,
         keep: int | Keep | None = None,
@@ -421,6 +426,9 @@ class Checkpointer:
 
         A `Step` has the number, version, time and metrics; `tstore.steps` returns only the numbers."""
 
+    def tiers(self) -> list[TierStep]:
+        """Return what each tier has of each step, as far as this host knows; see `Tiers`."""
+
     def restore_latest(self, target: Any = None, *, fallback: bool = False, **options: Any) -> Any:
         """Restore the newest step as `restore` does; return None if there is no step or no store.
 
@@ -464,7 +472,7 @@ class Checkpointer:
         not change, and `DeadlineExceeded` is raised. Afterwards the `Checkpointer` restores, but saves no more."""
 
     def __enter__(self) -> Checkpointer: ...
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None: ...
 
 class Follower:
     """The new versions of a store, from `Store.follow`: an iterator of snapshots that never ends."""

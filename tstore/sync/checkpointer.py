@@ -26,6 +26,7 @@ class Checkpointer(BlockingWrapper):  # noqa: D101 - has the docstring of the cl
     latest = blocking(_async.Checkpointer.latest)
     best = blocking(_async.Checkpointer.best)
     steps = blocking(_async.Checkpointer.steps)
+    tiers = blocking(_async.Checkpointer.tiers)
     restore_latest = blocking(_async.Checkpointer.restore_latest)
     restore = blocking(_async.Checkpointer.restore)
     rollback = blocking(_async.Checkpointer.rollback)

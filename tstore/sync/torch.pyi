@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from tstore import sync
 from tstore.checkpoint.background import InFlight, StagingChoice
+from tstore.checkpoint.job_store import Tiered
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
 from tstore.checkpoint.series import OnError, OnSaved
@@ -33,7 +34,7 @@ class Checkpointer(sync.Checkpointer):
 
     def __init__(
         self,
-        store: str | os.PathLike[str] | Store,
+        store: str | os.PathLike[str] | Store | Tiered,
         *,
         group: Any | None = None,
         staging: StagingChoice = "memory",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import tstore
 from tstore import BackgroundSave, Keep, Store
 from tstore.checkpoint.background import InFlight, StagingChoice
+from tstore.checkpoint.job_store import Tiered
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing, PerHostRule
 from tstore.checkpoint.series import OnError, OnSaved
@@ -32,7 +33,7 @@ class Checkpointer(tstore.Checkpointer):
 
     def __init__(
         self,
-        store: str | os.PathLike[str] | Store,
+        store: str | os.PathLike[str] | Store | Tiered,
         *,
         group: Any | None = None,
         staging: StagingChoice = "memory",

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from tstore.checkpoint import checkpointer
 from tstore.checkpoint.background import BackgroundSave, StagingChoice
-from tstore.checkpoint.checkpointer import CheckpointerOptions
+from tstore.checkpoint.job_store import CheckpointerOptions, Tiered
 from tstore.checkpoint.options import CommitOptions, CommitSettings, complete
 from tstore.core.format.arguments import checked_step
 from tstore.core.hints import hinting
-from tstore.core.runtime import pool
+from tstore.core.runtime import pool, world
 from tstore.core.store import Store
 from tstore.errors import Unavailable
 from tstore.torch.processes import Processes
@@ -45,7 +45,7 @@ class Checkpointer(checkpointer.Checkpointer):
     @complete(CheckpointerOptions, checkpointer.Checkpointer.__init__)
     def __init__(
         self,
-        store: str | os.PathLike[str] | Store,
+        store: str | os.PathLike[str] | Store | Tiered,
         *,
         group: dist.ProcessGroup | None = None,
         staging: StagingChoice = "memory",
@@ -94,7 +94,12 @@ class Checkpointer(checkpointer.Checkpointer):
         Raise what `tstore.torch.restore` raises, and the error of a save that failed.
         """
         await self.wait()
-        return await restore_among(self._processes, self._store, checked_step(step), target=target, **options)
+        step = checked_step(step)
+        return await restore_among(self._processes, await self._saves.source(step), step, target=target, **options)
+
+    async def _start_token(self) -> str:
+        tokens: list[str] = await pool.run(self._processes.exchange, world.token(12), None)
+        return tokens[0]
 
     async def _agree_on_latest(self, latest: int | None, failure: Exception | None) -> int | None:
         """Return the step that the first process found; raise in all processes if one has a `failure`."""

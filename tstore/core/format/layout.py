@@ -8,6 +8,7 @@ roots/<20 digits>                  a root: the tree of a version, as changes to 
 txn/<id>/<kind>…                   the objects of one transaction: packs (pack-…), manifests (manifest…), fragments
                                    (part-…), merged fragments (merge-…), claims (merging-…), heartbeats (alive-…)
 damaged/<20 digits>-<32 hex>       a record that `tstore repair` voided, named by its version and xxh3-128
+tiers/…                            what the hosts of a job with several tiers tell each other (`tstore.tiers`)
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ _ARCHIVE = re.compile("archives/[0-9]{20}")
 _TRANSACTION_OBJECT = re.compile(f"txn/{_ID.pattern}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
 _PACKS = re.compile(f"(?:txn/{_ID.pattern}/pack-[^/\n]+\n)*+")
 _OTHER_OBJECT = "(?:archives|commits|roots)/[0-9]{20}|damaged/[0-9]{20}-[0-9a-f]{32}|latest|tstore[.]json"
-_OBJECT = re.compile(f"{_OTHER_OBJECT}|{_TRANSACTION_OBJECT.pattern}")
+_TIERS = "tiers/(?:offers/[0-9a-f]{32}/[0-9]{5,6}|decisions/[0-9]{20}|pushes/[0-9]{1,20}-[0-9]{1,20})"
+_OBJECT = re.compile(f"{_OTHER_OBJECT}|{_TIERS}|{_TRANSACTION_OBJECT.pattern}")
 
 
 commit_key: Callable[[int], str] = "commits/{:020d}".format

@@ -58,7 +58,7 @@ from tstore.core.format.layout import (
 from tstore.core.format.objects.object_ref import ObjectRef
 from tstore.core.format.objects.records import Collection, Record
 from tstore.core.format.tree.retention import Keep, Ledger, packs_of, step_of
-from tstore.core.log.expiry import ledger_at
+from tstore.core.log.expiry import collections, last_collection, ledger_at
 from tstore.core.log.group_commit import Newer
 from tstore.core.log.log import Log
 from tstore.core.log.reader import LogReader
@@ -70,10 +70,11 @@ from tstore.core.maintenance.past_repairs import check_repairs_ended
 from tstore.core.runtime import world
 from tstore.core.runtime.concurrency import batched, together
 from tstore.core.runtime.pool import run, run_to_end
+from tstore.core.storage.base import Storage
 from tstore.core.storage.objects import Durability
 from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 
-__all__ = ["CollectReport", "Overtaken", "collect"]
+__all__ = ["CollectReport", "Overtaken", "collect", "delete_condemned"]
 
 _MAX_PLANS = 8  # restarts allowed because newer commits tag expiring versions, or drop tags
 _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions that a record condemns
@@ -368,6 +369,17 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
         return record()
 
     return await log.append(record(), validate, Durability.FSYNC)
+
+
+async def delete_condemned(storage: Storage, log_id: bytes | None, after: int) -> None:
+    """Delete from a copy of a store what the collections above version `after` condemned in its source."""
+    reader = LogReader(storage, log_id=log_id)
+    async for version, condemned in collections(reader, await last_collection(reader, await reader.newest())):
+        if version <= after:
+            break
+        names = list(filter(is_transaction, condemned.transactions))
+        listed = await together(lambda name: storage.list(f"txn/{name}/"), names)
+        await _delete(reader, version, condemned, dict(zip(names, listed, strict=True)))
 
 
 async def _delete(

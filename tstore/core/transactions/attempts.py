@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from tstore.core.format.arguments import checked_name
+from tstore.core.runtime import world
 from tstore.errors import InvalidArgument
 
-__all__ = ["Attempt", "detected_attempt", "needed_attempt"]
+__all__ = ["Attempt", "detected_attempt", "needed_attempt", "start_token"]
 
 _HETEROGENEOUS = ("SLURM_HET_", "SLURM_PACK_", "SLURM_JOB_ID_HET_GROUP_", "SLURM_JOB_ID_PACK_GROUP_")
 
@@ -79,6 +80,14 @@ _WITH_LENGTH = re.compile(r"#\d+\Z")
 _lock = threading.Lock()
 _saves: Counter[tuple[str, int, int, Attempt]] = Counter()
 """How often this process has saved a step, by URL, host, step and attempt."""
+
+
+def start_token(token: str | None, hosts: int) -> str:
+    """Return the token of this start of the job, passed or detected; a random one for a job of one host."""
+    attempt = Attempt.passed_or_detected(token, hosts)
+    if attempt is not None:
+        return attempt.token
+    return needed_attempt(os.environ, hosts) if hosts > 1 else world.token(12)
 
 
 def needed_attempt(environment: Mapping[str, str], hosts: int) -> str:

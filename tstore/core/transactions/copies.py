@@ -38,7 +38,7 @@ from tstore.core.transactions.handles import HandleSource, check_handle, create_
 from tstore.core.transactions.staging import Staging
 from tstore.errors import InvalidArgument, NotFound, TStoreError
 
-__all__ = ["copy_array"]
+__all__ = ["copy_array", "copy_stored_chunks", "verified_chunks"]
 
 _BOX_BYTES = 48 << 20
 """The bytes of values, or of encoded chunks, in memory at once, unless one chunk has more."""
@@ -118,6 +118,70 @@ def _same_chunks(mine: ArrayMeta, other: ArrayMeta) -> bool:
 # ---- encoded chunks
 
 
+async def copy_stored_chunks(staging: Staging, source: Snapshot, prior: Snapshot | None) -> None:
+    """Stage all arrays of a snapshot of another store, with those of their chunks that exist, encoded as they are.
+
+    Refer to the chunks of `prior`, a snapshot of this store, that have the same checksums. Raise `Corrupt`, with
+    the path and the chunk, if a chunk of the source is damaged.
+    """
+    await source.read_nodes()
+    paths = source.paths()
+    if prior is not None:
+        await prior.read_nodes(paths)
+    for path in paths:
+        node = array_node(source.tree, path, source.location)
+        earlier = None if prior is None else prior.tree.nodes.get(path)
+        rows, changed = await run(_compared, node, earlier)
+        reused = sum(row.length for row in rows)
+        stored = _Stored(source.log, source.version, node, None)
+        for batch in _batched(changed):
+            rows += (await _written(staging, stored, batch)).rows
+        rows.sort(key=lambda row: row.number)
+        await staging.adopt_array(path, node.meta, ChunkTable.from_rows(rows), reused)
+
+
+def _compared(node: Node, earlier: Node | None) -> tuple[list[ChunkRow], list[ChunkRow]]:
+    """Return the references of an earlier array to equal chunks, and those of `node` to all others."""
+    same: list[ChunkRow] = []
+    changed: list[ChunkRow] = []
+    is_comparable = earlier is not None and earlier.document == node.document
+    for row in node.chunks.rows:
+        prior = earlier.row(row.number) if earlier is not None and is_comparable else None
+        if prior is not None and (prior.length, prior.checks) == (row.length, row.checks):
+            same.append(prior)
+        else:
+            changed.append(row)
+    return same, changed
+
+
+def _rows(node: Node) -> list[ChunkRow]:
+    return node.chunks.rows
+
+
+async def verified_chunks(source: Snapshot) -> int:
+    """Read all chunks of a snapshot that exist, and return their bytes; raise `Corrupt` if one is damaged."""
+    await source.read_nodes()
+    size = 0
+    for path in source.paths():
+        stored = _Stored(source.log, source.version, array_node(source.tree, path, source.location), None)
+        for batch in _batched(await run(_rows, stored.node)):
+            size += sum(map(len, await _read(stored, batch)))
+    return size
+
+
+def _batched(rows: Sequence[ChunkRow]) -> Iterator[list[ChunkRow]]:
+    """Yield the references in batches of about `_BOX_BYTES` encoded bytes."""
+    batch, size = list[ChunkRow](), 0
+    for row in rows:
+        if batch and size + row.length > _BOX_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(row)
+        size += row.length
+    if batch:
+        yield batch
+
+
 async def _in_batches(stored: _Stored) -> AsyncIterator[list[ChunkRow]]:
     """Yield the references to all chunks, a few at a time; raise `NotFound` if one of a dense array is missing."""
     node = stored.node
@@ -140,22 +204,21 @@ async def _in_batches(stored: _Stored) -> AsyncIterator[list[ChunkRow]]:
 
     tables = references()
     while (rows := await guard_expiry(stored.log, stored.version, run(next, tables, None))) is not None:
-        batch, size = list[ChunkRow](), 0
-        for row in rows:
-            if batch and size + row.length > _BOX_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(row)
-            size += row.length
-        if batch:
+        for batch in _batched(rows):
             yield batch
+
+
+async def _read(stored: _Stored, rows: Sequence[ChunkRow]) -> list[npt.NDArray[np.uint8]]:
+    """Read and verify encoded chunks."""
+    data = [np.empty(row.length, np.uint8) for row in rows]
+    jobs = [_encoded_read(stored, row, out) for row, out in zip(rows, data, strict=True)]
+    await guard_expiry(stored.log, stored.version, read_chunks(stored.log.storage, jobs))
+    return data
 
 
 async def _written(staging: Staging, stored: _Stored, rows: Sequence[ChunkRow]) -> ChunkTable:
     """Copy encoded chunks into a pack and return the references to the copies."""
-    data = [np.empty(row.length, np.uint8) for row in rows]
-    jobs = [_encoded_read(stored, row, out) for row, out in zip(rows, data, strict=True)]
-    await guard_expiry(stored.log, stored.version, read_chunks(stored.log.storage, jobs))
+    data = await _read(stored, rows)
     async with staging.operation(), staging.heartbeat():
         key, offset = await staging.packs.write_bytes([chunk.data for chunk in data])
     offsets = itertools.accumulate([row.length for row in rows[:-1]], initial=offset)

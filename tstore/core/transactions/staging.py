@@ -188,11 +188,14 @@ class Staging:
             staged.keep_array(path, meta, tables)
             self._kept.add(path)
 
-    async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
-        """Stage an array whose chunks this or other processes wrote to the transaction's packs."""
+    async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, reused: int = 0) -> None:
+        """Stage an array whose chunks this or other processes wrote to the transaction's packs.
+
+        `reused` bytes of them are in packs of earlier transactions.
+        """
         async with self.operation() as staged:
             staged.keep_array(path, meta, (chunks,))
-            self._bytes_adopted += int(chunks.length.sum())
+            self._bytes_adopted += int(chunks.length.sum()) - reused
 
     async def read_nodes(self, staged: StagedTree, paths: Iterable[str] | None = None) -> None:
         """Read the nodes of the base at these paths, or all, so that later lookups do not block."""

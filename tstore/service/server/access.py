@@ -4,7 +4,7 @@ A token file, or the variable `TSTORE_SERVER_TOKENS`, has one `SCOPE TOKEN` per 
 start with # are ignored. Each scope includes the scopes listed before it:
 
     read     GET, HEAD, listings
-    write    PUT; deletion of heartbeats
+    write    PUT; deletion of heartbeats, and of what hosts with tiers tell each other
     admin    DELETE, and PUT of archives and of the records of garbage collections and repairs, also in a copy;
              replacement of damaged packs and manifests by the bytes that were committed
 

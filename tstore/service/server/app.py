@@ -143,8 +143,9 @@ class App:
         if self._active > self._limits.requests and not self._transfers.make_room(sender.client):
             raise Refused(503, "too many requests at once; try again", {"Retry-After": "1"})
         try:
-            if path == "/":
-                return await self._handle_listing(request, query)
+            if path == "/" or (path.endswith("/") and self._names == "any"):
+                folder = "" if path == "/" else f"{key_of(path[:-1])}/"
+                return await self._handle_listing(request, query, folder)
             key = key_of(path)
             if query:
                 raise Refused(400, "a request for an object takes no query")
@@ -221,12 +222,13 @@ class App:
             return json_response(201 if mode is PutMode.CREATE else 204)
         if any(name in request.headers for name in _CONDITIONS):
             raise Refused(400, "DELETE takes no conditions")
-        if kind is not Kind.HEARTBEAT:
+        if kind not in (Kind.HEARTBEAT, Kind.TIERS):
             self._check_scope(sender.scope, Scope.ADMIN)
         await self._writes.delete(key, kind)
         return json_response(204)
 
-    async def _handle_listing(self, request: web.BaseRequest, query: str) -> web.StreamResponse:
+    async def _handle_listing(self, request: web.BaseRequest, query: str, folder: str) -> web.StreamResponse:
+        """Return a page of the names below a folder, relative to it; with `names="any"` it may have a store."""
         try:
             pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=len(_PARAMETERS))
         except ValueError:
@@ -243,9 +245,16 @@ class App:
             raise Refused(400, "delimiter: expected / or none")
         prefix, after = parameters.get("prefix", ""), parameters.get("after", "")
         checked_key(f"{prefix}x", "this store")
-        page, next_after = await self._served.page(prefix, delimiter, after, min(_PAGE, int(limit)))
-        entries = [e._asdict() for e in page.entries if kind_of(e.key, self._names)]
-        return json_response(200, {"entries": entries, "folders": page.folders, "next": next_after})
+        after = after and f"{folder}{after}"
+        page, last = await self._served.page(f"{folder}{prefix}", delimiter, after, min(_PAGE, int(limit)))
+        entries = [
+            {**entry._asdict(), "key": entry.key.removeprefix(folder)}
+            for entry in page.entries
+            if kind_of(entry.key, self._names)
+        ]
+        folders = [name.removeprefix(folder) for name in page.folders]
+        next_after = None if last is None else last.removeprefix(folder)
+        return json_response(200, {"entries": entries, "folders": folders, "next": next_after})
 
 
 def _check_headers(request: web.BaseRequest) -> None:

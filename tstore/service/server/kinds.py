@@ -12,6 +12,7 @@ By default, the server accepts and serves only these keys, so that no other file
     txn/<id>/part-…, merge-…           a fragment
     txn/<id>/merging-…                 the number of the host that merges, or that has withdrawn the transaction
     txn/<id>/alive-…                   a heartbeat; may be replaced, and deleted with scope write
+    tiers/…                            what the hosts of a job with several tiers tell each other
     txn/<id>                           not an object but a folder, which a gc deletes last
 
 Metadata must parse and agree with its key before it is stored. Only its form is checked here, most of it by
@@ -63,6 +64,7 @@ class Kind(enum.Enum):
     FRAGMENT = _TRANSACTION + r"/(?:part|merge)-[A-Za-z0-9._-]{1,200}"
     MERGER = _TRANSACTION + r"/merging-[A-Za-z0-9._-]{1,200}"
     HEARTBEAT = _TRANSACTION + r"/alive-[A-Za-z0-9._-]{1,200}"
+    TIERS = r"tiers/(?:offers/[0-9a-f]{32}/[0-9]{5,6}|decisions/[0-9]{20}|pushes/[0-9]{1,20}-[0-9]{1,20})"
     FOLDER = _TRANSACTION
     OTHER = r"(?!)"  # matches nothing; a key of no other kind, which only `names="any"` serves
 

@@ -100,7 +100,7 @@ class Writes:
             return
         if kind is not Kind.FOLDER and await self._storage.head(key) is None:
             return
-        if kind in (Kind.HEARTBEAT, Kind.OTHER):
+        if kind in (Kind.HEARTBEAT, Kind.TIERS, Kind.OTHER):
             await self._storage.delete(key)
             if kind is Kind.HEARTBEAT:
                 await self._served.remove_empty_folder(key.rpartition("/")[0])
