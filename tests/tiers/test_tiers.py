@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,8 +81,7 @@ class Job:
 
     def all(self, *order: Any) -> Any:
         """Give an order to all hosts at once, and return the result that they share."""
-        for host in self.hosts:
-            _tell(host, *order)
+        self.tell(*order)
         results = [json.loads(processes.line(host)) for host in self.hosts]
         assert all(result == results[0] for result in results), results
         return results[0]
@@ -95,17 +93,18 @@ class Job:
         if copied:
             assert self.all("copied", steps[-1]) is None
 
+    def tell(self, *order: Any) -> None:
+        """Give an order to all hosts at once."""
+        for host in self.hosts:
+            assert host.stdin is not None
+            host.stdin.write(json.dumps(order) + "\n")
+            host.stdin.flush()
+
     def kill(self) -> None:
         """Kill all hosts."""
         for host in self.hosts:
             host.kill()
             host.communicate(timeout=processes.DEADLINE)
-
-
-def _tell(host: subprocess.Popen[str], *order: Any) -> None:
-    assert host.stdin is not None
-    host.stdin.write(json.dumps(order) + "\n")
-    host.stdin.flush()
 
 
 @contextlib.contextmanager

@@ -92,11 +92,6 @@ def decide(
             holders.setdefault(part.saved, {}).setdefault(part.host, []).append(holder)
     covered = {saved for saved, by_host in holders.items() if len(by_host) == parts[saved]}
     durables = set(durable)
-    for saved in holders.keys() - covered:
-        absent = sorted(set(range(parts[saved])) - holders[saved].keys())
-        _log.warning(
-            "step %d is not whole: nobody holds the parts of hosts %s of %d", saved.step, absent, parts[saved]
-        )
     candidates = [
         saved
         for saved in covered | durables
@@ -214,5 +209,19 @@ class Round:
         previous = await self.previous()
         number = 1 if previous is None else previous.number + 1
         decision = decide(number, self.name, offers, durable, previous, self._job, newest)
+        _log_passed_over(decision, offers, self._job)
         with contextlib.suppress(AlreadyExists):  # another host, or another round, was first
             await create(self._storage, decision_key(number), decision)
+
+
+def _log_passed_over(decision: Decision, offers: Sequence[Offer], job: str) -> None:
+    """Log the newer steps from which the job can't go on, with the hosts whose parts nobody holds."""
+    held: dict[tuple[Saved, int], set[int]] = {}
+    for part in (held.part for offer in offers for held in offer.held if held.part.job == job):
+        held.setdefault((part.saved, part.hosts), set()).add(part.host)
+    for (saved, hosts), parts in sorted(held.items()):
+        if saved.step > decision.step and len(parts) < hosts:
+            absent = sorted(set(range(hosts)) - parts)
+            _log.warning(
+                "step %d is not whole: nobody holds the parts of hosts %s of %d", saved.step, absent, hosts
+            )
