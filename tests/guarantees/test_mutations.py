@@ -246,6 +246,10 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
             "return True",
         ),
     ),
+    "two creations join a group commit": (
+        "guarantees/test_contention.py::test_conflicting_changes_of_metadata_do_not_share_a_record[local]",
+        Edit(TREE + "few_chunks", "n.replaces_node or ", ""),
+    ),
     "metrics join a group commit": (
         "guarantees/test_contention.py::test_retention_sees_every_step_of_a_group_commit",
         Edit(QUEUE + "__init__", 'or "metrics" in record.metadata', ""),
@@ -455,6 +459,18 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "finish commits what was voided": (
         REPAIRS + "test_finish_never_commits_again_what_was_voided",
         Edit(EXCLUSION + "_check_voided", "if newer.voids:", "if False:"),
+    ),
+    "hosts give up at a repair that has not ended": (
+        "maintenance/test_repair_races.py::test_no_host_is_told_that_a_transaction_is_not_committed_because_an_earlier_version_was_voided",
+        Edit(EXCLUSION + "_check_voided", "if newer.voids:", "if newer.voids or newer.was_voided:"),
+    ),
+    "what a host gave up is committed later": (
+        BEGUN + "test_what_a_host_is_told_that_waited_in_vain_is_not_committed_later",
+        Edit(
+            "tstore.core.transactions.cooperative:_Waiter._check_not_removed",
+            "if await self._commit.withdraw(base) is not None:",
+            "if False:",
+        ),
     ),
     "writes over other metadata are read": (
         REPAIRS + "test_a_version_that_rests_on_a_damaged_one_is_named",
