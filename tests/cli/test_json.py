@@ -35,6 +35,7 @@ COMMANDS = [
     "import O/out.safetensors O/new --step 0",
     "copy S O/copy",
     "finish S step/4",
+    "follow S --count 1",
 ]
 
 ELSEWHERE = {

@@ -4,7 +4,7 @@
    `tree`, `tables`: the readable form of each result.
 2. `console`: running a command, showing its progress, printing its result, and reporting errors.
 3. `commands`: the group of all commands. `reading`, `tags`, `transfer`, `maintenance`, `quantize`, `serve` (with
-   `view`), `statistics`: the commands.
+   `view`), `follow`, `statistics`: the commands.
 
 `main` imports them only when it is called: from its first line on, Ctrl-C prints one line and no traceback.
 """

@@ -31,6 +31,7 @@ from tstore.cli.console import (
     path_or_url,
     run,
 )
+from tstore.cli.follow import follow
 from tstore.cli.maintenance import bench, finish, gc, probe, repair, verify
 from tstore.cli.quantize import quantize, report
 from tstore.cli.reading import diff, log, ls, show
@@ -138,6 +139,7 @@ for _command in (
     diff,
     export,
     finish,
+    follow,
     gc,
     import_checkpoint,
     log,

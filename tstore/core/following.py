@@ -75,7 +75,7 @@ class Follower:
 
     @property
     def held(self) -> int | None:
-        """The version that the arrays of the last update hold; None before the first one, or if they are mixed."""
+        """The version that the arrays of the last update hold, None for none; to be read under `lock`, too."""
         return None if self._held is None else self._held[0].version
 
     def __aiter__(self) -> Self:
@@ -179,7 +179,7 @@ class Follower:
         except SnapshotExpired:
             self._next = None  # there are newer versions
             raise
-        await asyncio.shield(self._apply(snapshot, arrays, changes))
+        await asyncio.shield(run(self._apply, snapshot, arrays, changes))
         return snapshot
 
     async def _changes(self, snapshot: Snapshot, arrays: _Arrays) -> list[_Change]:
@@ -223,15 +223,12 @@ class Follower:
         except (Corrupt, NotFound):  # the base has expired since, or is damaged
             return everything
 
-    async def _apply(self, snapshot: Snapshot, arrays: _Arrays, changes: Sequence[_Change]) -> None:
-        self._held = None
-        await run(self._copy, changes)
-        self._held, self._next = (snapshot, arrays), None
-
-    def _copy(self, changes: Sequence[_Change]) -> None:
+    def _apply(self, snapshot: Snapshot, arrays: _Arrays, changes: Sequence[_Change]) -> None:
         with self.lock:
+            self._held = None
             for array, region, values in changes:
                 array[region] = values
+            self._held, self._next = (snapshot, arrays), None
 
     def __reduce__(self) -> str:
         raise Misuse("a follower belongs to its process and can't be pickled: pass the store, and follow it there")

@@ -483,7 +483,7 @@ class Follower:
 
     @property
     def held(self) -> int | None:
-        """The version that the arrays of the last update hold; None before the first one, or if they are mixed."""
+        """The version that the arrays of the last update hold, None for none; to be read under `lock`, too."""
 
     def update(self, into: Any, timeout: float | None = None) -> Snapshot | None:
         """Wait for the next version, bring arrays in memory to it, and return its snapshot.
