@@ -1,7 +1,7 @@
 """Benchmarks of tstore, its peers and the raw limit of the machine, interleaved in one run.
 
 Run `python -m bench.save`, `bench.jobs`, `bench.backends`, `bench.writers`, `bench.arrays`, `bench.scale`,
-`bench.exmy`, `bench.page` or `bench.breadth`.
+`bench.exmy`, `bench.page`, `bench.tiers` or `bench.breadth`.
 
 What they measure: `workloads` are data; `contender` is the interface of all contenders, which are in `peers`, a
 module for each library; `states` and `chunks` are what a process does for its contender, and its cost. How:

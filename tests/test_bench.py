@@ -148,3 +148,8 @@ def test_loading_measures_what_its_bars_need(tmp_path: Path) -> None:
         )
         assert all(set(figures["median"]) == {"first", "whole", "read", "cold"} for figures in installed.values())
     assert all("runai" in bar or "fastsafetensors" in bar for bar in not_measured(data))
+
+
+@pytest.mark.deep
+def test_tiers(tmp_path: Path) -> None:
+    assert not not_measured(figures_of("tiers", tmp_path, "--mib 8 --hosts 4"))

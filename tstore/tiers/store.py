@@ -120,8 +120,9 @@ class TieredStore(JobStore):
         check_newest(self._options.durable, step, {step_tag(number): 0 for number in known})
 
     async def steps(self) -> list[int]:
-        """Return the steps in any tier, in increasing order."""
-        return [step.step for step in await self.saved_steps()]
+        """Return the decided step and those saved since, which takes no request: the durable store may be away."""
+        decision = self._decision or await self._decide()
+        return sorted({*self._saved, *([] if decision.saved is None else [decision.step])})
 
     async def saved_steps(self) -> list[Step]:
         """Return the steps in any tier, in increasing order; the version is that of the tier."""
@@ -166,7 +167,7 @@ class TieredStore(JobStore):
 
     async def roll_back(self, step: int, host: int, timeout: float) -> Rollback:
         """Decide with the other hosts to go on from a step; the versions are the number of the decision."""
-        if step not in await self.steps():
+        if step not in {saved.step for saved in await self.saved_steps()}:
             raise NotFound(f"{self._options.durable}: no tier has step {step}")
         decision = await self._decide(newest=step)
         if decision.step != step:
