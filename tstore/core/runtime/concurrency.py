@@ -89,9 +89,11 @@ class Prefetch(Generic[K, V]):
 
 
 _QUICK = 300e-6  # seconds
+_SURELY_WAITED = 0.1  # seconds
 _LONGEST = 1e-3  # seconds that one call counts, so that a single long one, perhaps descheduled, changes little
 _WEIGHT = 1 / 8  # weight of the last call in the mean
 _FEWEST, _MOST = 8, 4096  # calls in threads before calls may be made in the loop's thread
+_SUSPECTED = 64  # calls
 _LONG_SPELL = 256  # calls in the loop's thread after which the count starts at `_FEWEST` again
 
 
@@ -112,7 +114,8 @@ class QuickCalls:
     2. If the mean of recent calls there reaches 300 µs, calls return to threads. The number of calls after which
        the loop's thread is tried again doubles, so that a storage that is sometimes slow rarely stops the loop.
     3. A long call during which the thread waited for nothing does not count: other processes had the processor
-       meanwhile, and a thread would have to wait for it too.
+       meanwhile, and a thread would have to wait for it too. Asking the system costs a tenth of a short call, so
+       it is asked only during the calls after a long one. A first long call counts if it took 100 ms.
     """
 
     def __init__(self) -> None:
@@ -120,18 +123,23 @@ class QuickCalls:
         self._count = 0  # calls made in the same kind of thread
         self._shortest = math.inf  # of these calls
         self._needed = _FEWEST
+        self._suspected = 0  # calls for which the system will be asked whether the thread waited
 
     async def run(self, call: Callable[..., T], *args: Any) -> T:
         """Make one blocking call and return its result; cancellation waits for the call's end."""
         if self._mean == math.inf or not uses_threads():
             return await run(self._call_in_thread, call, *args)
-        waits, start = _waits(), time.perf_counter()
+        waits, start = _waits() if self._suspected else None, time.perf_counter()
         try:
             return call(*args)
         finally:
             self._count += 1
             duration = time.perf_counter() - start
-            if duration < _QUICK or _waits() != waits:
+            if is_quick := duration < _QUICK:
+                self._suspected -= self._suspected > 0
+            else:
+                self._suspected = _SUSPECTED
+            if is_quick or (duration >= _SURELY_WAITED if waits is None else _waits() != waits):
                 self._mean += _WEIGHT * (min(duration, _LONGEST) - self._mean)
             if self._mean >= _QUICK:
                 self._needed = _FEWEST if self._count >= _LONG_SPELL else min(2 * self._needed, _MOST)
