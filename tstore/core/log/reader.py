@@ -96,6 +96,7 @@ class LogReader:
         self._looked_ahead = False
         self._searches = SharedCalls(self._search_newest)
         self._readings = SharedCalls(self._read_newest)
+        self._looks = SharedCalls(self._look_ahead)
         self._search = Search(self._probe, batches=storage.tuning.latency_bound)
 
     @staticmethod
@@ -179,20 +180,23 @@ class LogReader:
         """
         return Prefetch(self.records.short_records, range(newest, above, -1))
 
-    async def newest(self) -> int:
+    def newest(self) -> Coroutine[Any, Any, int]:
         """Return the newest version, 0 for an empty log; raise `TimelineChanged` if the store was replaced.
 
         Searches that begin in the same turn of the event loop are shared.
         """
-        return await self._searches()
+        return self._searches()
 
-    async def newest_with_records(self) -> int:
+    def newest_with_records(self) -> Coroutine[Any, Any, int]:
         """Return what `newest` returns; on a disk, also read the records of a log without a hint, for its tree."""
-        return await self._readings()
+        return self._readings()
 
-    async def _read_newest(self) -> int:
+    def _read_newest(self) -> Coroutine[Any, Any, int]:
         is_unread = not self._newest and not self.storage.tuning.latency_bound
-        if is_unread and not await self._read_hint() and not await self._read_newer(0):
+        return self._read_first() if is_unread else self._search_newest()
+
+    async def _read_first(self) -> int:
+        if not await self._read_hint() and not await self._read_newer(0):
             return self._newest
         return await self._search_newest()
 
@@ -264,10 +268,14 @@ class LogReader:
     async def look_ahead(self, version: int) -> None:
         """Probe far above the newest version, unless that was done before; raise what `check_end` does."""
         if not self._looked_ahead:
-            with contextlib.suppress(Unavailable):  # then the next commit tries again
-                await self.probe_above(version)
-                self._looked_ahead = True
+            await self._looks()
         await self.check_end(version)
+
+    async def _look_ahead(self) -> bool:
+        with contextlib.suppress(Unavailable):  # then the next commit tries again
+            await self.probe_above(max(self._newest, self.records.last[0]))
+            self._looked_ahead = True
+        return self._looked_ahead
 
     async def check_end(self, version: int) -> None:
         """Raise `Corrupt` if the record after a version is missing, although a later one has been found."""
