@@ -235,11 +235,9 @@ class Store:
         A time selects the head at that time. Raise `NotFound` if there is no such version or tag, or nothing was
         committed by that time, and its subclass `SnapshotExpired` if garbage collection removed the version.
         """
-        return SnapshotCall(self._snapshot(at))
+        return SnapshotCall(head_snapshot(self.log.reader) if at is None else self._snapshot(at))
 
-    async def _snapshot(self, at: Moment | None) -> Snapshot:
-        if at is None:
-            return await head_snapshot(self.log.reader)
+    async def _snapshot(self, at: Moment) -> Snapshot:
         if isinstance(at, np.integer):  # a version taken from an array
             at = int(at)
         if not isinstance(at, int | str | datetime.datetime) or isinstance(at, bool):

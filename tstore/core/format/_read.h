@@ -11,22 +11,17 @@
 #define ABSENT -1
 #define UNREAD -2
 
-/* Return the number of bytes read, ABSENT if there is no file, or UNREAD if anything but a short regular file is
- * there, or it can't be read. */
+/* Return the number of bytes read, ABSENT if there is no file, or UNREAD if the file is empty, not short or not
+ * regular, or can't be read. Nothing can be read from most other files; fstat would cost as much as the read. */
 static Py_ssize_t read_short(const char *path, char *buffer)
 {
-    struct stat status;
-    Py_ssize_t count = UNREAD;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    Py_ssize_t count;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd < 0)
         return errno == ENOENT ? ABSENT : UNREAD;
-    if (fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && status.st_size < SHORT_FILE) {
-        count = read(fd, buffer, SHORT_FILE);
-        if (count != status.st_size)
-            count = UNREAD;
-    }
+    count = read(fd, buffer, SHORT_FILE);
     close(fd);
-    return count;
+    return 0 < count && count < SHORT_FILE ? count : UNREAD;
 }
 
 /* Read the file of a key into the buffer if it is not NULL, else only see whether the file is absent; return what

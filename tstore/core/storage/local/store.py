@@ -38,7 +38,8 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 from tstore.core.runtime.concurrency import QuickCalls, batched, together
 from tstore.core.runtime.pool import WORKERS, run
@@ -145,8 +146,8 @@ class LocalStorage(Storage):
             sizes |= await self._reads.run(self._sizes, batch)
         return sizes
 
-    async def leading(self, keys: Iterable[str], unless: str = "") -> Leading:
-        return await self._reads.run(self._leading_unless, keys, unless)
+    def leading(self, keys: Iterable[str], unless: str = "") -> Coroutine[Any, Any, Leading]:
+        return self._reads.run(self._leading_unless, keys, unless)
 
     async def short_objects(self, keys: Iterable[str]) -> Objects:
         keys = list(keys)
