@@ -14,7 +14,7 @@ import pytest
 
 import tstore.sync as tstore
 from tests.support import processes
-from tstore.errors import DeadlineExceeded, InvalidArgument, NotFound
+from tstore.errors import DeadlineExceeded, InvalidArgument, NotFound, StorageFull
 
 HOST = """
     import json, os, sys, time
@@ -267,3 +267,30 @@ def test_arguments(tmp_path: Path) -> None:
         with pytest.raises(NotFound):
             checkpoints.restore(3)
         assert [(step.step, step.tier) for step in checkpoints.tiers()] == [(5, "local")]
+
+
+def test_without_room_locally_a_job_saves_to_the_durable_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()  # no folder can be made in it
+    with tstore.Checkpointer(tstore.Tiers(tmp_path / "file", tmp_path / "durable")) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(3)}).wait()
+        assert checkpoints.restore_latest()["w"][0] == 1
+    assert "can't be used" in caplog.text
+    with tstore.Checkpointer(tstore.Tiers(tmp_path / "local", tmp_path / "durable")) as checkpoints:
+        assert checkpoints.restore_latest()["w"][0] == 1
+        checkpoints.save(2, {"w": np.full(3, 2)}).wait()
+
+        async def full(*_: object) -> None:
+            raise StorageFull("no space left")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("tstore.tiers.local.LocalTier.save", full)
+            checkpoints.save(3, {"w": np.full(3, 3)}).wait()
+        assert "step 3 is not saved to the local store, but to the durable one" in caplog.text
+        assert [checkpoints.restore(step)["w"][0] for step in (2, 3)] == [2, 3]
+        assert [(step.step, step.tier) for step in checkpoints.tiers()] == [
+            (1, "durable"),
+            (2, "local"),
+            (3, "durable"),
+        ]

@@ -155,7 +155,9 @@ class TieredStore(JobStore):
         """Return the store of the nearest tier with a step."""
         decision = self._decision or await self._decide()
         if step in self._saved and self._job.hosts == 1 and self._local is not None:
-            return self._local.reader()
+            local = self._local.reader()
+            if step in steps_of(await local.tags()):  # else it is in the durable store only, or was dropped
+                return local
         if step not in self._saved and decision.holders and decision.step == step:
             try:
                 return await self._decided(decision)
