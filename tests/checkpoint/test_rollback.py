@@ -228,6 +228,17 @@ async def test_every_process_of_a_job_may_remove_the_same_steps(url: str) -> Non
     assert await tstore.steps(url) == [10]
 
 
+async def test_the_copies_of_a_step_that_is_removed_or_saved_again_lose_their_tags(url: str) -> None:
+    store = await tstore.open(url)
+    for step in (10, 20):
+        await tstore.save(store, {"w": np.ones(4, np.float32)}, step)
+        await tstore.quantize(store, "e4m3", at=f"step/{step}", tag=f"step/{step}/e4m3")
+    await remove_steps(store, [10])
+    assert (await store.tags()).keys() == {"step/20", "step/20/e4m3"}
+    await tstore.save(store, {"w": np.zeros(4, np.float32)}, 20, overwrite=True)
+    assert (await store.tags()).keys() == {"step/20"}
+
+
 @pytest.mark.parametrize("remove", [False, True], ids=["rollback", "remove"])
 async def test_a_removal_of_steps_meets_tags_set_before_its_commit_is_based_on_a_version(
     url: str, remove: bool, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ REPLAY = "tstore.core.maintenance.replay:Replay."
 PLAN, PLANS = "tstore.core.maintenance.repair_plan:RepairPlan.", "maintenance/test_repair_plan.py::"
 ENCODED, CONFLICTS = "tstore.core.transactions.encoded:", "tstore.core.transactions.conflicts:"
 ARRAY = "tstore.core.transactions.staged_array:StagedArray."
+COPIES = "checkpoint/test_rollback.py::test_the_copies_of_a_step_that_is_removed_or_saved_again_lose_their_tags"
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
 MUTATIONS: dict[str, tuple[str, Edit]] = {
@@ -249,6 +250,18 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "two creations join a group commit": (
         "guarantees/test_contention.py::test_conflicting_changes_of_metadata_do_not_share_a_record[local]",
         Edit(TREE + "few_chunks", "n.replaces_node or ", ""),
+    ),
+    "copies of removed steps keep their tags": (
+        COPIES,
+        Edit("tstore.core.tags:remove_steps", "step_tags(tags, step)]", "step_tags(tags, step)[:1]]"),
+    ),
+    "copies of an overwritten step keep their tags": (
+        COPIES,
+        Edit(
+            "tstore.checkpoint.checkpoint:Checkpoint._transaction",
+            "(step_tags(tags, self.step)[1:] or None)",
+            "None",
+        ),
     ),
     "metrics join a group commit": (
         "guarantees/test_contention.py::test_retention_sees_every_step_of_a_group_commit",
