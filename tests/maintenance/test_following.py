@@ -270,3 +270,56 @@ async def test_damage_is_an_error_of_the_update(tmp_path: Any) -> None:
     with pytest.raises(Corrupt, match="w"):
         await store.follow().update(held)
     assert not held["w"].any()
+
+
+async def test_values_that_a_sparse_array_with_other_chunks_lacks_are_told(url: str) -> None:
+    store = await tstore.open(url)
+    for size in (5, 7):
+        async with store.transaction() as tx:
+            if size == 7:
+                await tx.delete("w")
+            w = await tx.create_array("w", shape=(100,), dtype="f4", chunks=(size,), sparse=True)
+            await w[: 700 // size**2].write(np.float32(size))
+    held = {"w": np.zeros(100, "f4")}
+    follower = store.follow(since=0)
+    for expected in (28, 14):
+        assert await follower.update(held) is not None
+        assert np.count_nonzero(held["w"]) == expected
+    [patch] = [patch async for patch in (await store.snapshot()).patches(since=1)]
+    assert patch.indices is None
+    assert patch.values.tobytes() == held["w"].tobytes()
+
+
+@pytest.mark.parametrize("choice", ["each", "newest"])
+async def test_a_version_is_not_lost_when_it_cannot_be_read_at_once(tmp_path: Any, choice: Any) -> None:
+    store = await tstore.open(tmp_path)
+    for step in range(66):
+        await tstore.save(store, {"w": np.full(3, step)}, step)
+    store, faults = await open_faulty(tmp_path)
+    follower = store.follow(since=65, versions=choice)
+    faults.fail("get", "roots/*", error=Unavailable)
+    with pytest.raises(Unavailable):
+        await anext(follower)
+    faults.clear_rules()
+    assert await versions(follower, 1) == [66]
+
+
+async def test_updates_at_the_same_time_take_one_version_after_the_other(url: str) -> None:
+    store = await published(url, 1, 2, 3)
+    held = {"w": np.zeros(1000), "b": np.zeros(3, int)}
+    follower = store.follow(since=0)
+    snapshots = await asyncio.gather(*(follower.update(held) for _ in range(3)))
+    assert [snapshot and snapshot.version for snapshot in snapshots] == [1, 2, 3]
+    assert [set(values.tolist()) for values in held.values()] == [{3}, {3}]
+
+
+async def test_an_update_to_the_newest_version_passes_over_one_that_fails(url: str) -> None:
+    store = await published(url, 1)
+    held = {"w": np.zeros(1000)}
+    follower = store.follow(since=0, versions="newest")
+    await tstore.save(store, {"other": np.zeros(3)}, 2)
+    with pytest.raises(NotFound, match="no array 'w'"):
+        await follower.update(held)
+    await tstore.save(store, {"w": np.full(1000, 3.0)}, 3)
+    assert (await follower.update(held)).version == 3  # type: ignore[union-attr]
+    assert set(held["w"].tolist()) == {3}

@@ -68,7 +68,7 @@ class Follower:
         if self._position is not None and self._position < 0:
             raise InvalidArgument(f"since={quote(since)}: expected the last version that is known, 0 for none")
         self._due: collections.deque[int] = collections.deque()
-        self._next: Snapshot | None = None  # taken from the iteration by an update that has not ended
+        self._turn = asyncio.Lock()  # of one call at a time to wait for a version and take it
         self._held: tuple[Snapshot, _Arrays] | None = None
         self.lock = threading.Lock()
         """Held by `update` while it changes arrays: a thread that reads them under it sees one version."""
@@ -82,7 +82,14 @@ class Follower:
         return self
 
     async def __anext__(self) -> Snapshot:
-        """Wait for the next version. After an error, the next call goes on behind the version that it names."""
+        """Wait for the next version. After `SnapshotExpired`, go on behind the version that it names."""
+        async with self._turn:
+            snapshot = await self._wait()
+            self._due.popleft()
+        return snapshot
+
+    async def _wait(self) -> Snapshot:
+        """Wait for the next version and return it; it stays the first that is due."""
         if (snapshot := await self._poll()) is not None:
             return snapshot
         async with Watch(self._log.storage, "commits") as watch:
@@ -97,18 +104,19 @@ class Follower:
         newest = await self._log.newest()
         if self._position is None:
             snapshot = await self._current(newest)
+            self._due += [] if snapshot is None else [snapshot.version]
             self._position = newest
-            return snapshot
         async for version, record in self._log.each_record(range(self._position + 1, newest + 1)):
             self._due += self._named(version, record)
             self._position = version
         while self._due:
             if self._versions == "newest":
                 self._due = collections.deque([self._due[-1]])
-            version = self._due.popleft()
+            version = self._due[0]  # stays due until there is a snapshot, or there will never be one
             try:
                 return await snapshot_of(self._log, version, await self._log.newest())
             except SnapshotExpired as error:
+                self._due.popleft()
                 if self._versions == "each":
                     raise SnapshotExpired(
                         f"{error}. The follower was slower than the retention: go on with the next version, keep "
@@ -145,8 +153,9 @@ class Follower:
 
         The first call reads all arrays; later ones with the same arrays read only the chunks that differ. They are
         read before anything changes and are copied in place while `lock` is held. So the arrays hold one version
-        before and after the call, also if reading it fails: then the next call tries the same version again. The
-        differences are in memory twice, the first time all arrays.
+        before and after the call, also if reading it fails: then the next call tries the same version again, or
+        with versions="newest" one that is newer by then. The differences are in memory twice, the first time all
+        arrays.
 
         Parameters
         ----------
@@ -167,19 +176,18 @@ class Follower:
             raise InvalidArgument(
                 f"into={quote(into)} has no NumPy arrays; pass those to bring to the new version"
             )
-        if self._next is None:
+        async with self._turn:
             try:
                 async with asyncio.timeout(timeout):
-                    self._next = await anext(self)
+                    snapshot = await self._wait()
             except TimeoutError:
                 return None
-        snapshot = self._next
-        try:
-            changes = await self._changes(snapshot, arrays)
-        except SnapshotExpired:
-            self._next = None  # there are newer versions
-            raise
-        await asyncio.shield(run(self._apply, snapshot, arrays, changes))
+            try:
+                changes = await self._changes(snapshot, arrays)
+            except SnapshotExpired:
+                self._due.popleft()  # there are newer versions
+                raise
+            await run(self._apply, snapshot, arrays, changes)
         return snapshot
 
     async def _changes(self, snapshot: Snapshot, arrays: _Arrays) -> list[_Change]:
@@ -228,7 +236,8 @@ class Follower:
             self._held = None
             for array, region, values in changes:
                 array[region] = values
-            self._held, self._next = (snapshot, arrays), None
+            self._held = snapshot, arrays
+        self._due.popleft()
 
     def __reduce__(self) -> str:
         raise Misuse("a follower belongs to its process and can't be pickled: pass the store, and follow it there")

@@ -490,8 +490,9 @@ class Follower:
 
         The first call reads all arrays; later ones with the same arrays read only the chunks that differ. They are
         read before anything changes and are copied in place while `lock` is held. So the arrays hold one version
-        before and after the call, also if reading it fails: then the next call tries the same version again. The
-        differences are in memory twice, the first time all arrays.
+        before and after the call, also if reading it fails: then the next call tries the same version again, or
+        with versions="newest" one that is newer by then. The differences are in memory twice, the first time all
+        arrays.
 
         Parameters
         ----------
@@ -508,7 +509,7 @@ class Follower:
         read-only or shares memory with another, and `SnapshotExpired` as the iteration does."""
 
     def __next__(self) -> Snapshot:
-        """Wait for the next version. After an error, the next call goes on behind the version that it names."""
+        """Wait for the next version. After `SnapshotExpired`, go on behind the version that it names."""
 
     def __iter__(self) -> Follower: ...
 

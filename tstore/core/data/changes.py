@@ -56,6 +56,8 @@ def changed_regions(old: Node | None, new: Node) -> list[Region] | None:
         return None
     if old.meta.chunks == meta.chunks and old.meta.codecs == meta.codecs:
         numbers = differing_numbers(old, new)
+    elif meta.sparse:
+        return None  # the chunks of the new grid do not tell which values of the old one are now the fill value
     else:
         check_in_grid(new.path, meta, last_number(new.tables))
         numbers = numbers_of(new.tables)
