@@ -396,11 +396,21 @@ static size_t TYPED(encode_step)(step_layout l, const T *old, const T *new, size
     return 1 + size;
 }
 
+/* Return whether no element uses more bits than the layout has. */
+static int TYPED(fits)(step_layout l, const T *x, size_t n)
+{
+    uint32_t any = 0;
+    for (size_t i = 0; i < n; i++)
+        any |= x[i];
+    return l.bits == 32 || any >> l.bits == 0;
+}
+
 /* Decode a step; return whether its bytes are valid. */
 static int TYPED(decode_step)(step_layout l, const T *old, T *out, size_t n, const uint8_t *data, size_t size,
                               step_memory *memory)
 {
     const size_t raw = n * sizeof(T);
+    size_t rest; /* the bytes that a sequence took, 0 if they are invalid */
     if (size == 0)
         return 0;
     switch (data[0]) {
@@ -408,14 +418,16 @@ static int TYPED(decode_step)(step_layout l, const T *old, T *out, size_t n, con
         if (size != 1 + raw)
             return 0;
         memcpy(out, data + 1, raw);
-        return 1;
+        return TYPED(fits)(l, out, n);
     case STEP_EQUAL:
         memcpy(out, old, raw);
         return size == 1;
     case STEP_DENSE:
-        return n > 0 && n < STEP_MOST && 1 + TYPED(decode)(l, old, out, n, data + 1, size - 1, memory) == size;
+        rest = n > 0 && n < STEP_MOST ? TYPED(decode)(l, old, out, n, data + 1, size - 1, memory) : 0;
+        return rest > 0 && 1 + rest == size;
     case STEP_SPARSE:
-        return n > 0 && n < STEP_MOST && 1 + TYPED(decode_sparse)(l, old, out, n, data + 1, size - 1, memory) == size;
+        rest = n > 0 && n < STEP_MOST ? TYPED(decode_sparse)(l, old, out, n, data + 1, size - 1, memory) : 0;
+        return rest > 0 && 1 + rest == size;
     default:
         return 0;
     }

@@ -117,7 +117,7 @@ def _lanes(count: int) -> list[tuple[int, int]]:
 def _read_numbers(reader: _Reader, fields: Sequence[int]) -> list[int]:
     """Read a sequence of numbers, one for each field (the exponent or class of an element)."""
     log, contexts = reader.take(2)
-    if not (8 <= log <= 11 and 1 <= contexts <= CONTEXTS):
+    if not (8 <= log <= 10 and 1 <= contexts <= CONTEXTS):
         raise FormatError("the header of a sequence in a step is invalid")
     bounds = [0, *reader.take(contexts - 1), 256]
     if any(a >= b for a, b in pairwise(bounds)):
@@ -154,6 +154,8 @@ def decode(bits: int, mantissa_bits: int, old: Array, data: Array, out: Array) -
         raise FormatError("a step is of an unknown kind")
     if kind == RAW:
         out[:] = np.frombuffer(reader.take(out.nbytes), out.dtype)
+        if out.size and int(out.max()) >> bits:
+            raise FormatError("an element of a step has too many bits")
     elif kind == EQUAL:
         out[:] = old
     elif kind == DENSE:

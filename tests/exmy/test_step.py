@@ -137,6 +137,14 @@ def test_hostile_bytes_are_refused_or_decode_to_something(native):
             step.decode(np.append(data, np.uint8(0)), old)
 
 
+def test_steps_without_their_sequence_and_codes_of_too_many_bits_are_refused(level):
+    for data in (b"", b"\2", b"\3", b"\4"):
+        with pytest.raises(FormatError):
+            step.decode(data, np.ones(3, np.float32))
+    with pytest.raises(FormatError):
+        step.decode(b"\0\1\7\10", np.uint8([1, 2, 3]), "e0m2")
+
+
 def test_arguments_are_checked():
     x = np.zeros(3, np.float32)
     with pytest.raises(SizeError, match="one shape"):
