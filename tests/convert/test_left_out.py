@@ -46,6 +46,12 @@ def sharded(folder: Path) -> None:
     tstore.save(folder.parent / "saved", {"a": np.arange(30.0), "b": np.arange(40.0)}, 0)
     asyncio.run(export_huggingface(folder.parent / "saved", folder, max_shard_size=250))
     safetensors.numpy.save_file({"a": np.zeros(3)}, folder / "consolidated.safetensors")
+    add_to(folder / "model.safetensors.index.json", "metadata", {"total_size": 560, "run": "a"})
+
+
+def add_to(file: Path, key: str, value: Any) -> None:
+    """Add an entry to the JSON object in a file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
 
 
 def megatron(folder: Path) -> None:
@@ -65,7 +71,7 @@ def orbax(folder: Path) -> None:
     for name in keys:
         array = zarr.create_array(folder / "state" / name, shape=(4, 4), chunks=(2, 4), dtype="f4", zarr_format=3)
         array[...] = 1 + np.arange(16).reshape(4, 4)
-    document = {"tree_metadata": tree, "use_ocdbt": False, "use_zarr3": True}
+    document = {"tree_metadata": tree, "use_ocdbt": False, "use_zarr3": True, "custom_metadata": {"epoch": 1}}
     (folder / "state" / "_METADATA").write_text(json.dumps(document))
     (folder / "state" / "_sharding").write_text("{}")
     step = {"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2, "custom_metadata": {"run": "a"}}
@@ -84,6 +90,8 @@ def zarr_group(folder: Path, zarr_format: Any) -> None:
         (folder / "v" / name).write_bytes(b"1234")
     if zarr_format == 3:
         (folder / "v" / ".zattrs").write_text('{"unit": "m"}')
+    for file in {2: ["v/.zarray", ".zgroup"], 3: ["v/zarr.json", "zarr.json"]}[zarr_format]:
+        add_to(folder / file, "note", {"must_understand": False})
     (folder / "OME").mkdir()
     (folder / "OME" / "METADATA.ome.xml").write_text("<OME/>")
 
@@ -99,21 +107,30 @@ TRAINER = [
 ]
 SOURCES: dict[str, tuple[Callable[[Path], None], list[str], set[str]]] = {
     "trainer": (trainer, TRAINER, set()),
-    "sharded": (sharded, ["consolidated.safetensors"], set()),
+    "sharded": (sharded, ["consolidated.safetensors", "metadata 'run'"], set()),
     "megatron": (megatron, ["common.pt", "metadata.json"], set()),
     "orbax": (
         orbax,
-        ["metrics/", "_CHECKPOINT_METADATA: custom_metadata"],
+        ["metrics/", "state/_METADATA: custom_metadata", "_CHECKPOINT_METADATA: custom_metadata"],
         {"state/_sharding"},
     ),
-    "v2": (V2, ["OME/", "v/9.0 (2 chunks outside of the grid)"], {"v/9.1"}),
-    "v3": (V3, ["OME/", "v/.zattrs", "v/c/9/0 (2 chunks outside of the grid)"], {"v/c/9/1"}),
+    "v2": (
+        V2,
+        [".zgroup: note", "OME/", "v/.zarray: note", "v/9.0 (2 chunks outside of the grid)"],
+        {"v/9.1"},
+    ),
+    "v3": (
+        V3,
+        ["OME/", "v/.zattrs", "v/c/9/0 (2 chunks outside of the grid)", "v/zarr.json: note", "zarr.json: note"],
+        {"v/c/9/1"},
+    ),
 }
 """For each importer of folders: a source, what it leaves out, and files that only describe the others."""
 
 
 STRAYS = ("notes.txt", ".hidden", "optimizer.pt", "model.bin", "extra/deep/METADATA.ome.xml", "a.json")
 CHUNKS = ("07", "c/07/7")
+UNUSED = ("d/0", "manifest.ocdbt", "_strings.json")  # of Orbax, which this checkpoint does without
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -124,7 +141,7 @@ def test_no_file_is_left_out_without_a_word(tmp_path: Path, name: str) -> None:
     assert asyncio.run(imported(tmp_path / "source"))[1] == expected
     idle = set(untold_removals(tmp_path / "source", tmp_path))
     assert {file for file in idle if not file.endswith((".zgroup", ".zattrs"))} == about
-    assert untold_additions(tmp_path / "source", STRAYS if name == "orbax" else STRAYS + CHUNKS) == []
+    assert untold_additions(tmp_path / "source", STRAYS + (UNUSED if name == "orbax" else CHUNKS)) == []
 
 
 def test_metadata_on_which_files_disagree_is_told(tmp_path: Path) -> None:
@@ -202,13 +219,14 @@ def test_a_step_of_orbax_is_not_committed_by_its_name_or_without_the_time(tmp_pa
 
 # ---- exports
 
+VALUES, GROUPS = ["epoch", "none", "empty"], ["empty group bare", "attributes of model"]
 EXPORTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
-    "out.safetensors": (export_safetensors, ["epoch", "none", "attributes of model"]),
-    "out": (export_huggingface, ["epoch", "none", "attributes of model"]),
-    "out.gguf": (export_gguf, ["epoch", "none", "attributes of model"]),
-    "dcp": (export_dcp, ["attributes of model"]),
-    "out.zarr": (export_zarr, ["epoch", "none"]),
-    "refs.json": (export_references, ["epoch", "none"]),
+    "out.safetensors": (export_safetensors, [*VALUES, *GROUPS]),
+    "out": (export_huggingface, [*VALUES, *GROUPS]),
+    "out.gguf": (export_gguf, [*VALUES, *GROUPS]),
+    "dcp": (export_dcp, ["empty", *GROUPS]),
+    "out.zarr": (export_zarr, VALUES),
+    "refs.json": (export_references, VALUES),
 }
 """For each exporter: the name of a result, and what it can't hold of the checkpoint below."""
 
@@ -240,6 +258,7 @@ def test_an_export_tells_what_it_does_not_hold_and_takes_a_part(tmp_path: Path, 
     tstore.save(store, {"model": model, "optimizer": np.ones(2, "f4"), "epoch": 3, "none": None, "empty": {}}, 1)
     with tstore.open(store).transaction() as tx:
         tx.create_group("model", {"kind": "mlp"})
+        tx.create_group("bare")
     report = asyncio.run(export(store, tmp_path / name, at=2))
     assert report.left_out == left_out
     (tmp_path / "part").mkdir()
@@ -258,6 +277,11 @@ def test_an_export_tells_what_it_does_not_hold_and_takes_a_part(tmp_path: Path, 
     assert names_in(tmp_path / "skipped" / name) == ["model.b" if flat else "model/b"]
     if name == "dcp":
         assert open_dcp(str(tmp_path / "skipped" / name))[0]["epoch"] == 3
+    with tstore.open(store).transaction() as tx:
+        tx.create_array("model/beside", data=np.ones(32, "f4"))
+    (tmp_path / "beside").mkdir()
+    report = asyncio.run(export(store, tmp_path / "beside" / name, at=3))
+    assert (report.tensors, report.left_out) == (4, list(dict.fromkeys([*VALUES, *left_out])))
     with pytest.raises(InvalidArgument, match=r"has no array at 'none', 'o/\*\*', which skip names"):
         asyncio.run(export(store, tmp_path / "skipped" / f"2{name}", skip=["none", "o/**", "model/b"]))
     if flat:
@@ -266,6 +290,13 @@ def test_an_export_tells_what_it_does_not_hold_and_takes_a_part(tmp_path: Path, 
         with pytest.raises(InvalidArgument, match="no name begins with 'x', which was to be stripped"):
             asyncio.run(export(store, tmp_path / "stripped" / f"2{name}", strip="x"))
         assert names_in(tmp_path / "stripped" / name) == ["b", "w"]
+
+
+def test_files_beside_a_model_may_be_in_folders(tmp_path: Path) -> None:
+    files = {"config.json": np.ones(1, "u1"), "additional_chat_templates": {"tool.jinja": np.ones(2, "u1")}}
+    tstore.save(tmp_path / "s", {"model": {"w": np.ones(2, "f4")}, "files": files}, 1)
+    asyncio.run(export_huggingface(tmp_path / "s", tmp_path / "out", subtree="model"))
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool.jinja").read_bytes() == b"\1\1"
 
 
 def test_a_structure_that_has_an_array_twice_is_not_followed(tmp_path: Path) -> None:

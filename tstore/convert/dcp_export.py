@@ -6,6 +6,7 @@ it writes that tensor.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tstore.checkpoint.structure import join, path_part
 from tstore.convert.exporting import ExportReport, ProgressCallback, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
-from tstore.convert.names import attributes_in
 from tstore.convert.tree_export import ArrayLeaf, ArrayReader, tree_to_export
 from tstore.core.data.casting import TORCH_DTYPES
 from tstore.core.runtime.pool import run
@@ -52,17 +53,18 @@ async def export_dcp(
         raise InvalidArgument(f"{path}: a DCP folder is written by PyTorch; run pip install torch") from error
     async with opened(store, "r") as opened_store:
         snapshot, skipped = await snapshot_to_export(opened_store, at, step, skip)
-        tree, arrays = await tree_to_export(snapshot, subtree)
+        tree, arrays, left_out = await tree_to_export(snapshot, subtree)
         reader = ArrayReader(arrays, progress)
         refuse_existing(path)
-        await run(_write_folder, path, tree, reader)
-    return ExportReport(snapshot.version, len(arrays), reader.total, 1, attributes_in(snapshot, subtree) + skipped)
+        empty = await run(_write_folder, path, tree, reader)
+    return ExportReport(snapshot.version, len(arrays), reader.total, 1, empty + left_out + skipped)
 
 
-def _write_folder(path: str, tree: dict[Any, Any], reader: ArrayReader) -> None:
+def _write_folder(path: str, tree: dict[Any, Any], reader: ArrayReader) -> list[str]:
+    """Write the folder, and return the paths of the empty dicts, which DCP does not store."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    state_dict, leaves = _with_tensors(tree)
+    state_dict, leaves, empty = _with_tensors(tree)
     planner = _planner(leaves, reader)
     with mapped_errors("write", path), new_folder(path) as temporary:
         writer = FileSystemWriter(temporary)
@@ -76,15 +78,17 @@ def _write_folder(path: str, tree: dict[Any, Any], reader: ArrayReader) -> None:
         [plan] = writer.prepare_global_plan(plans)
         results = writer.write_data(planner.finish_plan(plan), planner)
         writer.finish(metadata, [results.wait()])
+    return empty
 
 
-def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, ArrayLeaf]]:
-    """Return a state dict with meta tensors in place of leaves, and each leaf by its tensor's id."""
+def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, ArrayLeaf], list[str]]:
+    """Return a state dict with meta tensors for leaves, each leaf by its tensor's id, and paths of empty dicts."""
     import torch
 
     leaves: dict[int, ArrayLeaf] = {}
+    empty: list[str] = []
 
-    def convert(value: Any) -> Any:
+    def convert(value: Any, path: str) -> Any:
         match value:
             case ArrayLeaf():
                 dtype = _torch_dtype(value.path, value.dtype)
@@ -92,7 +96,8 @@ def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, Array
                 leaves[id(tensor)] = value
                 return tensor
             case dict():
-                entries = {str(key): convert(item) for key, item in value.items()}
+                entries = {str(key): convert(item, join(path, path_part(key))) for key, item in value.items()}
+                empty.extend([] if value else [path])
                 if len(entries) < len(value):
                     raise InvalidArgument(
                         f"a dict has the keys {', '.join(map(repr, value))}, of which several are the same as "
@@ -100,13 +105,16 @@ def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, Array
                     )
                 return entries
             case list() | tuple():
-                converted = [convert(item) for item in value]
-                unchanged = all(new is old for new, old in zip(converted, value, strict=True))
-                # DCP finds tensors in lists only
-                return value if unchanged and isinstance(value, tuple) else converted
+                count = len(empty)
+                converted = [convert(item, join(path, str(i))) for i, item in enumerate(value)]
+                # DCP finds tensors and dicts in lists only, and stores other tuples whole
+                if isinstance(value, tuple) and all(map(operator.eq, map(id, converted), map(id, value))):
+                    del empty[count:]
+                    return value
+                return converted
         return value
 
-    return convert(tree), leaves
+    return convert(tree, ""), leaves, empty
 
 
 def _planner(leaves: dict[int, ArrayLeaf], reader: ArrayReader) -> Any:

@@ -309,7 +309,7 @@ async def _model_files(snapshot: Snapshot, subtree: str) -> dict[str, bytes]:
     """Return the files of the configuration and tokenizer of the model at a path, if they are saved beside it."""
     parent = subtree.strip("/").rpartition("/")[0]
     group = f"{parent}/{FILES}" if parent else FILES
-    paths = {path.rpartition("/")[2]: path for path in snapshot.paths() if path.rpartition("/")[0] == group}
+    paths = {path.removeprefix(f"{group}/"): path for path in snapshot.paths() if path.startswith(f"{group}/")}
     if not subtree or paths.keys().isdisjoint(("config.json", "adapter_config.json")):
         return {}
     arrays = {name: await snapshot.array(path) for name, path in paths.items()}
@@ -321,8 +321,10 @@ def _json(document: Mapping[str, Any]) -> bytes:
 
 
 def _write_file(path: str, data: bytes) -> None:
-    with mapped_errors("write", path), exported_file(path) as fd:
-        write_all(fd, [data], 0)
+    with mapped_errors("write", path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with exported_file(path) as fd:
+            write_all(fd, [data], 0)
 
 
 async def _source(

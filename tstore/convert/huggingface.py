@@ -30,6 +30,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 TORCH_INDEX_SUFFIX = ".bin.index.json"  # an index of torch.save files
 
 _MAX_INDEX = 1 << 26  # bytes; the longest known have about 20 MB
+_COUNTS = ("total_size", "total_parameters")  # what transformers and PyTorch write as the metadata of an index
 _PIECES = "DCP_SHARDING_INFO"  # the key of a file's metadata with the offsets of its pieces, as JSON
 
 _NUMBERED = re.compile(r"(?!shard-\d)(.*-)\d+-of-(\d+)\.safetensors")
@@ -42,6 +43,7 @@ class _Index(msgspec.Struct):
     """The part of an index that is read. Parsing no more than this keeps memory small for any file."""
 
     weight_map: msgspec.Raw
+    metadata: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 class _Offsets(msgspec.Struct):
@@ -72,7 +74,7 @@ def open_folder(folder: str) -> tuple[Tensors, dict[str, str], list[str], set[st
     if indices:
         name = f"model{INDEX_SUFFIX}" if len(indices) > 1 else indices[0]
         path = os.path.join(folder, name)
-        return *open_index(path), {name, *_weight_map(path).values()}
+        return *open_index(path), {name, *_index(path)[0].values()}
     _check_numbered(folder, names)
     files = [name for name in names if name.endswith(".safetensors")]
     return *open_files([os.path.join(folder, name) for name in files]), set(files)
@@ -92,13 +94,13 @@ def _check_numbered(folder: str, names: Iterable[str]) -> None:
 def open_index(
     path: str, open_one: Callable[[str], tuple[dict[str, Any], dict[str, str]]] = open_tensors
 ) -> tuple[Tensors, dict[str, str], list[str]]:
-    """Return the tensors that an index lists, the metadata of its files, and the keys on which these disagree.
+    """Return the tensors that an index lists, the metadata of its files, and the keys of other metadata.
 
     `open_one` returns the tensors and the metadata of a file; by default it reads safetensors. Raise `Corrupt` if
     the index names a file outside of its folder or a tensor that its file lacks, or if it leaves out a tensor of a
     file; raise `NotFound` for a missing file.
     """
-    weight_map = _weight_map(path)
+    weight_map, unused = _index(path)
     files = list(dict.fromkeys(weight_map.values()))
     paths = [within(os.path.dirname(path) or ".", name, os.path.basename(path)) for name in files]
     absent = [name[:200] for name, file in zip(files, paths, strict=True) if not os.path.exists(file)]
@@ -119,7 +121,8 @@ def open_index(
             f"instead of the index:{bullet_list(faults)}"
         )
     merged = _merged([_file(p, tensors, metadata) for p, (tensors, metadata) in zip(paths, opened, strict=True)])
-    return merged, *_common_metadata([metadata for _, metadata in opened])
+    common, differing = _common_metadata([metadata for _, metadata in opened])
+    return merged, common, [*differing, *(key for key in unused if key not in common)]
 
 
 def open_files(paths: Sequence[str]) -> tuple[Tensors, dict[str, str], list[str]]:
@@ -131,8 +134,8 @@ def open_files(paths: Sequence[str]) -> tuple[Tensors, dict[str, str], list[str]
     return _merged([_file(*file) for file in opened]), *_common_metadata([metadata for _, _, metadata in opened])
 
 
-def _weight_map(path: str) -> dict[str, str]:
-    """Return the file of each tensor that an index lists."""
+def _index(path: str) -> tuple[dict[str, str], list[str]]:
+    """Return the file of each tensor that an index lists, and the keys of its metadata that are not counts."""
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         items = dict(pairs)
@@ -142,7 +145,8 @@ def _weight_map(path: str) -> dict[str, str]:
 
     data = read_whole(path, _MAX_INDEX)
     try:
-        weight_map = msgspec.json.decode(data, type=_Index).weight_map
+        index = msgspec.json.decode(data, type=_Index)
+        weight_map, metadata = index.weight_map, msgspec.json.decode(index.metadata, type=dict[str, msgspec.Raw])
         msgspec.json.decode(weight_map, type=dict[str, str])
         files: dict[str, str] = json.loads(bytes(weight_map), object_pairs_hook=build)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -151,7 +155,7 @@ def _weight_map(path: str) -> dict[str, str]:
         ) from error
     if not files:
         raise Corrupt(f"{path} lists no tensors; download it again, or pass the files instead of the index")
-    return files
+    return files, [key for key in metadata if key not in _COUNTS]
 
 
 def _file(path: str, tensors: dict[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> _File:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tstore.checkpoint.structure import path_part
 from tstore.core.format.arguments import quote
-from tstore.core.format.paths import is_at_or_below
+from tstore.core.format.paths import is_at_or_below, parents
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
 from tstore.core.format.tree_document import TreeDocument, expanded, is_document, paths_in
 from tstore.core.snapshot import Snapshot
@@ -40,16 +40,22 @@ def subtree_of(snapshot: Snapshot, subtree: str) -> tuple[TreeDocument | None, l
             f"{snapshot.location} has no array at or below {quote(subtree)}; pass the path of a group, with its "
             f"keys joined by '/'; {name_list('outermost names', groups)}"
         )
+    document = _document_of(snapshot, subtree)
+    saved = [] if document is None else paths_in(document)
+    has_all = len(set(saved)) == len(saved) and set(saved).issuperset(paths)
+    return document if has_all else None, paths
+
+
+def _document_of(snapshot: Snapshot, subtree: str) -> TreeDocument | None:
+    """Return the structure at a path of the tree that was saved, which may lack arrays that were created since."""
     document = snapshot.reserved_attributes().get("structure")
     if not is_document(document):
-        return None, paths
+        return None
     for part in subtree.split("/") if subtree else ():
         if document is None:
             break
         document = next((child for key, child in _children(document) if path_part(key) == part), None)
-    saved = [] if document is None else paths_in(document)
-    has_all = len(set(saved)) == len(saved) and set(saved).issuperset(paths)
-    return document if has_all else None, paths
+    return document
 
 
 def below(path: str, subtree: str) -> str:
@@ -57,19 +63,24 @@ def below(path: str, subtree: str) -> str:
     return path[len(subtree) :].removeprefix("/") if subtree else path
 
 
-def values_beside(snapshot: Snapshot, subtree: str) -> list[str]:
-    """Return the paths, relative to a subtree, of the values in it that are not arrays."""
-    document, _ = subtree_of(snapshot, subtree)
-    return [] if document is None else ["/".join(keys) for keys, path in _leaves(document, ()) if path is None]
+def values_beside(snapshot: Snapshot, subtree: str, separator: str = "/") -> list[str]:
+    """Return the keys, joined from a subtree on, of the values in it that are not arrays, and empty containers."""
+    document = _document_of(snapshot, subtree)
+    with parsing(f"version {snapshot.version}: its structure"):
+        leaves = [] if document is None else list(_leaves(document, ()))
+    return [separator.join(keys) for keys, path in leaves if keys and path is None]
 
 
 def attributes_in(snapshot: Snapshot, subtree: str) -> list[str]:
-    """Return a phrase for each group and array at or below a path that has attributes."""
-    nodes = [path for path in snapshot.tree.nodes if is_at_or_below(path, subtree)]
+    """Return a phrase for each group and array at or below a path with attributes, and for each empty group."""
+    nodes = {path: node for path, node in snapshot.tree.nodes.items() if is_at_or_below(path, subtree)}
     own = {RESERVED_ATTRIBUTE, ATTRIBUTE}
-    return [
-        f"attributes of {path or 'the root'}" for path in sorted(nodes) if snapshot.attributes(path).keys() - own
-    ]
+    above = {"", *(group for path in nodes for group in parents(path))}
+    phrases = {path: f"empty group {path}" for path in nodes if path not in above and not nodes[path].is_array}
+    phrases |= {
+        path: f"attributes of {path or 'the root'}" for path in nodes if snapshot.attributes(path).keys() - own
+    }
+    return [phrases[path] for path in sorted(phrases)]
 
 
 def paths_by_name(snapshot: Snapshot, subtree: str = "", strip: str = "") -> tuple[dict[str, str], list[str]]:
@@ -81,13 +92,11 @@ def paths_by_name(snapshot: Snapshot, subtree: str = "", strip: str = "") -> tup
     document, paths = subtree_of(snapshot, subtree)
     if document is None:
         pairs = [((below(path, subtree) or _last(path)).replace("/", "."), path) for path in paths]
-        left_out = []
     else:
         with parsing(f"version {snapshot.version}: its structure"):
             leaves = list(_leaves(document, ()))
         known = set(paths)
         pairs = [(".".join(keys or (_last(path),)), path) for keys, path in leaves if path in known]
-        left_out = [".".join(keys) for keys, path in leaves if path is None]
     if strip and not any(name.startswith(strip) for name, _ in pairs):
         raise InvalidArgument(
             f"{snapshot.location}: no name begins with {quote(strip)}, which was to be stripped; "
@@ -105,7 +114,7 @@ def paths_by_name(snapshot: Snapshot, subtree: str = "", strip: str = "") -> tup
             f"version {snapshot.version} can't be exported: joining keys by '.' gives several arrays the same "
             f"name; rename their keys and save again:{bullet_list(clashes)}"
         )
-    return names, left_out + attributes_in(snapshot, subtree)
+    return names, values_beside(snapshot, subtree, ".") + attributes_in(snapshot, subtree)
 
 
 def _last(path: str) -> str:
@@ -113,11 +122,11 @@ def _last(path: str) -> str:
 
 
 def _leaves(document: TreeDocument, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str | None]]:
-    """Yield the keys of each leaf of a structure document, in order, with its path, None if it is not an array."""
+    """Yield the keys of each leaf of a structure document, in order, with its path; None for other than arrays."""
     node = expanded(document)
     if node[0] in ("array", "scalar"):
         yield keys, node[1]
-    elif node[0] in _CONTAINERS:
+    elif node[0] in _CONTAINERS and node[-1]:
         for key, child in _children(node):
             yield from _leaves(child, (*keys, key))
     else:

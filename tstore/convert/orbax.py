@@ -40,17 +40,8 @@ _ARRAY_METADATAS = "array_metadatas"
 _UNNAMED = "default"  # the item of a step saved without item names
 _UNCOMMITTED = ".orbax-checkpoint-tmp"  # in the names of folders that Orbax renames when they are complete
 _ZARR_FILE = re.compile(r"zarr\.json|\.zarray|\.zattrs|(c[/.])?[0-9]+([/.][0-9]+)*|c")
-_ABOUT = {
-    METADATA,
-    _CHECKPOINT_METADATA,
-    _STRINGS,
-    _OCDBT,
-    "d",
-    "_sharding",
-    _ARRAY_METADATAS,
-    "commit_success.txt",
-}
-"""The files that Orbax writes for the arrays of an item, besides the database."""
+_ABOUT = (_CHECKPOINT_METADATA, "commit_success.txt")
+"""The files that say whether a step or an item is complete."""
 _MAX_DOCUMENT = 1 << 28  # bytes
 _EAGER = 1 << 20  # bytes; smaller arrays are read when they are opened
 _MAX_OPENING = 256  # arrays opened concurrently
@@ -80,6 +71,7 @@ class _Document(msgspec.Struct):
     tree_metadata: dict[str, _Entry]
     use_ocdbt: bool = True
     use_zarr3: bool = False
+    custom_metadata: dict[str, msgspec.Raw] | None = None
 
 
 class _Extension(msgspec.Struct):
@@ -174,24 +166,27 @@ def check_committed(folder: str) -> None:
 def left_out(folder: str) -> list[str]:
     """Return the files of a checkpoint that `open_orbax` skips, such as the metrics of a step."""
     if os.path.exists(os.path.join(folder, METADATA)):
-        taken = set(_taken(folder))
+        trees, taken = [""], set(_taken(folder))
     else:
-        trees = [name for name, is_tree in _items(folder).items() if is_tree]
-        taken = {f"{name}/{file}" for name in trees for file in _taken(os.path.join(folder, name))} | _ABOUT
-    names = left_out_of(folder, taken)
-    path = os.path.join(folder, _CHECKPOINT_METADATA)
-    custom = _parse(path, _Step).custom_metadata if os.path.exists(path) else None
-    return [*names, *([f"{_CHECKPOINT_METADATA}: custom_metadata"] if custom else [])]
+        trees = [f"{name}/" for name, is_tree in _items(folder).items() if is_tree]
+        taken = {*_ABOUT, *(name + file for name in trees for file in _taken(os.path.join(folder, name)))}
+    documents: list[tuple[str, type[_Step | _Document]]] = [(f"{name}{METADATA}", _Document) for name in trees]
+    if os.path.exists(os.path.join(folder, _CHECKPOINT_METADATA)):
+        documents.append((_CHECKPOINT_METADATA, _Step))
+    custom = [name for name, kind in documents if _parse(os.path.join(folder, name), kind).custom_metadata]
+    return [*left_out_of(folder, taken), *(f"{name}: custom_metadata" for name in custom)]
 
 
 def _taken(folder: str) -> Iterable[str]:
     """Return the imported entries of an item's folder: files, and the folders of databases as a whole."""
-    yield from _ABOUT
+    yield from (METADATA, _ARRAY_METADATAS, "_sharding", *_ABOUT)
     document = _parse(os.path.join(folder, METADATA), _Document)
-    if _is_ocdbt(folder, document):
-        yield from (name for name in os.listdir(folder) if name.startswith("ocdbt.process_"))
-        return
     leaves = [_leaf(entry, folder) for entry in document.tree_metadata.values()]
+    if any(leaf.kind == "string" for leaf in leaves):
+        yield _STRINGS
+    if _is_ocdbt(folder, document):
+        yield from (_OCDBT, "d", *(name for name in os.listdir(folder) if name.startswith("ocdbt.process_")))
+        return
     for array in (os.path.join(folder, leaf.name) for leaf in leaves if leaf.is_array):
         files = (
             os.path.relpath(os.path.join(above, f), array) for above, _, names in os.walk(array) for f in names

@@ -16,7 +16,6 @@ import numpy as np
 from tstore.checkpoint.structure import join, path_part
 from tstore.convert.exporting import ExportReport, ProgressCallback, snapshot_to_export
 from tstore.convert.files import StrPath, fsync_files, refuse_existing
-from tstore.convert.names import attributes_in
 from tstore.convert.skipping import pruned
 from tstore.convert.tree_export import ArrayLeaf, ArrayReader, NumberLeaf, tree_to_export
 from tstore.core.format.tree_document import IMPL
@@ -64,7 +63,7 @@ async def export_orbax(
         ) from error
     async with opened(store, "r") as opened_store:
         snapshot, _ = await snapshot_to_export(opened_store, at, step, ())
-        tree, arrays = await tree_to_export(snapshot, subtree)
+        tree, arrays, left_out = await tree_to_export(snapshot, subtree)
         kept = pruned(tree, skip, subtree)
         if kept.unused:
             raise InvalidArgument(f"{snapshot.location}: skip={kept.unused} matches no path; correct it")
@@ -72,8 +71,7 @@ async def export_orbax(
         metrics = next((s.metrics for s in await saved_steps(opened_store) if s.version == snapshot.version), {})
         refuse_existing(path)
         exported = await run(_write_folder, path, kept.tree, reader, metrics)
-    left_out = [*kept.skipped, *attributes_in(snapshot, subtree)]
-    return ExportReport(snapshot.version, len(exported), reader.total, 1, left_out)
+    return ExportReport(snapshot.version, len(exported), reader.total, 1, kept.skipped + left_out)
 
 
 def _write_folder(path: str, tree: Any, reader: ArrayReader, metrics: Mapping[str, float]) -> list[ArrayLeaf]:

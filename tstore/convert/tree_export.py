@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tstore.checkpoint.structure import unflatten
 from tstore.convert.exporting import ProgressCallback
-from tstore.convert.names import below, subtree_of
+from tstore.convert.names import attributes_in, below, subtree_of, values_beside
 from tstore.core.array import Array
 from tstore.core.format.tree_document import host_places
 from tstore.core.snapshot import Snapshot
@@ -44,17 +44,20 @@ class NumberLeaf(ArrayLeaf):
     """A NumPy scalar, which is stored as an array without axes."""
 
 
-async def tree_to_export(snapshot: Snapshot, subtree: str) -> tuple[Any, dict[str, Array]]:
-    """Return the tree at or below a path with `ArrayLeaf` in place of arrays, and these arrays by path.
+async def tree_to_export(snapshot: Snapshot, subtree: str) -> tuple[Any, dict[str, Array], list[str]]:
+    """Return the tree at or below a path with `ArrayLeaf` for each array, these arrays by path, and what it lacks.
 
-    A `PerHost` value becomes a dict of the bytes of each host. Raise `InvalidArgument` if there is no
-    array, or if the tree is not a dict.
+    It lacks attributes and, if arrays were added to the checkpoint, its values that are not arrays. A `PerHost`
+    value becomes a dict of the bytes of each host. Raise `InvalidArgument` if there is no array, or if the tree is
+    not a dict.
     """
     document, paths = subtree_of(snapshot, subtree)
     arrays = {path: await snapshot.array(path) for path in paths}
     leaves: dict[str, Any] = {path: ArrayLeaf(path, array) for path, array in arrays.items()}
+    left_out = attributes_in(snapshot, subtree)
     if document is None:
-        return {below(path, subtree): leaf for path, leaf in leaves.items()}, arrays
+        tree = {below(path, subtree): leaf for path, leaf in leaves.items()}
+        return tree, arrays, values_beside(snapshot, subtree) + left_out
     for path, place in host_places(leaves).items():
         leaves.setdefault(place, {})[path.rpartition("/")[2]] = leaves[path]
     with parsing(f"version {snapshot.version}: its structure"):
@@ -64,7 +67,7 @@ async def tree_to_export(snapshot: Snapshot, subtree: str) -> tuple[Any, dict[st
         raise InvalidArgument(
             f"version {snapshot.version} is {what}, but the other format has dicts of values; save it in a dict"
         )
-    return tree, arrays
+    return tree, arrays, left_out
 
 
 class ArrayReader:

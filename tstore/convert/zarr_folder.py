@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.convert.folder import Folder
-from tstore.convert.zarr_v2 import v3_array
+from tstore.convert.zarr_v2 import V2_KEYS, v3_array
 from tstore.core.array import Appended
 from tstore.core.data.pieces import chunk_memory
 from tstore.core.data.planning import ByteRange, ReadPlan
-from tstore.core.format.arrays.array_metadata import ArrayMeta, ChunkNames
+from tstore.core.format.arrays.array_metadata import KNOWN_KEYS, ArrayMeta, ChunkNames
 from tstore.core.format.arrays.grid import Selection, chunk_number, part_of, projections
 from tstore.core.format.arrays.points import PointProjection, PointSelection, point_projections
 from tstore.core.format.paths import parents
@@ -33,6 +33,7 @@ __all__ = ["ZarrArray", "ZarrNode", "left_out", "read_array", "read_nodes"]
 
 _MAX_METADATA = 64 << 20  # bytes, of consolidated metadata too
 _MAX_DEPTH = 64  # levels of groups
+_GROUP_KEYS = ("zarr_format", "node_type", "attributes", "tstore")
 _FEW_CHUNKS = 16  # the chunks of a smaller array are looked up one by one
 _MAX_LOOKED_UP = 1 << 24  # chunks to look up, one request each, on a server without listings
 
@@ -40,12 +41,13 @@ _MAX_LOOKED_UP = 1 << 24  # chunks to look up, one request each, on a server wit
 class ZarrNode(NamedTuple):
     """A group or array of a folder: its path, "" for the root, and its metadata as a `zarr.json` of Zarr v3.
 
-    `files` are the names of the files that have the metadata.
+    `files` are the names of the files that have the metadata, and `unused` names the entries that have no meaning.
     """
 
     path: str
     metadata: Mapping[str, Any]
     files: frozenset[str]
+    unused: tuple[str, ...] = ()
 
     @property
     def is_array(self) -> bool:
@@ -250,7 +252,7 @@ def left_out(folder: Folder, nodes: Sequence[ZarrNode], arrays: Mapping[str, Zar
     counts = [
         f"{min(chunks)} ({pluralize(len(chunks), 'chunk')} outside of the grid)" for chunks in outside.values()
     ]
-    return sorted([*names, *counts])
+    return sorted([*names, *counts, *(entry for node in nodes for entry in node.unused)])
 
 
 def _walk(folder: Folder) -> Iterator[ZarrNode]:
@@ -314,12 +316,19 @@ def _node(folder: Folder, path: str, formats: Sequence[int]) -> ZarrNode | None:
     """Return the group or array at a path, of one of these formats, or None if there is neither."""
     prefix, location = f"{path}/" if path else "", f"{folder.url}/{path}".rstrip("/")
     if 3 in formats and (fields := _json(folder, f"{prefix}zarr.json")) is not None:
-        return _checked(location, path, fields, "zarr.json")
+        node = _checked(location, path, fields, "zarr.json")
+        known = KNOWN_KEYS if node.is_array else _GROUP_KEYS
+        return node._replace(unused=_unused(f"{prefix}zarr.json", fields, known))
     for file in (".zarray", ".zgroup") if 2 in formats else ():
         if (fields := _json(folder, prefix + file)) is not None:
             files = frozenset({file, ".zattrs", ".zmetadata"})
-            return ZarrNode(path, _v3(location, fields, _json(folder, f"{prefix}.zattrs")), files)
+            metadata = _v3(location, fields, _json(folder, f"{prefix}.zattrs"))
+            return ZarrNode(path, metadata, files, _unused(prefix + file, fields, V2_KEYS))
     return None
+
+
+def _unused(file: str, fields: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
+    return tuple(f"{file}: {key}" for key in fields if key not in known and key != "consolidated_metadata")
 
 
 def _json(folder: Folder, key: str) -> Any:

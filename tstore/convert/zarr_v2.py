@@ -18,7 +18,22 @@ from tstore.core.format.arrays.variable import variable_dtype
 from tstore.core.format.plain_text import with_json_numbers
 from tstore.errors import UnsupportedFormat
 
-__all__ = ["v3_array"]
+__all__ = ["V2_KEYS", "v3_array"]
+
+V2_KEYS = frozenset(
+    (
+        "zarr_format",
+        "shape",
+        "chunks",
+        "dtype",
+        "compressor",
+        "fill_value",
+        "order",
+        "filters",
+        "dimension_separator",
+    )
+)
+"""The keys of a `.zarray`, of which a `.zgroup` has the first."""
 
 _DIMENSIONS = "_ARRAY_DIMENSIONS"  # the attribute in which xarray stores dimension names
 _ARRAY_FILTERS = frozenset(("delta", "fixedscaleoffset", "quantize", "bitround", "astype", "packbits"))

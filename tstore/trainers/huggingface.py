@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 import tstore
 import tstore.sync as blocking
+from tstore.checkpoint.structure import flatten
 from tstore.convert.exporting import FILES
 from tstore.core.format.tree.retention import Keep
 from tstore.errors import InvalidArgument
@@ -198,7 +199,8 @@ def _write_checkpoint(url: str | os.PathLike[str], step: int, folder: str | os.P
     name = "adapter_model.safetensors" if is_adapter else "model.safetensors"
     tensors = {key: value.contiguous() for key, value in tree["model"].items()}
     save_file(tensors, target / name, metadata={"format": "pt"})
-    for file, data in tree[FILES].items():
+    for file, data in flatten(tree[FILES])[1].items():
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
         (target / file).write_bytes(data.numpy().tobytes())
     for key, file in (("optimizer", "optimizer.pt"), ("scheduler", "scheduler.pt"), ("scaler", "scaler.pt")):
         if key in tree:
@@ -272,5 +274,11 @@ def _files(model: Any, processing_class: Any) -> dict[str, Any]:
         for part in (*parts, processing_class):
             if part is not None:
                 part.save_pretrained(folder)
-        paths = [path for path in sorted(Path(folder).iterdir()) if path.is_file()]
-        return {path.name: _bytes(path.read_bytes()) for path in paths if path.stat().st_size < _LONGEST_FILE}
+        files: dict[str, Any] = {}
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file() and path.stat().st_size < _LONGEST_FILE:
+                group = files
+                for part in path.relative_to(folder).parent.parts:  # the further chat templates have a folder
+                    group = group.setdefault(part, {})
+                group[path.name] = _bytes(path.read_bytes())
+        return files

@@ -25,7 +25,7 @@ from tstore.core.format.arrays.grid import chunk_counts, default_chunks
 from tstore.core.format.arrays.variable import NOMINAL_BYTES
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
-__all__ = ["SHORT_DOCUMENT", "ArrayMeta", "ChunkNames", "Codecs", "dtype_named", "short_meta"]
+__all__ = ["KNOWN_KEYS", "SHORT_DOCUMENT", "ArrayMeta", "ChunkNames", "Codecs", "dtype_named", "short_meta"]
 
 _MAX_DIMENSIONS = 32
 """Half of NumPy's limit: a write views its values as a grid of chunks, which has two axes for each array axis."""
@@ -57,7 +57,7 @@ def _check_supported(fields: Any) -> None:
         )
     if fields.get("storage_transformers"):
         raise UnsupportedFormat(f"storage transformers {fields['storage_transformers']!r:.100} are not supported")
-    for key in fields.keys() - _KNOWN_KEYS:
+    for key in fields.keys() - KNOWN_KEYS:
         value = fields[key]
         if not isinstance(value, dict) or value.get("must_understand") is not False:
             raise UnsupportedFormat(
@@ -65,9 +65,10 @@ def _check_supported(fields: Any) -> None:
             )
 
 
-_KNOWN_KEYS = frozenset(
+KNOWN_KEYS = frozenset(
     ("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs")
 ) | {"attributes", "dimension_names", "storage_transformers", "tstore"}
+"""The keys of an array's metadata that are read."""
 
 
 def _configuration(item: dict[str, Any]) -> dict[str, Any]:
