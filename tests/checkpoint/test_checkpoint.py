@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import importlib
 import math
 import uuid
 import weakref
@@ -760,9 +761,23 @@ async def test_attributes_beside_the_fields_of_a_dataclass_are_refused(url: str)
     assert await tstore.steps(url) == [1]
 
 
-async def test_an_unknown_option_is_named(url: str) -> None:
-    with pytest.raises(TypeError, match="a save has no argument tag=; did you mean tags="):
-        await tstore.save(url, {"w": np.ones(3)}, 1, tag="best")  # type: ignore[call-arg]
+@pytest.mark.parametrize("module", ["", ".torch", ".jax"])
+def test_an_unknown_option_is_refused_with_a_similar_one(module: str, url: str) -> None:
+    api: Any = importlib.import_module(f"tstore.sync{module}")
+    with api.Checkpointer(url) as checkpoints:
+        for call, argument, similar in (
+            (lambda **options: api.save(url, {}, 1, **options), "tag", "tags"),
+            (lambda **options: api.save_async(url, {}, 1, **options), "metric", "metrics"),
+            (lambda **options: checkpoints.save(1, {}, **options), "overwritten", "overwrite"),
+            (lambda **options: api.Checkpointer(url, **options), "keeps", "keep"),
+            (lambda **options: api.restore(url, **options), "onyl", "only"),
+            (lambda **options: checkpoints.restore(1, **options), "renamed", "rename"),
+            (lambda **options: tstore.sync.quantize(url, **options), "min_snr", "min_sqnr"),
+        ):
+            with pytest.raises(TypeError, match=rf"^there is no argument {argument}=; did you mean {similar}=\?$"):
+                call(**{argument: 1})
+            with pytest.raises(TypeError, match=r"^there is no argument xyzzy=$"):
+                call(xyzzy=1)
 
 
 async def test_arrays_are_freed_without_the_cycle_collector() -> None:

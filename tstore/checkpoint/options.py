@@ -8,7 +8,6 @@ option of the commit needs a line in `CommitOptions`, a default and check in `Co
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
@@ -24,6 +23,7 @@ from tstore.core.format.arguments import (
     quote,
 )
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.core.hints import no_such_argument
 from tstore.core.storage.objects import checked_durability
 from tstore.errors import InvalidArgument
 from tstore.quantization.policy import QuantizeRules, Target
@@ -77,9 +77,7 @@ class CommitSettings:
         **unknown: object,
     ) -> None:
         for name in unknown:
-            similar = difflib.get_close_matches(name, SaveOptions.__annotations__, 1)
-            hint = f"; did you mean {similar[0]}=?" if similar else ""
-            raise TypeError(f"a save has no argument {name}={hint}")
+            raise no_such_argument(name, SaveOptions.__annotations__)
         self.message = checked_text("message", message)
         self.metrics = checked_metrics(metrics)
         self.attributes = checked_attributes(attributes)

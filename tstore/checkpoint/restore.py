@@ -19,6 +19,7 @@ from tstore.core.array import Verify
 from tstore.core.data.exmy_chunks import is_packed
 from tstore.core.data.reader import new_values
 from tstore.core.format.arguments import checked_choice
+from tstore.core.hints import hinting
 from tstore.core.log.expiry import guard_expiry
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
@@ -32,6 +33,7 @@ _ATTEMPTS = 8
 """The number of attempts if garbage collection removes the newest step meanwhile."""
 
 
+@hinting
 async def restore(
     store: str | os.PathLike[str] | Store,
     step: int | None = None,
@@ -139,6 +141,7 @@ async def restore(
         raise expired
 
 
+@hinting
 async def explain(
     store: str | os.PathLike[str] | Store,
     step: int | None = None,

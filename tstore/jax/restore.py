@@ -16,6 +16,7 @@ from tstore.checkpoint.reading import Allocate, Reading, RestorePlan, unallocate
 from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
 from tstore.checkpoint.source import Source
 from tstore.core.data.reader import new_values
+from tstore.core.hints import hinting
 from tstore.core.runtime import pool
 from tstore.core.steps import check_one_version, chosen_snapshot
 from tstore.core.store import Store, opened
@@ -33,6 +34,7 @@ _ALIGNMENT = 64
 _BYTE = np.dtype(np.uint8)
 
 
+@hinting
 def restore(
     store: str | os.PathLike[str] | Store,
     step: int | None = None,
@@ -93,6 +95,7 @@ def restore(
     return run()
 
 
+@hinting
 def explain(
     store: str | os.PathLike[str] | Store,
     step: int | None = None,

@@ -27,6 +27,7 @@ from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.paths import is_at_or_below
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
+from tstore.core.hints import hinting
 from tstore.core.snapshot import Snapshot, without_nodes
 from tstore.core.steps import copy_snapshot, source_snapshot, steps_of
 from tstore.core.storage.objects import Durability
@@ -64,6 +65,7 @@ differ by up to 26 %.
 """
 
 
+@hinting
 async def quantize(
     store: str | os.PathLike[str] | Store,
     formats: QuantizeRules = None,

@@ -17,6 +17,7 @@ from tstore.checkpoint.request import Cast, Missing, PerHostRule, Request
 from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import flatten, path_part, scalars_in, unflatten
 from tstore.core.data.reader import new_values
+from tstore.core.hints import hinting
 from tstore.core.runtime import pool
 from tstore.core.snapshot import Snapshot
 from tstore.core.steps import check_one_version, chosen_snapshot
@@ -34,6 +35,7 @@ _ATTEMPTS = 8
 """The number of attempts if garbage collection removes the newest step meanwhile."""
 
 
+@hinting
 def restore(
     store: str | os.PathLike[str] | Store,
     step: int | None = None,
@@ -103,6 +105,7 @@ def restore(
     )
 
 
+@hinting
 async def restore_among(
     processes: Processes,
     store: str | os.PathLike[str] | Store,
