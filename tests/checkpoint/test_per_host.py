@@ -157,7 +157,7 @@ async def test_values_of_which_one_host_s_was_deleted_are_those_of_no_number_of_
     async with (await tstore.open(url)).transaction() as tx:
         await tx.delete("data/0/%host=2")
     for options in ({"hosts": 2}, {"hosts": HOSTS}, {"per_host": "all"}):
-        assert (await tstore.restore(url, at=2, **options))["data"] == {"1": {"0": 1}}
+        assert (await tstore.restore(url, at=2, **options))["data"] == {"1": {"0": 1, "1": None}}
         with pytest.raises(NotFound, match="no array matches"):
             await tstore.restore(url, at=2, only="data/0", **options)
 
@@ -371,3 +371,12 @@ def test_values_of_no_such_host_are_told(url: str, name: str) -> None:
             ):
                 blocking.restore(store, 1, target=target)
         assert blocking.restore(store, 1, per_host="all") == {"x": [None]}
+
+
+async def test_rules_for_codecs_match_the_path_of_the_value(tmp_path: Path) -> None:
+    tree = {"rng": tstore.PerHost(np.zeros(1000)), "w": np.ones((32, 32), "f4")}
+    await tstore.save(tmp_path, tree, 1, codecs={"rng": "lossless"})
+    async with await tstore.open(tmp_path) as store:
+        array = await (await store.snapshot()).array("rng/%host=0")
+    assert [codec["name"] for codec in array.codecs] == ["bytes", "blosc"]
+    assert (await tstore.quantize(tmp_path, {"rng": None, "w": "e4m3"})).arrays[-1].format == "e4m3"

@@ -432,3 +432,17 @@ def test_an_object_in_a_target_is_refused_as_such(url: str) -> None:
             with pytest.raises(InvalidArgument, match=r"^b: .* stands for no array; put None there.* only="):
                 restore(url, only="a", **tree)
     assert blocking.restore(url, only="a", target={"a": np.zeros(2), "b": None})["b"] is None
+
+
+async def test_none_and_empty_containers_are_renamed_too(tmp_path: Path) -> None:
+    """They give way to what is renamed to their path, and to arrays created there or below since."""
+    w = np.ones(3)
+    await tstore.save(tmp_path, {"a": {"w": w, "n": None, "e": {}, "k": 3}, "b": None, "c": []}, 1)
+    restored = await tstore.restore(tmp_path, rename={"a/**": "z/**"})
+    np.testing.assert_equal(restored, {"z": {"w": w, "n": None, "e": {}, "k": 3}, "b": None, "c": []})
+    restored = await tstore.restore(tmp_path, rename={"a/w": "b", "c": "b/below", "a/n": "n"}, only=["b/**", "n"])
+    np.testing.assert_equal(restored, {"b": w, "n": None})
+    async with (await tstore.open(tmp_path)).transaction() as tx:
+        await tx.create_array("a/e/x", data=w)
+    restored = await tstore.restore(tmp_path, at=2)
+    np.testing.assert_equal(restored, {"a": {"w": w, "n": None, "e": {"x": w}, "k": 3}, "b": None, "c": []})

@@ -62,7 +62,8 @@ class Request:
         if only is not None:
             only = [form for p in ([only] if isinstance(only, str) else only) for form in self._with_forms(p)]
         self.matches: Callable[[str], bool] = (lambda path: True) if only is None else compile_patterns(only)
-        self._renamed = self._renames(rename)
+        self.renamed_path = self._renames(rename)
+        """Return the restored path of a stored path."""
         self.renames = bool(rename)
         self.extent: Extent | None = None
         """The range of stored paths that can contain the selected ones, None for all."""
@@ -103,7 +104,7 @@ class Request:
             return {path: path for path in stored}
         paths: dict[str, str] = {}
         for path in stored:
-            new = self._renamed(path)
+            new = self.renamed_path(path)
             if paths.setdefault(new, path) != path:
                 raise InvalidArgument(f"rename=…: {paths[new]!r} and {path!r} would both be restored as {new!r}")
         for path, old in paths.items():
@@ -124,7 +125,7 @@ class Request:
         return f"no array matches only={quote(self.only)}; {hint}"
 
     def check_renames(self, paths: Collection[str]) -> None:
-        """Raise `NotFound` if a rule of `rename` matches none of the stored paths of arrays and scalars."""
+        """Raise `NotFound` if a rule of `rename` matches none of the stored paths of arrays and other values."""
         for pattern, new in self._rules.items():
             if pattern not in paths and not any(map(compile_patterns(self._with_forms(pattern)), paths)):
                 meant = _meant(pattern, paths)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tstore.checkpoint.leaves import NO_LEAF, PerHost, dtype_of
 from tstore.checkpoint.request import Request
-from tstore.checkpoint.structure import flatten, scalars_in, unflatten, values_in
+from tstore.checkpoint.structure import flatten, is_scalar, scalars_in, unflatten, values_in
 from tstore.core.format.arrays.dtypes import is_float
 from tstore.core.format.paths import parents
 from tstore.core.format.tree.node import Node
@@ -22,7 +22,6 @@ from tstore.core.format.tree_document import (
     is_document,
     nested_document,
     paths_in,
-    scalar_node,
     stored_document,
     value_path,
 )
@@ -62,11 +61,11 @@ class Source:
         with parsing(f"{snapshot.location}: its structure"):
             self.stored = request.renamed(paths_in(self.document))
             if request.renames:
-                saved = dict.fromkeys((*self.stored.values(), *self._scalars))
-                request.check_renames(saved)
-                renamed = request.renamed(saved)  # none may replace another
+                values = dict(values_in(self.document))
+                request.check_renames(dict.fromkeys((*self.stored.values(), *values)))
+                renamed = request.renamed([*self.stored.values(), *self._scalars])  # none may replace another
                 self._scalars = {new: self._scalars[old] for new, old in renamed.items() if old in self._scalars}
-                self.document = _nested(self.stored, self._scalars)
+                self.document = _nested(self.stored, {request.renamed_path(p): values[p] for p in values})
         self.places = host_places(self.stored)
         self._hosts = Counter(self.places.values())
         self.scalars = {path: value for path, value in self._scalars.items() if request.matches(path)}
@@ -334,10 +333,20 @@ def _saved_structure(snapshot: Snapshot) -> TreeDocument:
 
     lost = {place for path, place in host_places(paths_in(stored)).items() if path not in arrays}
     whole = [path for path in paths if value_path(path) not in lost]
-    return _nested(whole, {path: value for path, value in scalars_in(stored).items() if is_kept(path)})
+    return _nested(whole, {path: node for path, node in values_in(stored) if is_kept(path)})
 
 
-def _nested(arrays: Iterable[str], scalars: Mapping[str, Any]) -> TreeDocument:
-    """Return a document of nested dicts with these arrays and scalars by path; none may be below another."""
+def _nested(arrays: Iterable[str], values: Mapping[str, TreeDocument]) -> TreeDocument:
+    """Return a document of nested dicts with these arrays and values by path.
+
+    No array or scalar may be below another one. None and empty containers give way to any of them.
+    """
     nodes: dict[str, TreeDocument] = {path: ("array", path) for path in arrays}
-    return nested_document(nodes | {path: scalar_node(value) for path, value in scalars.items()})
+    nodes |= {path: node for path, node in values.items() if is_scalar(node)}
+    if len(empty := values.keys() - nodes.keys()):
+        groups = {"", *(above for path in nodes for above in parents(path))}
+        for path in filter(empty.__contains__, values):  # in their order
+            if path not in groups and nodes.keys().isdisjoint(parents(path)):
+                nodes[path] = values[path]
+                groups.update(parents(path))
+    return nested_document(nodes)

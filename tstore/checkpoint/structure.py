@@ -36,6 +36,7 @@ from tstore.errors import InvalidArgument
 __all__ = [
     "are_names",
     "flatten",
+    "is_scalar",
     "join",
     "named_items",
     "path_part",
@@ -290,7 +291,7 @@ def unflatten(
     """
     paths = paths_in(document)
     places = host_places(paths)
-    partial = is_part or not leaves.keys() >= {places.get(path, path) for path in paths}
+    partial = is_part or selects is not None or not leaves.keys() >= {places.get(path, path) for path in paths}
     chosen = map(selects, dict(values_in(document))) if selects else itertools.repeat(not partial)
     tree = _built(document, leaves, partial, chosen, NumberKeys())
     return {} if tree is _LEFT_OUT else tree
@@ -412,12 +413,17 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def scalars_in(document: TreeDocument) -> dict[str, Any]:
     """Return the Python scalars of a document by path; raise `ValueError` for paths that are too long."""
-    return {path: value for path, value in values_in(document) if value is not None}
+    return {path: scalar_value(node) for path, node in values_in(document) if is_scalar(node)}
 
 
-def values_in(document: TreeDocument) -> list[tuple[str, Any]]:
-    """Return the Python scalars by path, in order, with None for each None and empty container."""
-    values: list[tuple[str, Any]] = []
+def is_scalar(node: TreeDocument) -> bool:
+    """Return whether a node of `values_in` is a Python scalar, not None or an empty container."""
+    return len(node) == 2 and isinstance(node[1], str)
+
+
+def values_in(document: TreeDocument) -> list[tuple[str, TreeDocument]]:
+    """Return the nodes of Python scalars, None and empty containers by path, in order."""
+    values: list[tuple[str, TreeDocument]] = []
     unstored, keys = _UnstoredPaths(), NumberKeys()
 
     def walk(node: TreeDocument, path: str) -> None:
@@ -426,10 +432,8 @@ def values_in(document: TreeDocument) -> list[tuple[str, Any]]:
         if excess := unstored.excess_message(path):
             raise ValueError(f"the path of a container or scalar has {excess}")
         match node:
-            case ["none"] | [*_, []]:
-                values.append((path, None))
-            case [_, str()]:
-                values.append((path, scalar_value(node)))
+            case ["none"] | [*_, []] | [_, str()]:
+                values.append((path, node))
             case ["dict", items] if any(child[0] != "array" for _, child in items):
                 children: dict[Any, TreeDocument] = {}
                 for key, child in items:

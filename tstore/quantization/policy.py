@@ -20,6 +20,7 @@ import numpy as np
 from tstore.core.format.arguments import checked_choice
 from tstore.core.format.arrays.codecs import FLOATS, Codecs, checked_codecs, is_exmy
 from tstore.core.format.patterns import compile_patterns
+from tstore.core.format.tree_document import host_path
 from tstore.errors import InvalidArgument, bullet_list
 
 __all__ = [
@@ -184,7 +185,7 @@ class Rules:
         }
         """The codecs or the target of each pattern."""
         self._rules = [
-            _Rule(p, compile_patterns(p), codecs, _has_name(p)) for p, codecs in self.by_pattern.items()
+            _Rule(p, compile_patterns(_forms(p)), codecs, _has_name(p)) for p, codecs in self.by_pattern.items()
         ]
 
     @staticmethod
@@ -282,6 +283,11 @@ def _parse_target(pattern: str, value: Mapping[str, Any]) -> Target:
         return Bits(value["bits"], **options) if is_budget else MinSqnr(value["min_sqnr"], **options)
     except InvalidArgument as error:
         raise InvalidArgument(f"the rule {pattern!r}: {error}") from None
+
+
+def _forms(pattern: str) -> str | list[str]:
+    """Return a pattern of values, with that of the bytes of each host if the value is a `PerHost`."""
+    return pattern if pattern.endswith("**") else [pattern, host_path(pattern, "*")]
 
 
 def _has_name(pattern: str) -> bool:
