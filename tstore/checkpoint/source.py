@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tstore.checkpoint.leaves import NO_LEAF, PerHost, dtype_of
 from tstore.checkpoint.request import Request
-from tstore.checkpoint.structure import flatten, is_scalar, scalars_in, unflatten, values_in
+from tstore.checkpoint.structure import flatten, scalars_in, unflatten, values_in
 from tstore.core.format.arrays.dtypes import is_float
 from tstore.core.format.paths import parents
 from tstore.core.format.tree.node import Node
@@ -20,6 +20,7 @@ from tstore.core.format.tree_document import (
     host_path,
     host_places,
     is_document,
+    is_scalar,
     nested_document,
     paths_in,
     stored_document,

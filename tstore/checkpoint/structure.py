@@ -25,6 +25,7 @@ from tstore.core.format.tree_document import (
     TreeDocument,
     host_path,
     host_places,
+    is_scalar,
     paths_in,
     per_host_node,
     per_host_path,
@@ -36,7 +37,6 @@ from tstore.errors import InvalidArgument
 __all__ = [
     "are_names",
     "flatten",
-    "is_scalar",
     "join",
     "named_items",
     "path_part",
@@ -414,11 +414,6 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 def scalars_in(document: TreeDocument) -> dict[str, Any]:
     """Return the Python scalars of a document by path; raise `ValueError` for paths that are too long."""
     return {path: scalar_value(node) for path, node in values_in(document) if is_scalar(node)}
-
-
-def is_scalar(node: TreeDocument) -> bool:
-    """Return whether a node of `values_in` is a Python scalar, not None or an empty container."""
-    return len(node) == 2 and isinstance(node[1], str)
 
 
 def values_in(document: TreeDocument) -> list[tuple[str, TreeDocument]]:

@@ -36,6 +36,7 @@ __all__ = [
     "host_path",
     "host_places",
     "is_document",
+    "is_scalar",
     "nested_document",
     "paths_in",
     "per_host_node",
@@ -70,6 +71,11 @@ _HOST = "%host="
 
 IMPL = "impl="
 """Typed PRNG keys of JAX are stored as a dict: their data, at this key with the name of their implementation."""
+
+
+def is_scalar(node: TreeDocument) -> bool:
+    """Return whether a node other than that of an array is a Python scalar, not None or a container."""
+    return len(node) == 2 and isinstance(node[1], str)
 
 
 def scalar_node(value: Any) -> tuple[str, str]:
