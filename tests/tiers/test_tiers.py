@@ -14,7 +14,8 @@ import pytest
 
 import tstore.sync as tstore
 from tests.support import processes
-from tstore.errors import DeadlineExceeded, InvalidArgument, NotFound, StorageFull
+from tstore.core.store import Store
+from tstore.errors import DeadlineExceeded, InvalidArgument, NotFound, StorageFull, Unavailable
 
 HOST = """
     import json, os, sys, time
@@ -294,3 +295,50 @@ def test_without_room_locally_a_job_saves_to_the_durable_store(
             (2, "local"),
             (3, "durable"),
         ]
+
+
+def test_steps_go_to_the_durable_store_once_the_local_one_is_wiped(tmp_path: Path) -> None:
+    with tstore.Checkpointer(
+        tstore.Tiers(tmp_path / "local", tmp_path / "durable", durable_every=2)
+    ) as checkpoints:
+        checkpoints.restore_latest()
+        for step in range(1, 5):
+            checkpoints.save(step, {"w": np.full(4, step)}).wait()
+            if step == 2:
+                shutil.rmtree(tmp_path / "local")
+    assert tstore.steps(tmp_path / "durable")[-1] == 4
+
+
+def test_the_decided_step_is_no_longer_listed_when_newer_ones_have_superseded_it(tmp_path: Path) -> None:
+    tiers = tstore.Tiers(tmp_path / "local", tmp_path / "durable")
+    first = tstore.Checkpointer(tiers)
+    first.save(1, {"w": np.ones(4)}).wait()
+    [place] = (tmp_path / "local").glob("*/place")
+    place.write_bytes(b"\xff")  # damage to it costs nothing
+    with tstore.Checkpointer(tiers) as second:
+        for step in range(2, 7):
+            second.save(step, {"w": np.full(4, step)}).wait()
+        second.save(7, {"w": np.full(4, 7)}).wait()  # after the deletion that follows the save of 4
+        assert [step.step for step in second.steps()][-3:] == [5, 6, 7]
+
+
+@pytest.mark.parametrize(("verb", "error"), [("collect", Unavailable), ("transaction", OSError)])
+def test_what_fails_beside_or_in_a_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, error: type[Exception]
+) -> None:
+    original = getattr(Store, verb)
+
+    def fails(store: Store, *args: Any, **options: Any) -> Any:
+        if store.url.endswith("durable"):
+            raise error("boom")
+        return original(store, *args, **options)
+
+    checkpoints = tstore.Checkpointer(tstore.Tiers(tmp_path / "local", tmp_path / "durable"), keep=2)
+    checkpoints.save(1, {"w": np.ones(4)}).wait()
+    monkeypatch.setattr(Store, verb, fails)
+    if error is OSError:
+        with pytest.raises(OSError, match="boom"):
+            checkpoints.close()
+    else:
+        checkpoints.close()  # the step is in the durable store
+        assert tstore.steps(tmp_path / "durable") == [1]

@@ -262,7 +262,7 @@ async def assembled(decision: Decision, root: str, place: str) -> HeldStorage:
 
 def _source(holder: Holder, root: str, place: str) -> tuple[_Source, int]:
     path = os.path.join(root, holder.folder)
-    if holder.place == place and os.path.exists(path):
+    if holder.place == place and (not holder.url or os.path.exists(path)):
         return _Source(LocalStorage(path), path, False), holder.version
     url = f"{holder.url}/{holder.folder}"
     options = {"token": holder.token, "retry_timeout": 10}

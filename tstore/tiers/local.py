@@ -60,7 +60,9 @@ class LocalTier:
         storage = LocalStorage(root)
         with contextlib.suppress(AlreadyExists):
             await storage.create("place", world.token(12).encode(), Durability.NONE)
-        return LocalTier(root, (await storage.get("place")).decode(), job, start, host, keep)
+        return LocalTier(
+            root, (await storage.get("place")).decode(errors="backslashreplace"), job, start, host, keep
+        )
 
     async def held(self) -> list[Held]:
         """Return the parts of steps that are whole here; read and verify every chunk of each."""

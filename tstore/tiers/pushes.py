@@ -67,7 +67,8 @@ class Pushes:
     async def finish(self, timeout: float) -> None:
         """Wait until nothing is pending; raise the error of the last push, or `DeadlineExceeded`."""
         work = [] if self._work is None else [asyncio.wrap_future(self._work.future)]
-        if work and (await asyncio.wait(work, timeout=timeout))[1]:
+        ended, late = await asyncio.wait(work, timeout=timeout) if work else (set(), set())
+        if late:
             await self.cancel()
             steps = ", ".join(map(str, sorted(self.pending)))
             raise DeadlineExceeded(
@@ -75,6 +76,8 @@ class Pushes:
                 + (": host 0 has not named the step of the next push" if self._host else ""),
                 [0] if self._host else [],
             )
+        for push in ended:
+            push.result()  # raises what is not a failure of the store
         if self.failure is not None:
             raise Unavailable(
                 f"{self._storage.url}: the last push to the durable store failed, so it lacks the newest steps: "

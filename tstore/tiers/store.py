@@ -36,6 +36,7 @@ from tstore.errors import (
     InvalidArgument,
     NotFound,
     StorageFull,
+    TimelineChanged,
     TStoreError,
     Unavailable,
 )
@@ -133,7 +134,8 @@ class TieredStore(JobStore):
             counted = {saved.step for saved in saves if decision.counts(saved)}
             found = {step.step: step for step in await self._read(saved_steps) if step.step in counted}
         if decision.holders and decision.step not in found:
-            [found[decision.step]] = await saved_steps(await self._decided(decision))
+            with contextlib.suppress(TStoreError):  # superseded since, and dropped
+                [found[decision.step]] = await saved_steps(await self._decided(decision))
         if self._local is not None and self._saved:
             for step in await saved_steps(self._local.reader()):
                 if step.step in self._saved:
@@ -294,7 +296,7 @@ class TieredStore(JobStore):
             if self._local is None:
                 raise Unavailable(f"{self._options.local} can't be used")
             committed = await self._local.save(checkpoint, saved, on_written)
-        except (StorageFull, Unavailable, Corrupt, NotFound, Denied) as error:
+        except (StorageFull, Unavailable, Corrupt, NotFound, Denied, TimelineChanged) as error:
             return await self._save_durably(durable, is_due, error, on_written)
         bare = [WriteJob(job.path, job.meta, ()) for job in checkpoint.jobs]
         self._saved[step] = _Due(durable._replace(jobs=bare), committed.version)
@@ -315,7 +317,10 @@ class TieredStore(JobStore):
         _log.warning("step %d is not saved to the local store%s: %s", checkpoint.step, where, error)
         if is_due:
             self._saved[checkpoint.step] = _Due(checkpoint, None)
-            return Committed(await self._pushes.add(checkpoint.step), 0, 0)
+            try:
+                return Committed(await self._pushes.add(checkpoint.step), 0, 0)
+            finally:
+                self._saved[checkpoint.step] = _Due(checkpoint._replace(jobs=()), None)  # not its arrays for ever
         if on_written is not None:
             on_written()
         return Committed(0, 0, 0)
@@ -330,7 +335,10 @@ class TieredStore(JobStore):
             checkpoint = checkpoint._replace(copied=await self._local.snapshot(due.version))
         committed = await checkpoint.save(durable)
         if self._job.keep is not None:
-            await durable.collect(self._job.keep)
+            try:
+                await durable.collect(self._job.keep)
+            except TStoreError as error:  # the step is there all the same
+                _log.warning("%s: superseded steps were not dropped: %s", durable.url, error)
         return committed.version
 
     async def _due(self, step: int) -> _Due:
