@@ -754,9 +754,9 @@ async def test_attributes_beside_the_fields_of_a_dataclass_are_refused(url: str)
     assert config.doubled == 16
     await tstore.save(url, {"config": config}, 1)
     config.__dict__["extra"] = 3
-    with pytest.raises(InvalidArgument, match=r"^config: a Config has .* no fields .*: extra; pass a dict"):
+    with pytest.raises(InvalidArgument, match=r"^config: a Config has .* not fields .*: extra; pass a dict"):
         await tstore.save(url, {"config": config}, 2)
-    with pytest.raises(InvalidArgument, match=r"^config: a Config has .* no fields"):
+    with pytest.raises(InvalidArgument, match=r"^config: a Config has .* not fields"):
         await tstore.restore(url, target={"config": config})
     assert await tstore.steps(url) == [1]
 
