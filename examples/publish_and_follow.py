@@ -90,11 +90,10 @@ def main() -> None:
         time.sleep(0.4)
         followers["killed"].kill()
         followers["killed"].join()
-        again = context.Process(
-            target=serve, args=(url, files["killed"], 0.0)
-        )  # it starts with the newest version
-        again.start()
-        for process in (trainer, followers["quick"], followers["slow"], again):
+        followers["killed"] = context.Process(target=serve, args=(url, files["killed"], 0.0))
+        followers["killed"].start()  # begins with the newest version
+        trainer.join()
+        for process in followers.values():
             process.join()
         expected: dict[int, float] = {}
         for name, file in files.items():

@@ -23,7 +23,7 @@ from tstore.core.format.arguments import (
     quote,
 )
 from tstore.core.format.tree.tree import RESERVED_ATTRIBUTE
-from tstore.core.hints import no_such_argument
+from tstore.core.hints import hinting
 from tstore.core.storage.objects import checked_durability
 from tstore.errors import InvalidArgument
 from tstore.quantization.policy import QuantizeRules, Target
@@ -63,6 +63,7 @@ class SaveOptions(SharedOptions, total=False):
 class CommitSettings:
     """The checked values of `CommitOptions`; raise `InvalidArgument` for an invalid one."""
 
+    @hinting
     def __init__(
         self,
         *,
@@ -74,10 +75,7 @@ class CommitSettings:
         timeout: float | None = None,
         overwrite: bool = False,
         priority: Literal["normal", "low"] | None = None,
-        **unknown: object,
     ) -> None:
-        for name in unknown:
-            raise no_such_argument(name, SaveOptions.__annotations__)
         self.message = checked_text("message", message)
         self.metrics = checked_metrics(metrics)
         self.attributes = checked_attributes(attributes)
