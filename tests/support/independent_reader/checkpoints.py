@@ -50,15 +50,16 @@ def restore(store, v, host=0, hosts=1):
     def under(group, some):
         return any(p.startswith(group + "/") for p in some)
 
-    for kind, (path, leaf), ps in leaves:
+    for kind, (path, leaf), ps in sorted(leaves, key=lambda leaf: leaf[0] == "empty"):  # after all others
         above = [path[:i] for i in range(len(path)) if path[i] == "/"]
         if kind == "host":
             if set(ps) <= arrays:
                 flat[path] = build(leaf, load, host, hosts)
                 hidden.update(ps)
             hidden.update(p for p in arrays if p.startswith(path + "/%host="))
-        elif kind == "value":
-            taken = {path, *above} & arrays or under(path, arrays)
+        elif kind == "value" or (kind == "empty" and path):
+            others = arrays if kind == "value" else arrays | set(flat)
+            taken = {path, *above} & others or under(path, others)
             if not taken and not any(under(g, had) and not under(g, arrays) for g in above):
                 flat[path] = build(leaf, load, host, hosts)
     flat.update({p: load(p) for p in arrays - hidden})
@@ -134,7 +135,7 @@ def structure_leaves(node, path, depth):
 
     if kind in SCALARS:
         scalar(node)
-        return [("value", (path or "value", node), [])] if kind != "none" else []
+        return [("empty", (path, node), [])] if kind == "none" else [("value", (path or "value", node), [])]
     if kind in ("array", "scalar"):
         need(len(rest) == 1, "structure")
         return [("array", (path, node), [path_(rest[0])])]
@@ -146,6 +147,8 @@ def structure_leaves(node, path, depth):
         return [("array", (path, node), paths)]
     out, used = [], set()
     need(rest and type(rest[-1]) is list, "structure")
+    if path and not rest[-1]:
+        return [("empty", (path, node), [])]
     if kind == "dict":
         for k, n in rest[0]:
             out += structure_leaves(n, join(key_name(key_scalar(k), used)), depth + 1)
