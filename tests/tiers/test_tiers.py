@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tstore as tstore_async
 import tstore.sync as tstore
 from tests.support import processes
+from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.core.store import Store
 from tstore.errors import DeadlineExceeded, InvalidArgument, NotFound, StorageFull, Unavailable
+from tstore.tiers.local import LocalTier
 
 HOST = """
     import json, os, sys, time
@@ -295,6 +299,32 @@ def test_without_room_locally_a_job_saves_to_the_durable_store(
             (2, "local"),
             (3, "durable"),
         ]
+
+
+async def test_a_host_that_left_a_step_out_takes_part_in_the_next_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LocalTier.save
+
+    async def full(tier: LocalTier, checkpoint: Checkpoint, *arguments: Any) -> Any:
+        if checkpoint.host == 1:
+            raise StorageFull("no space left")
+        return await original(tier, checkpoint, *arguments)
+
+    monkeypatch.setattr(LocalTier, "save", full)
+    hosts = [
+        tstore_async.Checkpointer(
+            tstore_async.Tiers(tmp_path / f"local{host}", tmp_path / "durable", address="127.0.0.1"),
+            **{"host": host, "hosts": 2, "attempt": "a", "timeout": 5},
+        )
+        for host in range(2)
+    ]
+    for _ in range(2):
+        assert await asyncio.gather(*(host.restore_latest() for host in hosts)) == [None, None]
+        await asyncio.gather(*(host.save(1, {"w": np.ones(4)}) for host in hosts))
+    for host in hosts:
+        await host.wait()
+        await host.__aexit__(KeyboardInterrupt, None, None)  # pushes nothing
 
 
 def test_steps_go_to_the_durable_store_once_the_local_one_is_wiped(tmp_path: Path) -> None:

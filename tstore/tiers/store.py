@@ -91,7 +91,8 @@ class TieredStore(JobStore):
         self._timeout = checked_commit_timeout(job.timeout)
         self._token = ""
         self._decision: Decision | None = None
-        self._saved: dict[int, _Due] = {}  # since the decision, by step
+        self._saved: dict[int, _Due] = {}  # since the decision, by step: the newest and those to push
+        self._began_save = False  # since the decision, whatever became of it
         self._last_due = 0
         self._durable: Store | None = None
         self._local: LocalTier | None = None  # None if it can't be used
@@ -109,13 +110,17 @@ class TieredStore(JobStore):
         return self._background
 
     async def resume(self) -> None:
-        """Decide on a step with the other hosts, unless nothing was saved since the last decision."""
-        if self._decision is None or self._saved:
+        """Decide on a step with the other hosts, unless no save has begun since the last decision.
+
+        Whether this host has saved anything does not matter: a step that it left out others may have saved.
+        """
+        if self._decision is None or self._began_save:
             await self._decide()
 
     async def check_order(self, step: int, last: int | None, pending: Iterable[int]) -> None:
         """Raise `InvalidArgument` if a step comes before the newest of this job."""
         decision = self._decision or await self._decide()
+        self._began_save = True
         decided = [] if decision.saved is None else [decision.step]
         known = [*decided, *self._saved, *pending]
         check_newest(self._options.durable, step, {step_tag(number): 0 for number in known})
@@ -232,7 +237,7 @@ class TieredStore(JobStore):
         place = "" if self._local is None else self._local.place
         offer = Offer(job.host, job.hosts, place, url, token, options.domain, tuple(held))
         decision = await round.run(offer, await self._durable_saves(), self._timeout, newest)
-        self._decision, self._assembled, self._saved = decision, None, {}
+        self._decision, self._assembled, self._saved, self._began_save = decision, None, {}, False
         self._last_due = max(0, decision.step)
         self._pushes = Pushes(durable.log.storage, decision.number, job.host, job.hosts, self._push)
         if job.host == 0:
