@@ -163,11 +163,11 @@ class PeerServer:
                     failing = False
                 except NotAStore:  # the host has not saved yet
                     pass
-                except (TStoreError, TimeoutError) as error:
+                except Exception as error:  # an unforeseen one must not end the copying in silence
                     if not failing:
-                        _log.warning(
-                            "host %d can't be copied by host %d; it tries again: %s", offer.host, by, error
-                        )
+                        unforeseen = not isinstance(error, TStoreError | TimeoutError)
+                        text = "host %d can't be copied by host %d; it tries again: %s"
+                        _log.warning(text, offer.host, by, error, exc_info=unforeseen)
                     failing = True
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _POLL)

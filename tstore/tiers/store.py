@@ -249,7 +249,8 @@ class TieredStore(JobStore):
         if self._local is not None:
             await self._local.begin(decision, held)
             if self._server is not None and options.peers:
-                copied = copied_by(decision.offers, options.peers, job.host)
+                by_number = copied_by(decision.offers, options.peers, job.host)
+                copied = [other for other in by_number if decision.offers[other].url]  # else it has no local store
                 await run(self._server.copy, decision.offers, copied, self._local.start, job.host)
         return decision
 
