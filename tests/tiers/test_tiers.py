@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import tstore as tstore_async
 import tstore.sync as tstore
 from tests.support import processes
 from tstore.checkpoint.checkpoint import Checkpoint
+from tstore.core.copying.copy import CopyReport, copy_to
 from tstore.core.store import Store
 from tstore.errors import DeadlineExceeded, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.tiers.local import LocalTier
@@ -133,6 +136,26 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
+
+
+@contextlib.asynccontextmanager
+async def two_hosts(folder: Path, **options: Any) -> AsyncIterator[list[tstore_async.Checkpointer]]:
+    """Both hosts of a job in this process; at the end they push nothing."""
+    hosts = [
+        tstore_async.Checkpointer(
+            tstore_async.Tiers(folder / f"local{host}", folder / "durable", address="127.0.0.1", **options),
+            host=host,
+            hosts=2,
+            attempt="a",
+            timeout=5,
+        )
+        for host in range(2)
+    ]
+    try:
+        yield hosts
+    finally:
+        for host in hosts:
+            await host.__aexit__(KeyboardInterrupt, None, None)
 
 
 def test_a_job_of_one_host_goes_on_from_its_local_store(tmp_path: Path) -> None:
@@ -312,19 +335,32 @@ async def test_a_host_that_left_a_step_out_takes_part_in_the_next_round(
         return await original(tier, checkpoint, *arguments)
 
     monkeypatch.setattr(LocalTier, "save", full)
-    hosts = [
-        tstore_async.Checkpointer(
-            tstore_async.Tiers(tmp_path / f"local{host}", tmp_path / "durable", address="127.0.0.1"),
-            **{"host": host, "hosts": 2, "attempt": "a", "timeout": 5},
-        )
-        for host in range(2)
-    ]
-    for _ in range(2):
-        assert await asyncio.gather(*(host.restore_latest() for host in hosts)) == [None, None]
+    async with two_hosts(tmp_path) as hosts:
+        for _ in range(2):
+            assert await asyncio.gather(*(host.restore_latest() for host in hosts)) == [None, None]
+            await asyncio.gather(*(host.save(1, {"w": np.ones(4)}) for host in hosts))
+
+
+async def test_copying_goes_on_after_an_unforeseen_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: Counter[str] = Counter()
+    again = threading.Semaphore(0)
+
+    async def fails_once(source: Store, target: Any) -> CopyReport:
+        tries[source.url] += 1
+        if tries[source.url] == 1:
+            raise ZeroDivisionError("boom")
+        again.release()
+        return await copy_to(source, target)
+
+    monkeypatch.setattr("tstore.tiers.peers.copy_to", fails_once)
+    async with two_hosts(tmp_path, peers=1) as hosts:
+        await asyncio.gather(*(host.restore_latest() for host in hosts))
         await asyncio.gather(*(host.save(1, {"w": np.ones(4)}) for host in hosts))
-    for host in hosts:
-        await host.wait()
-        await host.__aexit__(KeyboardInterrupt, None, None)  # pushes nothing
+        for _ in hosts:
+            assert await asyncio.to_thread(again.acquire, timeout=30)
+    assert "it tries again: boom" in caplog.text
 
 
 def test_steps_go_to_the_durable_store_once_the_local_one_is_wiped(tmp_path: Path) -> None:
@@ -367,6 +403,14 @@ def test_what_fails_beside_or_in_a_push(
     checkpoints.save(1, {"w": np.ones(4)}).wait()
     monkeypatch.setattr(Store, verb, fails)
     if error is OSError:
+
+        async def full(*_: object) -> None:
+            raise StorageFull("no space left")
+
+        monkeypatch.setattr(LocalTier, "save", full)
+        save = checkpoints.save(2, {"w": np.ones(4)})
+        with pytest.raises(OSError, match="boom"):
+            save.wait(10)
         with pytest.raises(OSError, match="boom"):
             checkpoints.close()
     else:

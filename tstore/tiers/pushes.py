@@ -3,7 +3,8 @@
 Host 0 names the step of each push, the newest that is due there by then, and the other hosts push the steps that
 it names, so that all of them skip the same ones. A push that fails on one host fails on all, because the host
 withdraws the commit, and the next one has the next number. After a failure the step is not tried again: a newer
-one follows, and at the end of the job the last.
+one follows, and at the end of the job the last. An unforeseen error is such a failure too, so that nobody waits
+for a push that will never end.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Pushes:
         self.pending: dict[int, asyncio.Future[int]] = {}
         self.pushed: int | None = None
         """The last step that was pushed."""
-        self.failure: TStoreError | None = None
+        self.failure: Exception | None = None
         """Why the last push failed, None if it did not."""
         self._storage = storage
         self._decision = decision
@@ -77,8 +78,10 @@ class Pushes:
                 [0] if self._host else [],
             )
         for push in ended:
-            push.result()  # raises what is not a failure of the store
+            push.result()
         if self.failure is not None:
+            if not isinstance(self.failure, TStoreError):
+                raise self.failure
             raise Unavailable(
                 f"{self._storage.url}: the last push to the durable store failed, so it lacks the newest steps: "
                 f"{self.failure}"
@@ -95,9 +98,9 @@ class Pushes:
             self._named = step = await self._next()
             try:
                 version = await self._push(step)
-            except TStoreError as error:
+            except Exception as error:
                 self._fail(error)
-                outcome: TStoreError | int = error
+                outcome: Exception | int = error
             else:
                 self.pushed, self.failure = step, None
                 outcome = version
@@ -110,8 +113,9 @@ class Pushes:
                 else:
                     future.set_exception(outcome)
 
-    def _fail(self, error: TStoreError) -> None:
-        _log.warning("%s: a push failed; the job goes on: %s", self._storage.url, error)
+    def _fail(self, error: Exception) -> None:
+        unforeseen = not isinstance(error, TStoreError)
+        _log.warning("%s: a push failed; the job goes on: %s", self._storage.url, error, exc_info=unforeseen)
         self.failure = error
 
     async def _next(self) -> int:
@@ -128,7 +132,7 @@ class Pushes:
                 return await read(self._storage, key, int)
             except NotFound:
                 pause = min(_MAX_POLL, pause * 1.5)
-            except TStoreError as error:
+            except Exception as error:
                 self._fail(error)
                 pause = _MAX_POLL
             await asyncio.sleep(pause * world.uniform(0.5, 1))
