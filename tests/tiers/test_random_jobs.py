@@ -11,6 +11,7 @@ import pytest
 import tstore
 from tests.tiers.test_tiers import flip, job
 from tstore.core.steps import saved_steps
+from tstore.tiers.holders import METADATA
 
 STARTS = 4
 
@@ -24,7 +25,7 @@ async def parts(folder: Path, hosts: int, damaged: set[Path]) -> list[tuple[int,
                 record = await store.log.reader.record(step.version)
                 reused = {marker.parent / key for key in record.reused}
                 own = marker.parent / "txn" / record.transaction
-                part = record.metadata["tier"]
+                part = record.metadata[METADATA]
                 if not any(pack in reused or pack.parent == own for pack in damaged):
                     found.append((step.step, part["host"], part["hosts"]))
     return found

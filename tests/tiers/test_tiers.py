@@ -22,6 +22,7 @@ from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.core.copying.copy import CopyReport, copy_to
 from tstore.core.store import Store
 from tstore.errors import DeadlineExceeded, InvalidArgument, NotFound, StorageFull, Unavailable
+from tstore.tiers.holders import METADATA
 from tstore.tiers.local import LocalTier
 
 HOST = """
@@ -416,3 +417,12 @@ def test_what_fails_beside_or_in_a_push(
     else:
         checkpoints.close()  # the step is in the durable store
         assert tstore.steps(tmp_path / "durable") == [1]
+
+
+def test_a_job_goes_on_from_a_step_saved_without_tiers_whatever_its_metadata(tmp_path: Path) -> None:
+    for step, value in enumerate(("gold", {"step": "x"}, 7)):
+        with tstore.open(tmp_path / "durable", "a") as store:
+            with store.transaction(tag=f"step/{step}", metadata={METADATA: value}) as tx:
+                tx.create_array(f"w{step}", (4,), "float32").write(1)
+        with tstore.Checkpointer(tstore.Tiers(tmp_path / "local", tmp_path / "durable")) as checkpoints:
+            assert checkpoints.latest() == step

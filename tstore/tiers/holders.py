@@ -35,9 +35,9 @@ from tstore.core.transactions.fragments import check_complete, fragment_from_rec
 from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable
 from tstore.tiers.objects import Decision, Held, Holder, Part, Saved
 
-__all__ = ["METADATA", "HeldStorage", "assembled", "held_parts", "part_of", "stores_below"]
+__all__ = ["METADATA", "HeldStorage", "assembled", "held_parts", "part_of", "saved_of", "stores_below"]
 
-METADATA = "tier"
+METADATA = "tstore.tier"
 """The key of a commit's metadata under which a local store has its `Part`, and the durable store its `Saved`."""
 
 _log = logging.getLogger("tstore.tiers")
@@ -47,6 +47,14 @@ def part_of(record: Record) -> Part | None:
     """Return what the record of a local commit says it is, None if it is no part of a step."""
     try:
         return msgspec.convert(record.metadata.get(METADATA), Part)
+    except msgspec.ValidationError:
+        return None
+
+
+def saved_of(record: Record) -> Saved | None:
+    """Return which save the record of a durable commit says it is, None if it was saved without tiers."""
+    try:
+        return msgspec.convert(record.metadata.get(METADATA), Saved)
     except msgspec.ValidationError:
         return None
 

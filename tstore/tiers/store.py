@@ -41,7 +41,7 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.service.server.server import Certificate
-from tstore.tiers.holders import METADATA, HeldStorage, assembled
+from tstore.tiers.holders import METADATA, HeldStorage, assembled, saved_of
 from tstore.tiers.local import LocalTier, overwriting
 from tstore.tiers.objects import Decision, Offer, Saved
 from tstore.tiers.peers import PeerServer, copied_by
@@ -270,9 +270,7 @@ class TieredStore(JobStore):
         steps = steps_of(tags)
         saves: list[Saved] = []
         async for _, record in store.log.reader.each_record([tags[step_tag(step)] for step in steps]):
-            saved = record.metadata.get(METADATA)
-            step = steps[len(saves)]
-            saves.append(Saved(step, _FOREIGN) if saved is None else msgspec.convert(saved, Saved))
+            saves.append(saved_of(record) or Saved(steps[len(saves)], _FOREIGN))
         return saves
 
     async def save(self, checkpoint: Checkpoint, on_written: Callable[[], None] | None) -> Committed:
