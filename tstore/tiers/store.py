@@ -126,7 +126,7 @@ class TieredStore(JobStore):
         check_newest(self._options.durable, step, {step_tag(number): 0 for number in known})
 
     async def steps(self) -> list[int]:
-        """Return the decided step and those saved since, which takes no request: the durable store may be away."""
+        """Return the decided step and the newest saved since, without a request: the durable store may be away."""
         decision = self._decision or await self._decide()
         return sorted({*self._saved, *([] if decision.saved is None else [decision.step])})
 
@@ -294,6 +294,8 @@ class TieredStore(JobStore):
             self._last_due = step
         if self._upkeep is not None:
             await self._upkeep
+        needed = {*self._pushes.pending, *sorted(self._saved)[-self._options.keep :]}
+        self._saved = {number: due for number, due in self._saved.items() if number in needed}
         if self._server is not None and len(self._saved) > 1:
             await run(self._server.wait_copied, sorted(self._saved)[-2])
         try:
