@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import shutil
 import threading
@@ -21,7 +22,7 @@ from tests.support import processes
 from tstore.checkpoint.checkpoint import Checkpoint
 from tstore.core.copying.copy import CopyReport, copy_to
 from tstore.core.store import Store
-from tstore.errors import DeadlineExceeded, InvalidArgument, NotFound, StorageFull, Unavailable
+from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.tiers.holders import METADATA
 from tstore.tiers.local import LocalTier
 
@@ -426,3 +427,28 @@ def test_a_job_goes_on_from_a_step_saved_without_tiers_whatever_its_metadata(tmp
                 tx.create_array(f"w{step}", (4,), "float32").write(1)
         with tstore.Checkpointer(tstore.Tiers(tmp_path / "local", tmp_path / "durable")) as checkpoints:
             assert checkpoints.latest() == step
+
+
+def test_a_job_forgets_the_steps_that_newer_ones_have_superseded(tmp_path: Path) -> None:
+    first = 1_000_000  # no other test has such steps
+    with tstore.Checkpointer(tstore.Tiers(tmp_path / "local", tmp_path / "durable", keep=2)) as checkpoints:
+        for step in range(first, first + 9):
+            checkpoints.save(step, {"w": np.ones(4)}).wait()
+        checkpoints.wait()
+        known = {each.step for each in gc.get_objects() if isinstance(each, Checkpoint) and each.step >= first}
+        assert len(known) <= 3
+        assert [step.step for step in checkpoints.steps()][-2:] == [first + 7, first + 8]
+
+
+def test_what_the_loss_of_a_damaged_decision_costs_is_told(tmp_path: Path) -> None:
+    tiers = tstore.Tiers(tmp_path / "local", tmp_path / "durable")
+    with tstore.Checkpointer(tiers) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(4)}).wait()
+    [decision] = (tmp_path / "durable" / "tiers" / "decisions").iterdir()
+    flip(decision)
+    told = r"does not match its checksum.* given up count again"
+    with pytest.raises(Corrupt, match=told), tstore.Checkpointer(tiers) as checkpoints:
+        checkpoints.latest()
+    decision.unlink()
+    with tstore.Checkpointer(tiers) as checkpoints:
+        assert checkpoints.latest() == 1

@@ -38,6 +38,11 @@ T = TypeVar("T")
 
 DECISIONS = "tiers/decisions/"
 
+_COST = (
+    ". Steps that a restart or a rollback has given up count again without it, and the job may go on from one of "
+    "them; to go on from the durable store, delete the local stores of all hosts too"
+)
+
 
 class Saved(msgspec.Struct, frozen=True, order=True):
     """A step as saved after decision `epoch`; `save` is the id that the parts of one save share."""
@@ -151,7 +156,10 @@ async def read(storage: Storage, key: str, kind: type[T]) -> T:
     """Return an object; raise `NotFound`, or `Corrupt` if it does not match its checksum."""
     check, _, data = (await storage.get(key)).partition(b" ")
     if check != xxhash.xxh3_128_hexdigest(data).encode():
-        raise Corrupt(f"{storage.url}: {key} does not match its checksum; delete it, and start the job again")
+        cost = _COST if key.startswith(DECISIONS) else ""
+        raise Corrupt(
+            f"{storage.url}: {key} does not match its checksum; delete it, and start the job again{cost}"
+        )
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
