@@ -26,7 +26,8 @@
    memory, and its packs are those of the holders: a host's own storage first, then other holders. What a server
    sends is verified as it is read, and another holder is asked if it is wrong or does not come. Fragments are
    merged with the checks of a cooperative commit, so the store is whole or there is none. If the durable store
-   has the same save, the host reads it there if the holders fail.
+   has the same save, the host reads it there if a part has no holder by then. If the last holder of a part fails
+   while the packs are read, the restore fails, and the next start of the job decides without that holder.
 8. Host 0 drops the steps of the durable store that a decision has given up, which fences the pushes of a job that
    still runs: the commit of a step conflicts with a newer commit that dropped steps. It deletes the objects of
    earlier rounds.
