@@ -100,6 +100,10 @@ class PeerServer:
             if self._copying is not None:
                 self._copying.cancel()
                 await asyncio.wait([self._copying])
+        if rest := asyncio.all_tasks() - {asyncio.current_task()}:  # requests that the copying shared
+            for task in rest:
+                task.cancel()
+            await asyncio.wait(rest, timeout=_POLL)
 
     def copy(self, offers: Sequence[Offer], hosts: Sequence[int], start: str, by: int) -> None:
         """Keep copies of the stores of these hosts from now on, until `close`."""
