@@ -27,7 +27,7 @@ from exmy.quantized import Quantized, decoding, needs_clamping
 from exmy.quantizer import Scale, check_scale, quantize
 from exmy.reencoding import requantize
 from exmy.reference import TILE
-from exmy.scales import fixed_scale, is_float_scale, parse_scales, scales_size
+from exmy.scales import FloatScale, fixed_scale, is_float_scale, parse_scales, scales_size
 
 __all__ = ["ChunkCodec", "ChunkSlice"]
 
@@ -104,6 +104,13 @@ class ChunkCodec:
         return "tensor" if self.axis is None else "row"
 
     @property
+    def stored_scales(self) -> FloatScale | None:
+        """How chunks store the scales of groups; None if they store none."""
+        if isinstance(self.scale, float):
+            return None if self.axis is None and self.block is None else "e4m3"
+        return self.scale if is_float_scale(self.scale) else None
+
+    @property
     def has_planes(self) -> bool:
         """Whether the upper 8 bits of all codes precede their lower bits; if so, chunks are only decoded whole."""
         return isinstance(self.scale, float) and self.format.bits > 8
@@ -118,7 +125,7 @@ class ChunkCodec:
         Raise `SizeError` as `size` does.
         """
         groups = self._groups(shape)
-        unit = 4 if self.scale == "e4m3" else 0
+        unit = 4 if self.stored_scales == "e4m3" else 0
         return self._header_size(groups) - self._parameters_size(groups) + unit
 
     def encode(self, x: Any, out: Any = None, *, importance: Any = None) -> NDArray[np.uint8]:
@@ -143,10 +150,7 @@ class ChunkCodec:
             return data
         out = np.empty(size - header_size, np.uint8) if self.has_planes else data[header_size:]
         q = quantize(x, f, self.axis, self.block, self.scale, importance=importance, out=out)
-        if self.has_planes:
-            kernels.split_planes(f.bits, out, x.size, *_planes(data[header_size:], x.size))
-        self._put_header(q, data[:header_size])
-        return data
+        return self._put(q, data)
 
     def reencode(self, x: Any, previous: Any = None, out: Any = None) -> NDArray[np.uint8]:
         """Encode a chunk after some values have changed; the other values stay exactly the same.
@@ -155,15 +159,21 @@ class ChunkCodec:
         if there was none. No value clips. A value that had to change, because a greater one needs a larger scale,
         differs from x in the decoded chunk. Raise as `encode` and `decode` do.
         """
-        if previous is None or not is_float_scale(self.scale):
+        if previous is None or self.stored_scales is None:
             unclipped = replace(self, scale="max") if self.scale == "search" else self
             return unclipped.encode(x, out)
         x = np.asarray(x)
         data = checked_output(out, self.size(x.shape))
         q = requantize(x, self.to_quantized(previous, x.shape, x.dtype))
+        data[data.size - q.packed.size :] = q.packed
+        return self._put(q, data)
+
+    def _put(self, q: Quantized, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Write the header of a chunk and, if they are in planes, its codes; return it."""
         header_size = data.size - q.packed.size
+        if self.has_planes:
+            kernels.split_planes(q.format.bits, q.packed, q.size, *_planes(data[header_size:], q.size))
         self._put_header(q, data[:header_size])
-        data[header_size:] = q.packed
         return data
 
     def _put_header(self, q: Quantized, header: Array) -> None:
@@ -173,7 +183,7 @@ class ChunkCodec:
         parameters = np.empty(0, np.uint8)  # a fixed scale is in the configuration
         if q.group_scales is None:
             parameters = (q.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8)
-        elif is_float_scale(self.scale):
+        elif self.stored_scales is not None:
             parameters = q.group_scales.stored
         header[_HEADER.size : _HEADER.size + parameters.size] = parameters
         header[_HEADER.size + parameters.size :] = 0
@@ -184,7 +194,7 @@ class ChunkCodec:
         `data`: bytes-like. `out`: a writable, C-contiguous array of that shape and dtype to write to and return.
         Raise `SizeError` if `data` is truncated or too long, `FormatError` if its header is invalid.
         """
-        if out is not None and isinstance(self.scale, float):
+        if out is not None and isinstance(self.scale, float) and self.stored_scales is None:
             native = dtype if isinstance(dtype, np.dtype) else output_dtype(dtype)
             view, known = _bytes(data), _known_chunk(self, tuple(shape), native)
             if known.fits(view, out):
@@ -245,8 +255,8 @@ class ChunkCodec:
 
     def _parameters_size(self, groups: Groups) -> int:
         """Return the number of bytes that store the offsets or scales."""
-        if is_float_scale(self.scale):
-            return scales_size(self.scale, groups)
+        if self.stored_scales is not None:
+            return scales_size(self.stored_scales, groups)
         return 0 if groups.axis is None else math.prod(groups.counts)
 
     def _parse(self, header: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
@@ -255,12 +265,12 @@ class ChunkCodec:
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else self.format.standard
         deltas, scales, end = np.zeros(groups.counts, np.int32), None, _HEADER.size
-        if isinstance(self.scale, float):
-            scales = fixed_scale(self.scale, groups)
+        if self.stored_scales is not None:
+            end += scales_size(self.stored_scales, groups)
+            scales = parse_scales(self.stored_scales, header[_HEADER.size : end], groups)
             valid = bias == f.bias
-        elif is_float_scale(self.scale):
-            end += scales_size(self.scale, groups)
-            scales = parse_scales(self.scale, header[_HEADER.size : end], groups)
+        elif isinstance(self.scale, float):
+            scales = fixed_scale(self.scale, groups)
             valid = bias == f.bias
         elif groups.axis is None:
             valid = abs(bias) <= BIAS_LIMIT and (self.scale != "none" or bias == f.bias)

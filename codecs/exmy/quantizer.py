@@ -20,7 +20,15 @@ from exmy.packing import checked_output, packed_size
 from exmy.quantized import MAX_SPREAD, Quantized
 from exmy.reference import clipping_limit
 from exmy.rounding import Dither, Rounding, make_dither
-from exmy.scales import FLOAT_SCALES, FloatScale, GroupScales, fit_scales, fixed_scale, is_float_scale
+from exmy.scales import (
+    FLOAT_SCALES,
+    FloatScale,
+    GroupScales,
+    fit_scales,
+    fixed_scale,
+    is_float_scale,
+    relative_scales,
+)
 from exmy.threads import check_threads, run_parts, split_at_tiles
 
 __all__ = ["Scale", "check_scale", "encode_elements", "quantize", "unclipped_scales"]
@@ -59,7 +67,9 @@ def quantize(
     array differ by at most 255; groups whose magnitudes are below 2^-255 times those of the largest group get
     coarser steps. "float" uses float32 scales instead of offsets, those with the least squared error. "e4m3" and
     "6bit" are like "float", but store the scales in 8 and about 6 bits each (see `exmy.scales`). A number is the
-    scale of the whole tensor, for entropy coding: it is rounded to float32, and -0 is encoded as +0.
+    scale of the whole tensor, for entropy coding: it is rounded to float32, and -0 is encoded as +0. With an axis
+    or block, the scale of each group is that number times the root mean square of its elements, stored as in
+    "e4m3", so that groups of unequal magnitudes have about equal relative errors.
 
     `importance`: the weights of squared errors, with which "search", "float", "e4m3" and "6bit" choose among the
     same offsets or scales: finite numbers, none negative and not all 0, which broadcast to the shape of x, such as
@@ -94,7 +104,7 @@ def quantize(
         f = f.standard
     offsets, scales = np.zeros(groups.counts, np.int16), None
     if isinstance(scale, float):
-        scales = fixed_scale(scale, groups)
+        scales = _number_scales(scale, elements, kind, groups, saturate=saturate)
     elif groups.axis is None and scale in {"max", "search"}:
         method: FitMethod = "max" if scale == "max" else "search"
         fit = fit_bias(elements, kind, f.layout, method, threads, saturate=saturate, importance=weights)
@@ -128,7 +138,7 @@ def check_scale(scale: Any, axis: int | None, block: int | None) -> Scale:
         raise FormatError(
             f"scale is {scale!r}; expected 'search', 'max', 'none', 'float', 'e4m3', '6bit' or a positive number"
         )
-    if (is_number or scale == "none") and (axis, block) != (None, None):
+    if scale == "none" and (axis, block) != (None, None):
         raise FormatError(
             f"scale={scale!r} has no offsets to share; leave out axis and block, or choose another scale"
         )
@@ -147,6 +157,15 @@ def _finite_peaks(
         elements = zero_nonfinite(elements, kind)
         peaks = group_peaks(elements, kind, groups, threads)
     return elements, peaks
+
+
+def _number_scales(scale: float, elements: Array, kind: Kind, groups: Groups, *, saturate: bool) -> GroupScales:
+    """Return the scales of a number: that of the whole tensor, or of groups in proportion to their magnitudes."""
+    if groups.axis is None:
+        return fixed_scale(scale, groups)
+    if elements.size:
+        elements, _ = _finite_peaks(elements, kind, groups, 1, saturate=saturate)
+    return relative_scales(scale, elements, kind, groups)
 
 
 def _fit_offsets(

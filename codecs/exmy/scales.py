@@ -37,6 +37,7 @@ __all__ = [
     "fixed_scale",
     "is_float_scale",
     "parse_scales",
+    "relative_scales",
     "scales_size",
 ]
 
@@ -86,6 +87,21 @@ def _one_scale(scale: float) -> GroupScales:
     scales = _equal_scales(scale, ())
     scales.values.flags.writeable = scales.stored.flags.writeable = False
     return scales
+
+
+def relative_scales(scale: float, elements: Array, kind: Kind, groups: Groups) -> GroupScales:
+    """Return for each group the scale in e4m3 nearest to `scale` times the root mean square of its elements."""
+    if not elements.size:
+        stored = np.zeros(scales_size("e4m3", groups), np.uint8)
+        return GroupScales("e4m3", np.ones(groups.counts, np.float32), stored)
+    runs = reference.widen(elements, kind).reshape(-1, groups.length, groups.inner)
+    peak = max(float(runs.max()), -float(runs.min())) or 1.0  # squares of quotients stay in the range of float64
+    rms = peak * np.sqrt(np.mean(np.square(runs / peak), axis=1)).reshape(-1)
+    largest = np.finfo(np.float32).max / 2
+    ideal = np.clip(scale * rms, np.finfo(np.float32).tiny, largest).astype(np.float32)
+    below, above = ScaleMultiples.largest("e4m3", ideal, groups).nearest(ideal)
+    is_above = above.values.astype(np.float64) * below.values < np.square(ideal, dtype=np.float64)
+    return above.where(is_above, below).group_scales
 
 
 def scales_size(encoding: FloatScale, groups: Groups) -> int:

@@ -21,6 +21,7 @@ GOLDEN = [
     ([1, -2, 0.25], {"scale": 0.5}, "0100 000000000000 040e0100"),
     ([65 / 64, -2, 0.5], {"format": "e2m6", "scale": 1.0}, "0100 000000000000 20c0100000000000 01"),
     ([[1, -2], [24, 0]], {"scale": "e4m3", "axis": 1}, "0100 000000000000 8988883c677f0000 020c0500"),
+    ([[3, -3], [24, -24]], {"scale": 0.5, "axis": 1}, "0100 000000000000 cdcccc3c 677f0000 040c040c"),
     ([[0] * 16, [0] * 15 + [-6]], {"block": 16}, "0100 000000000000 0000000000000000 " + "00" * 12 + "000000f0"),
 ]
 
@@ -32,7 +33,7 @@ def values(dtype, shape=SHAPE, seed=0):
 
 
 def scales_of(sharing):
-    return ["search", "max", "float", "e4m3", "6bit", *([] if sharing else ["none", 0.01])]
+    return ["search", "max", "float", "e4m3", "6bit", 0.01, *([] if sharing else ["none"])]
 
 
 CASES = [{**s, "scale": scale} for s in SHARINGS for scale in scales_of(s)]

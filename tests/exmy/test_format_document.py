@@ -101,11 +101,14 @@ def chunk_values(data: BYTES, shape: tuple[int, ...], configuration: str) -> lis
     groups = math.prod(shape) // length
     stored, size, factors = struct.unpack("<h", data[:2])[0], 0, [Fraction(1)]
     assert not any(data[2:8])
-    if isinstance(how, float):
+    if isinstance(how, float) and axis is None:
         factors = [Fraction(float(np.float32(how)))]
     elif how in ("float", "e4m3", "6bit"):
         size = scales_size(how, groups, length)
         factors = scales(data[8:], how, groups, length)
+    elif isinstance(how, float):
+        size = scales_size("e4m3", groups, length)
+        factors = scales(data[8:], "e4m3", groups, length)
     elif axis is not None:
         size = groups
         factors = [Fraction(2) ** -delta for delta in data[8 : 8 + groups]]
@@ -130,6 +133,8 @@ CONFIGURATIONS: list[dict[str, Any]] = [
         {"scale": "max", "axis": None, "block": None},
         {"scale": "none"},
         {"scale": 0.3},
+        {"scale": 0.3, "axis": -1},
+        {"scale": 0.3, "block": 16},
         {"scale": "float"},
         {"axis": 0},
         {"axis": -1, "scale": "float"},

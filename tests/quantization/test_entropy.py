@@ -60,6 +60,27 @@ async def test_constant_arrays_are_exact(tmp_path: Path, options: dict[str, Any]
     assert rows["ones"].bytes_after < 100
 
 
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64"])
+async def test_rows_of_unequal_magnitudes_have_equal_relative_errors(tmp_path: Path, kind: str) -> None:
+    dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.dtype(kind)
+    rows = laplace(300, 400) * np.exp2(RNG.uniform(-6, 6, (300, 1)))
+    rows[7] = 0
+    tree = {"rows": rows.astype(dtype), "equal": laplace(300, 400).astype(dtype)}
+    await tstore.save(tmp_path, tree, 0)
+    for options in ({"bits": 3.0}, {"bits": 4.5}, {}, {"min_sqnr": 30.0}):
+        report = await tstore.quantize(tmp_path, at="step/0", tag=f"{options}", **options)  # type: ignore[arg-type]
+        by_path = {array.path: array for array in report.arrays}
+        assert (by_path["rows"].granularity, by_path["equal"].granularity) == ("row", "tensor")
+        restored = (await tstore.restore(tmp_path, at=report.tag))["rows"]
+        assert not restored[7].any()
+        decibels = [exmy.sqnr(x, y) for x, y in zip(tree["rows"], restored, strict=True) if x.any()]
+        assert min(decibels) > by_path["rows"].sqnr - 3  # one step leaves the smallest rows none of their values
+        array = await (await (await tstore.open(tmp_path)).snapshot(report.tag)).array("rows")
+        np.testing.assert_array_equal(await array[10:20, 5:390].read(), restored[10:20, 5:390])
+    assert by_path["rows"].sqnr >= 30
+    assert (await (await tstore.open(tmp_path)).verify()).ok
+
+
 @pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
 async def test_the_error_is_far_below_that_of_packed_codes(tmp_path: Path, bits: float) -> None:
     await tstore.save(tmp_path, {"w": laplace(512, 512)}, 0)

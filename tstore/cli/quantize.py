@@ -127,7 +127,7 @@ def quantize(
     eXmY format has a sign bit, X exponent bits and Y mantissa bits.
 
     Without --format, --min-sqnr, --bits and --policy the arrays are stored in 8 bits per value on average, as
-    codes with one step size per array, compressed to about their entropy. Integers, arrays of fewer than 64
+    codes with one step size per array or row, compressed to about their entropy. Integers, arrays of fewer than 64
     values, arrays with NaN or infinity, and one-dimensional arrays that no pattern names stay unchanged.
 
     SQNR is the signal-to-quantization-noise ratio: the sum of the squared values divided by the sum of the squared

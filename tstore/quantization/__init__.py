@@ -5,7 +5,7 @@
 3. `plan`: the codecs of each array, by the rules or by its data. `study`: the size and error of an array in the
    formats that may be chosen; `entropy`: in codes of any step, compressed; `studied_plan`: studies of the formats
    that are likely to be chosen first. `allocation`: the least total error within a budget; `sensitivity`: the
-   weights of these errors.
+   weights of these errors; `rows`: whether rows differ so much that each needs a step.
 4. `encoding`: fits the codecs of arrays, writes their chunks, reads them back and measures the error. `values`:
    the values of arrays, in memory or slab by slab. `work`: many arrays concurrently, in this process or on the
    workers of an executor.

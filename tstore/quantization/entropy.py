@@ -2,7 +2,8 @@
 
 1. The step is the difference between the smallest values of a format; near zero, its values are a uniform grid.
    The coarser the step, the fewer codes are frequent, so the step decides the size, and not the format. All values
-   of an array share one step: at a given size, that is the least squared error.
+   of an array share one step: at a given size, that is the least squared error. Where rows differ much in
+   magnitude, the step is instead a fraction of the root mean square of each row (`rows`).
 2. Each format is best for a range of sizes: e2m1, where zstd codes two values at once, up to about 3.3 bits per
    value, and e3m4 up to 6. Beyond that, more mantissa bits lengthen the uniform grid, but the low bits of codes of
    more than 8 bits are not compressed: e2m5, e2m6, e3m7, e3m10 and e3m12 are best in turn, and e3m5 if outliers
@@ -60,13 +61,17 @@ _RUN = 2048  # consecutive values in a sample, since zstd codes equal neighbors 
 _CHUNK_OVERHEAD = 24  # bytes of a chunk's header and of its frame of zstd
 
 
-def entropy_codecs(format: str, scale: float) -> list[dict[str, Any]]:
-    """Return the codecs of an array in entropy-coded eXmY; `scale` times the smallest value is the step."""
-    return [{"name": "exmy", "configuration": {"format": format, "scale": scale}}, dict(_ZSTD)]
+def entropy_codecs(format: str, scale: float, *, by_row: bool = False) -> list[dict[str, Any]]:
+    """Return the codecs of an array in entropy-coded eXmY; `scale` times the smallest value is the step.
+
+    With `by_row`, the step is in units of the root mean square of each row along the last axis.
+    """
+    rows = {"axis": -1} if by_row else {}
+    return [{"name": "exmy", "configuration": {"format": format, "scale": scale, **rows}}, dict(_ZSTD)]
 
 
 def is_entropy_coded(codecs: Codecs) -> bool:
-    """Return whether these codecs have one step and a compressor, like those of `entropy_codecs`."""
+    """Return whether these codecs have a given step and a compressor, like those of `entropy_codecs`."""
     is_compressed = isinstance(codecs, list | tuple) and len(codecs) > 1
     if not is_compressed or not is_exmy(codecs):
         return False
@@ -89,19 +94,24 @@ def entropy_points(
     largest: float,
     signal: float,
     bits: tuple[float, float] = (-math.inf, math.inf),
+    *,
+    by_row: bool = False,
 ) -> Iterator[tuple[list[dict[str, Any]], int, float, bool, bool]]:
     """Yield the codecs, the expected size in bytes and the expected error of an array for each format and step.
 
     `sample`: some of the array's finite values. `importance`: the weight of the squared error of each of them, or
     None if all weigh the same. `exponents`: of all values of the array. `largest`: their largest magnitude.
     `signal`: their sum of squares. `bits`: the steps to study, as the range of bits per value that normal values
-    would take with them. The last elements tell whether the step is at the edge of that range, with others beyond,
-    and whether it was measured rather than interpolated.
+    would take with them. `by_row`: the values are in units of their rows, each of which gets a scale. The last
+    elements tell whether the step is at the edge of that range, with others beyond, and whether it was measured
+    rather than interpolated.
     """
     rms = math.sqrt(signal / max(1, meta.size))
     overhead = _CHUNK_OVERHEAD * math.prod(
         -(-n // c) for n, c in zip(meta.shape, entropy_chunks(meta), strict=True)
     )
+    if by_row:
+        overhead += meta.size // max(1, meta.shape[-1])
     if rms == 0:
         yield entropy_codecs("e2m1", 1.0), overhead + meta.size // 1000, 0.0, False, True
         return
@@ -141,7 +151,7 @@ def entropy_points(
             scale = float(np.float32(rms * 2**octave / unit))
             is_edge = octave == finest > _FINEST or octave == coarsest < _COARSEST
             is_measured = (octave * _MEASURED).is_integer()
-            yield entropy_codecs(name, scale), math.ceil(size), error, is_edge, is_measured
+            yield entropy_codecs(name, scale, by_row=by_row), math.ceil(size), error, is_edge, is_measured
 
 
 def _studied_octaves(bits: tuple[float, float]) -> tuple[float, float]:

@@ -111,11 +111,12 @@ async def quantize(
         arrays of the checkpoint, is at most `bits` per value. The header of a chunk of packed codes, 8 to 19
         bytes, does not count. `error`, by default "relative", is described in `Bits`.
     coding
-        How the formats chosen for a target are stored. "entropy": one step size per array, and codes compressed by
-        zstd; this has the least error at a given size, and reaches any average number of bits (an array of up to
-        4096 values may be packed, with one offset, if that takes fewer bytes). "packed": codes in the width of
-        their format, with an offset per block; parts of a chunk can be read, and `restore(packed=True)` returns
-        the codes. By default "packed" if `axis`, `block` or `scale` is passed, otherwise "entropy".
+        How the formats chosen for a target are stored. "entropy": one step size per array, or one per row where
+        the magnitudes of rows differ, and codes compressed by zstd; this has the least error at a given size, and
+        reaches any average number of bits (an array of up to 4096 values may be packed, with one offset, if that
+        takes fewer bytes). "packed": codes in the width of their format, with an offset per block; parts of a
+        chunk can be read, and `restore(packed=True)` returns the codes. By default "packed" if `axis`, `block` or
+        `scale` is passed, otherwise "entropy".
     sensitivity
         How much `bits` weights the relative error of each array: weights by path (1 for the others), or a
         function. A weight of shape (columns,) or (rows, 1) is the importance of each column or row, such as the

@@ -26,6 +26,7 @@ from tstore.core.format.arrays.grid import default_chunks
 from tstore.quantization.entropy import entropy_chunks, entropy_points, is_entropy_coded
 from tstore.quantization.policy import Coding
 from tstore.quantization.report import NONFINITE
+from tstore.quantization.rows import RelativeSample, RowMagnitudes
 from tstore.quantization.values import Region, Sample, Values
 
 __all__ = [
@@ -125,7 +126,7 @@ def study(values: Values, undecided: Undecided) -> Study:
     axis, block = settings.get("axis"), settings.get("block")
     sample = Sample(meta, meta.dtype, axis, block)
     weights = None if undecided.importance is None else Sample(meta, undecided.importance.dtype, axis, block)
-    exponents, largest, signal = _no_exponents(meta), 0.0, 0.0
+    exponents, largest, signal, rows = _no_exponents(meta), 0.0, 0.0, RowMagnitudes()
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
         sample.add(region, slab)
@@ -136,12 +137,13 @@ def study(values: Values, undecided: Undecided) -> Study:
             signal += exmy.energy(slab)
         if undecided.coding == "entropy":
             largest = max(largest, _largest(slab))
+            rows.add(slab)
     if reason := obstacle(meta, exponents):
         return _without_estimates(values, reason, exponents)
     # without any weight in the sample, unweighted errors are the best guess
     importance = None if weights is None or not weights.values.any() else weights.values
     if undecided.coding == "entropy":
-        return _entropy_study(values, signal, undecided, sample.values, importance, exponents, largest)
+        return _entropy_study(values, signal, undecided, sample.values, importance, exponents, largest, rows)
     return _packed_study(values, signal, undecided, sample.values, importance, exponents)
 
 
@@ -167,9 +169,17 @@ def _entropy_study(
     importance: npt.NDArray[Any] | None,
     exponents: exmy.Exponents,
     largest: float,
+    rows: RowMagnitudes,
 ) -> Study:
     """Return the estimates of entropy-coded eXmY; with importance, the signal and the errors are weighted."""
-    points = entropy_points(sample, importance, values.meta, exponents, largest, signal, undecided.bits)
+    meta = values.meta
+    by_row = meta.size > _SHORT and rows.unequal and entropy_chunks(meta)[-1] == meta.shape[-1]
+    if by_row:
+        relative = RelativeSample.of(sample, importance)
+        args = relative.values, relative.weights, meta, relative.exponents, rows.largest, float(meta.size)
+        points = entropy_points(*args, undecided.bits, by_row=True)
+    else:
+        points = entropy_points(sample, importance, meta, exponents, largest, signal, undecided.bits)
     estimates = [Estimate(*point) for point in points]
     if not estimates:
         reason = f"values of 2^{exponents.highest} are beyond the steps of entropy coding"
@@ -178,6 +188,8 @@ def _entropy_study(
         with np.errstate(over="ignore"):
             weighted = np.square(sample, dtype=np.float64) * importance
             signal = float(weighted.sum()) * values.meta.size / max(1, sample.size)
+    if by_row:
+        estimates = [each._replace(error=each.error * signal / meta.size) for each in estimates]
     if values.meta.size > _SHORT:
         return Study(values.path, "", signal, estimates, Profile(exponents, {}))
     (low, high), headers = undecided.bits, _HEADER_BITS * values.meta.chunk_count / values.meta.size

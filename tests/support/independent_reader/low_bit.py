@@ -58,7 +58,7 @@ def exmy_decode(conf, data, type_name, shape):
         "scale",
     )
     need(block in (None, 16, 32, 64, 128, 256) and type(block) is not bool, "block")
-    need(not ((number or scale == "none") and (axis is not None or block is not None)), "axis beside this scale")
+    need(not (scale == "none" and (axis is not None or block is not None)), "axis beside this scale")
     axis = -1 if axis is None and block else axis
     if axis is None:
         groups, each = (), n
@@ -73,11 +73,11 @@ def exmy_decode(conf, data, type_name, shape):
     need(len(data) >= 8 and not any(data[2:8]), "header of a chunk")
     stored = int.from_bytes(data[:2], "little", signed=True)
     at, offsets, scales = 8, np.zeros(g, int), np.ones(g, "f4")
-    if number:
+    if number and axis is None:
         scales[:] = np.float32(scale)
     elif scale == "float":
         scales, at = np.frombuffer(data[8 : 8 + 4 * g], "<f4"), 8 + 4 * g
-    elif scale == "e4m3":
+    elif scale == "e4m3" or number:
         unit, codes, at = np.frombuffer(data[8:12], "<f4"), np.frombuffer(data[12 : 12 + g], "u1"), 12 + g
         need(len(codes) == g and codes.min() >= 1 and codes.max() <= 127, "codes of scales")
         scales = (exmy_values(4, 3, 7)[codes] * unit.astype("f8")).astype("f4")
