@@ -92,8 +92,13 @@ def test_invalid_scales_are_refused(scale):
     ):
         with pytest.raises(exmy.FormatError, match="scale is"):
             call()
-    with pytest.raises(exmy.FormatError, match="no offsets to share"):
-        exmy.quantize(X, "e4m3", axis=1, scale=0.5)
+
+
+def test_a_number_beside_an_axis_is_a_share_of_the_magnitude_of_each_row():
+    x = np.random.default_rng(5).normal(size=(3, 4096)) * [[1e-3], [1.0], [1e3]]
+    together, rows = (exmy.quantize(x, "e3m4", axis, scale=1.0) for axis in (None, -1))
+    assert not together.dequantize("float64")[0].any()  # one step for all is larger than these values
+    assert all(exmy.sqnr(*row) > 33 for row in zip(x, rows.dequantize("float64"), strict=True))
 
 
 @pytest.mark.parametrize(
