@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import datetime
 import importlib
 import inspect
 import multiprocessing
@@ -197,6 +198,10 @@ def objects(url: str) -> Iterator[Any]:
     )
     yield from (tstore.EverySeconds(3), tstore.EverySteps(3), tstore.OnPreemption(signal.SIGUSR1))
     yield from (tstore.Continuous(), tstore.SaveReport(1, 2, 0.1, 0.1, 0.2, 3, 4, 0))
+    yield from (
+        tstore.Tiers("local", url),
+        tstore.TierStep(3, "local", 0, 1, datetime.datetime.now(datetime.UTC), 8, False),
+    )
     yield from (
         sync.Checkpointer(url),
         sync.torch.Checkpointer(url),

@@ -53,21 +53,21 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
         {
             "tstore.sync": "save restore stream steps explain RestorePlan Mapped Checkpointer EverySteps"
             " EverySeconds Continuous OnPreemption SaveReport save_async BackgroundSave Shards PackedShards"
-            " PerHost Step"
+            " PerHost Step Tiers TierStep"
         },
     ),
     "stores": (
         "Stores and transactions",
         "Everything under one URL, and the transactions that change it.",
         {
-            "tstore.sync": "open Store Transaction Retry Commit PendingTransaction copy CopyReport Cache",
+            "tstore.sync": "open Store Transaction Retry Commit PendingTransaction Follower copy CopyReport Cache",
             "tstore.core.storage.base": "Storage",
         },
     ),
     "arrays": (
         "Arrays and snapshots",
         "What a version holds, and how it is indexed, read and written.",
-        {"tstore.sync": "Snapshot Array Appended", "tstore.core.data.planning": "ReadPlan"},
+        {"tstore.sync": "Snapshot Array Appended Patch", "tstore.core.data.planning": "ReadPlan"},
     ),
     "maintenance": (
         "Retention and maintenance",
@@ -136,7 +136,7 @@ PAGES: dict[str, tuple[str, str, dict[str, str]]] = {
             " exponents Exponents sqnr compare Difference energy pack unpack packed_size slice_bytes TILE"
             " encode_packed decode_packed Groups GroupScales BLOCKS FLOAT_SCALES TensorFit ChunkCodec ChunkSlice"
             " ExmyError FormatError DtypeError SizeError CodeError NonFiniteError KernelError"
-            " SlowPathWarning kernels"
+            " SlowPathWarning kernels step"
         },
     ),
     "exmy_frameworks": (
@@ -193,7 +193,8 @@ def reference(page: str) -> str:
         for name in names.split():
             entry = f"{module}.{name}"
             anchors = "" if alias(entry) == entry else f"[](){{#{alias(entry)}}}\n\n"
-            kept = "\n    options: {members: [level, levels, use]}" if name == "kernels" else ""
+            members = {"kernels": "level, levels, use", "step": "encode, decode"}.get(name)
+            kept = f"\n    options: {{members: [{members}]}}" if members else ""
             parts.append(f"{anchors}::: {entry}{kept}")
     return "\n\n".join(parts)
 

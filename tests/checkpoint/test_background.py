@@ -92,7 +92,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "a cycle": (({"a": cycle()}, 1), {}, "a/itself: the tree contains itself"),
     "a function": (({"a": [print]}, 1), {}, "a/0"),
     "a set": (({"a": {1}}, 1), {}, "a: "),
-    "an unknown way to stage": (({}, 1), {"staging": "disk"}, "'memory' or 'turns' or 'reference'"),
+    "an unknown way to stage": (({}, 1), {"staging": "disk"}, "'memory', 'turns' or 'reference'"),
     "an unknown way to wait": (({}, 1), {"in_flight": "drop"}, "'queue' or 'refuse'"),
     "a host without an attempt": (({}, 1), {"hosts": 2}, "attempt"),
     "metrics that are no mapping": (({}, 1), {"metrics": 3}, "metrics"),

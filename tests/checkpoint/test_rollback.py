@@ -91,6 +91,7 @@ def test_a_job_saves_earlier_steps_once_the_later_ones_are_removed(tmp_path: Pat
             checkpoints.save(step, state(step))
         with pytest.raises(InvalidArgument, match="step 2 comes before step 3"):
             checkpoints.save(2, state(-2))
+        checkpoints.wait()
         assert main(["rm", str(tmp_path / "s"), "--step", "3"]) == 0
         checkpoints.save(2, state(-2))
         assert checkpoints.restore_latest()["value"] == -2

@@ -46,6 +46,7 @@ VERBS: dict[str, Verb] = {
 COMMANDS: dict[str, list[str]] = {
     "export": ["export", "URL", "OUT/out.safetensors"],
     "log": ["log", "URL"],
+    "follow": ["follow", "URL", "--count", "1"],
     "view": ["view", "URL", "--no-browser"],
     "ls": ["ls", "URL"],
     "show": ["show", "URL"],

@@ -35,6 +35,9 @@ REPORTS = [
     tstore.Continuous(),
     tstore.SaveReport(10**9, 10**9, 1.0, 1.0, 1.0, 10**15, 10**15, 10**6),
     tstore.Keep(last=5, tags=("a", "b")),
+    tstore.Tiers("local", "durable"),
+    tstore.TierStep(5, "local", 3, 6, NOW, 10**15, True),
+    tstore.Patch("a/b", np.arange(10_000), np.zeros(10_000)),
     tstore.Bits(5.0),
     tstore.MinSqnr(30.0),
     tstore.Cache("folder"),
@@ -76,6 +79,7 @@ def test_objects_of_a_store_have_a_repr_of_one_line(store: blocking.Store) -> No
         save = checkpointer.save(1, {"x": np.zeros(3)})
         assert short(repr(checkpointer))
         assert short(repr(save))
+    assert short(repr(store.follow()))
     with store.transaction() as tx:
         tx.create_group("g")
     assert repr(tx).endswith("/s: committed>")
@@ -93,6 +97,7 @@ def test_no_public_class_is_forgotten() -> None:
         "Checkpointer",
         "BackgroundSave",
         "Appended",
+        "Follower",
         "Mapped",
     }
     elsewhere = {"QuantizeReport", "QuantizedArray", "QuantizationLoss", "Summary", "HeatMap"}

@@ -34,7 +34,7 @@ async def test_a_real_file_round_trips_byte_for_byte(tmp_path: Path) -> None:
     exported = await export_safetensors(tmp_path / "store", out)
     assert out.read_bytes() == source.read_bytes()
     theirs, original = safetensors.numpy.load_file(out), safetensors.numpy.load_file(source)
-    assert exported == (1, len(original), sum(a.nbytes for a in original.values()), 1, [], [], [])
+    assert exported == (1, len(original), sum(a.nbytes for a in original.values()), 1, [], [], [], None)
     assert {n: (a.dtype, a.shape, raw(a)) for n, a in theirs.items()} == {
         n: (a.dtype, a.shape, raw(a)) for n, a in original.items()
     }
@@ -119,7 +119,7 @@ def test_any_names_and_metadata(tmp_path: Path, sizes: dict[str, int], metadata:
 async def test_a_file_without_tensors(tmp_path: Path) -> None:
     safetensors.numpy.save_file({}, tmp_path / "in")
     await import_checkpoint(tmp_path / "in", tmp_path / "store", 0)
-    assert await export_safetensors(tmp_path / "store", tmp_path / "out") == (1, 0, 0, 1, [], [], [])
+    assert await export_safetensors(tmp_path / "store", tmp_path / "out") == (1, 0, 0, 1, [], [], [], None)
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
 
 

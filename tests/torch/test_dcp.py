@@ -245,7 +245,7 @@ def test_numbers_of_numpy_load_with_dcp_as_tensors(tmp_path: Path) -> None:
 
 def test_trees_that_are_no_state_dicts_are_told(tmp_path: Path) -> None:
     for step, tree, reason in (
-        (0, [np.ones(2)], "no state dict that DCP can load"),
+        (0, [np.ones(2)], "not a state dict that DCP can load"),
         (1, {"a.b": np.ones(2), "a": {"b": np.ones(2)}}, r"duplicated flatten key a\.b"),
     ):
         tstore.save(tmp_path / "s", tree, step)

@@ -51,16 +51,20 @@ class Job(NamedTuple):
 
 
 class TierStep(NamedTuple):
-    """A step, or one host's part of it, in one tier: in which version, from when, and with how many new bytes."""
+    """A step, or one host's part of it, in one tier."""
 
     step: int
+    """The step of the training run."""
     tier: Literal["local", "copy", "durable"]
     """The local store of a host, a copy of it on another host, or the durable store."""
     host: int | None
     """The host whose part it is; None in the durable store, which has all parts."""
     version: int
+    """The version of the store of that tier."""
     time: datetime.datetime
+    """When it was saved."""
     bytes: int
+    """The bytes that it added to that store."""
     waiting: bool
     """Whether the step is to be pushed to the durable store."""
 

@@ -45,10 +45,11 @@ def follow(
     count: int | None,
     as_json: bool,
 ) -> int:
-    """Print each new version as it is committed, or run a command for it.
+    """Print new versions as they come.
 
-    Waits for new versions until it is interrupted. Continue later with --since and the last version that was
-    printed. With --json, prints a document on one line for each version.
+    With --exec, run a command for each in place of printing it. Waits for new versions until it is interrupted.
+    Continue later with --since and the last version that was printed. With --json, prints a document on one
+    line for each version.
     """
     failure: list[str] = []
 
