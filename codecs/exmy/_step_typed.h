@@ -433,3 +433,10 @@ static int TYPED(decode_step)(step_layout l, const T *old, T *out, size_t n, con
     }
 }
 #endif
+
+#undef TYPED
+#undef T
+#undef N
+#undef W
+#undef PER_WORD
+#undef STEP_GAPS

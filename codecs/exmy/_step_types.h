@@ -16,41 +16,27 @@ static INLINE uint64_t STEP(low)(uint64_t word, unsigned bits)
 #define PER_WORD 1
 #define STEP_GAPS 1
 #include "_step_typed.h"
-#undef TYPED
-#undef T
-#undef N
-#undef W
-#undef PER_WORD
-#undef STEP_GAPS
-#define STEP_GAPS 0
 
 #define TYPED(name) STEP(8_##name)
 #define T step8
 #define N uint16_t
 #define W uint32_t
 #define PER_WORD 2
+#define STEP_GAPS 0
 #include "_step_typed.h"
-#undef TYPED
-#undef T
 
 #define TYPED(name) STEP(16_##name)
 #define T step16
+#define N uint16_t
+#define W uint32_t
+#define PER_WORD 2
+#define STEP_GAPS 0
 #include "_step_typed.h"
-#undef TYPED
-#undef T
-#undef N
-#undef W
-#undef PER_WORD
 
 #define TYPED(name) STEP(32_##name)
 #define T step32
 #define N uint32_t
 #define W uint64_t
 #define PER_WORD 1
+#define STEP_GAPS 0
 #include "_step_typed.h"
-#undef TYPED
-#undef T
-#undef N
-#undef W
-#undef PER_WORD
-#undef STEP_GAPS
