@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from tstore.core.data.changes import Region, changed_regions, region_job
+from tstore.core.data.changes import Region, changed_regions, region_job, region_shape
 from tstore.core.data.destinations import check_distinct
 from tstore.core.format.arguments import checked_choice, checked_index, quote
 from tstore.core.format.patterns import compile_patterns
@@ -208,7 +208,7 @@ class Follower:
         for path, node in nodes.items():
             whole = tuple(slice(0, n) for n in node.meta.shape)
             for region in [whole] if regions[path] is None else regions[path] or ():
-                values = np.empty(tuple(side.stop - side.start for side in region), node.meta.dtype)
+                values = np.empty(region_shape(region), node.meta.dtype)
                 changes.append(_Change(arrays[path], region, values))
                 jobs.append(region_job(node, region, values))
         await snapshot.read_jobs(jobs)

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["hinting", "no_such_argument", "no_such_name"]
+__all__ = ["hinting", "no_such_name"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,7 +40,7 @@ def no_such_name(module: str, name: str) -> AttributeError:
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 
-def no_such_argument(name: str, arguments: Iterable[str]) -> TypeError:
+def _no_such_argument(name: str, arguments: Iterable[str]) -> TypeError:
     """Return the error for an argument that a function with these arguments does not have."""
     similar = difflib.get_close_matches(name, arguments, 1, _SIMILAR)
     hint = (
@@ -56,7 +56,7 @@ def hinting(call: F) -> F:
     def check(names: Iterable[str]) -> None:
         for name in names:
             if name not in arguments:
-                raise no_such_argument(name, arguments)
+                raise _no_such_argument(name, arguments)
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

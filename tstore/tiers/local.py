@@ -9,6 +9,7 @@ at once, and all others once its hosts have saved enough steps.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import shutil
@@ -139,6 +140,6 @@ class LocalTier:
 
 def overwriting(settings: CommitSettings) -> CommitSettings:
     """Return settings that replace a step which a decision has given up."""
-    copy = CommitSettings()
-    vars(copy).update(vars(settings), overwrite=True)
-    return copy
+    settings = copy.copy(settings)
+    settings.overwrite = True
+    return settings

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +17,15 @@ import numpy.typing as npt
 from tstore.core.data.pieces import ReadJob
 from tstore.core.data.reader import new_values, read_chunks
 from tstore.core.format.arrays.array_metadata import ArrayMeta
-from tstore.core.format.arrays.grid import Selection, chunk_coordinates
+from tstore.core.format.arrays.grid import Selection, chunk_coordinates, chunk_region, whole
 from tstore.core.format.objects.tables import last_number, numbers_of
 from tstore.core.format.tree.differing_chunks import differing_numbers
 from tstore.core.format.tree.node import Node, check_in_grid
+from tstore.core.runtime.concurrency import batched_by_size
 from tstore.core.runtime.pool import run
 from tstore.core.storage.base import Storage
 
-__all__ = ["Patch", "Region", "changed_regions", "patches", "region_job"]
+__all__ = ["Patch", "Region", "changed_regions", "patches", "region_job", "region_shape"]
 
 _BATCH_BYTES = 32 << 20
 
@@ -61,7 +62,8 @@ def changed_regions(old: Node | None, new: Node) -> list[Region] | None:
     else:
         check_in_grid(new.path, meta, last_number(new.tables))
         numbers = numbers_of(new.tables)
-    return [_region_of(number, meta) for number in numbers.tolist()]
+    places = (chunk_coordinates(number, meta.counts) for number in numbers.tolist())
+    return [chunk_region(place, meta.chunks, meta.shape) for place in places]
 
 
 def _is_comparable(old: ArrayMeta, new: ArrayMeta) -> bool:
@@ -74,9 +76,9 @@ def _is_comparable(old: ArrayMeta, new: ArrayMeta) -> bool:
     )
 
 
-def _region_of(number: int, meta: ArrayMeta) -> Region:
-    at = chunk_coordinates(number, meta.counts)
-    return tuple(slice(i * c, min(i * c + c, n)) for i, c, n in zip(at, meta.chunks, meta.shape, strict=True))
+def region_shape(region: Region) -> tuple[int, ...]:
+    """Return the number of elements of a region on each axis."""
+    return tuple(side.stop - side.start for side in region)
 
 
 def region_job(node: Node, region: Region, out: npt.NDArray[Any]) -> ReadJob:
@@ -92,7 +94,7 @@ async def patches(storage: Storage, pairs: Iterable[tuple[Node | None, Node]]) -
         patch = None if regions is None or old is None else await _patch(storage, old, new, regions)
         if regions is None or patch is None:
             values = new_values(new.path, new.meta.shape, new.meta.dtype)
-            await read_chunks(storage, [region_job(new, tuple(slice(0, n) for n in new.meta.shape), values)])
+            await read_chunks(storage, [ReadJob(new.path, new.meta, new, whole(new.meta.shape), values)])
             patch = Patch(new.path, None, values)
         if patch.indices is None or len(patch.indices):
             yield patch
@@ -104,8 +106,9 @@ async def _patch(storage: Storage, old: Node, new: Node, regions: Sequence[Regio
     index = np.dtype(np.int32 if meta.size < 1 << 31 else np.int64)
     found = [(np.empty(0, index), np.empty(0, meta.dtype))]
     room = meta.size * meta.dtype.itemsize
-    for batch in _batches(regions, meta.dtype.itemsize):
-        pairs = [tuple(np.empty(_shape(region), meta.dtype) for _ in range(2)) for region in batch]
+    width = meta.dtype.itemsize
+    for batch in batched_by_size(regions, lambda region: math.prod(region_shape(region)) * width, _BATCH_BYTES):
+        pairs = [tuple(np.empty(region_shape(region), meta.dtype) for _ in range(2)) for region in batch]
         jobs = [
             region_job(node, region, out)
             for region, outs in zip(batch, pairs, strict=True)
@@ -120,23 +123,6 @@ async def _patch(storage: Storage, old: Node, new: Node, regions: Sequence[Regio
     indices, values = (np.concatenate(parts) for parts in zip(*found, strict=True))
     order = np.argsort(indices, kind="stable")
     return Patch(new.path, indices[order], values[order])
-
-
-def _shape(region: Region) -> tuple[int, ...]:
-    return tuple(side.stop - side.start for side in region)
-
-
-def _batches(regions: Iterable[Region], width: int) -> Iterator[list[Region]]:
-    batch: list[Region] = []
-    size = 0
-    for region in regions:
-        batch.append(region)
-        size += math.prod(_shape(region)) * width
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _differing(

@@ -33,6 +33,7 @@ from tstore.core.format.tree.node import Node, check_in_grid, same_metadata
 from tstore.core.log.expiry import guard_expiry
 from tstore.core.log.reader import LogReader
 from tstore.core.maintenance.contents import ArrayInfo, array_info
+from tstore.core.runtime.concurrency import batched_by_size
 from tstore.core.runtime.pool import run
 from tstore.core.snapshot import Snapshot
 from tstore.core.storage.base import Storage
@@ -343,17 +344,8 @@ def _largest_share(pairs: Sequence[_ArrayPair], budget: int | None) -> float:
 
 def _batches(pairs: Sequence[_ArrayPair], share: float) -> Iterator[_Regions]:
     """Yield the regions of all pairs in batches, whose values take about `_BATCH_BYTES` in memory."""
-    batch: _Regions = []
-    size = 0
-    for pair in pairs:
-        for region in pair.regions(share):
-            batch.append((pair, region))
-            size += math.prod(region.shape) * pair.width + _REGION_BYTES
-            if size >= _BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
+    regions = ((pair, region) for pair in pairs for region in pair.regions(share))
+    return batched_by_size(regions, lambda at: math.prod(at[1].shape) * at[0].width + _REGION_BYTES, _BATCH_BYTES)
 
 
 def _add_distances(

@@ -33,7 +33,16 @@ from tstore.core.runtime.pool import WORKERS, run, uses_threads
 if sys.platform == "linux":
     import resource
 
-__all__ = ["Prefetch", "QuickCalls", "SharedCalls", "batched", "compute", "each_with_caller", "together"]
+__all__ = [
+    "Prefetch",
+    "QuickCalls",
+    "SharedCalls",
+    "batched",
+    "batched_by_size",
+    "compute",
+    "each_with_caller",
+    "together",
+]
 
 _CONCURRENCY = 64
 
@@ -46,6 +55,20 @@ def batched(items: Iterable[K]) -> Iterator[list[K]]:
     """Yield the items in batches, each as large as the number of calls that `together` runs at once."""
     source = iter(items)
     while batch := list(itertools.islice(source, _CONCURRENCY)):
+        yield batch
+
+
+def batched_by_size(items: Iterable[K], size_of: Callable[[K], int], size: int) -> Iterator[list[K]]:
+    """Yield the items in batches, each ended by the item with which it reaches a size."""
+    batch: list[K] = []
+    reached = 0
+    for item in items:
+        batch.append(item)
+        reached += size_of(item)
+        if reached >= size:
+            yield batch
+            batch, reached = [], 0
+    if batch:
         yield batch
 
 

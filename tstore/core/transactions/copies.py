@@ -25,7 +25,7 @@ from tstore.core.data.pieces import ReadJob
 from tstore.core.data.reader import read_chunks
 from tstore.core.format.arrays.array_metadata import ArrayMeta
 from tstore.core.format.arrays.codecs import Codecs
-from tstore.core.format.arrays.grid import chunk_coordinates, whole
+from tstore.core.format.arrays.grid import chunk_coordinates, chunk_region, whole
 from tstore.core.format.arrays.views import view_chunks
 from tstore.core.format.objects.chunk_refs import ChunkTable
 from tstore.core.format.objects.chunk_rows import ChunkRow
@@ -259,10 +259,7 @@ async def _touched(source: Array, meta: ArrayMeta) -> Iterator[tuple[slice, ...]
     parts = view_chunks(view, stored.shape, stored.chunks, numbers, meta.chunks)
     touched = await run(functools.reduce, np.union1d, parts, np.empty(0, np.int64))
     places = (chunk_coordinates(number, meta.counts) for number in touched.tolist())
-    return (
-        tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(place, meta.chunks, meta.shape, strict=True))
-        for place in places
-    )
+    return (chunk_region(place, meta.chunks, meta.shape) for place in places)
 
 
 def _boxes(meta: ArrayMeta, source_chunks: Sequence[int], budget: int) -> Iterator[tuple[slice, ...]]:

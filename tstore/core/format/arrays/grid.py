@@ -307,6 +307,11 @@ def chunk_coordinates(number: int, counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(number, counts)) if counts else ()
 
 
+def chunk_region(chunk: Sequence[int], chunks: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the region of the chunk with these coordinates, cut at the end of the array."""
+    return tuple(slice(i * c, min(i * c + c, n)) for i, c, n in zip(chunk, chunks, shape, strict=True))
+
+
 def renumbered(
     numbers: npt.NDArray[np.integer[Any]], before: Sequence[int], counts: Sequence[int]
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
